@@ -376,9 +376,11 @@ def train_on_mesh(
     members: ThreadMembers,
     mesh: str,
     shard: int = 0,
+    *,
     in_update: Callable[[ElasticTraining], object] = lambda _: None,
     after_step: Callable[[ElasticTraining], object] = lambda _: None,
     checkpoints: TrainingCheckpoints | None = None,
+    batch_size: int = 4,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Train a small model on a mesh, and return its state."""
@@ -392,7 +394,8 @@ def train_on_mesh(
         **values,
     )
     x = torch.linspace(-2.0, 2.0, 256).sin().view(64, 4)
-    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    loader = DataLoader(data, batch_size=batch_size, shuffle=True)
 
     def update() -> None:
         members.visit("update")

@@ -218,6 +218,38 @@ def test_an_evaluation_is_done_again_if_a_rank_is_lost_in_it(monkeypatch, faults
             torch.testing.assert_close(value, alone.results[0][name], rtol=0, atol=0)
 
 
+def _leave_early(members) -> dict[str, torch.Tensor]:
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = WholeModel(TrainingState(model, optimizer, {}))
+    training = ElasticTraining(members, state, num_shards=2, seed=0, update=None)
+    loader = DataLoader(TensorDataset(torch.ones(12, 2)), batch_size=2)
+    with training:
+        for _ in training.epochs(9):
+            for (x,) in training.batches(loader):
+                with training.step():
+                    model(x).sum().backward()
+                if training.num_steps == 4:
+                    break
+            if training.num_steps == 4:
+                break
+        members.visit("exit")
+    return {"steps": torch.tensor(training.num_steps), "weight": model.weight.detach().clone()}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_newcomer_ends_with_those_that_have_left_their_loop(victim):
+    cluster = Cluster(2, {(victim, "exit"): 1})
+    cluster.run(_leave_early)
+    assert cluster.deaths == [(victim, "exit")]
+    assert set(cluster.results) == {1 - victim, 2}
+    assert [state["steps"].item() for state in cluster.results.values()] == [4, 4]
+    first, second = cluster.results.values()
+    assert torch.equal(first["weight"], second["weight"])
+
+
 def _training(group: Group, model: nn.Module, shards: int | None = None) -> ElasticTraining:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = TrainingState(model, optimizer, {})

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
 
+import elastic_cluster
 from braid.elasticity import saving
 from braid.elasticity.mesh import elastic_mesh, mesh_for
 from braid.elasticity.saving import TrainingCheckpoints
-from braid.errors import CheckpointError, ConfigError
+from braid.errors import CheckpointError, ConfigError, MismatchError
 from braid.programs.layout import Mesh
 from elastic_cluster import (
     MESH_POINTS,
@@ -137,6 +139,63 @@ def test_a_run_whose_members_all_leave_goes_on_on_another_mesh(
     assert not _differing(cluster, undisturbed)
 
 
+def test_a_death_on_the_way_back_to_a_checkpoint_mixes_nothing(monkeypatch, undisturbed, tmp_path):
+    saved = TrainingCheckpoints(str(tmp_path), 2)
+    cluster = Cluster(4, {(1, "agree"): 4, (2, "agree"): 4, (3, "divided"): 2})
+    with points_of_death(monkeypatch):
+        cluster.run(partial(train_on_mesh, mesh="pp=4", checkpoints=saved))
+    assert len(cluster.deaths) == 3
+    assert len(cluster.results) == 4
+    assert not _differing(cluster, undisturbed)
+
+
+def test_weights_are_made_equal_at_the_beginning(monkeypatch):
+    numbers = count(1)
+
+    def unseeded():
+        model, optimizer, others = build()
+        with torch.no_grad():
+            next(model.parameters()).add_(next(numbers))
+        return model, optimizer, others
+
+    monkeypatch.setattr(elastic_cluster, "build", unseeded)
+    cluster = Cluster(2, {})
+    cluster.run(partial(train_on_mesh, mesh="dp=2"))
+    assert not _differing(cluster, cluster.results[0])
+
+
+def test_an_order_of_samples_that_changes_inside_of_a_pass_is_refused(monkeypatch, tmp_path):
+    run = partial(train_on_mesh, mesh="dp=2", checkpoints=TrainingCheckpoints(str(tmp_path), 100))
+    cluster = Cluster(2, {(0, "leave forward"): 5, (1, "leave forward"): 5}, restarts=0)
+    with points_of_death(monkeypatch):
+        cluster.run(run)
+    with pytest.raises(ConfigError, match="samples of a step 16 \\(here 8\\)"):
+        Cluster(2, {}).run(partial(run, batch_size=2))
+
+
+class _Average:
+    """Average of weights of which each rank knows a part."""
+
+    def __init__(self, model):
+        self.model, self.mean = model, {}
+
+    def state_dict(self):
+        return {name: param.detach() for name, param in self.model.named_parameters()}
+
+    def load_state_dict(self, state):
+        self.mean = state
+
+
+def test_an_object_with_other_state_on_each_rank_is_refused(monkeypatch):
+    def averaged():
+        model, optimizer, others = build()
+        return model, optimizer, others | {"average": _Average(model)}
+
+    monkeypatch.setattr(elastic_cluster, "build", averaged)
+    with pytest.raises(MismatchError, match="average has other values on rank 1 than on rank 0"):
+        Cluster(2, {}).run(partial(train_on_mesh, mesh="pp=2"))
+
+
 def test_a_checkpoint_that_fails_is_a_warning(monkeypatch, undisturbed, tmp_path):
     warnings: list[str] = []
     monkeypatch.setattr(saving.LOG, "warning", lambda text, *_: warnings.append(text))
@@ -154,6 +213,23 @@ def _clamp(run):
             param.clamp_(-1.0, 1.0)
 
 
+def _decay(run):
+    with torch.no_grad():
+        for param in run.model.named_pieces().values():
+            param.mul_(0.9)
+
+
+def _reset(run):
+    for state in run.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def _shift(run):
+    for name, buffer in run.model.model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.add_(1.0)
+
+
 def _scale(run):
     for param in run.model.named_pieces().values():
         if param.grad is not None:  # this rank has elements of it
@@ -166,6 +242,9 @@ def _scale(run):
     [
         ("after_step", _clamp, "was changed outside of the optimizer's step"),
         ("in_update", _scale, "changed in the function update=, after it was sent"),
+        ("in_update", _decay, "was changed outside of the optimizer's step"),
+        ("after_step", _reset, "its state in the optimizer, was changed outside"),
+        ("after_step", _shift, "running_mean changed in the function update="),
     ],
 )
 def test_what_a_copy_would_not_follow_is_refused(shard, option, change, words):

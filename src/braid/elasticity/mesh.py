@@ -13,7 +13,8 @@
 
 Each epoch of members has a division of the model of its own, a `HybridParallel`. Replicas along dp
 take the micro-batches of a step in turn, as ranks with a whole model do (`training`), so the bits
-do not depend on their number.
+do not depend on their number. Weights that stages share are added up in another order on another
+number of stages, so last bits differ then.
 
     epoch of members   4 ranks: pp=2,dp=2  ── rank 3 dies ──>  3 ranks: dp=3
     state              parts of 4 ranks     ── whole ──>       parts of 3 ranks
@@ -31,7 +32,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from math import nan, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -57,10 +58,11 @@ from braid.elasticity.state_transfer import (
     TrainingState,
     broadcast_values,
     check_same_training,
+    compare_others,
 )
 from braid.elasticity.training import ElasticTraining
 from braid.errors import CheckpointError, ConfigError, below, raise_all
-from braid.parallel.gradients import FlatBuffer, ParamRecord
+from braid.parallel.gradients import FlatBuffer, ParamRecord, ParamTable
 from braid.parallel.hybrid import HybridParallel
 from braid.programs.layout import Mesh
 
@@ -85,6 +87,22 @@ def mesh_for(wanted: Mesh, num_ranks: int) -> Mesh:
     if num_ranks % inner:
         return Mesh({"dp": num_ranks})
     return Mesh({**wanted.axes, "dp": num_ranks // inner})
+
+
+class _Division(NamedTuple):
+    """A model that was divided over some members.
+
+    Attributes:
+        parts: Parts that this rank has: its own, and a copy.
+        names: Names of all parts.
+        state: Objects of this rank.
+        progress: Plain values beside the state.
+    """
+
+    parts: list[ModelPart]
+    names: list[str]
+    state: TrainingState
+    progress: Mapping[str, Any]
 
 
 class MeshReplica:
@@ -120,8 +138,7 @@ class MeshReplica:
         self._copies = copies
         self._shard = options.get("shard", 0)
         self._options = {key: value for key, value in options.items() if key != "shard"}
-        self._parts: dict[int, list[ModelPart]] = {}  # by the number of the division
-        self._names: dict[int, list[str]] = {}  # of all parts of a division
+        self._divisions: dict[int, _Division] = {}  # by number
         self._shadow: Shadow | None = None
         self.needs_all = False
         self.records: Sequence[ParamRecord] = ()
@@ -139,9 +156,9 @@ class MeshReplica:
         self,
         group: Group,
         num_steps: Sequence[int],
-        progress: Mapping[str, Any],
+        progress: dict[str, Any],
         checkpoints: TrainingCheckpoints | None,
-    ) -> Mapping[str, Any]:
+    ) -> None:
         """See `Replica`.
 
         Raises:
@@ -150,13 +167,17 @@ class MeshReplica:
         """
         mesh = self._mesh_of(group.size)
         state = self._made()
-        division = 1 + max(group.objects.all_gather(max(self._parts, default=-1)))
+        last = max(self._divisions, default=-1)
+        if self._divisions:  # which has gone on since
+            self._divisions[last] = self._divisions[last]._replace(progress=dict(progress))
+        number = 1 + max(group.objects.all_gather(last))
         if max(num_steps) < 0:
             stored = None if checkpoints is None else checkpoints.load(group, state)
-            progress = group.objects.broadcast(dict(stored or progress), 0)
+            newest = group.objects.broadcast(dict(stored or progress), 0)
+            _make_equal(group, state.model)
         else:
             try:
-                progress = self._restored(group, num_steps, progress, state)
+                newest = self._restored(group, progress, state)
             except LostStateError as error:
                 stored = None if checkpoints is None else checkpoints.load(group, state)
                 if stored is None:
@@ -164,30 +185,33 @@ class MeshReplica:
                     raise CheckpointError(msg) from error
                 if not group.rank:
                     LOG.warning("%s; the training goes back to step %d", error, stored["num_steps"])
-                progress = stored
-        self._divide(state, mesh, group, division)
+                newest = stored
+        parts, names = self._divide(state, mesh, group)
+        self._divisions[number] = _Division(parts, names, state, dict(newest))
+        progress.update(newest)
         group.barrier()  # whoever passes it knows that all members can go on from here
-        self._parts = {division: self._parts[division]}
-        self._names = {division: self._names[division]}
-        return progress
+        self._divisions = {number: self._divisions[number]}
 
     def _restored(
-        self,
-        group: Group,
-        num_steps: Sequence[int],
-        progress: Mapping[str, Any],
-        state: TrainingState,
+        self, group: Group, progress: Mapping[str, Any], state: TrainingState
     ) -> Mapping[str, Any]:
         """Put the newest state of the members into `state`; returns the values beside it."""
-        whole = whole_state(group, self._parts, self._names)
-        root, beside = num_steps.index(max(num_steps)), None
+        parts = {number: own.parts for number, own in self._divisions.items()}
+        names = {number: own.names for number, own in self._divisions.items()}
+        number, root, whole = whole_state(group, parts, names)
+        beside = None
+        if number in self._divisions:
+            old = self._divisions[number]
+            compare_others(group, old.state)
+        else:
+            compare_others(group, None)
         if group.rank == root:
             groups = [
                 {key: value for key, value in own.items() if key != "params"}
-                for own in self.state.optimizer.param_groups
+                for own in old.state.optimizer.param_groups
             ]
-            others = {name: other.state_dict() for name, other in self.state.others.items()}
-            beside = {"groups": groups, "others": others, "progress": dict(progress)}
+            others = {name: other.state_dict() for name, other in old.state.others.items()}
+            beside = {"groups": groups, "others": others, "progress": dict(old.progress)}
         values = broadcast_values(group, root, beside)
         check_same_training(group, values["progress"], progress)
         _restore(state, whole, values["groups"])
@@ -200,8 +224,14 @@ class MeshReplica:
         model, optimizer, *others = self._build()
         return TrainingState(model, optimizer, others[0] if others else {})
 
-    def _divide(self, state: TrainingState, mesh: Mesh, group: Group, division: int) -> None:
-        """Divide the model, and copy the part of a neighbour; a collective."""
+    def _divide(
+        self, state: TrainingState, mesh: Mesh, group: Group
+    ) -> tuple[list[ModelPart], list[str]]:
+        """Divide the model, and copy the part of a neighbour; a collective.
+
+        Returns:
+            The parts of this rank, and the names of all.
+        """
         num_replicas = mesh.axes.get("dp", 1)
         shard = self._shard if num_replicas > 1 else 0
         self.model = HybridParallel(
@@ -248,9 +278,8 @@ class MeshReplica:
             self._shadow = Shadow(group, part)
             parts.append(self._shadow.part)
         names = group.objects.all_gather(name)
-        self._parts[division] = parts
-        self._names[division] = list(dict.fromkeys(names))
-        self._world = group
+        self._world, self._num_agreed = group, 0
+        return parts, list(dict.fromkeys(names))
 
     def begin(self, number: int) -> None:
         """See `Replica`."""
@@ -275,13 +304,23 @@ class MeshReplica:
 
     def agree(self, *, flag: bool) -> bool:
         """See `Replica`."""
+        self._num_agreed += 1
+        if self._num_agreed == 2 and self.state.others:
+            compare_others(self._world, self.state)
         return bool(self._world.all_reduce(torch.tensor([int(flag)]), op="max").item())
 
     def updated(self) -> None:
         """See `Replica`."""
         self.model.zero_grad()
         if self._shadow is not None:
-            self._shadow.check()
+            self._shadow.check_update()
+
+
+def _make_equal(group: Group, model: nn.Module) -> None:
+    """Give all members the weights and buffers of the first one; a collective."""
+    ParamTable.of(model).make_equal(group)
+    for buffer in model.buffers():
+        group.broadcast(buffer.detach(), 0)
 
 
 def _restore(state: TrainingState, whole: WholeState, groups: Sequence[Mapping[str, Any]]) -> None:

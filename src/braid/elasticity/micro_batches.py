@@ -90,11 +90,15 @@ class MicroBatches:
                 self._size,
             )
 
-    def facts(self, at: SamplerState) -> dict[str, object]:
+    def facts(self, at: SamplerState, before: Mapping[str, object]) -> dict[str, object]:
         """Return by name what all ranks must share to go on at `at`.
 
+        Args:
+            at: The next step.
+            before: Facts of the steps before.
+
         Raises:
-            ConfigError: There is no such step.
+            ConfigError: There is no such step, or the steps before it had other samples.
         """
         order = self.order
         if at.step >= order.steps_per_epoch:
@@ -103,12 +107,20 @@ class MicroBatches:
                 f"{at.step + 1} is next: use one loader until an epoch ends"
             )
             raise ConfigError(msg)
-        return {
+        facts: dict[str, object] = {
             "samples": order.num_samples,
             "samples of a step": order.batch_size,
             "shuffled": order.shuffles,
             "seed": order.seed,
         }
+        if at.step and before and before != facts:
+            listed = ", ".join(f"{name} {before[name]} (here {facts[name]})" for name in facts)
+            msg = (
+                f"{at.step} steps of this pass were trained with another order of samples: "
+                f"{listed}. Go on with the same data, batch size, shards and seed"
+            )
+            raise ConfigError(msg)
+        return facts
 
     def after(
         self,

@@ -152,6 +152,7 @@ class ModelPart(NamedTuple):
                 if not isinstance(value, torch.Tensor)
             }
             for name in self.boxes
+            if self.params[name] in self.optimizer.state
         }
 
 
@@ -194,13 +195,16 @@ def packed(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Te
 
 def whole_state(
     group: Group, parts: Mapping[int, Sequence[ModelPart]], num_parts: Mapping[int, Sequence[str]]
-) -> WholeState:
+) -> tuple[int, int, WholeState]:
     """Put the parts of all members together; a collective.
 
     Args:
         group: The members.
         parts: Parts that this member has, by the number of their division.
         num_parts: Names of all parts of each of these divisions.
+
+    Returns:
+        Number of the division, the first member that has a part of it, and the whole state.
 
     Raises:
         LostStateError: No member has some part.
@@ -249,7 +253,7 @@ def whole_state(
                 if full not in whole.tensors:
                     whole.tensors[full] = torch.empty(box.whole, dtype=getattr(torch, dtype))
                 box.copy(view, whole.tensors[full])
-    return whole
+    return division, next(r for r, one in enumerate(held) if division in one), whole
 
 
 def _newest(held: Sequence[Mapping[int, tuple[Sequence[str], Mapping[str, Any]]]]) -> int:

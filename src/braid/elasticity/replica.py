@@ -36,19 +36,16 @@ class Replica(Protocol):
         self,
         group: Group,
         num_steps: Sequence[int],
-        progress: Mapping[str, Any],
+        progress: dict[str, Any],
         checkpoints: TrainingCheckpoints | None,
-    ) -> Mapping[str, Any]:
+    ) -> None:
         """Go on with these members, from the newest state; a collective.
 
         Args:
             group: The members.
             num_steps: Number of steps that the state of each has seen; -1 for a newcomer.
-            progress: Plain values beside the state.
+            progress: Plain values beside the state of this member; replaced with the state.
             checkpoints: Checkpoints for a state that no member has; None without.
-
-        Returns:
-            The values beside the newest state.
         """
         ...
 
@@ -101,14 +98,15 @@ class WholeModel:
         self,
         group: Group,
         num_steps: Sequence[int],
-        progress: Mapping[str, Any],
+        progress: dict[str, Any],
         checkpoints: TrainingCheckpoints | None,
-    ) -> Mapping[str, Any]:
+    ) -> None:
         """See `Replica`."""
         self.group = group
+        newest: Mapping[str, Any] = progress
         if max(num_steps) < 0 and checkpoints is not None:
-            progress = checkpoints.load(group, self.state) or progress
-        return transfer(group, num_steps, self.state, progress)
+            newest = checkpoints.load(group, self.state) or progress
+        progress.update(transfer(group, num_steps, self.state, newest))
 
     def begin(self, number: int) -> None:
         """See `Replica`."""

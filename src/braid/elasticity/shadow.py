@@ -85,8 +85,9 @@ class Shadow:
         like = [*_like(theirs["params"]), *_like(theirs["buffers"])]
         like += _like(dict(enumerate(_specs_in(theirs["states"]))))
         values = self._exchange([*part.params.values(), *own_buffers.values(), *tensors], like)
+        device = next(iter(part.params.values())).device if part.params else "cpu"
         params = {
-            name: nn.Parameter(value.clone(), requires_grad=requires_grad)
+            name: nn.Parameter(value.clone().to(device), requires_grad=requires_grad)
             for (name, (_, _, requires_grad)), value in zip(
                 theirs["params"].items(), values, strict=False
             )
@@ -99,7 +100,7 @@ class Shadow:
         rest = iter(values[first + len(kept) :])
         for name, state in theirs["states"].items():
             optimizer.state[params[name]] = {
-                key: next(rest).clone() if is_tensor else value
+                key: _placed(next(rest).clone(), params[name]) if is_tensor else value
                 for key, (is_tensor, value) in state.items()
             }
         boxes = {name: list(map(TensorBox.parse, own)) for name, own in theirs["boxes"].items()}
@@ -109,8 +110,10 @@ class Shadow:
         self._received, self._views = packed(self._shipped(self.part))
         self._sent_versions: list[tuple[int, int] | None] = []
         self.note()
-        part.optimizer.register_step_pre_hook(self._check_gradients)
-        part.optimizer.register_step_post_hook(self._step)
+        part.optimizer.register_step_pre_hook(self._before_step)
+        handle = part.optimizer.register_step_post_hook(self._step)
+        hooks: Any = handle.hooks_dict_ref()
+        hooks.move_to_end(handle.id, last=False)  # before those of the program
 
     def _shipped(self, part: ModelPart) -> list[torch.Tensor]:
         """Return tensors like those that are sent in each step."""
@@ -129,13 +132,18 @@ class Shadow:
         for view, buffer in zip(views[len(grads) :], self._own.buffers().values(), strict=True):
             view.copy_(buffer)
         self._sent_versions = self._grad_versions()
+        self._sent_buffers = [_version(buffer) for buffer in self._own.buffers().values()]
         self._swap(self._sent, self._received)
 
     def note(self) -> None:
         """Take the parameters as they are: the neighbour has the same."""
-        self._versions = [
-            (param.data_ptr(), version_of(param)) for param in self._own.params.values()
-        ]
+        self._versions = {
+            name: [
+                (param.data_ptr(), version_of(param)),
+                *map(_version, self._own.optimizer.state.get(param, {}).values()),
+            ]
+            for name, param in self._own.params.items()
+        }
 
     def check(self) -> None:
         """Refuse changes of parameters that the neighbour does not make.
@@ -145,12 +153,29 @@ class Shadow:
         """
         then = self._versions
         self.note()
-        pairs = zip(self._own.params, self._versions, then, strict=True)
-        changed = [name for name, now, before in pairs if now != before]
+        changed = [name for name, now in self._versions.items() if now != then[name]]
         if changed:
             msg = (
-                f"{changed[0]} was changed outside of the optimizer's step, which the rank that "
-                "keeps a copy does not know: pass copies=False, or let the optimizer do it"
+                f"{changed[0]}, or its state in the optimizer, was changed outside of the "
+                "optimizer's step, which the rank that keeps a copy does not know: pass "
+                "copies=False, or let the optimizer do it"
+            )
+            raise ConfigError(msg)
+
+    def check_update(self) -> None:
+        """Refuse what an update has done beside the optimizer's step.
+
+        Raises:
+            ConfigError: A parameter or a buffer was changed.
+        """
+        self.check()
+        now = {name: _version(buffer) for name, buffer in self._own.buffers().items()}
+        pairs = zip(now.items(), self._sent_buffers, strict=True)
+        changed = [name for (name, version), sent in pairs if version != sent]
+        if changed:
+            msg = (
+                f"the buffer {changed[0]} changed in the function update=, after it was sent to "
+                "the rank that keeps a copy: change it in the forward, or pass copies=False"
             )
             raise ConfigError(msg)
 
@@ -158,8 +183,13 @@ class Shadow:
         grads = [param.grad for param in self._own.params.values()]
         return [None if grad is None else (id(grad), version_of(grad)) for grad in grads]
 
-    def _check_gradients(self, *_: object) -> None:
-        """Refuse a step by other gradients than those that the neighbour has."""
+    def _before_step(self, *_: object) -> None:
+        """Refuse a step by other gradients than the neighbour has; give the copy its options."""
+        self.check()
+        for own, copy in zip(
+            self._own.optimizer.param_groups, self.part.optimizer.param_groups, strict=True
+        ):
+            copy.update({key: value for key, value in own.items() if key != "params"})
         pairs = zip(self._own.params, self._grad_versions(), self._sent_versions, strict=True)
         changed = [name for name, now, sent in pairs if now != sent]
         if changed:
@@ -170,16 +200,12 @@ class Shadow:
             raise ConfigError(msg)
 
     def _step(self, *_: object) -> None:
-        """Take the step that this rank's optimizer has just taken, with its options."""
+        """Take the step that this rank's optimizer has just taken."""
         present, *views = self._views
         part = self.part
         pairs = zip(present.tolist(), part.params.values(), views, strict=False)
         for has_grad, param, view in pairs:
             param.grad = view.to(param.device) if has_grad else None
-        for own, copy in zip(
-            self._own.optimizer.param_groups, part.optimizer.param_groups, strict=True
-        ):
-            copy.update({key: value for key, value in own.items() if key != "params"})
         part.optimizer.step()
         self.note()
         for param in part.params.values():
@@ -204,6 +230,18 @@ class Shadow:
         ]
         for work in works:
             work.wait()
+
+
+def _placed(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return a state on the device of its parameter, if it has its shape, as optimizers do."""
+    return value.to(param.device) if value.shape == param.shape else value
+
+
+def _version(value: Any) -> Any:
+    """Return something that changes with a value."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), version_of(value)
+    return repr(value)
 
 
 def _spec(tensor: torch.Tensor) -> tuple[list[int], str, bool]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ __all__ = [
     "TrainingState",
     "broadcast_values",
     "check_same_training",
+    "compare_others",
     "fingerprint",
     "refuse_changes",
     "transfer",
@@ -170,6 +172,33 @@ def check_same_training(group: Group, theirs: Mapping[str, Any], ours: Mapping[s
             "one braid.elastic, or resume each stage by itself"
         )
         raise MismatchError(msg)
+
+
+def compare_others(group: Group, state: TrainingState | None) -> None:
+    """Refuse further objects whose states differ between the members of a mesh; a collective.
+
+    Args:
+        group: The members.
+        state: Objects of this member; None if it has none.
+
+    Raises:
+        MismatchError: States differ, such as averages of weights of which each rank has a part.
+    """
+    sums = {}
+    for name, other in () if state is None else _others(state):
+        plain, tensors = flatten(other.state_dict())
+        sums[name] = crc32(f"{plain} {list(map(checksum, tensors))}".encode())
+    expected: dict[str, tuple[int, int]] = {}
+    for rank, theirs in zip(group.ranks, group.objects.all_gather(sums), strict=True):
+        for name, value in theirs.items():
+            first, known = expected.setdefault(name, (rank, value))
+            if value != known:
+                msg = (
+                    f"{name} has other values on rank {rank} than on rank {first}, and a mesh "
+                    "hands over one state of it: pass objects that are the same on all ranks, such "
+                    "as a scheduler"
+                )
+                raise MismatchError(msg)
 
 
 def broadcast_values(group: Group, root: int, value: Any) -> Any:

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from braid.elasticity.evaluation import Evaluation
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
@@ -42,6 +41,7 @@ from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import fingerprint, refuse_changes
 from braid.elasticity.step_buffers import StepBuffers
 from braid.elasticity.suspects import GradientChecks, StepTimes
+from braid.elasticity.update_guard import UpdateGuard
 from braid.errors import CommError, ConfigError, PeerLostError
 from braid.programs.sampling import SamplerState
 
@@ -105,10 +105,12 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._pass: int | None = None  # the pass over the data that `epochs` has yielded
         self._fingerprint: dict[str, str] = {}
         self._round = 0
-        self._is_updating = False
+        self._is_exiting = False
+        self._is_over = False  # other members have left the block, and do not train any more
+        self._data: dict[str, Any] = {}  # facts of the samples of this pass
         self._is_prepared = False  # this member could update, and others may have done so
         self._notices = notices(members)
-        self._guard: RemovableHandle | None = None
+        self._guard = UpdateGuard()
 
     def __enter__(self) -> ElasticTraining:
         if self._members.is_newcomer:
@@ -119,10 +121,12 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._guard is not None:
-            self._guard.remove()
+        self._guard.close()
         self._notices.__exit__(None, None, None)
+        self._is_exiting = kind is None
         while kind is None:
+            if self._evaluation.is_due(self.num_steps) and not self._survives(self._evaluate):
+                continue
             if self._met[0] != self._version and not self._meets():
                 continue
             needs_save = self._saved != (self.num_steps, self._version)
@@ -133,10 +137,10 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the passes over the data that are left of `count`."""
-        while self.at.epoch < count:
+        while self.at.epoch < count and not self._is_over:
             epoch = self._pass = self.at.epoch
             yield epoch
-            if self.at.epoch == epoch:
+            if self.at.epoch == epoch and not self._is_over:
                 msg = f"epoch {epoch} has not been trained: loop over training.batches(loader)"
                 raise ConfigError(msg)
 
@@ -161,7 +165,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         while True:
             if self._met[0] != self._version and not self._meets():
                 continue
-            if self.at.epoch != epoch:
+            if self.at.epoch != epoch or self._is_over:
                 break
             if self._met[1] != epoch and not self._meets():
                 continue
@@ -214,14 +218,17 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             "epoch": self.at.epoch,
             "step": self.at.step,
         }
-        if loader is not None and loader[0] == self.at.epoch:
-            facts |= loader[2].facts(self.at)
+        facts |= {"is done": self._is_exiting} if self._is_exiting else {}
+        if loader is not None and loader[0] == self.at.epoch and not self._is_exiting:
+            self._data = loader[2].facts(self.at, self._data)
+            facts |= self._data
         is_due = self._evaluation.is_due(self.num_steps)
         try:
             answers = group.objects.all_gather((facts, is_due))
         except CommError as error:
             self._recover(error)
             return False
+        self._is_over = any(theirs.pop("is done", False) for theirs, _ in answers)
         require_same_data(group, [theirs for theirs, _ in answers])
         self._met = self._version, self.at.epoch
         return not any(due for _, due in answers) or self._survives(self._evaluate)
@@ -342,8 +349,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         return False
 
     def add_loss(self, loss: torch.Tensor | float) -> None:
-        """Note the loss of this micro-batch, inside of `step()`, for the mean of all in `loss`."""
-        self._shard_loss = loss.item() if isinstance(loss, torch.Tensor) else loss
+        """Add to the loss of this micro-batch, inside of `step()`; `loss` has the mean of all."""
+        value = loss.item() if isinstance(loss, torch.Tensor) else loss
+        self._shard_loss = value if math.isnan(self._shard_loss) else self._shard_loss + value
 
     def _restart_step(self) -> None:
         """Deal the micro-batches of the step anew."""
@@ -368,11 +376,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._is_prepared = False
         self._buffers.keep()
         seed_all(self._seed, self.num_steps, self.num_shards)
-        self._is_updating = True
-        try:
+        with self._guard.update():
             self._update()
-        finally:
-            self._is_updating = False
         self._replica.updated()
         self._sums.clear()
         self._fingerprint = fingerprint(self._replica.state)
@@ -405,23 +410,24 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self.num_shards = self.num_shards or members.size
         if self._is_prepared:
             num_steps = self._decide(num_steps)
-        progress = self._replica.enter(members, num_steps, self._progress, self._checkpoints)
+        progress = self._progress
+        try:
+            self._replica.enter(members, num_steps, progress, self._checkpoints)
+        finally:  # the state of the replica and these numbers belong together
+            self.num_steps, self.at = progress["num_steps"], SamplerState(*progress["at"])
+            self.num_shards, self.loss = progress["num_shards"], progress["loss"]
+            self._data = progress["data"]
         group = self._replica.group
-        self.num_steps = progress["num_steps"]
-        self.at = SamplerState(*progress["at"])
-        self.num_shards, self.loss = progress["num_shards"], progress["loss"]
         if self.num_changes < 0:
             self._evaluation.skip(self.num_steps)
         if group.size > self.num_shards:
             msg = (
                 f"{group.size} replicas cannot share {self.num_shards} micro-batches: pass "
-                f"shards={group.size} or more to braid.elastic, or lower --max-ranks"
+                f"shards={group.size} or more, or lower --max-ranks"
             )
             raise ConfigError(msg)
         state = self._replica.state
-        if self._guard is not None:
-            self._guard.remove()
-        self._guard = state.optimizer.register_step_pre_hook(self._refuse_step)
+        self._guard.watch(state.optimizer)
         self._sums = GradientSums(
             group, self._replica.records, self.num_shards, self._replica.memory
         )
@@ -442,6 +448,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             "at": list(self.at),
             "num_shards": self.num_shards,
             "loss": self.loss,
+            "data": self._data,
         }
 
     def _save(self) -> None:
@@ -490,11 +497,3 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             data = self._loader[2]
         self._loader = self.at.epoch, loader, data
         return data
-
-    def _refuse_step(self, *_: object) -> None:
-        if not self._is_updating:
-            msg = (
-                "optimizer.step() was called by the loop: training.step() calls it after the last "
-                "micro-batch of a step; what else belongs to an update goes into update="
-            )
-            raise ConfigError(msg)

@@ -70,6 +70,7 @@ class _Reports:
         self._path = path
         self._clock = clock
         self._reporter: Reporter | None = None
+        self._last = 0  # number of steps before the last report
 
     def write(self, report: Report, step: int) -> None:
         """Write a report after `step` steps, on rank 0."""
@@ -78,7 +79,10 @@ class _Reports:
             return
         if self._reporter is None:
             self._reporter = Reporter(self._path, sys.stdout, self._clock)
+            self._last = step + 1
+        if step < self._last:  # steps are done again
             self._reporter.rewind(step)
+        self._last = step
         self._reporter.write(report)
 
     def close(self) -> None:
@@ -167,8 +171,7 @@ class _Elastic:
             "checkpoints": config.checkpoints,
             "checkpoint_every": config.checkpoint_every or config.steps,
         }
-        if config.eval_every:
-            options |= {"evaluate": self._evaluate, "evaluate_every": config.eval_every}
+        options |= {"evaluate": self._evaluate, "evaluate_every": config.eval_every or config.steps}
         if not self._on_mesh:
             model, optimizer = self._build()
             options |= {"verify": config.verify, "replace_slow": config.replace_slow}

@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(msg)
     config = TrainConfig.from_json(arguments[0])
     stopping = Stopping()
-    for number in SIGNALS:
+    for number in () if config.min_ranks else SIGNALS:  # there they let a rank leave
         signal.signal(number, stopping)
     compute_deterministically()
     signum = run(config, context.init(), stopping, context.membership())
