@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -137,7 +138,11 @@ def _run(bench: ElasticBench, *, kills: bool, seed: int) -> _Run:
         ends_ns = [ns for rows in steps for _, ns, _ in rows]
         return _Run(
             seconds=(max(ends_ns) - min(ends_ns)) / 1e9,
-            recoveries_s=[_recovery_s(ns, steps) for ns in kills_ns if ns < max(ends_ns)],
+            recoveries_s=[
+                seconds
+                for ns in kills_ns
+                if ns < max(ends_ns) and isfinite(seconds := _recovery_s(ns, steps))
+            ],
             digests=[path.read_text() for path in out.glob("*.digest")],
         )
 
