@@ -241,7 +241,7 @@ def _leave_early(members) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_newcomer_ends_with_those_that_have_left_their_loop(victim):
-    cluster = Cluster(2, {(victim, "exit"): 1})
+    cluster = Cluster(2, {(victim, "exit"): 1}, min_ranks=2)
     cluster.run(_leave_early)
     assert cluster.deaths == [(victim, "exit")]
     assert set(cluster.results) == {1 - victim, 2}
