@@ -105,7 +105,7 @@ def test_survivors_on_other_hosts_are_told_who_died_and_the_dead_with_last_event
         "  saved    checkpoint step 4 (sha256 ok), 2 steps not saved",
     ]
     assert sorted(p.name for p in (tmp_path / "run/events").iterdir()) == [
-        "rank0.ring", "rank1.ring", "rank2.ring",
+        "launcher.jsonl", "rank0.ring", "rank1.ring", "rank2.ring",
     ]  # fmt: skip
 
 

@@ -239,7 +239,7 @@ class TrainConfig:
             given = [name for name, default in own.items() if getattr(self, name) != default]
             return [f"--{name.replace('_', '-')} needs --min-ranks" for name in given]
         others = {"strategy": "", "versions": "", "reference_shards": 0, "balance": ""}
-        others |= {"recompute": "never"}
+        others |= {"recompute": "never", "keep": 3}
         if self.mesh or self.shard:
             others |= {"verify": 0, "replace_slow": 0.0}
         problems = [

@@ -27,12 +27,13 @@ from braid.runtime.metrics import memory_bytes
 from braid.train.config import MODELS, TrainConfig
 from braid.train.corpus import Corpus
 from braid.train.device import RankDevice
-from braid.train.gpt import GPT, flops_per_token, mean_loss
-from braid.train.loop import TrainingDivergedError, adamw
+from braid.train.gpt import GPT, flops_per_token, generate, mean_loss
+from braid.train.loop import PROMPT, TrainingDivergedError, adamw
 from braid.train.reports import (
     Evaluated,
     Report,
     Reporter,
+    Sampled,
     Stepped,
     TrainingFinished,
     TrainingStarted,
@@ -149,6 +150,8 @@ class _Elastic:
                     if training.num_steps >= config.steps:
                         break
         seconds = (self._clock.now_ns() - began_ns) / 1e9
+        if config.sample_bytes:
+            self._sample()
         self._reports.write(
             TrainingFinished(
                 step=training.num_steps,
@@ -161,6 +164,17 @@ class _Elastic:
             training.num_steps,
         )
         self._reports.close()
+
+    def _sample(self) -> None:
+        """Report text of the trained model."""
+        config, training = self._config, self._training
+        model = training.model
+        if self._on_mesh:
+            model.make_whole()
+            model = model.model
+        if context.world().rank == 0:
+            text = generate(model, PROMPT, config.sample_bytes, seed=config.seed)
+            self._reports.write(Sampled(step=training.num_steps, text=text), training.num_steps)
 
     def _made(self) -> ElasticTraining:
         config = self._config
