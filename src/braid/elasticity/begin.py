@@ -1,4 +1,4 @@
-"""`braid.elastic`: checks what a program hands over, and begins an elastic training with it."""
+"""`braid.elastic`: checks its arguments, and begins an elastic training with them."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def elastic(
         shards: Number of micro-batches of a step; the number of ranks at first when None. The most
             ranks that can take part.
         seed: Number that chooses the order of samples, and random numbers.
-        update: Called in the place of `optimizer.step()` when `.grad` holds the mean over all
+        update: Called instead of `optimizer.step()` when `.grad` holds the mean over all
             micro-batches, such as a function that clips gradients before.
         verify: Number of steps after which each rank also computes the micro-batch of the next one,
             to compare the gradients bit by bit; 0 for never. A rank that computes wrongly leaves
             before its result is used, and is replaced. For ranks on hosts of one kind.
-        replace_slow: Let a rank leave, and be replaced, whose steps take so many times as long as
-            those of its peers for 30 steps, such as 2.0; 0 for never.
+        replace_slow: Factor, such as 2.0, by which a rank is slower than its peers for 30 steps
+            when it leaves and is replaced; 0 for never.
         checkpoints: Directory of checkpoints, which all ranks see. The training begins with the
             last one, and goes back to it if members have lost the state together; without it, such
             a loss ends the run. Buffers that `state_dict()` leaves out are not in it.
@@ -89,7 +89,7 @@ def elastic(
         ConfigError: The model is wrapped, or an object has no state.
         StaleError: `braid.init()` has not been called.
 
-    Cost of a step: that of data parallel training, with one all-reduce of the gradients for each
+    Cost of a step: as in data parallel training, with one all-reduce of the gradients for each
     round of micro-batches. Cost of a loss: a meeting of the members; the state, if one lacks it.
     """
     raise_all(below(0, verify=verify, replace_slow=replace_slow))

@@ -78,7 +78,7 @@ class Members(Protocol):
 
 @contextmanager
 def notices(members: Members) -> Iterator[None]:
-    """Let SIGTERM, inside, ask this member to leave after its step."""
+    """Make SIGTERM, inside, a request to leave after the step."""
     if not members.may_change or threading.current_thread() is not threading.main_thread():
         yield
         return

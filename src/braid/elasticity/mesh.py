@@ -163,7 +163,7 @@ class MeshReplica:
 
         Raises:
             CheckpointError: No member has some part, and there is no checkpoint.
-            ConfigError: There is no mesh for the members, or the model cannot be divided like that.
+            ConfigError: The members have no mesh, or the model cannot be divided like that.
         """
         mesh = self._mesh_of(group.size)
         state = self._made()
@@ -189,7 +189,7 @@ class MeshReplica:
         parts, names = self._divide(state, mesh, group)
         self._divisions[number] = _Division(parts, names, state, dict(newest))
         progress.update(newest)
-        group.barrier()  # whoever passes it knows that all members can go on from here
+        group.barrier()  # after it all members can go on from here
         self._divisions = {number: self._divisions[number]}
 
     def _restored(
@@ -326,18 +326,18 @@ def _make_equal(group: Group, model: nn.Module) -> None:
 def _restore(state: TrainingState, whole: WholeState, groups: Sequence[Mapping[str, Any]]) -> None:
     """Load a whole state into a model and an optimizer."""
     numbers = training_numbers(state.model, state.optimizer)
-    own = numbers["optimizer"]
+    kept = numbers["optimizer"]
     tensors = {n: t for n, t in whole.tensors.items() if not n.startswith("buffer/")}
     plain = [
         {key: to_plain(value, f"options/{number}/{key}", tensors) for key, value in group.items()}
         for number, group in enumerate(groups)
     ]
-    merged = [{**mine, **theirs} for mine, theirs in zip(own["groups"], plain, strict=True)]
-    numbers["optimizer"] = {**own, "groups": merged, "numbers": whole.numbers}
-    kept = state.model.state_dict(keep_vars=True)
+    merged = [{**mine, **theirs} for mine, theirs in zip(kept["groups"], plain, strict=True)]
+    numbers["optimizer"] = {**kept, "groups": merged, "numbers": whole.numbers}
+    persistent = state.model.state_dict(keep_vars=True)
     for name, buffer in state.model.named_buffers():
         value = whole.tensors[f"buffer/{name}"]
-        if name in kept:
+        if name in persistent:
             tensors[f"model/{name}"] = value
         buffer.data.copy_(value)
     restore_training(Received("the members", tensors, numbers), state.model, state.optimizer)
@@ -373,7 +373,7 @@ def elastic_mesh(
             take them in turn, and each is a batch of the pipeline.
         seed: Number that chooses the order of samples, and random numbers.
         clip: Norm of all gradients to which they are clipped; None for no limit.
-        update: Called in the place of `training.optimizer.step()`; it does not communicate.
+        update: Called instead of `training.optimizer.step()`; it does not communicate.
         copies: Whether neighbours keep copies of parts that one rank alone has. If such a rank is
             lost without a copy, all go back to the last checkpoint, or the run ends.
         checkpoints: See `elastic`.

@@ -98,7 +98,7 @@ class MicroBatches:
             before: Facts of the steps before.
 
         Raises:
-            ConfigError: There is no such step, or the steps before it had other samples.
+            ConfigError: The step does not exist, or the steps before it had other samples.
         """
         order = self.order
         if at.step >= order.steps_per_epoch:

@@ -138,8 +138,8 @@ class ModelPart(NamedTuple):
             for key, value in self.optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
                     is_alike = value.dim() and value.shape == param.shape
-                    own = boxes if is_alike else [TensorBox.all_of(value)]
-                    yield _PartTensor(f"optimizer/{name}/{key}", own, value.detach())
+                    places = boxes if is_alike else [TensorBox.all_of(value)]
+                    yield _PartTensor(f"optimizer/{name}/{key}", places, value.detach())
         for name, buffer in self.buffers().items():
             yield _PartTensor(f"buffer/{name}", [TensorBox.all_of(buffer)], buffer.detach())
 
@@ -171,7 +171,7 @@ class WholeState(NamedTuple):
 def boxes_of(
     pieces: Iterable[Slice], params: Mapping[str, torch.Tensor]
 ) -> dict[str, list[TensorBox]]:
-    """Return the boxes of parameters, by name, from what a rank writes of a checkpoint."""
+    """Return the boxes of parameters, by name, from the pieces that a rank writes."""
     boxes: dict[str, list[TensorBox]] = {}
     for piece in pieces:
         root, _, name = piece.name.partition("/")
@@ -257,7 +257,7 @@ def whole_state(
 
 
 def _newest(held: Sequence[Mapping[int, tuple[Sequence[str], Mapping[str, Any]]]]) -> int:
-    """Return the newest division of which all parts are left."""
+    """Return the newest division with all its parts."""
     missing: dict[int, list[str]] = {}
     for division in sorted({d for one in held for d in one}, reverse=True):
         left = {name for one in held if division in one for name in one[division][1]}

@@ -182,7 +182,7 @@ def compare_others(group: Group, state: TrainingState | None) -> None:
         state: Objects of this member; None if it has none.
 
     Raises:
-        MismatchError: States differ, such as averages of weights of which each rank has a part.
+        MismatchError: States differ, such as averages of the weights of one stage.
     """
     sums = {}
     for name, other in () if state is None else _others(state):

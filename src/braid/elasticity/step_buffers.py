@@ -42,7 +42,7 @@ class StepBuffers:
             self._after = self._copies()
 
     def share(self) -> None:
-        """Give all members what the first micro-batch has made of them; a collective."""
+        """Give all members the buffers after the first micro-batch; a collective."""
         if self._buffers.any():
             if not self._group.rank:
                 self._write(self._after)

@@ -66,7 +66,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         num_shards: Number of micro-batches of a step.
         num_steps: Number of steps so far.
         at: Epoch over the data, and step in it, of the next step.
-        loss: Mean loss of the last step, on all ranks, of what `add_loss` was told; NaN without.
+        loss: Mean loss of the last step, on all ranks, from the losses of `add_loss`; NaN without.
         grad_norm: Norm of the last gradient before `clip` of `braid.elastic_mesh`; NaN without.
         num_changes: Number of times that members have changed since this process is one.
     """

@@ -32,7 +32,7 @@ class UpdateGuard:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Let the optimizer take steps inside."""
+        """Allow steps of the optimizer inside."""
         self._is_updating = True
         try:
             yield

@@ -234,9 +234,9 @@ class TrainConfig:
 
     def _elastic_problems(self) -> list[str]:
         """Return what is wrong with the options of a training whose ranks may change."""
-        own = {"spares": 0, "restarts": 3, "verify": 0, "replace_slow": 0.0}
+        further = {"spares": 0, "restarts": 3, "verify": 0, "replace_slow": 0.0}
         if not self.min_ranks:
-            given = [name for name, default in own.items() if getattr(self, name) != default]
+            given = [name for name, default in further.items() if getattr(self, name) != default]
             return [f"--{name.replace('_', '-')} needs --min-ranks" for name in given]
         others = {"strategy": "", "versions": "", "reference_shards": 0, "balance": ""}
         others |= {"recompute": "never", "keep": 3}
@@ -244,7 +244,7 @@ class TrainConfig:
             others |= {"verify": 0, "replace_slow": 0.0}
         problems = [
             f"--min-ranks does not go together with --{name.replace('_', '-')}"
-            f"{' on a mesh' * (name in own)}"
+            f"{' on a mesh' * (name in further)}"
             for name, default in others.items()
             if getattr(self, name) != default
         ]

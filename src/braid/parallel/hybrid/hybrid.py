@@ -185,8 +185,8 @@ class HybridParallel:
         """Return what an attached optimizer changes on this rank, by names of whole parameters."""
         if self._sharded is not None:
             return dict(self._sharded.named_pieces())
-        own = set(self.pipeline.parameters())
-        return {name: param for name, param in self.model.named_parameters() if param in own}
+        trained = set(self.pipeline.parameters())
+        return {name: param for name, param in self.model.named_parameters() if param in trained}
 
     def whole_records(self) -> list[ParamRecord]:
         """Return the parameters of this rank that compute, which have this replica's gradients."""

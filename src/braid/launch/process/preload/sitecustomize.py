@@ -107,7 +107,7 @@ def _place(fds: list[int], numbers: list[int]) -> None:
     for copy, number in zip(copies, (0, *numbers), strict=True):
         os.dup2(copy, number)
         os.close(copy)
-    sys.modules["numpy"].random.seed()  # as in a process of its own
+    sys.modules["numpy"].random.seed()  # as in a new process
 
 
 class _LoadedTorch(MetaPathFinder, Loader):
