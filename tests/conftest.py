@@ -65,6 +65,7 @@ MACHINE_WIDE = (
 )
 LAUNCHING = (
     "gpu/test_gpu_cores.py",
+    "gpu/test_gpu_elastic.py",
     "gpu/test_gpu_launch.py",
     "gpu/test_gpu_train.py",
     "world/test_chaos_runs.py",

@@ -18,6 +18,7 @@ BUDGETS_S = {
     "gpu/test_gpu_train": 12,
     "gpu/": 45,
     "gpu/test_gpu_cores": 25,
+    "gpu/test_gpu_elastic": 60,
     "gpu/test_gpu_launch": 25,
     "netns/": 140,
     "unit/": 150,

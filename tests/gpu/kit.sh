@@ -29,6 +29,7 @@ sections=(
 	checkpointing:40
 	divided:60
 	others:50
+	elastic:90
 	launch:80
 	plan:40
 	nccl:90
