@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from braid.comm import Group
 from braid.elasticity import gradient_sums, replica
 from braid.elasticity.evaluation import Evaluation
+from braid.elasticity.learning_rate import RateRule
 from braid.elasticity.mesh import MeshReplica, mesh_for
 from braid.elasticity.replica import Replica, WholeModel
 from braid.elasticity.saving import TrainingCheckpoints
@@ -248,9 +249,9 @@ def points_of_death(monkeypatch: Any) -> Iterator[None]:
     """Let ranks die before and after a sum, and in the transfer of the state."""
     reduce, transfer = gradient_sums.GradientSums.reduce, replica.transfer
 
-    def dying_reduce(self: Any, number: int, *, flag: bool) -> bool:
+    def dying_reduce(self: Any, number: int, num_shards: int, *, flag: bool) -> bool:
         HERE.members.visit("sum")
-        result = reduce(self, number, flag=flag)
+        result = reduce(self, number, num_shards, flag=flag)
         HERE.members.visit("summed")
         return result
 
@@ -292,7 +293,7 @@ class Counted(nn.Module):
 
 def train(
     members: ThreadMembers,
-    shards: int = 3,
+    shards: int | None = 3,
     epochs: int = 2,
     after_backward: Callable[[ElasticTraining, nn.Module], object] = lambda *_: None,
     evaluate_every: int = 0,
@@ -305,7 +306,7 @@ def train(
             param.copy_(torch.linspace(-1.0, 1.0, param.numel()).view_as(param) + position + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3, 5], 0.9)
-    x = torch.linspace(-2.0, 2.0, 144).sin().view(36, 4)
+    x = torch.linspace(-2.0, 2.0, 128).sin().view(32, 4)  # micro-batches of 3, or 3 and 2
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=3, shuffle=True)
 
     def update() -> None:
@@ -334,7 +335,7 @@ def train(
                     run.add_loss(loss)
                     loss.backward()
                     after_backward(run, model)
-    assert run.num_steps == epochs * (36 // (3 * shards))
+    assert shards is None or run.num_steps == epochs * -(-32 // (3 * shards))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     seen = {f"evaluation {step}": value for step, value in means.items()}
     return state | seen | {"loss": torch.tensor(run.loss)}
@@ -380,7 +381,8 @@ def train_on_mesh(
     in_update: Callable[[ElasticTraining], object] = lambda _: None,
     after_step: Callable[[ElasticTraining], object] = lambda _: None,
     checkpoints: TrainingCheckpoints | None = None,
-    batch_size: int = 4,
+    batch_size: int = 6,
+    batch_per_rank: RateRule | None = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Train a small model on a mesh, and return its state."""
@@ -393,7 +395,7 @@ def train_on_mesh(
         options={"shard": shard, "num_microbatches": 2, "plan": plan},
         **values,
     )
-    x = torch.linspace(-2.0, 2.0, 256).sin().view(64, 4)
+    x = torch.linspace(-2.0, 2.0, 328).sin().view(82, 4)  # the last step has 6 and 4
     data = TensorDataset(x, x.sum(1, keepdim=True))
     loader = DataLoader(data, batch_size=batch_size, shuffle=True)
 
@@ -401,7 +403,7 @@ def train_on_mesh(
         members.visit("update")
         in_update(run)
         run.optimizer.step()
-        part.state.others["scheduler"].step()
+        run.others["scheduler"].step()
         after_step(run)
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -409,7 +411,13 @@ def train_on_mesh(
         return functional.mse_loss(output, target)
 
     run = ElasticTraining(
-        members, part, num_shards=4, seed=3, update=update, checkpoints=checkpoints
+        members,
+        part,
+        num_shards=None if batch_per_rank else 4,
+        seed=3,
+        update=update,
+        batch_per_rank=batch_per_rank,
+        checkpoints=checkpoints,
     )
     with run:
         for _ in run.epochs(2):
@@ -417,7 +425,7 @@ def train_on_mesh(
                 with run.step():
                     members.visit("forward")
                     run.add_loss(run.model.step(inputs, target, loss=loss))
-    assert run.num_steps == 8
+    assert batch_per_rank or run.num_steps == 8
     run.model.make_whole()
     state = {name: tensor.clone() for name, tensor in part.state.model.state_dict().items()}
     return state | {"loss": torch.tensor(run.loss)}

@@ -15,17 +15,24 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import braid
 from braid.comm import Group
-from braid.elasticity import suspects
+from braid.elasticity import members, suspects
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
-from braid.elasticity.micro_batches import MicroBatches
+from braid.elasticity.micro_batches import DataPosition, MicroBatches
 from braid.elasticity.replica import WholeModel
 from braid.elasticity.state_transfer import TrainingState
 from braid.elasticity.training import ElasticTraining
 from braid.errors import ConfigError, MismatchError
 from braid.parallel.gradients import ParamTable
 from braid.parallel.sharding import fully_shard
-from braid.programs.sampling import SamplerState
-from elastic_cluster import HERE, POINTS, Cluster, points_of_death, random_faults, train
+from elastic_cluster import (
+    HERE,
+    POINTS,
+    Cluster,
+    ThreadMembers,
+    points_of_death,
+    random_faults,
+    train,
+)
 from support.worlds import run_threads
 
 
@@ -51,13 +58,13 @@ class Branching(nn.Module):
 
 def _sums(group: Group, num_shards: int) -> list[torch.Tensor | None]:
     model = Branching()
-    sums = GradientSums(group, ParamTable.of(model).records, num_shards)
+    sums = GradientSums(group, ParamTable.of(model).records)
     for number in range(num_rounds(num_shards, group.size)):
         shard = shard_of(number, group.rank, group.size, num_shards)
         if shard is not None:
             model(shard).backward()
         sums.add(number, has_shard=shard is not None)
-        sums.reduce(number, flag=False)
+        sums.reduce(number, num_shards, flag=False)
     sums.give()
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
@@ -87,11 +94,11 @@ def test_a_rank_without_a_micro_batch_changes_no_sign_of_zero():
     def main(group: Group) -> torch.Tensor:
         param = nn.Parameter(torch.zeros(3))
         records = ParamTable.of(nn.ParameterDict({"w": param})).records
-        sums = GradientSums(group, records, 1)
+        sums = GradientSums(group, records)
         if group.rank == 0:
             param.grad = torch.tensor([-0.0, 0.0, 1.0])
         sums.add(0, has_shard=group.rank == 0)
-        sums.reduce(0, flag=False)
+        sums.reduce(0, 1, flag=False)
         sums.give()
         return param.grad.clone()
 
@@ -104,17 +111,75 @@ def test_a_rank_without_a_micro_batch_changes_no_sign_of_zero():
 def test_each_sample_comes_once_from_any_step_on(shuffle, num_ranks):
     samples = torch.arange(40)
     loader = DataLoader(TensorDataset(samples), batch_size=2, shuffle=shuffle)
-    data = MicroBatches(loader, 3, seed=7)
+    data = MicroBatches(loader, seed=7)
+    assert data.sizes(DataPosition(1, 36), 3) == [2, 2]
     seen = []
     for rank in range(num_ranks):
-        seen += [
-            int(x) for (batch,) in data.after(SamplerState(1, 2), rank, num_ranks) for x in batch
-        ]
-    expected = [i for step in range(2, 6) for i in data.order.batch(SamplerState(1, step))]
-    assert sorted(seen) == sorted(expected)
-    assert len(set(seen)) == 24
+        batches = list(data.after(DataPosition(1, 12), rank, num_ranks, 3))
+        is_idle = rank == 2  # in the last step, of two micro-batches
+        seen += [int(x) for (batch,) in batches[: len(batches) - is_idle] for x in batch]
+    assert len(seen) == len(set(seen)) == 28
     if not shuffle:
-        assert sorted(seen) == list(range(12, 36))
+        assert sorted(seen) == list(range(12, 40))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_last_step_with_fewer_samples_takes_the_mean_over_its_samples(num_ranks):
+    x = torch.linspace(-1.0, 1.0, 28, dtype=torch.float64).view(14, 2)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+
+    def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (model(x) - y).square().mean()
+
+    def main(members) -> dict[str, torch.Tensor]:
+        model = _zeros().double()
+        with _training(members, model, shards=3) as training:
+            for batch in training.batches(DataLoader(data, batch_size=3)):
+                with training.step():
+                    loss = loss_of(model, *batch)
+                    training.add_loss(loss)
+                    loss.backward()
+        assert training.num_samples == 5
+        return {"weight": model.weight.detach(), "loss": torch.tensor(training.loss)}
+
+    alone = _zeros().double()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for batch in DataLoader(data, batch_size=9):
+        optimizer.zero_grad()
+        loss = loss_of(alone, *batch)
+        loss.backward()
+        optimizer.step()
+    cluster = Cluster(num_ranks, {})
+    cluster.run(main)
+    for state in cluster.results.values():
+        torch.testing.assert_close(state["weight"], alone.weight.detach(), rtol=1e-12, atol=0)
+        assert state["loss"].item() == pytest.approx(loss.item())
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 2 / 3), ("sqrt", (2 / 3) ** 0.5)])
+def test_a_batch_of_each_rank_scales_the_rate_when_a_rank_is_lost(rule, factor):
+    """A pass of 32 samples: two steps of 3 * 3, then 2 * 3 and 2 * 3, and 2 that are left."""
+    seen: dict[int, list[tuple[int, float]]] = {}
+
+    def watch(run: ElasticTraining, _: nn.Module) -> None:
+        if run.num_steps not in seen:
+            steps = seen[run.num_steps] = []
+            optimizer = run.optimizer
+            handle = optimizer.register_step_pre_hook(
+                lambda *_: steps.append((run.num_shards, optimizer.param_groups[0]["lr"]))
+            )
+            optimizer.register_step_post_hook(lambda *_: handle.remove())
+
+    cluster = Cluster(3, {(2, "forward"): 3}, restarts=0)
+
+    def main(members):
+        return train(members, None, epochs=1, after_backward=watch, batch_per_rank=rule)
+
+    cluster.run(main)
+    rates = [0.05, 0.05, 0.05 * 0.9, 0.05 * 0.81, 0.05 * 0.81]  # of the scheduler
+    for step, rate in enumerate(rates):
+        shards, factor_now = (3, 1.0) if step < 2 else (2, factor)
+        assert seen[step][0] == (shards, pytest.approx(rate * factor_now))
 
 
 @pytest.fixture(scope="module")
@@ -250,12 +315,13 @@ def test_a_newcomer_ends_with_those_that_have_left_their_loop(victim):
     assert torch.equal(first["weight"], second["weight"])
 
 
-def _training(group: Group, model: nn.Module, shards: int | None = None) -> ElasticTraining:
+def _training(
+    members: Group | ThreadMembers, model: nn.Module, shards: int | None = None
+) -> ElasticTraining:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = TrainingState(model, optimizer, {})
-    return ElasticTraining(
-        FixedMembers(group), WholeModel(state), num_shards=shards, seed=0, update=None
-    )
+    state = WholeModel(TrainingState(model, optimizer, {}))
+    members = FixedMembers(members) if isinstance(members, Group) else members
+    return ElasticTraining(members, state, num_shards=shards, seed=0, update=None)
 
 
 class FixedMembers:
@@ -415,9 +481,9 @@ class Stream(IterableDataset):
     ("loader", "problem"),
     [
         (lambda: _loader(sampler=WeightedRandomSampler([1.0] * 12, 12)), "WeightedRandomSampler"),
-        (lambda: _loader(batch_size=None), "give a DataLoader batch_size and shuffle only"),
+        (lambda: _loader(batch_size=None), "give a DataLoader batch_size, shuffle and drop_last"),
         (lambda: DataLoader(Stream(), batch_size=2), "an IterableDataset has no samples by number"),
-        (lambda: _loader(batch_size=13), "batch_size must be 1 to 12"),
+        (lambda: _loader(batch_size=13, drop_last=True), "12 samples, and a step of 1 times 13"),
     ],
 )
 def test_loaders_whose_order_cannot_be_kept_are_refused(loader, problem):
@@ -461,14 +527,17 @@ def test_models_that_ranks_have_parts_of_are_refused(division):
         assert f"Sequential is divided among ranks ({division}), and braid.elastic" in text
 
 
-def test_more_ranks_than_micro_batches_are_refused():
-    def main(group: Group) -> str:
-        with pytest.raises(ConfigError) as caught, _training(group, _zeros(), shards=1):
-            pass
-        return str(caught.value)
-
-    for text in run_threads(2, main):
-        assert "2 replicas cannot share 1 micro-batches: pass shards=2 or more" in text
+def test_ranks_without_a_micro_batch_are_named_and_change_no_bit(undisturbed, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(
+        members.LOG, "warning", lambda text, *values: warnings.append(text % values)
+    )
+    cluster = Cluster(4, {(2, "forward"): 3})
+    cluster.run(train)
+    assert len(cluster.results) == 4
+    for state in cluster.results.values():
+        assert all(torch.equal(value, undisturbed[name]) for name, value in state.items())
+    assert "4 replicas share 3 micro-batches, so the work of 1 does not count" in warnings[0]
 
 
 def test_members_that_have_diverged_are_named():

@@ -149,6 +149,17 @@ def test_a_death_on_the_way_back_to_a_checkpoint_mixes_nothing(monkeypatch, undi
     assert not _differing(cluster, undisturbed)
 
 
+def test_a_copy_follows_a_rate_that_is_scaled(monkeypatch):
+    """Ranks that have a part compare it after each loss: a copy at another rate would differ."""
+    run = partial(train_on_mesh, mesh="dp=4", shard=1, batch_per_rank="sqrt")
+    cluster = Cluster(4, {(3, "forward"): 2, (1, "forward"): 5}, restarts=0)
+    with points_of_death(monkeypatch):
+        cluster.run(run)
+    first, second = cluster.results.values()
+    assert len(cluster.deaths) == 2
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
 def test_weights_are_made_equal_at_the_beginning(monkeypatch):
     numbers = count(1)
 
@@ -169,7 +180,7 @@ def test_an_order_of_samples_that_changes_inside_of_a_pass_is_refused(monkeypatc
     cluster = Cluster(2, {(0, "leave forward"): 5, (1, "leave forward"): 5}, restarts=0)
     with points_of_death(monkeypatch):
         cluster.run(run)
-    with pytest.raises(ConfigError, match="samples of a step 16 \\(here 8\\)"):
+    with pytest.raises(ConfigError, match="samples of a step 24 \\(here 8\\)"):
         Cluster(2, {}).run(partial(run, batch_size=2))
 
 

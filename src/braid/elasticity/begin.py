@@ -10,6 +10,7 @@ from torch import nn
 
 from braid.elasticity.bit_flips import flip_bits_on_signal
 from braid.elasticity.evaluation import evaluation_of
+from braid.elasticity.learning_rate import RateRule, require_rule
 from braid.elasticity.members import JobMembers
 from braid.elasticity.replica import WholeModel
 from braid.elasticity.saving import checkpoints_in
@@ -51,6 +52,7 @@ def elastic(
     shards: int | None = None,
     seed: int = 0,
     update: Callable[[], object] | None = None,
+    batch_per_rank: RateRule | None = None,
     verify: int = 0,
     replace_slow: float = 0.0,
     checkpoints: str = "",
@@ -64,11 +66,14 @@ def elastic(
     Args:
         model: The model, not wrapped. Ranks begin with the weights of rank 0.
         optimizer: Optimizer of its parameters.
-        shards: Number of micro-batches of a step; the number of ranks at first when None. The most
-            ranks that can take part.
+        shards: Number of micro-batches of a step; the number of ranks at first when None. More
+            ranks do not make a step faster.
         seed: Number that chooses the order of samples, and random numbers.
         update: Called instead of `optimizer.step()` when `.grad` holds the mean over all
             micro-batches, such as a function that clips gradients before.
+        batch_per_rank: Keeps the number of samples of a rank and not of a step, which then has as
+            many micro-batches as there are ranks, and says how the learning rate follows: "linear"
+            for SGD, "sqrt" for Adam, or "constant". Bits then depend on who was lost when.
         verify: Number of steps after which each rank also computes the micro-batch of the next one,
             to compare the gradients bit by bit; 0 for never. A rank that computes wrongly leaves
             before its result is used, and is replaced. For ranks on hosts of one kind.
@@ -94,6 +99,7 @@ def elastic(
     """
     raise_all(below(0, verify=verify, replace_slow=replace_slow))
     raise_all(below(1, shards=shards) if shards is not None else [])
+    require_rule(batch_per_rank, shards)
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             msg = f"{name or 'the model'} has an extra state, which new ranks do not get: drop it"
@@ -121,6 +127,7 @@ def elastic(
         num_shards=shards,
         seed=seed,
         update=update,
+        batch_per_rank=batch_per_rank,
         verify=verify,
         replace_slow=replace_slow,
         checkpoints=checkpoints_in(checkpoints, checkpoint_every),

@@ -14,7 +14,9 @@ sum so far in place of zero:
 
 So the terms are added in the order of micro-batches, whatever the number of ranks; also on one. A
 rank without a micro-batch adds -0.0, which changes no number. The sum is multiplied by 1 /
-micro-batches once, at the end. Gradients of 16 bits are added in float32, and rounded at the end.
+micro-batches once, at the end. If micro-batches have different numbers of samples, as in the last
+step of a pass, each gradient is first multiplied by its samples over their mean. Gradients of 16
+bits are added in float32, and rounded at the end.
 
 Cost: one all-reduce of the gradients per round.
 """
@@ -63,7 +65,6 @@ class GradientSums:
     Args:
         group: Ranks that train together.
         records: Parameters of the model, the same on all ranks.
-        num_shards: Number of micro-batches of a step.
         buffers: Result of `memory_for`, which several groups may use one after the other; new
             memory when None.
     """
@@ -72,11 +73,9 @@ class GradientSums:
         self,
         group: Group,
         records: Sequence[ParamRecord],
-        num_shards: int,
         buffers: list[FlatBuffer] | None = None,
     ) -> None:
         self._group = group
-        self._num_shards = num_shards
         buffers = memory_for(records) if buffers is None else buffers
         for buffer in buffers:
             if buffer.tensor.device.type == "cpu":
@@ -91,13 +90,14 @@ class GradientSums:
         self._is_present = torch.zeros_like(self._status)
         self._status_request = group.persistent("all_reduce", self._status, op="max")
 
-    def add(self, number: int, *, has_shard: bool, loss: float = 0.0) -> None:
+    def add(self, number: int, *, has_shard: bool, loss: float = 0.0, weight: float = 1.0) -> None:
         """Add the gradients of this rank's micro-batch, and leave the parameters without any.
 
         Args:
             number: Number of the round.
             has_shard: Whether this rank has a micro-batch in this round.
             loss: Loss of the micro-batch.
+            weight: Samples of the micro-batch, divided by the mean of those of the step.
 
         Raises:
             ConfigError: A gradient is sparse.
@@ -114,27 +114,30 @@ class GradientSums:
             if grad.is_sparse:
                 msg = f"the gradient of {record.name!r} is sparse: use sparse=False"
                 raise ConfigError(msg)
+            if weight != 1.0:  # in the dtype of the sum, and before it: on all ranks alike
+                grad = grad.to(view.dtype) * weight
             if holds_sum:
                 view.add_(grad)
             else:
                 view.copy_(grad)
             record.param.grad = None
-        term = loss if has_shard else NEUTRAL
+        term = loss * weight if has_shard else NEUTRAL
         self._loss[0] = self._loss[0] + term if holds_sum else term
         self._status[:-1] = torch.tensor(present)
 
-    def reduce(self, number: int, *, flag: bool) -> bool:
+    def reduce(self, number: int, num_shards: int, *, flag: bool) -> bool:
         """Add up the ranks' gradients of a round; a collective.
 
         Args:
             number: Number of the round.
+            num_shards: Number of micro-batches of the step.
             flag: Whether this rank raises a flag.
 
         Returns:
             Whether any rank has raised it.
         """
-        is_last = number + 1 == num_rounds(self._num_shards, self._group.size)
-        scale = 1.0 / self._num_shards if is_last else None
+        is_last = number + 1 == num_rounds(num_shards, self._group.size)
+        scale = 1.0 / num_shards if is_last else None
         self._status[-1] = flag
         works = [self._status_request.start(), self._loss_request.start(scale)]
         works += [request.start(scale) for request in self._requests]
@@ -147,7 +150,7 @@ class GradientSums:
 
     @property
     def loss(self) -> float:
-        """Mean of the losses of all micro-batches, after the last round."""
+        """Mean of the losses of all samples, after the last round."""
         return self._loss.item()
 
     def checksum(self) -> int:

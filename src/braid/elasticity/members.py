@@ -5,16 +5,21 @@ The training knows its launcher by this face only; tests have another one, on th
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 from braid import context
 from braid.comm import Group
+from braid.errors import CommError, PeerLostError
 
-__all__ = ["JobMembers", "Members", "notices"]
+__all__ = ["JobMembers", "Members", "notices", "require_change", "warn_of_idle_ranks"]
+
+LOG = logging.getLogger(__name__)
 
 
 class Members(Protocol):
@@ -74,6 +79,27 @@ class Members(Protocol):
             The same number of each member of the next epoch.
         """
         ...
+
+
+def require_change(members: Members, error: CommError) -> None:
+    """Raise an error of a collective, unless other members can go on."""
+    has_lost = isinstance(error, PeerLostError) or type(error) is CommError  # it left the group
+    if not (has_lost and members.may_change):
+        raise error
+    link: BaseException | None = error
+    while link is not None:  # frames hold graphs, whose hooks may hold the error: for good
+        traceback.clear_frames(link.__traceback__)
+        link = link.__context__
+
+
+def warn_of_idle_ranks(group: Group, num_shards: int) -> None:
+    """Warn, on rank 0, if there are more ranks than micro-batches in a step."""
+    if group.size > num_shards and not group.rank:
+        LOG.warning(
+            "braid: %d replicas share %d micro-batches, so the work of %d does not count: pass "
+            "shards=%d or more, or lower --max-ranks",
+            *(group.size, num_shards, group.size - num_shards, group.size),
+        )
 
 
 @contextmanager

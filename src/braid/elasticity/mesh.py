@@ -42,6 +42,7 @@ from braid.checkpoint import restore_training, to_plain, training_numbers
 from braid.comm import Group
 from braid.elasticity.evaluation import evaluation_of
 from braid.elasticity.gradient_sums import memory_for
+from braid.elasticity.learning_rate import RateRule, require_rule
 from braid.elasticity.members import JobMembers
 from braid.elasticity.parts import (
     LostStateError,
@@ -157,7 +158,7 @@ class MeshReplica:
         group: Group,
         num_steps: Sequence[int],
         progress: dict[str, Any],
-        checkpoints: TrainingCheckpoints | None,
+        checkpoints: TrainingCheckpoints,
     ) -> None:
         """See `Replica`.
 
@@ -172,14 +173,14 @@ class MeshReplica:
             self._divisions[last] = self._divisions[last]._replace(progress=dict(progress))
         number = 1 + max(group.objects.all_gather(last))
         if max(num_steps) < 0:
-            stored = None if checkpoints is None else checkpoints.load(group, state)
+            stored = checkpoints.load(group, state)
             newest = group.objects.broadcast(dict(stored or progress), 0)
             _make_equal(group, state.model)
         else:
             try:
                 newest = self._restored(group, progress, state)
             except LostStateError as error:
-                stored = None if checkpoints is None else checkpoints.load(group, state)
+                stored = checkpoints.load(group, state)
                 if stored is None:
                     msg = f"{error}: resume from a checkpoint, or pass checkpoints="
                     raise CheckpointError(msg) from error
@@ -352,6 +353,7 @@ def elastic_mesh(
     seed: int = 0,
     clip: float | None = None,
     update: Callable[[], object] | None = None,
+    batch_per_rank: RateRule | None = None,
     copies: bool = True,
     checkpoints: str = "",
     checkpoint_every: int = 0,
@@ -374,6 +376,7 @@ def elastic_mesh(
         seed: Number that chooses the order of samples, and random numbers.
         clip: Norm of all gradients to which they are clipped; None for no limit.
         update: Called instead of `training.optimizer.step()`; it does not communicate.
+        batch_per_rank: See `elastic`; of a replica on a mesh.
         copies: Whether neighbours keep copies of parts that one rank alone has. If such a rank is
             lost without a copy, all go back to the last checkpoint, or the run ends.
         checkpoints: See `elastic`.
@@ -398,6 +401,7 @@ def elastic_mesh(
     if shard not in {0, 1, 2, 3}:
         problems.append(f"shard must be 0, 1, 2 or 3, got {shard!r}")
     raise_all(problems)
+    require_rule(batch_per_rank, shards)
 
     def mesh_of(num_ranks: int) -> Mesh:
         wanted = Mesh.parse(mesh if isinstance(mesh, str) else mesh(num_ranks))
@@ -419,6 +423,7 @@ def elastic_mesh(
         num_shards=shards,
         seed=seed,
         update=update,
+        batch_per_rank=batch_per_rank,
         checkpoints=saved,
         evaluation=evaluation,
     )

@@ -3,15 +3,17 @@
 The user's DataLoader says how samples are read; which ones, the order of samples says. It is the
 same for any number of ranks, so each sample comes once per epoch whatever happens to ranks. Random
 numbers that a data set draws for a sample are seeded by the sample, not by the process.
+
+    pass of 10 samples, steps of 2 micro-batches of 3      0 1 2 | 3 4 5    6 7 8 | 9
+    gradient of the last step                              mean over its 4 samples
 """
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +21,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from braid.comm import Group
 from braid.elasticity.gradient_sums import num_rounds, shard_of
+from braid.elasticity.suspects import checks_step
 from braid.errors import ConfigError, MismatchError
-from braid.programs.sampling import SampleOrder, SamplerState
+from braid.programs.sampling import SampleOrder
 
-__all__ = ["MicroBatches", "require_same_data", "seed_all"]
+__all__ = ["DataPosition", "MicroBatches", "require_same_data", "seed_all"]
 
-LOG = logging.getLogger(__name__)
+
+class DataPosition(NamedTuple):
+    """Position in the data of the next step: `sample` samples of pass `epoch` come before it."""
+
+    epoch: int = 0
+    sample: int = 0
 
 
 class MicroBatches:
@@ -32,22 +40,21 @@ class MicroBatches:
 
     Args:
         loader: Says how samples are read. Its batch size is that of a micro-batch; its order counts
-            only as far as it is shuffled or not.
-        num_shards: Number of micro-batches of a step.
+            only as far as it is shuffled or not. Without `drop_last`, the last step of a pass has
+            the samples that are left.
         seed: Number that chooses the order.
         verify: Number of steps after which each rank has the first micro-batch of the next one
             before its own; 0 for never.
 
     Attributes:
-        order: Order of samples; its batches are those of whole steps.
+        loader: The loader.
+        epoch: The pass over the data in which it was used last.
 
     Raises:
-        ConfigError: The loader's order cannot be kept, or it has too few samples.
+        ConfigError: The loader's order cannot be kept, or it has no samples.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], num_shards: int, seed: int, *, verify: int = 0
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, *, verify: int = 0) -> None:
         if isinstance(loader.dataset, IterableDataset):
             msg = "an IterableDataset has no samples by number: use a data set with __getitem__"
             raise ConfigError(msg)
@@ -59,64 +66,73 @@ class MicroBatches:
         if loader.batch_size is None or not is_usual:
             msg = (
                 f"braid.elastic cannot keep the order of a {type(loader).__name__} with "
-                f"{type(sampler).__name__}: give a DataLoader batch_size and shuffle only, as the "
-                "order may not depend on ranks"
+                f"{type(sampler).__name__}: give a DataLoader batch_size, shuffle and drop_last "
+                "only, as the order may not depend on ranks"
             )
             raise ConfigError(msg)
-        self.order = SampleOrder(
+        self._order = SampleOrder(
             num_samples=len(loader.dataset),  # type: ignore[arg-type]  # torch has no type for it
-            batch_size=loader.batch_size * num_shards,
+            batch_size=1,
             seed=seed,
             shuffles=isinstance(sampler, RandomSampler),
         )
-        self._loader = loader
-        self._num_shards = num_shards
+        self.loader = loader
+        self.epoch = -1
         self._size = loader.batch_size
         self._verify = verify
         self._samples = _SeededSamples(loader.dataset, seed)
 
-    def warn_of_rest(self, group: Group) -> None:
-        """Warn of samples that are too few for another step, on rank 0."""
-        order = self.order
-        left = order.num_samples - order.steps_per_epoch * order.batch_size
-        if left and not group.rank:
-            LOG.warning(
-                "braid: %d of %d samples are left out in each pass, as a step has %d: %d "
-                "micro-batches of %d",
-                left,
-                order.num_samples,
-                order.batch_size,
-                self._num_shards,
-                self._size,
-            )
+    def sizes(self, at: DataPosition, num_shards: int) -> list[int]:
+        """Return the numbers of samples of the micro-batches of a step; empty if there is none.
 
-    def facts(self, at: SamplerState, before: Mapping[str, object]) -> dict[str, object]:
+        Args:
+            at: Its position.
+            num_shards: Number of micro-batches of a step, if there are samples enough.
+        """
+        whole = num_shards * self._size
+        count = min(whole, self._order.num_samples - at.sample)
+        if count < whole and self.loader.drop_last:
+            return []
+        return [min(self._size, count - begin) for begin in range(0, count, self._size)]
+
+    def next(self, at: DataPosition, num_shards: int) -> DataPosition:
+        """Return the position of the following step; see `sizes`."""
+        following = at._replace(sample=at.sample + sum(self.sizes(at, num_shards)))
+        return following if self.sizes(following, num_shards) else DataPosition(at.epoch + 1)
+
+    def facts(
+        self, at: DataPosition, num_shards: int, before: Mapping[str, object], *, per_rank: bool
+    ) -> dict[str, object]:
         """Return by name what all ranks must share to go on at `at`.
 
         Args:
             at: The next step.
+            num_shards: Number of its micro-batches.
             before: Facts of the steps before.
+            per_rank: Whether the number of micro-batches may change.
 
         Raises:
             ConfigError: The step does not exist, or the steps before it had other samples.
         """
-        order = self.order
-        if at.step >= order.steps_per_epoch:
+        order = self._order
+        if not self.sizes(at, num_shards):
             msg = (
-                f"the loader has {order.steps_per_epoch} steps in an epoch, and step "
-                f"{at.step + 1} is next: use one loader until an epoch ends"
+                f"the loader has {order.num_samples} samples, and a step of {num_shards} times "
+                f"{self._size} begins at sample {at.sample}: use one loader until a pass ends, "
+                "with samples enough for a step or without drop_last"
             )
             raise ConfigError(msg)
+        unit = (self._size, "micro-batch") if per_rank else (self._size * num_shards, "step")
         facts: dict[str, object] = {
             "samples": order.num_samples,
-            "samples of a step": order.batch_size,
+            f"samples of a {unit[1]}": unit[0],
             "shuffled": order.shuffles,
             "seed": order.seed,
         }
-        if at.step and before and before != facts:
-            listed = ", ".join(f"{name} {before[name]} (here {facts[name]})" for name in facts)
+        if at.sample and before and before != facts:
+            listed = ", ".join(f"{name} {before.get(name)} (here {facts[name]})" for name in facts)
             msg = (
-                f"{at.step} steps of this pass were trained with another order of samples: "
+                f"{at.sample} samples of this pass were trained in another order of samples: "
                 f"{listed}. Go on with the same data, batch size, shards and seed"
             )
             raise ConfigError(msg)
@@ -124,23 +140,28 @@ class MicroBatches:
 
     def after(
         self,
-        at: SamplerState,
+        at: DataPosition,
         rank: int,
         num_ranks: int,
+        num_shards: int,
         num_steps: int = 0,
         *,
         fills: bool = False,
     ) -> Iterator[Any]:
-        """Yield the micro-batches of a rank from step `at` to the end of its epoch.
+        """Yield the micro-batches of a rank from the step at `at` to the end of its pass.
+
+        A rank without one in the first round of a step gets the last one of the step, which does
+        not count.
 
         Args:
-            at: Epoch and step in it.
+            at: Position of the step.
             rank: The rank.
             num_ranks: Number of ranks.
-            num_steps: Number of steps before, in all epochs.
-            fills: Whether a rank without a micro-batch in a round gets the last one of the step.
+            num_shards: See `sizes`.
+            num_steps: Number of steps before, in all passes.
+            fills: Whether a rank without a micro-batch gets the last one in all rounds.
         """
-        loader = self._loader
+        loader = self.loader
         parts = {
             name: getattr(loader, name)
             for name in (
@@ -148,26 +169,37 @@ class MicroBatches:
                 "multiprocessing_context", "prefetch_factor",
             )
         }  # fmt: skip
-        indices = _Indices(partial(self._indices, at, rank, num_ranks, num_steps, fills))
+        indices = _Indices(
+            partial(self._indices, at, rank, num_ranks, num_shards, num_steps, fills)
+        )
         return iter(DataLoader(self._samples, batch_sampler=indices, **parts))
 
     def _indices(
-        self, at: SamplerState, rank: int, num_ranks: int, num_steps: int, fills: bool
+        self,
+        at: DataPosition,
+        rank: int,
+        num_ranks: int,
+        num_shards: int,
+        num_steps: int,
+        fills: bool,
     ) -> Iterator[list[tuple[int, int]]]:
-        for step in range(at.step, self.order.steps_per_epoch):
-            batch = self.order.batch(SamplerState(at.epoch, step))
-            is_checked = self._verify and (num_steps + step - at.step) % self._verify == 0
-            if is_checked and num_ranks > 1:
-                yield self._part(batch, (rank + 1) % num_ranks, at.epoch)
-            for number in range(num_rounds(self._num_shards, num_ranks)):
-                shard = shard_of(number, rank, num_ranks, self._num_shards)
-                if shard is None and fills:
-                    shard = self._num_shards - 1
+        epoch = at.epoch
+        while at.epoch == epoch and (count := len(self.sizes(at, num_shards))):
+            if checks_step(self._verify, num_steps, num_ranks, count):
+                yield self._part(at, num_shards, (rank + 1) % num_ranks)
+            for number in range(num_rounds(count, num_ranks)):
+                shard = shard_of(number, rank, num_ranks, count)
+                if shard is None and (fills or not number):
+                    shard = count - 1
                 if shard is not None:
-                    yield self._part(batch, shard, at.epoch)
+                    yield self._part(at, num_shards, shard)
+            at = self.next(at, num_shards)
+            num_steps += 1
 
-    def _part(self, batch: list[int], shard: int, epoch: int) -> list[tuple[int, int]]:
-        return [(epoch, index) for index in batch[shard * self._size : (shard + 1) * self._size]]
+    def _part(self, at: DataPosition, num_shards: int, shard: int) -> list[tuple[int, int]]:
+        size = self.sizes(at, num_shards)[shard]
+        begin = at.sample + shard * self._size
+        return [(at.epoch, i) for i in self._order.samples(at.epoch, range(begin, begin + size))]
 
 
 def require_same_data(group: Group, facts: Sequence[Mapping[str, object]]) -> None:

@@ -37,7 +37,7 @@ class Replica(Protocol):
         group: Group,
         num_steps: Sequence[int],
         progress: dict[str, Any],
-        checkpoints: TrainingCheckpoints | None,
+        checkpoints: TrainingCheckpoints,
     ) -> None:
         """Go on with these members, from the newest state; a collective.
 
@@ -45,7 +45,7 @@ class Replica(Protocol):
             group: The members.
             num_steps: Number of steps that the state of each has seen; -1 for a newcomer.
             progress: Plain values beside the state of this member; replaced with the state.
-            checkpoints: Checkpoints for a state that no member has; None without.
+            checkpoints: Checkpoints for a state that no member has.
         """
         ...
 
@@ -99,12 +99,12 @@ class WholeModel:
         group: Group,
         num_steps: Sequence[int],
         progress: dict[str, Any],
-        checkpoints: TrainingCheckpoints | None,
+        checkpoints: TrainingCheckpoints,
     ) -> None:
         """See `Replica`."""
         self.group = group
         newest: Mapping[str, Any] = progress
-        if max(num_steps) < 0 and checkpoints is not None:
+        if max(num_steps) < 0:
             newest = checkpoints.load(group, self.state) or progress
         progress.update(transfer(group, num_steps, self.state, newest))
 

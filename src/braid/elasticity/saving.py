@@ -21,17 +21,20 @@ class TrainingCheckpoints:
     """Checkpoints of a training, in a directory that all members see.
 
     Args:
-        directory: The directory.
+        directory: The directory; empty for none, and no checkpoints.
         every: Number of steps between two checkpoints.
     """
 
-    def __init__(self, directory: str, every: int) -> None:
+    def __init__(self, directory: str = "", every: int = 0) -> None:
         self._directory = directory
         self._every = every
 
+    def __bool__(self) -> bool:
+        return bool(self._directory)
+
     def is_due(self, num_steps: int) -> bool:
         """Whether a checkpoint is due after so many steps."""
-        return num_steps % self._every == 0
+        return bool(self) and num_steps % self._every == 0
 
     def save(
         self, group: Group, model: Any, state: TrainingState, progress: Mapping[str, Any]
@@ -61,8 +64,10 @@ class TrainingCheckpoints:
     def load(self, group: Group, state: TrainingState) -> Mapping[str, Any] | None:
         """Load the last checkpoint into a whole model, and return the values beside it.
 
-        A collective; None if there is no checkpoint yet.
+        A collective; None if there is no checkpoint.
         """
+        if not self:
+            return None
         values = _Values({})
         resume.load(
             self._directory,
@@ -74,8 +79,8 @@ class TrainingCheckpoints:
         return values.values or None
 
 
-def checkpoints_in(directory: str, every: int) -> TrainingCheckpoints | None:
-    """Return the checkpoints of a directory; None if it is empty text.
+def checkpoints_in(directory: str, every: int) -> TrainingCheckpoints:
+    """Return the checkpoints of a directory; none if it is empty text.
 
     Raises:
         ConfigError: One of the two is missing.
@@ -86,7 +91,7 @@ def checkpoints_in(directory: str, every: int) -> TrainingCheckpoints | None:
             "directory that all ranks see, and a number of steps from 1"
         )
         raise ConfigError(msg)
-    return TrainingCheckpoints(directory, every) if directory else None
+    return TrainingCheckpoints(directory, every)
 
 
 class _Values:

@@ -21,7 +21,7 @@ import torch
 from braid.comm import Group
 from braid.errors import MismatchError
 
-__all__ = ["GradientChecks", "StepTimes", "slow_rank", "wrong_ranks"]
+__all__ = ["GradientChecks", "StepTimes", "checks_step", "slow_rank", "wrong_ranks"]
 
 LOG = logging.getLogger(__name__)
 
@@ -51,9 +51,10 @@ class StepTimes:
         self._began_ns = time.monotonic_ns()
 
     def wait(self, *, has_shard: bool) -> None:
-        """Note that this rank waits from now on, and whether it has done a micro-batch."""
-        self._busy_ns += time.monotonic_ns() - self._began_ns
-        self._num_busy += has_shard
+        """Note that this rank waits from now on, and whether its micro-batch counts."""
+        if has_shard:
+            self._busy_ns += time.monotonic_ns() - self._began_ns
+            self._num_busy += 1
 
     def find_slow(self, group: Group, num_steps: int) -> tuple[int | None, str]:
         """Find a rank that has been slow in several looks; a collective in some steps.
@@ -98,6 +99,18 @@ def wrong_ranks(own: Sequence[int], checked: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(common or set.union(*pairs)))
 
 
+def checks_step(every: int, num_steps: int, num_ranks: int, num_shards: int) -> bool:
+    """Whether the gradients of a step are checked: it is due, and each rank has a micro-batch.
+
+    Args:
+        every: Number of steps between two checks; 0 for none.
+        num_steps: Number of steps before.
+        num_ranks: Number of ranks.
+        num_shards: Number of micro-batches of the step.
+    """
+    return bool(every) and num_steps % every == 0 and 1 < num_ranks <= num_shards
+
+
 class GradientChecks:
     """Checks of gradients, each of one step.
 
@@ -113,10 +126,10 @@ class GradientChecks:
         self.checksum: int | None = None
         self._num_failed = 0  # checks of this step, of which it is not known which rank is wrong
 
-    def is_next(self, num_steps: int, num_ranks: int) -> bool:
-        """Whether each rank computes the micro-batch of the next one now."""
-        is_due = self.every and num_steps % self.every == 0 and num_ranks > 1
-        return bool(is_due and self.checksum is None)
+    def is_next(self, num_steps: int, num_ranks: int, num_shards: int) -> bool:
+        """Whether each rank computes the micro-batch of the next one now; see `checks_step`."""
+        is_due = checks_step(self.every, num_steps, num_ranks, num_shards)
+        return is_due and self.checksum is None
 
     def end(self) -> None:
         """Note that the step has been made."""

@@ -8,7 +8,8 @@
 
 A step has as many micro-batches as the run had ranks at first (`shards`), each with the batch size
 of the loader. Ranks take them in turn and add up gradients in their order (`gradient_sums`), so
-weights do not depend on the number of ranks. When a rank is lost, its peers leave the step that it
+weights do not depend on the number of ranks. (With `batch_per_rank` a step has as many as there are
+ranks; see `learning_rate`.) When a rank is lost, its peers leave the step that it
 has broken. The launcher says who goes on (`launch.supervise.membership_state`), members that lack
 the newest state get it (`state_transfer`), and the step is done again with the micro-batches dealt
 anew. Processes that come are taken in after a step.
@@ -23,8 +24,7 @@ program ends by SystemExit inside of `step()`, with code 0, and the others go on
 from __future__ import annotations
 
 import math
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -34,18 +34,20 @@ from torch.utils.data import DataLoader
 
 from braid.elasticity.evaluation import Evaluation
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
-from braid.elasticity.members import Members, notices
-from braid.elasticity.micro_batches import MicroBatches, require_same_data, seed_all
+from braid.elasticity.learning_rate import RateRule, rate_factor
+from braid.elasticity.members import Members, notices, require_change, warn_of_idle_ranks
+from braid.elasticity.micro_batches import DataPosition, MicroBatches, require_same_data, seed_all
 from braid.elasticity.replica import Replica
 from braid.elasticity.saving import TrainingCheckpoints
-from braid.elasticity.state_transfer import fingerprint, refuse_changes
+from braid.elasticity.state_transfer import Stateful, fingerprint, refuse_changes
 from braid.elasticity.step_buffers import StepBuffers
 from braid.elasticity.suspects import GradientChecks, StepTimes
 from braid.elasticity.update_guard import UpdateGuard
-from braid.errors import CommError, ConfigError, PeerLostError
-from braid.programs.sampling import SamplerState
+from braid.errors import CommError, ConfigError
 
 __all__ = ["ElasticTraining"]
+
+MOST_SHARDS = 1 << 20  # micro-batches of a step, for random numbers by step and micro-batch
 
 
 class ElasticTraining(AbstractContextManager["ElasticTraining"]):
@@ -57,15 +59,18 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         num_shards: Number of micro-batches of a step; that of the first members when None.
         seed: Number that chooses the order of samples, and random numbers.
         update: Called when `.grad` holds the mean; the optimizer's step when None.
+        batch_per_rank: Rule of the learning rate, if each rank keeps its number of samples.
         verify: Number of steps between two checks of gradients; 0 for none.
         replace_slow: Factor by which a rank that is to be replaced is slower; 0 for none.
-        checkpoints: Checkpoints; None for none.
-        evaluation: Evaluation between steps; None for none.
+        checkpoints: Checkpoints.
+        evaluation: Evaluation between steps.
 
     Attributes:
-        num_shards: Number of micro-batches of a step.
+        num_shards: Number of micro-batches of a step; the last one of a pass may have fewer.
+        num_at_first: Number of replicas with which the training began.
+        num_samples: Number of samples of the last step.
         num_steps: Number of steps so far.
-        at: Epoch over the data, and step in it, of the next step.
+        at: Epoch over the data, and samples of it before the next step.
         loss: Mean loss of the last step, on all ranks, from the losses of `add_loss`; NaN without.
         grad_norm: Norm of the last gradient before `clip` of `braid.elastic_mesh`; NaN without.
         num_changes: Number of times that members have changed since this process is one.
@@ -79,6 +84,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         num_shards: int | None,
         seed: int,
         update: Callable[[], object] | None,
+        batch_per_rank: RateRule | None = None,
         verify: int = 0,
         replace_slow: float = 0.0,
         checkpoints: TrainingCheckpoints | None = None,
@@ -86,16 +92,16 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     ) -> None:
         self._members = members
         self._checks = GradientChecks(verify)
-        self._checkpoints = checkpoints
+        self._checkpoints = checkpoints or TrainingCheckpoints()
         self._saved = (-1, -1)  # steps and version
         self._evaluation = evaluation or Evaluation()
         self.num_shards = num_shards or 0
-        self.num_steps = 0
-        self.at = SamplerState()
+        self.num_samples = self.num_steps = 0
+        self.at = DataPosition()
         self._replica = replica
         self._seed = seed
-        self._update = update or self._step_optimizer
-        self._loader: tuple[int, object, MicroBatches] | None = None  # of which epoch, and its data
+        self._update = update
+        self._samples: MicroBatches | None = None
         self._met = (-1, -1)  # version and epoch of the data that members have compared
         self.loss = self.grad_norm = self._shard_loss = math.nan
         self.num_changes = -1
@@ -111,6 +117,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._is_prepared = False  # this member could update, and others may have done so
         self._notices = notices(members)
         self._guard = UpdateGuard()
+        self._rule = batch_per_rank
+        self.num_at_first = 0  # ranks
 
     def __enter__(self) -> ElasticTraining:
         if self._members.is_newcomer:
@@ -172,10 +180,11 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             version, group = self._version, self._replica.group
             self._times.go_on()
             for batch in data.after(
-                self.at, group.rank, group.size, self.num_steps, fills=self._replica.needs_all
+                *(self.at, group.rank, group.size, self.num_shards, self.num_steps),
+                fills=self._replica.needs_all,
             ):
                 before = (self.num_steps, self._round, self._checks.checksum)
-                number = self.num_steps * self.num_shards + self._shard
+                number = self.num_steps * MOST_SHARDS + self._shard
                 if not self._survives(partial(self._replica.begin, number)):
                     break
                 yield batch
@@ -200,10 +209,21 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         return self._replica.state.optimizer
 
     @property
+    def others(self) -> Mapping[str, Stateful]:
+        """Further objects of the training, by name."""
+        return self._replica.state.others
+
+    @property
     def ends_epoch(self) -> bool:
         """Whether the step under way is the last one of its pass over the data, for `update`."""
-        assert self._loader is not None
-        return self.at.step + 1 == self._loader[2].order.steps_per_epoch
+        assert self._samples is not None
+        return self._samples.next(self.at, self.num_shards).epoch != self.at.epoch
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Numbers of samples of the micro-batches of this step."""
+        assert self._samples is not None
+        return self._samples.sizes(self.at, self.num_shards)
 
     def _meets(self) -> bool:
         """Compare with all members what comes next, and repeat a broken evaluation; a collective.
@@ -212,15 +232,12 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         """
         if self._wants_change:
             self._change_members()
-        group, loader = self._members.group, self._loader
-        facts: dict[str, object] = {
-            "training": self._members.number,
-            "epoch": self.at.epoch,
-            "step": self.at.step,
-        }
+        group, samples = self._members.group, self._samples
+        facts: dict[str, object] = {"training": self._members.number, **self.at._asdict()}
         facts |= {"is done": self._is_exiting} if self._is_exiting else {}
-        if loader is not None and loader[0] == self.at.epoch and not self._is_exiting:
-            self._data = loader[2].facts(self.at, self._data)
+        if samples is not None and samples.epoch == self.at.epoch and not self._is_exiting:
+            per_rank = self._rule is not None
+            self._data = samples.facts(self.at, self.num_shards, self._data, per_rank=per_rank)
             facts |= self._data
         is_due = self._evaluation.is_due(self.num_steps)
         try:
@@ -242,7 +259,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         """Go on with the members of the next epoch, or leave."""
         self._wants_change = False
         leaves = self._members.leaves
-        if self._checkpoints is not None and not self._survives(partial(self._save_last, leaves)):
+        if self._checkpoints and not self._survives(lambda: self._save(if_all=leaves)):
             return
         if leaves:
             self._members.leave(self.num_steps, "was asked to end")
@@ -273,23 +290,23 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     def _recover(self, error: CommError) -> None:
         """Go on with the members of the next epoch after a loss, with this step again."""
-        self._require_change(error)
+        require_change(self._members, error)
         if not self._is_prepared:
             self._restart_step()
         self._join_next_epoch(self.num_steps)
 
     @property
     def _checks_next(self) -> bool:
-        return self._checks.is_next(self.num_steps, self._members.group.size)
+        return self._checks.is_next(self.num_steps, self._members.group.size, len(self._sizes))
 
     @property
     def _shard(self) -> int:
         """Number of this micro-batch; the last one, if this member only takes part in others'."""
-        group = self._replica.group
+        group, count = self._replica.group, len(self._sizes)
         if self._checks_next:
             return (group.rank + 1) % group.size
-        shard = shard_of(self._round, group.rank, group.size, self.num_shards)
-        return self.num_shards - 1 if shard is None else shard
+        shard = shard_of(self._round, group.rank, group.size, count)
+        return count - 1 if shard is None else shard
 
     def _begin_micro_batch(self) -> None:
         refuse_changes(self._replica.state, self._fingerprint, self._replica.records)
@@ -307,20 +324,26 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             return
         if not self._round:
             self._buffers.note_first()
-        last = num_rounds(self.num_shards, group.size) - 1
+        sizes = self._sizes
+        last = num_rounds(len(sizes), group.size) - 1
         if self._checks.checksum is not None and not self._round and not self._are_right():
             return
         while True:
-            shard = shard_of(self._round, group.rank, group.size, self.num_shards)
-            self._sums.add(self._round, has_shard=shard is not None, loss=self._shard_loss)
+            shard = shard_of(self._round, group.rank, group.size, len(sizes))
+            self._sums.add(
+                self._round,
+                has_shard=shard is not None,
+                loss=self._shard_loss,
+                weight=sizes[shard or 0] * len(sizes) / sum(sizes),
+            )
             wants_pause = self._members.pauses or self._members.leaves
             self._times.wait(has_shard=shard is not None)
-            pauses = self._sums.reduce(self._round, flag=wants_pause)
+            pauses = self._sums.reduce(self._round, len(sizes), flag=wants_pause)
             self._times.go_on()
             if self._round == last:
                 break
             self._round += 1
-            shard = shard_of(self._round, group.rank, group.size, self.num_shards)
+            shard = shard_of(self._round, group.rank, group.size, len(sizes))
             if shard is not None or self._replica.needs_all:
                 return
         self._wants_change = self._end_step(pauses)
@@ -328,7 +351,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         if slow == self._members.group.rank:
             self._members.leave(self.num_steps, reason)
         self._wants_change |= slow is not None
-        if self._checkpoints is not None and self._checkpoints.is_due(self.num_steps):
+        if self._checkpoints.is_due(self.num_steps):
             self._save()
 
     def _are_right(self) -> bool:
@@ -377,12 +400,13 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._buffers.keep()
         seed_all(self._seed, self.num_steps, self.num_shards)
         with self._guard.update():
-            self._update()
+            (self._update or self.optimizer.step)()
         self._replica.updated()
         self._sums.clear()
         self._fingerprint = fingerprint(self._replica.state)
-        assert self._loader is not None
-        self.at = self._loader[2].order.after(self.at)
+        assert self._samples is not None
+        self.num_samples = sum(self._sizes)
+        self.at = self._samples.next(self.at, self.num_shards)
         self.num_steps += 1
         self._round = 0
         self._checks.end()
@@ -398,7 +422,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             try:
                 self._begin_epoch(num_steps)
             except CommError as error:
-                self._require_change(error)
+                require_change(self._members, error)
                 seen = self.num_steps if self.num_changes >= 0 else -1
                 num_steps = self._members.next_epoch(seen)
             else:
@@ -407,30 +431,24 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _begin_epoch(self, num_steps: list[int]) -> None:
         """Take over the newest state, and get ready to train with these members; a collective."""
         members = self._members.group
-        self.num_shards = self.num_shards or members.size
         if self._is_prepared:
             num_steps = self._decide(num_steps)
         progress = self._progress
         try:
             self._replica.enter(members, num_steps, progress, self._checkpoints)
         finally:  # the state of the replica and these numbers belong together
-            self.num_steps, self.at = progress["num_steps"], SamplerState(*progress["at"])
+            self.num_steps, self.at = progress["num_steps"], DataPosition(*progress["at"])
             self.num_shards, self.loss = progress["num_shards"], progress["loss"]
-            self._data = progress["data"]
-        group = self._replica.group
+            self._data, self.num_at_first = progress["data"], progress["num_at_first"]
+        group, state = self._replica.group, self._replica.state
+        self.num_at_first = self.num_at_first or group.size
+        self.num_shards = group.size if self._rule else self.num_shards or members.size
         if self.num_changes < 0:
             self._evaluation.skip(self.num_steps)
-        if group.size > self.num_shards:
-            msg = (
-                f"{group.size} replicas cannot share {self.num_shards} micro-batches: pass "
-                f"shards={group.size} or more, or lower --max-ranks"
-            )
-            raise ConfigError(msg)
-        state = self._replica.state
-        self._guard.watch(state.optimizer)
-        self._sums = GradientSums(
-            group, self._replica.records, self.num_shards, self._replica.memory
-        )
+        warn_of_idle_ranks(group, self.num_shards)
+        factor = rate_factor(self._rule, group.size, self.num_at_first)
+        self._guard.watch(state.optimizer, factor)
+        self._sums = GradientSums(group, self._replica.records, self._replica.memory)
         self._buffers = StepBuffers(group, state.model)
         self._round = 0
         self._checks.end()
@@ -447,21 +465,18 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             "num_steps": self.num_steps,
             "at": list(self.at),
             "num_shards": self.num_shards,
+            "num_at_first": self.num_at_first,
             "loss": self.loss,
             "data": self._data,
         }
 
-    def _save(self) -> None:
-        """Save a checkpoint; a collective."""
-        assert self._checkpoints is not None
+    def _save(self, *, if_all: bool = True) -> None:
+        """Save a checkpoint, if all members want it; a collective."""
+        if not self._members.group.all_reduce(torch.tensor([int(if_all)]), op="min").item():
+            return  # others take the state over
         state = self._replica.state
         self._checkpoints.save(self._members.group, self.model, state, self._progress)
         self._saved = self.num_steps, self._version
-
-    def _save_last(self, leaves: bool) -> None:
-        """Save a checkpoint if all members leave: nobody is there to take the state over."""
-        if self._members.group.all_reduce(torch.tensor([int(leaves)]), op="min").item():
-            self._save()
 
     def _decide(self, num_steps: Sequence[int]) -> list[int]:
         """Update if a member has done so, since all agreed before; or else repeat the step.
@@ -476,24 +491,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._restart_step()
         return [newest if seen >= 0 else seen for seen in num_steps]
 
-    def _require_change(self, error: CommError) -> None:
-        """Raise an error after which other members cannot help."""
-        has_lost = isinstance(error, PeerLostError) or type(error) is CommError  # it left the group
-        if not (has_lost and self._members.may_change):
-            raise error
-        link: BaseException | None = error
-        while link is not None:  # frames hold graphs, whose hooks may hold the error: for good
-            traceback.clear_frames(link.__traceback__)
-            link = link.__context__
-
-    def _step_optimizer(self) -> None:
-        self.optimizer.step()  # looked up now, since schedulers replace it
-
     def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
-        if self._loader is None or self._loader[1] is not loader:
-            data = MicroBatches(loader, self.num_shards, self._seed, verify=self._checks.every)
-            data.warn_of_rest(self._members.group)
-        else:
-            data = self._loader[2]
-        self._loader = self.at.epoch, loader, data
-        return data
+        samples = self._samples
+        if samples is None or samples.loader is not loader:
+            samples = self._samples = MicroBatches(loader, self._seed, verify=self._checks.every)
+        samples.epoch = self.at.epoch
+        return samples

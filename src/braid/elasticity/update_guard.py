@@ -1,12 +1,12 @@
-"""Refuses steps of an optimizer that the loop takes by itself, outside of an update."""
+"""Guards the optimizer: steps only in updates, with the rate for this number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from braid.errors import ConfigError
 
@@ -18,17 +18,29 @@ class UpdateGuard:
 
     def __init__(self) -> None:
         self._is_updating = False
-        self._handle: RemovableHandle | None = None
+        self._hooks = ExitStack()
+        self._factor = 1.0
+        self._rates: list[Any] = []
 
-    def watch(self, optimizer: Optimizer) -> None:
-        """Guard this optimizer, and no other one."""
+    def watch(self, optimizer: Optimizer, rate_factor: float) -> None:
+        """Guard this optimizer, and no other one.
+
+        Args:
+            optimizer: The optimizer.
+            rate_factor: Factor of its learning rate, inside of its steps only.
+        """
         self.close()
-        self._handle = optimizer.register_step_pre_hook(self._refuse)
+        self._factor = rate_factor
+        before = optimizer.register_step_pre_hook(self._before_step)
+        self._hooks.callback(before.remove)
+        if rate_factor != 1.0:
+            self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
+        hooks: Any = before.hooks_dict_ref()
+        hooks.move_to_end(before.id, last=False)  # `shadow` copies the options then
 
     def close(self) -> None:
         """Guard none."""
-        if self._handle is not None:
-            self._handle.remove()
+        self._hooks.close()
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -39,10 +51,18 @@ class UpdateGuard:
         finally:
             self._is_updating = False
 
-    def _refuse(self, *_: object) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if not self._is_updating:
             msg = (
                 "optimizer.step() was called by the loop: training.step() calls it after the last "
                 "micro-batch of a step; what else belongs to an update goes into update="
             )
             raise ConfigError(msg)
+        if self._factor != 1.0:
+            self._rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self._factor
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate

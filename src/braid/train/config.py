@@ -103,6 +103,9 @@ class TrainConfig:
             (default: all).
         spares: Ranks that wait for a loss, with --min-ranks.
         restarts: Processes that are started for lost ranks, with --min-ranks.
+        batch_per_rank: Rule by which the learning rate follows the number of ranks (linear, sqrt or
+            constant), and each rank keeps its number of samples, with --min-ranks; empty if a step
+            keeps them.
         verify: Steps between two checks of gradients by other ranks, with --min-ranks; 0 for none.
         replace_slow: Factor, such as 2, by which a rank that is replaced is slower than its peers,
             with --min-ranks; 0 for none.
@@ -145,6 +148,7 @@ class TrainConfig:
     min_ranks: int = 0
     spares: int = 0
     restarts: int = 3
+    batch_per_rank: Annotated[str, shown_as("RULE")] = ""
     verify: int = 0
     replace_slow: float = 0.0
     device: DeviceName = "auto"
@@ -234,7 +238,8 @@ class TrainConfig:
 
     def _elastic_problems(self) -> list[str]:
         """Return what is wrong with the options of a training whose ranks may change."""
-        further = {"spares": 0, "restarts": 3, "verify": 0, "replace_slow": 0.0}
+        further = {"spares": 0, "restarts": 3, "batch_per_rank": "", "verify": 0}
+        further |= {"replace_slow": 0.0}
         if not self.min_ranks:
             given = [name for name, default in further.items() if getattr(self, name) != default]
             return [f"--{name.replace('_', '-')} needs --min-ranks" for name in given]

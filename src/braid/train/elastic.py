@@ -124,15 +124,17 @@ class _Elastic:
         config, step = self._config, 0
         with self._made() as training:
             self._training = training
-            if config.batch % training.num_shards:
+            per_rank = bool(config.batch_per_rank)
+            num_shards = training.num_at_first if per_rank else training.num_shards
+            if config.batch % num_shards:
                 msg = (
-                    f"--batch {config.batch} cannot be divided into {training.num_shards} "
-                    "micro-batches, which is the number of ranks with which the training began"
+                    f"--batch {config.batch} cannot be divided into {num_shards} micro-batches, "
+                    "which is the number of ranks with which the training began"
                 )
                 raise ConfigError(msg)
-            loader = DataLoader(
-                _Samples(self._windows), config.batch // training.num_shards, shuffle=True
-            )
+            size = config.batch // num_shards
+            samples = _Samples(self._windows)
+            loader = DataLoader(samples, size, shuffle=True, drop_last=True)  # as `loop` does
             if training.num_changes == 0:
                 self._reports.write(self._started(), training.num_steps)
             began_ns = step_ns = self._clock.now_ns()
@@ -177,10 +179,11 @@ class _Elastic:
             self._reports.write(Sampled(step=training.num_steps, text=text), training.num_steps)
 
     def _made(self) -> ElasticTraining:
-        config = self._config
+        config, world_size = self._config, context.membership().environment.world_size
         options: dict[str, Any] = {
-            "shards": context.membership().environment.world_size,
+            "shards": None if config.batch_per_rank else world_size,
             "seed": config.seed,
+            "batch_per_rank": config.batch_per_rank or None,
             "update": self._update,
             "checkpoints": config.checkpoints,
             "checkpoint_every": config.checkpoint_every or config.steps,
@@ -294,9 +297,9 @@ class _Elastic:
             lr=config.lr_at(training.num_steps - 1),
             grad_norm=training.grad_norm if self._on_mesh else self._norm,
             step_s=wall_s,
-            tokens_per_s=config.batch * config.context / wall_s,
+            tokens_per_s=training.num_samples * config.context / wall_s,
             **self._shares(seconds)._asdict(),
-            mfu=self._flops / size / wall_s / self._peak[0],
+            mfu=self._flops * training.num_samples / config.batch / size / wall_s / self._peak[0],
             **memory,
         )
 

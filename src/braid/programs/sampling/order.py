@@ -76,10 +76,13 @@ class SampleOrder:
             msg = f"the order has steps 0..{self.steps_per_epoch - 1} of epochs from 0, got {at}"
             raise ConfigError(msg)
         start = at.step * self.batch_size
-        places = range(start, start + self.batch_size)
+        return self.samples(at.epoch, range(start, start + self.batch_size))
+
+    def samples(self, epoch: int, places: range) -> list[int]:
+        """Return the indices of the samples at these places of an epoch."""
         if not self.shuffles:
             return list(places)
-        permutation = _permutation(self.num_samples, self.seed, at.epoch)
+        permutation = _permutation(self.num_samples, self.seed, epoch)
         return [permutation[i] for i in places]
 
     def after(self, at: SamplerState) -> SamplerState:
