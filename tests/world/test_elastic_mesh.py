@@ -99,7 +99,7 @@ def test_divided_layers_keep_their_bits_with_their_number_of_ranks(monkeypatch):
     run = partial(train_on_mesh, mesh="pp=2,tp=2")
     reference = Cluster(4, {})
     reference.run(run)
-    cluster = Cluster(4, {(1, "update"): 2, (2, "forward"): 6})
+    cluster = Cluster(4, {(1, "update"): 2, (2, "forward"): 6}, min_ranks=4)
     with points_of_death(monkeypatch):
         cluster.run(run)
     assert len(cluster.deaths) == 2

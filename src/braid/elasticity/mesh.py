@@ -17,7 +17,7 @@ do not depend on their number. Weights that stages share are added up in another
 number of stages, so last bits differ then.
 
     epoch of members   4 ranks: pp=2,dp=2  ── rank 3 dies ──>  3 ranks: dp=3
-    state              parts of 4 ranks     ── whole ──>       parts of 3 ranks
+    state              parts of 4 ranks     ── boxes ──>       parts of 3 ranks
 
 Parts that one rank alone has are copied by a neighbour (`shadow`). All members agree on each step
 before they update: then everyone has its gradients, so after a loss all of them either make the
@@ -38,24 +38,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from braid.checkpoint import restore_training, to_plain, training_numbers
 from braid.comm import Group
 from braid.elasticity.evaluation import evaluation_of
 from braid.elasticity.gradient_sums import memory_for
 from braid.elasticity.learning_rate import RateRule, require_rule
 from braid.elasticity.members import JobMembers
-from braid.elasticity.parts import (
-    LostStateError,
-    ModelPart,
-    TensorBox,
-    WholeState,
-    boxes_of,
-    whole_state,
-)
+from braid.elasticity.parts import ModelPart, TensorBox, boxes_of
+from braid.elasticity.redistribution import LostStateError, NewestState, fill, newest_state
 from braid.elasticity.saving import TrainingCheckpoints, checkpoints_in
 from braid.elasticity.shadow import Shadow
 from braid.elasticity.state_transfer import (
-    Received,
     TrainingState,
     broadcast_values,
     check_same_training,
@@ -172,13 +164,16 @@ class MeshReplica:
         if self._divisions:  # which has gone on since
             self._divisions[last] = self._divisions[last]._replace(progress=dict(progress))
         number = 1 + max(group.objects.all_gather(last))
+        held = None
         if max(num_steps) < 0:
             stored = checkpoints.load(group, state)
             newest = group.objects.broadcast(dict(stored or progress), 0)
             _make_equal(group, state.model)
         else:
             try:
-                newest = self._restored(group, progress, state)
+                parts = {division: own.parts for division, own in self._divisions.items()}
+                names = {division: own.names for division, own in self._divisions.items()}
+                held = newest_state(group, parts, names)
             except LostStateError as error:
                 stored = checkpoints.load(group, state)
                 if stored is None:
@@ -187,35 +182,36 @@ class MeshReplica:
                 if not group.rank:
                     LOG.warning("%s; the training goes back to step %d", error, stored["num_steps"])
                 newest = stored
-        parts, names = self._divide(state, mesh, group)
-        self._divisions[number] = _Division(parts, names, state, dict(newest))
+        part, all_names = self._divide(state, mesh, group)
+        if held is not None:
+            newest = self._restore(group, held, part, progress)
+        copies = self._copy_part(part)
+        self._divisions[number] = _Division([part, *copies], all_names, state, dict(newest))
         progress.update(newest)
         group.barrier()  # after it all members can go on from here
         self._divisions = {number: self._divisions[number]}
 
-    def _restored(
-        self, group: Group, progress: Mapping[str, Any], state: TrainingState
+    def _restore(
+        self, group: Group, held: NewestState, part: ModelPart, progress: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Put the newest state of the members into `state`; returns the values beside it."""
-        parts = {number: own.parts for number, own in self._divisions.items()}
-        names = {number: own.names for number, own in self._divisions.items()}
-        number, root, whole = whole_state(group, parts, names)
-        beside = None
-        if number in self._divisions:
-            old = self._divisions[number]
-            compare_others(group, old.state)
-        else:
-            compare_others(group, None)
-        if group.rank == root:
+        """Put the newest state of the members into a new part; returns the values beside it."""
+        old, beside = self._divisions.get(held.division), None
+        compare_others(group, None if old is None else old.state)
+        if old is not None and group.rank == held.root:
             groups = [
                 {key: value for key, value in own.items() if key != "params"}
                 for own in old.state.optimizer.param_groups
             ]
             others = {name: other.state_dict() for name, other in old.state.others.items()}
             beside = {"groups": groups, "others": others, "progress": dict(old.progress)}
-        values = broadcast_values(group, root, beside)
+        values = broadcast_values(group, held.root, beside)
         check_same_training(group, values["progress"], progress)
-        _restore(state, whole, values["groups"])
+        fill(group, held, [] if old is None else old.parts, part)
+        if self.model.sharding is not None:
+            self.model.sharding.share_step()  # of which all ranks then get the values
+        state = self.state
+        for options, others in zip(state.optimizer.param_groups, values["groups"], strict=True):
+            options.update(others)
         for name, other in state.others.items():
             other.load_state_dict(values["others"][name])
         newest: Mapping[str, Any] = values["progress"]
@@ -227,11 +223,11 @@ class MeshReplica:
 
     def _divide(
         self, state: TrainingState, mesh: Mesh, group: Group
-    ) -> tuple[list[ModelPart], list[str]]:
-        """Divide the model, and copy the part of a neighbour; a collective.
+    ) -> tuple[ModelPart, list[str]]:
+        """Divide the model; a collective.
 
         Returns:
-            The parts of this rank, and the names of all.
+            The part of this rank, and the names of all.
         """
         num_replicas = mesh.axes.get("dp", 1)
         shard = self._shard if num_replicas > 1 else 0
@@ -249,8 +245,10 @@ class MeshReplica:
         self.model.attach(state.optimizer)
         self.state = state
         self.group = self.model.groups["dp"]
-        self.records = self.model.whole_records()
-        self.memory = memory_for(self.records)
+        before, self.records = self.records, self.model.whole_records()
+        kinds = [[(record.names, record.spec) for record in own] for own in (before, self.records)]
+        if kinds[0] != kinds[1]:
+            self.memory = memory_for(self.records)
         self.needs_all = shard == WHOLE_PARAMETERS
         params = self.model.named_pieces()
         trained = set(params.values())
@@ -258,12 +256,14 @@ class MeshReplica:
             del state.optimizer.state[param]  # of other stages
         snapshot, _ = self.model.checkpoint(None)
         boxes = boxes_of(snapshot.pieces(), params)
+        for peers in (self.model.groups["tp"], self.group):  # one rank writes what all of them have
+            plain = {n: [list(box) for box in own] for n, own in boxes.items()}
+            for name, own in peers.objects.broadcast(plain, 0).items():
+                if name not in boxes and params[name].numel():
+                    boxes[name] = list(map(TensorBox.parse, own))
         place = dict(self.model.place)
         if not shard:  # replicas have the same
             place.pop("dp", None)
-            plain = {n: [list(box) for box in own] for n, own in boxes.items()}
-            plain = self.group.objects.broadcast(plain, 0)
-            boxes = {n: list(map(TensorBox.parse, own)) for n, own in plain.items()}
         name = ",".join(f"{axis}={at}" for axis, at in place.items()) or "the model"
         here = set(self.model.pipeline.buffers())
         kept = [n for n, buffer in state.model.named_buffers() if buffer in here]
@@ -271,16 +271,19 @@ class MeshReplica:
         def buffers() -> dict[str, torch.Tensor]:
             return {n: b for n, b in state.model.named_buffers() if n in kept}
 
-        part = ModelPart(name, params, boxes, state.optimizer, buffers)
-        is_alone = bool(shard) or num_replicas == 1
-        parts = [part]
-        self._shadow = None
-        if is_alone and self._copies and group.size > 1:
-            self._shadow = Shadow(group, part)
-            parts.append(self._shadow.part)
         names = group.objects.all_gather(name)
         self._world, self._num_agreed = group, 0
-        return parts, list(dict.fromkeys(names))
+        part = ModelPart(name, params, boxes, state.optimizer, buffers)
+        return part, list(dict.fromkeys(names))
+
+    def _copy_part(self, part: ModelPart) -> list[ModelPart]:
+        """Copy the part of a neighbour, if one rank alone has it; a collective."""
+        is_alone = self.model.sharding is not None or self.group.size == 1
+        self._shadow = None
+        if not is_alone or not self._copies or self._world.size == 1:
+            return []
+        self._shadow = Shadow(self._world, part)
+        return [self._shadow.part]
 
     def begin(self, number: int) -> None:
         """See `Replica`."""
@@ -322,26 +325,6 @@ def _make_equal(group: Group, model: nn.Module) -> None:
     ParamTable.of(model).make_equal(group)
     for buffer in model.buffers():
         group.broadcast(buffer.detach(), 0)
-
-
-def _restore(state: TrainingState, whole: WholeState, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Load a whole state into a model and an optimizer."""
-    numbers = training_numbers(state.model, state.optimizer)
-    kept = numbers["optimizer"]
-    tensors = {n: t for n, t in whole.tensors.items() if not n.startswith("buffer/")}
-    plain = [
-        {key: to_plain(value, f"options/{number}/{key}", tensors) for key, value in group.items()}
-        for number, group in enumerate(groups)
-    ]
-    merged = [{**mine, **theirs} for mine, theirs in zip(kept["groups"], plain, strict=True)]
-    numbers["optimizer"] = {**kept, "groups": merged, "numbers": whole.numbers}
-    persistent = state.model.state_dict(keep_vars=True)
-    for name, buffer in state.model.named_buffers():
-        value = whole.tensors[f"buffer/{name}"]
-        if name in persistent:
-            tensors[f"model/{name}"] = value
-        buffer.data.copy_(value)
-    restore_training(Received("the members", tensors, numbers), state.model, state.optimizer)
 
 
 def elastic_mesh(

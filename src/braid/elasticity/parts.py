@@ -1,20 +1,11 @@
-"""Parts of a training on ranks, and the whole state out of them.
+"""Parts of a training on ranks, and their boxes of whole tensors.
 
-Problem: when ranks are lost, the others have a division of the state that no longer fits, in memory
-only, and a copy of what each lost rank had.
-
-Idea: a *part* is trained by one rank. It knows the boxes of whole tensors that its tensors are, as
-plain numbers, so any rank can keep a copy of any part. The members put the boxes of all parts
-together, each from the first member that has the part. A part that several have must be the same,
-by its checksum.
+A *part* is trained by one rank. It knows the boxes of whole tensors that its tensors are, as plain
+numbers, so any rank can keep a copy of any part, and parts of one division of the model can be put
+together to those of another one (`redistribution`).
 
     part "pp=0"    model/first.weight       box (0, 0) of (8, 4)
                    optimizer/first.weight/exp_avg, likewise
-
-While members go over to a new division, both are kept. If one is lost meanwhile, the newest
-division of which all parts are left counts.
-
-Cost: each part once over all ranks (a + b*l), and the whole state in the memory of each.
 """
 
 from __future__ import annotations
@@ -27,27 +18,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.checkpoint import Slice, to_plain
-from braid.comm import Group
-from braid.errors import CheckpointError, MismatchError
 from braid.parallel.gradients import FlatBuffer
-from braid.parallel.gradients.hashing import checksum
-from braid.types import dtype_name
 
 __all__ = [
-    "LostStateError",
     "ModelPart",
+    "PartTensor",
     "TensorBox",
-    "WholeState",
     "boxes_of",
     "packed",
-    "whole_state",
 ]
 
 ALIGNMENT = 64  # bytes
-
-
-class LostStateError(CheckpointError):
-    """No member has some part of the state."""
 
 
 class TensorBox(NamedTuple):
@@ -90,26 +71,41 @@ class TensorBox(NamedTuple):
         extent = tuple(piece.tensor.shape)
         return cls(piece.global_shape, piece.offset, extent, piece.tensor.stride(), start)
 
-    def copy(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy the box out of the tensor into the whole one."""
-        for dim, (first, length) in enumerate(zip(self.offset, self.extent, strict=True)):
-            whole = whole.narrow(dim, first, length)
-        start = tensor.storage_offset() + self.start
-        whole.copy_(tensor.as_strided(self.extent, self.strides, start))
+    def common(self, other: TensorBox) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return the offset in the whole tensor, and the shape, of what two boxes share."""
+        offset = tuple(map(max, self.offset, other.offset))
+        ends = [
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.offset, self.extent, other.offset, other.extent, strict=True)
+        ]
+        extent = tuple(end - begin for begin, end in zip(offset, ends, strict=True))
+        return None if min(extent, default=1) <= 0 else (offset, extent)
+
+    def view(
+        self, tensor: torch.Tensor, offset: Sequence[int], extent: Sequence[int]
+    ) -> torch.Tensor:
+        """Return elements of the box in its tensor, by their place in the whole one."""
+        skipped = [o - first for o, first in zip(offset, self.offset, strict=True)]
+        start = self.start + sum(n * s for n, s in zip(skipped, self.strides, strict=True))
+        return tensor.as_strided(extent, self.strides, tensor.storage_offset() + start)
 
 
-class _PartTensor(NamedTuple):
+class PartTensor(NamedTuple):
     """A tensor of a part.
 
     Attributes:
         name: Name of the whole tensor, as in a checkpoint.
         boxes: Boxes that it is.
         tensor: Its values.
+        is_alike: Whether it is a state of the optimizer with the shape of its parameter.
+        is_placed: Whether it is on the device of its parameter.
     """
 
     name: str
     boxes: Sequence[TensorBox]
     tensor: torch.Tensor
+    is_alike: bool = False
+    is_placed: bool = True
 
 
 class ModelPart(NamedTuple):
@@ -130,18 +126,20 @@ class ModelPart(NamedTuple):
     optimizer: Optimizer
     buffers: Callable[[], Mapping[str, torch.Tensor]]
 
-    def entries(self) -> Iterator[_PartTensor]:
+    def entries(self) -> Iterator[PartTensor]:
         """Yield the tensors of the part."""
         for name, boxes in self.boxes.items():
             param = self.params[name]
-            yield _PartTensor(f"model/{name}", boxes, param.detach())
+            yield PartTensor(f"model/{name}", boxes, param.detach())
             for key, value in self.optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
-                    is_alike = value.dim() and value.shape == param.shape
+                    is_alike = bool(value.dim()) and value.shape == param.shape
                     places = boxes if is_alike else [TensorBox.all_of(value)]
-                    yield _PartTensor(f"optimizer/{name}/{key}", places, value.detach())
+                    is_placed = value.device == param.device
+                    state = f"optimizer/{name}/{key}"
+                    yield PartTensor(state, places, value.detach(), is_alike, is_placed)
         for name, buffer in self.buffers().items():
-            yield _PartTensor(f"buffer/{name}", [TensorBox.all_of(buffer)], buffer.detach())
+            yield PartTensor(f"buffer/{name}", [TensorBox.all_of(buffer)], buffer.detach())
 
     def numbers(self) -> dict[str, dict[str, Any]]:
         """Return states of the optimizer that are no tensors, by parameter."""
@@ -154,18 +152,6 @@ class ModelPart(NamedTuple):
             for name in self.boxes
             if self.params[name] in self.optimizer.state
         }
-
-
-class WholeState(NamedTuple):
-    """The state of a training.
-
-    Attributes:
-        tensors: Whole tensors by the names of a checkpoint; buffers as `buffer/NAME`.
-        numbers: States of the optimizer that are no tensors, by parameter.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    numbers: dict[str, dict[str, Any]]
 
 
 def boxes_of(
@@ -191,95 +177,3 @@ def packed(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Te
     )
     pairs = zip(flat.views, tensors, strict=True)
     return flat.tensor, [view.view(own.dtype).view(own.shape) for view, own in pairs]
-
-
-def whole_state(
-    group: Group, parts: Mapping[int, Sequence[ModelPart]], num_parts: Mapping[int, Sequence[str]]
-) -> tuple[int, int, WholeState]:
-    """Put the parts of all members together; a collective.
-
-    Args:
-        group: The members.
-        parts: Parts that this member has, by the number of their division.
-        num_parts: Names of all parts of each of these divisions.
-
-    Returns:
-        Number of the division, the first member that has a part of it, and the whole state.
-
-    Raises:
-        LostStateError: No member has some part.
-        MismatchError: Members have a part with other values.
-    """
-    mine = {
-        division: (
-            list(num_parts[division]),
-            {
-                part.name: (
-                    [
-                        (e.name, [tuple(b) for b in e.boxes], list(e.tensor.shape),
-                         dtype_name(e.tensor.dtype))
-                        for e in part.entries()
-                    ],
-                    part.numbers(),
-                    sum(checksum(e.tensor) for e in part.entries()) & 0xFFFFFFFF,
-                )
-                for part in own
-            },
-        )
-        for division, own in parts.items()
-    }  # fmt: skip
-    held = group.objects.all_gather(mine)
-    division = _newest(held)
-    names = next(one[division][0] for one in held if division in one)
-    whole = WholeState({}, {})
-    for name in names:
-        holders = [r for r, one in enumerate(held) if division in one and name in one[division][1]]
-        _compare(group, name, {r: held[r][division][1][name][2] for r in holders})
-        root = holders[0]
-        entries, numbers, _ = held[root][division][1][name]
-        whole.numbers.update(numbers)
-        like = [
-            torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            for _, _, shape, dtype in entries
-        ]
-        memory, views = packed(like)
-        if group.rank == root:
-            part = next(own for own in parts[division] if own.name == name)
-            for view, entry in zip(views, part.entries(), strict=True):
-                view.copy_(entry.tensor)
-        group.broadcast(memory, root)
-        for (full, boxes, _, dtype), view in zip(entries, views, strict=True):
-            for box in map(TensorBox.parse, boxes):
-                if full not in whole.tensors:
-                    whole.tensors[full] = torch.empty(box.whole, dtype=getattr(torch, dtype))
-                box.copy(view, whole.tensors[full])
-    return division, next(r for r, one in enumerate(held) if division in one), whole
-
-
-def _newest(held: Sequence[Mapping[int, tuple[Sequence[str], Mapping[str, Any]]]]) -> int:
-    """Return the newest division with all its parts."""
-    missing: dict[int, list[str]] = {}
-    for division in sorted({d for one in held for d in one}, reverse=True):
-        left = {name for one in held if division in one for name in one[division][1]}
-        names = next(one[division][0] for one in held if division in one)
-        if left.issuperset(names):
-            return division
-        missing[division] = [name for name in names if name not in left]
-    lost = "; ".join(missing[max(missing)]) if missing else "all"
-    msg = (
-        f"the state of {lost} is lost: the ranks that had it, and those with a copy of it, have "
-        "died together"
-    )
-    raise LostStateError(msg)
-
-
-def _compare(group: Group, name: str, sums: Mapping[int, int]) -> None:
-    first, *others = sums
-    for other in others:
-        if sums[other] != sums[first]:
-            msg = (
-                f"rank {group.ranks[other]} has other values of the part {name} than rank "
-                f"{group.ranks[first]}: something changes parameters outside of the optimizer, or "
-                "is not deterministic"
-            )
-            raise MismatchError(msg)

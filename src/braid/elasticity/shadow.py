@@ -87,7 +87,7 @@ class Shadow:
         values = self._exchange([*part.params.values(), *own_buffers.values(), *tensors], like)
         device = next(iter(part.params.values())).device if part.params else "cpu"
         params = {
-            name: nn.Parameter(value.clone().to(device), requires_grad=requires_grad)
+            name: nn.Parameter(value.to(device), requires_grad=requires_grad)
             for (name, (_, _, requires_grad)), value in zip(
                 theirs["params"].items(), values, strict=False
             )
@@ -100,12 +100,11 @@ class Shadow:
         rest = iter(values[first + len(kept) :])
         for name, state in theirs["states"].items():
             optimizer.state[params[name]] = {
-                key: _placed(next(rest).clone(), params[name]) if is_tensor else value
+                key: _placed(next(rest), params[name]) if is_tensor else value
                 for key, (is_tensor, value) in state.items()
             }
         boxes = {name: list(map(TensorBox.parse, own)) for name, own in theirs["boxes"].items()}
-        copies = {name: value.clone() for name, value in kept.items()}
-        self.part = ModelPart(theirs["name"], params, boxes, optimizer, lambda: copies)
+        self.part = ModelPart(theirs["name"], params, boxes, optimizer, lambda: kept)
         self._sent, self._sent_views = packed(self._shipped(part))
         self._received, self._views = packed(self._shipped(self.part))
         self._sent_versions: list[tuple[int, int] | None] = []

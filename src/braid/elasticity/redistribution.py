@@ -1,0 +1,243 @@
+"""Moves the state of a training from one division of the model to another, in memory.
+
+Problem: when ranks are lost, the others have a division of the state that no longer fits, in memory
+only, and copies of what each lost rank had. No rank may need memory for the whole state.
+
+Idea: all members know the boxes that each of them has, and those that each of them gets. Where two
+boxes overlap, the elements go from the one to the other, each from one member that has them. What
+several have must be the same, by its checksum.
+
+    weight (8, 4)    before: r0 rows 0-3, r1 rows 4-7      after: r0 rows 0-2, r2 rows 3-5, ...
+                     r0 keeps rows 0-2, and sends row 3 to r2
+
+While members go over to a new division, both are kept. If one is lost meanwhile, the newest
+division of which all parts are left counts.
+
+Cost: each member gets its new part once (a + b*l), less what it had.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from braid.comm import Group
+from braid.elasticity.parts import ModelPart, PartTensor, TensorBox, packed
+from braid.errors import CheckpointError, MismatchError
+from braid.parallel.gradients.hashing import checksum
+from braid.types import dtype_name
+
+__all__ = ["LostStateError", "NewestState", "fill", "newest_state"]
+
+
+class LostStateError(CheckpointError):
+    """No member has some part of the state."""
+
+
+class _Source(NamedTuple):
+    """A box that a member has: its rank, the part, and the number of the tensor in it."""
+
+    rank: int
+    part: str
+    number: int
+    box: TensorBox
+
+
+class _Tensor(NamedTuple):
+    """A whole tensor in boxes; see `PartTensor`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_alike: bool
+    is_placed: bool
+    sources: list[_Source]
+
+
+class NewestState(NamedTuple):
+    """The newest state that the members have together, of one division of the model.
+
+    Attributes:
+        division: Its number.
+        root: The first member that has a part of it.
+        tensors: Whole tensors by the names of a checkpoint; buffers as `buffer/NAME`.
+        numbers: States of the optimizer that are no tensors, by parameter.
+    """
+
+    division: int
+    root: int
+    tensors: dict[str, _Tensor]
+    numbers: dict[str, dict[str, Any]]
+
+
+def newest_state(
+    group: Group, parts: Mapping[int, Sequence[ModelPart]], num_parts: Mapping[int, Sequence[str]]
+) -> NewestState:
+    """Find the newest state that the members have together; a collective.
+
+    Args:
+        group: The members.
+        parts: Parts that this member has, by the number of their division.
+        num_parts: Names of all parts of each of these divisions.
+
+    Raises:
+        LostStateError: No member has some part.
+        MismatchError: Members have other values of the same tensor.
+    """
+    mine = {
+        division: (
+            list(num_parts[division]),
+            {part.name: (list(map(_plain, part.entries())), part.numbers()) for part in own},
+        )
+        for division, own in parts.items()
+    }
+    held = group.objects.all_gather(mine)
+    division = _newest(held)
+    newest = NewestState(division, next(r for r, one in enumerate(held) if division in one), {}, {})
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
+    for rank, one in enumerate(held):
+        for part, (entries, numbers) in one[division][1].items() if division in one else ():
+            newest.numbers.update(numbers)
+            for number, (name, boxes, shape, dtype, is_alike, is_placed, value) in enumerate(
+                entries
+            ):
+                first, expected = sums.setdefault((name, str(boxes)), (rank, value))
+                if value != expected:
+                    msg = (
+                        f"rank {group.ranks[rank]} has other values of {name}, of the part {part}, "
+                        f"than rank {group.ranks[first]}: something changes parameters outside of "
+                        "the optimizer, or is not deterministic"
+                    )
+                    raise MismatchError(msg)
+                kind = _Tensor(tuple(shape), getattr(torch, dtype), is_alike, is_placed, [])
+                sources = newest.tensors.setdefault(name, kind).sources
+                sources += [_Source(rank, part, number, TensorBox.parse(box)) for box in boxes]
+    return newest
+
+
+def _plain(entry: PartTensor) -> tuple[Any, ...]:
+    tensor = entry.tensor
+    boxes = [tuple(box) for box in entry.boxes]
+    kind = (list(tensor.shape), dtype_name(tensor.dtype), entry.is_alike, entry.is_placed)
+    return (entry.name, boxes, *kind, checksum(tensor))
+
+
+def _newest(held: Sequence[Mapping[int, tuple[Sequence[str], Mapping[str, Any]]]]) -> int:
+    """Return the newest division with all its parts."""
+    missing: dict[int, list[str]] = {}
+    for division in sorted({d for one in held for d in one}, reverse=True):
+        left = {name for one in held if division in one for name in one[division][1]}
+        names = next(one[division][0] for one in held if division in one)
+        if left.issuperset(names):
+            return division
+        missing[division] = [name for name in names if name not in left]
+    lost = "; ".join(missing[max(missing)]) if missing else "all"
+    msg = (
+        f"the state of {lost} is lost: the ranks that had it, and those with a copy of it, have "
+        "died together"
+    )
+    raise LostStateError(msg)
+
+
+def fill(group: Group, newest: NewestState, parts: Sequence[ModelPart], part: ModelPart) -> None:
+    """Give a new part of each member the newest state; a collective.
+
+    Args:
+        group: The members.
+        newest: The newest state.
+        parts: Parts that this member has of it.
+        part: The new part. Its optimizer has no states yet.
+    """
+    _make_states(newest, part)
+    targets = list(part.entries())
+    wanted = [(target.name, [tuple(box) for box in target.boxes]) for target in targets]
+    of_all = [
+        [(name, list(map(TensorBox.parse, boxes))) for name, boxes in one]
+        for one in group.objects.all_gather(wanted)
+    ]
+    had = {own.name: list(own.entries()) for own in parts}
+    sent: dict[int, list[torch.Tensor]] = defaultdict(list)
+    received: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for rank, one in enumerate(of_all):
+        for number, box, source, (offset, extent) in _moves(newest, one, rank):
+            here = group.rank == rank
+            if group.rank == source.rank:
+                tensor = had[source.part][source.number].tensor
+                values = source.box.view(tensor, offset, extent)
+                if here:
+                    box.view(targets[number].tensor, offset, extent).copy_(values)
+                else:
+                    sent[rank].append(values)
+            elif here:
+                received[source.rank].append(box.view(targets[number].tensor, offset, extent))
+    _exchange(group, sent, received)
+
+
+def _make_states(newest: NewestState, part: ModelPart) -> None:
+    """Make states of the optimizer, without values, as those of other parts are."""
+    states: dict[str, dict[str, _Tensor]] = defaultdict(dict)
+    for name, tensor in newest.tensors.items():
+        root, _, rest = name.partition("/")
+        if root == "optimizer":
+            param_name, _, key = rest.rpartition("/")
+            states[param_name][key] = tensor
+    for name, boxes in part.boxes.items():
+        param = part.params[name]
+        if not boxes or not (name in states or name in newest.numbers):
+            continue
+        state = {
+            key: torch.empty(
+                param.shape if tensor.is_alike else tensor.shape,
+                dtype=tensor.dtype,
+                device=param.device if tensor.is_placed else "cpu",
+            )
+            for key, tensor in states[name].items()
+        }
+        part.optimizer.state[param] = {**newest.numbers.get(name, {}), **state}
+
+
+def _moves(
+    newest: NewestState, wanted: Sequence[tuple[str, Sequence[TensorBox]]], rank: int
+) -> Iterator[tuple[int, TensorBox, _Source, tuple[Sequence[int], Sequence[int]]]]:
+    """Yield what a member gets, the same on all members.
+
+    Each item has the number of the tensor in its part, the box, where the elements come from, and
+    their offset and shape.
+    """
+    for number, (name, boxes) in enumerate(wanted):
+        sources: dict[tuple[Any, Any], _Source] = {}
+        for source in newest.tensors[name].sources:
+            key = source.box.offset, source.box.extent
+            if key not in sources or source.rank == rank:
+                sources[key] = source
+        for box in boxes:
+            for source in sources.values():
+                common = source.box.common(box)
+                if common is not None:
+                    yield number, box, source, common
+
+
+def _exchange(
+    group: Group,
+    sent: Mapping[int, Sequence[torch.Tensor]],
+    received: Mapping[int, Sequence[torch.Tensor]],
+) -> None:
+    """Send tensors to members, and receive others, in one message for each pair."""
+    works = []
+    memories = []
+    for rank, tensors in received.items():
+        memory, views = packed(tensors)
+        memories.append((tensors, views))
+        works.append(group.recv(memory, rank, async_op=True))
+    for rank, tensors in sent.items():
+        memory, views = packed(tensors)
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor)
+        works.append(group.send(memory, rank, async_op=True))
+    for work in works:
+        work.wait()
+    for tensors, views in memories:
+        for tensor, view in zip(tensors, views, strict=True):
+            tensor.copy_(view)
