@@ -7,11 +7,13 @@ from itertools import count
 
 import pytest
 import torch
+from torch import nn
 
 import elastic_cluster
 from braid.elasticity import saving
-from braid.elasticity.mesh import elastic_mesh, mesh_for
+from braid.elasticity.mesh import MeshReplica, elastic_mesh, mesh_for
 from braid.elasticity.saving import TrainingCheckpoints
+from braid.elasticity.training import ElasticTraining
 from braid.errors import CheckpointError, ConfigError, MismatchError
 from braid.programs.layout import Mesh
 from elastic_cluster import (
@@ -263,6 +265,30 @@ def test_what_a_copy_would_not_follow_is_refused(shard, option, change, words):
     mesh = "dp=2" if shard else "pp=2"
     with pytest.raises(ConfigError, match=words):
         cluster.run(partial(train_on_mesh, mesh=mesh, shard=shard, **{option: change}))
+
+
+def test_layers_that_are_frozen_by_eval_stay_so_on_the_next_mesh(monkeypatch):
+    modes = []
+
+    def freeze(run: ElasticTraining) -> None:
+        if run.num_changes:
+            modes.append((run.model.model.blocks[0].training, run.model.model.training))
+        run.model.model.blocks[0].eval()
+
+    cluster = Cluster(2, {(1, "forward"): 3}, restarts=0)
+    with points_of_death(monkeypatch):
+        cluster.run(partial(train_on_mesh, mesh="dp=2", shard=1, after_step=freeze))
+    assert set(modes) == {(False, True)}
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        return nn.Linear(2, 1), torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+
+    none = {"layers": None, "clip": None, "copies": True, "options": {}}
+    replica = MeshReplica(built, lambda _: Mesh.parse("dp=1"), **none)
+    with pytest.raises(ConfigError, match="has 2 parameters that are not the model's"):
+        replica._made()
 
 
 def test_a_mesh_that_does_not_fit_becomes_replicas():

@@ -219,6 +219,19 @@ class MeshReplica:
 
     def _made(self) -> TrainingState:
         model, optimizer, *others = self._build()
+        strangers = {p for group in optimizer.param_groups for p in group["params"]}
+        strangers -= set(model.parameters())
+        if strangers:
+            msg = (
+                f"the optimizer that build() returns has {len(strangers)} parameters that are not "
+                "the model's: make it from model.parameters()"
+            )
+            raise ConfigError(msg)
+        modes = {}  # train() or eval(), as the program has called them
+        if self._divisions:
+            modes = {name: old.training for name, old in self.state.model.named_modules()}
+        for name, module in model.named_modules():
+            module.training = modes.get(name, module.training)
         return TrainingState(model, optimizer, others[0] if others else {})
 
     def _divide(
@@ -349,7 +362,7 @@ def elastic_mesh(
     Args:
         build: Returns the whole model and its optimizer, alike on all ranks, and, if there are
             further objects with a state, these by name as a third value. Called in each epoch of
-            members.
+            members; `training.model`, `optimizer` and `others` are those of the present one.
         mesh: Numbers of ranks along pp, dp and tp, such as `pp=2,dp=2`. With other numbers of ranks
             dp changes, or all ranks are replicas where that is not possible. Or a function that
             returns the mesh of a number of ranks, such as the best one of `braid plan`.

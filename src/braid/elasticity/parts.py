@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.checkpoint import Slice, to_plain
+from braid.errors import ConfigError
 from braid.parallel.gradients import FlatBuffer
 
 __all__ = [
@@ -142,16 +143,29 @@ class ModelPart(NamedTuple):
             yield PartTensor(f"buffer/{name}", [TensorBox.all_of(buffer)], buffer.detach())
 
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """Return states of the optimizer that are no tensors, by parameter."""
-        return {
+        """Return states of the optimizer that are no tensors, by parameter.
+
+        Raises:
+            ConfigError: Tensors are inside of lists or dicts, so their boxes are not known.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        numbers = {
             name: {
-                key: to_plain(value, key, {})
+                key: to_plain(value, f"{name}/{key}", tensors)
                 for key, value in self.optimizer.state.get(self.params[name], {}).items()
                 if not isinstance(value, torch.Tensor)
             }
             for name in self.boxes
             if self.params[name] in self.optimizer.state
         }
+        if tensors:
+            msg = (
+                f"{type(self.optimizer).__name__} keeps tensors in lists or dicts, such as "
+                f"{next(iter(tensors))}, which cannot be moved to another mesh: use braid.elastic, "
+                "or an optimizer like AdamW"
+            )
+            raise ConfigError(msg)
+        return numbers
 
 
 def boxes_of(

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from braid.checkpoint import from_plain
 from braid.comm import Group
 from braid.elasticity.parts import ModelPart, PartTensor, TensorBox, packed
 from braid.errors import CheckpointError, MismatchError
@@ -195,7 +196,9 @@ def _make_states(newest: NewestState, part: ModelPart) -> None:
             )
             for key, tensor in states[name].items()
         }
-        part.optimizer.state[param] = {**newest.numbers.get(name, {}), **state}
+        numbers = newest.numbers.get(name, {}).items()
+        kept = {key: from_plain(value, state.__getitem__) for key, value in numbers}
+        part.optimizer.state[param] = {**kept, **state}
 
 
 def _moves(
