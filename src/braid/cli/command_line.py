@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -41,8 +42,9 @@ from braid.cli.commands.schedule import (
 )
 from braid.cli.commands.torchrun_options import separate_command, translated
 from braid.errors import ConfigError
+from braid.launch.process.job import RunOptions
 from braid.runtime.last_words import drop_unwritten, ending_well, print_error
-from braid.runtime.option_types import Command, Directory, Module, Number, NumRanks, shown_as
+from braid.runtime.option_types import Command, Directory, Module, NumRanks, shown_as
 
 __all__ = ["COMMANDS", "TYRO_CONFIG", "answer", "main", "separate_command"]
 
@@ -157,15 +159,8 @@ def run(
     n: NumRanks = None,
     module: Module = False,
     no_python: bool = False,
-    log_dir: Directory = None,
     port: str = "auto",
-    timeout: Annotated[float | None, shown_as("FLOAT")] = None,
-    threads: Number = None,
-    stopped_limit: float = 30.0,
-    hang_report: float = 10.0,
-    grace: float = 5.0,
-    resume: Annotated[str, shown_as("PATH")] = "",
-    stdin: Annotated[int | None, shown_as("RANK")] = None,
+    options: Annotated[RunOptions, tyro.conf.arg(name="")] = RunOptions(),  # noqa: B008 - frozen
     on: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions(),  # noqa: B008 - frozen
     roles: Annotated[Roles, tyro.conf.arg(name="")] = Roles(),  # noqa: B008 - frozen
 ) -> int:
@@ -179,19 +174,8 @@ def run(
             this host.
         module: SCRIPT is the name of a Python module.
         no_python: SCRIPT is a program of any kind.
-        log_dir: Directory for logs, events and the record of the run (default:
-            ./runs/<date>_<hex>).
         port: MASTER_PORT for torch.distributed, or auto.
-        timeout: Longest duration of the run, in seconds; then programs that called braid.init()
-            give their stacks.
-        threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
-        stopped_limit: Seconds that a rank may be stopped (SIGSTOP) before it is killed.
-        hang_report: Seconds that ranks may wait for another rank before it is reported; 0 for
-            never.
-        grace: Seconds that the other ranks have to end by themselves after a failure.
-        resume: Checkpoint to resume from; auto for the last complete one.
-        stdin: Rank that reads the standard input, for breakpoint() and input(): it has the
-            terminal, and hang reports and deadlines of collectives wait.
+        options: Logs and limits.
         on: Hosts to run on.
         roles: Roles of ranks, and ranks that may be lost.
     """
@@ -206,23 +190,16 @@ def run(
         msg = f"--port must be auto or a number, got {port!r}"
         raise ConfigError(msg)
     n = roles.num_ranks(n)
-    where, options = choose_where(on, n)
+    where, repeated = choose_where(on, n)
     if roles.words:
-        options = (*(options or ("-n", str(1 if n is None else n))), *roles.words)
+        repeated = (*(repeated or ("-n", str(1 if n is None else n))), *roles.words)
     job = JobSpec(
         command=command,
         kind="module" if module else "program" if no_python else "script",
         num_ranks=1 if n is None else n,
-        log_dir=log_dir,
         port=None if port == "auto" else int(port),
-        timeout_s=timeout,
-        threads=threads,
-        stopped_limit_s=stopped_limit,
-        hang_report_s=hang_report,
-        grace_s=grace,
-        resume=resume,
-        stdin_rank=stdin,
-        where=options,
+        **asdict(options),
+        where=repeated,
         environ=roles.environ() | ({NO_FRAME_MAC: "1"} if on.no_frame_mac else {}),
         expendable=roles.expendable,
         needed=roles.needed,

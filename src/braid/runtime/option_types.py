@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
+
+from braid.runtime.option_display import shown_as
 
 __all__ = [
     "Command",
@@ -19,18 +21,6 @@ __all__ = [
     "Text",
     "shown_as",
 ]  # fmt: skip
-
-
-def shown_as(metavar: str, *aliases: str, name: str | None = None) -> Any:
-    """Return how the help shows an option without `(default: ...)`, where its text has a default.
-
-    Args:
-        metavar: Placeholder of the value.
-        aliases: Further names of the option.
-        name: Name of the option, if it is not that of the parameter.
-    """
-    return tyro.conf.arg(metavar=metavar, aliases=aliases, name=name, help_behavior_hint="")
-
 
 Text = Annotated[str, shown_as("TEXT")]
 Number = Annotated[int | None, shown_as("INT")]

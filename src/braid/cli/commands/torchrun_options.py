@@ -11,8 +11,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import get_type_hints
 
+from braid.cli.commands.host_options import HostOptions
+from braid.cli.commands.roles import Roles
 from braid.errors import ConfigError
+from braid.launch.process.job import RunOptions
 
 __all__ = ["separate_command", "translated"]
 
@@ -26,24 +31,31 @@ WITHOUT_EFFECT = frozenset(  # each rank has a log and is shown; hosts meet in o
         "--signals-to-handle", "--logs-specs", "--shutdown-timeout",
     }
 )  # fmt: skip
-REPEATED = frozenset({"--role", "--expendable-role"})
 FLAGS_WITHOUT_EFFECT = frozenset({"--standalone"})
 REFUSED: Mapping[str, str] = {
     "--local-ranks-filter": "all ranks are shown; each has a log of its own in --log-dir",
     "--run-path": "give the script itself, or -m MODULE",
     "--node-failure-timeout": "hosts that fall silent are named after 30 s",
 }
+
+
+def _defaults(options: type) -> dict[str, object]:
+    """Return the default values of a dataclass of options by their names on the command line."""
+    hints = get_type_hints(options, include_extras=True)
+    names = {}
+    for field in fields(options):
+        given = [getattr(arg, "name", "") for arg in getattr(hints[field.name], "__metadata__", ())]
+        names[f"--{next(filter(None, given), field.name).replace('_', '-')}"] = field.default
+    return names
+
+
+DEFAULTS = {**_defaults(RunOptions), **_defaults(HostOptions), **_defaults(Roles)}
+OWN = ("-n", "--num-ranks", "--port", "-H", *DEFAULTS)
 OWN_FLAGS = frozenset(
-    {"-m", "--module", "--no-python", "--insecure-network", "--no-frame-mac", "-h", "--help"}
+    {"-m", "--module", "--no-python", "-h", "--help"}
+    | {name for name, default in DEFAULTS.items() if default is False}
 )
-OWN = (
-    "-n", "--num-ranks", "--log-dir", "--port", "--timeout", "--threads", "--stopped-limit",
-    "--hang-report", "--grace", "--resume", "--stdin", "-H", "--hosts", "--hostfile", "--rsh",
-    "--remote-python", "--env", "--nnodes", "--node-rank", "--rdzv", "--rdzv-timeout",
-    "--network-interface", "--listen", "--servers", "--workers", "--replicas", "--spares",
-    "--on-worker-loss", "--on", "--engine-options", "--role", "--expendable-role", "--min-ranks",
-    "--max-ranks", "--restarts",
-)  # fmt: skip
+REPEATED = frozenset(name for name, default in DEFAULTS.items() if default == ())
 
 
 def separate_command(arguments: Sequence[str]) -> list[str]:

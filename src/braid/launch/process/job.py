@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from shutil import which
-from typing import Literal
+from typing import Annotated, Literal
 
 import psutil
 
 from braid.errors import ConfigError, below, raise_all
 from braid.runtime.diagnose.block import StopReport, error_block, render_block
 from braid.runtime.diagnose.verdict import RankEnd
+from braid.runtime.option_display import shown_as
 from braid.runtime.rendezvous import JobEnvironment
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "ElasticLimits",
     "JobSpec",
     "Outcome",
+    "RunOptions",
     "check_command",
     "choose_threads",
     "command_line",
@@ -85,29 +87,48 @@ class ElasticLimits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobSpec:
-    """Specification of one run.
+class RunOptions:
+    """Options of `braid run` that a job takes as they are.
+
+    Attributes:
+        log_dir: Directory for logs, events and the record of the run (default:
+            ./runs/<date>_<hex>).
+        timeout_s: Longest duration of the run, in seconds; then programs that called braid.init()
+            give their stacks.
+        threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
+        stopped_limit_s: Seconds that a rank may be stopped (SIGSTOP) before it is killed.
+        hang_report_s: Seconds that ranks may wait for another rank before it is reported; 0 for
+            never.
+        grace_s: Seconds that the other ranks have to end by themselves after a failure.
+        resume: Checkpoint to resume from; auto for the last complete one.
+        stdin_rank: Rank that reads the standard input, for breakpoint() and input(): it has the
+            terminal, and hang reports and deadlines of collectives wait.
+    """
+
+    log_dir: Annotated[str | None, shown_as("DIR")] = None
+    timeout_s: Annotated[float | None, shown_as("FLOAT", name="timeout")] = None
+    threads: Annotated[int | None, shown_as("INT")] = None
+    stopped_limit_s: Annotated[float, shown_as(None, name="stopped-limit")] = 30.0
+    hang_report_s: Annotated[float, shown_as(None, name="hang-report")] = 10.0
+    grace_s: Annotated[float, shown_as(None, name="grace")] = 5.0
+    resume: Annotated[str, shown_as("PATH")] = ""
+    stdin_rank: Annotated[int | None, shown_as("RANK", name="stdin")] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSpec(RunOptions):
+    """Specification of one run; see `RunOptions` for its further fields.
 
     Attributes:
         command: Script, module or program, followed by its own arguments.
         num_ranks: Number of processes.
         kind: Kind of `command[0]`: a Python `script`, a Python `module`, or any `program`.
-        log_dir: Directory for logs, events and the record of the run; `./runs/<date>_<hex>` when
-            None.
         port: `MASTER_PORT` for torch.distributed; a free port when None.
-        timeout_s: Time limit of the run in seconds; None for no limit.
-        threads: OMP_NUM_THREADS of each rank; when None, the user's own or physical cores / ranks.
-        stopped_limit_s: Seconds that a rank may be stopped (SIGSTOP) before it is killed.
-        hang_report_s: Seconds that ranks may wait for a missing rank before a report; 0 for never.
-        grace_s: Seconds that the remaining ranks have to end by themselves after a failure.
         interrupt_limit_s: Seconds that ranks have to save and end after Ctrl-C or SIGTERM.
-        resume: Checkpoint to resume from; `auto` for the last complete one.
         where: Command-line options for hosts and numbers of ranks; `-n` alone when empty.
         resume_command: Words of the command that resumes from a checkpoint, with `RESUME` in the
             place of the checkpoint; `braid run` with this job when empty.
         title: Command line that a user would type, where `command` is internal.
-        stdin_rank: Rank that has the launcher's standard input, and its terminal if there is one;
-            hang reports and deadlines of collectives then wait. None for no rank.
         environ: Environment that ranks inherit.
         expendable: Ranks without which the others can go on, such as servers that have replicas.
         needed: Sets of expendable ranks; the death of the last one of a set fails the run.
@@ -117,19 +138,11 @@ class JobSpec:
     command: tuple[str, ...]
     num_ranks: int = 1
     kind: Literal["script", "module", "program"] = "script"
-    log_dir: str | None = None
     port: int | None = None
-    timeout_s: float | None = None
-    threads: int | None = None
-    stopped_limit_s: float = 30.0
-    hang_report_s: float = 10.0
-    grace_s: float = 5.0
     interrupt_limit_s: float = 30.0
-    resume: str = ""
     where: tuple[str, ...] = ()
     resume_command: tuple[str, ...] = ()
     title: str = ""
-    stdin_rank: int | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
     expendable: frozenset[int] = frozenset()
     needed: tuple[frozenset[int], ...] = ()
