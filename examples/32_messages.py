@@ -12,7 +12,7 @@ import torch
 
 import braid
 from braid.runtime.message import Schema, SocketVan, VanConfig
-from braid.runtime.message.tensors import as_buffers, from_buffers
+from braid.runtime.tensor_buffers import as_buffers, from_buffers
 from braid.runtime.wire import Secret
 from braid.types import TensorSpec
 

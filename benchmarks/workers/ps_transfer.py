@@ -27,7 +27,7 @@ from benchmarks.workers.ps_reference import EchoClient, RemoteEcho, echo_address
 from braid import ps
 from braid.comm import Group
 from braid.ps import kv
-from braid.runtime.message.tensors import memory_of
+from braid.runtime.tensor_buffers import memory_of
 
 __all__ = ["RPC", "SHARED", "SOCKETS", "UNIX", "transfer"]
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 
 from braid.comm import Group, torch_backend
 from braid.comm.engines.c10d import C10dEngine, make_nccl
-from braid.comm.mesh_groups import MeshGroups
 from braid.errors import PeerLostError, StaleError
-from braid.programs.layout import Mesh
 from braid.runtime.metrics import RunMetrics
 from braid.runtime.rendezvous import JobEnvironment, NewEpoch
 from braid.runtime.rendezvous.membership import Membership, join_job
+
+if TYPE_CHECKING:
+    from braid.comm.mesh_groups import MeshGroups
 
 __all__ = ["init", "log", "log_step", "membership", "mesh", "next_epoch", "shutdown", "world"]
 
@@ -246,6 +247,9 @@ def mesh(axes: str | Mapping[str, int], group: Group | None = None) -> MeshGroup
     Raises:
         ConfigError: The axes are not valid, or do not multiply to the number of ranks.
     """
+    from braid.comm.mesh_groups import MeshGroups  # noqa: PLC0415 - not for every program
+    from braid.programs.layout import Mesh  # noqa: PLC0415
+
     layout = Mesh.parse(axes) if isinstance(axes, str) else Mesh(dict(axes))
     return MeshGroups(layout, init() if group is None else group)
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from braid.checkpoint.training_state import kept_buffers
 from braid.comm import Group
-from braid.runtime.message.tensors import bytes_of
+from braid.runtime.tensor_buffers import bytes_of
 from braid.runtime.torch_internals import NormBase
 from braid.types import first_few
 

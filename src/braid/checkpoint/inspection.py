@@ -12,7 +12,7 @@ import torch
 from braid.checkpoint.directory import CheckpointDirectory
 from braid.checkpoint.loading import Checkpoint, read_manifest
 from braid.errors import CheckpointError
-from braid.runtime.message.tensors import bytes_of
+from braid.runtime.tensor_buffers import bytes_of
 
 __all__ = ["CheckpointComparison", "Listed", "compare", "ls"]
 

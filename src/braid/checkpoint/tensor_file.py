@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from braid.checkpoint.manifest import FileEntry
 from braid.errors import CheckpointError
-from braid.runtime.message.tensors import bytes_of
+from braid.runtime.tensor_buffers import bytes_of
 
 __all__ = ["DTYPES", "hash_file", "read_piece", "tensor_file_bytes", "write_tensor_file"]
 

@@ -24,7 +24,7 @@ from braid.ps.storage import (
 from braid.ps.storage.steppers import MakeOptimizer
 from braid.ps.table import Table, TableSpec
 from braid.runtime.message import Delivery
-from braid.runtime.message.tensors import as_buffers, bytes_of, from_buffers, memory_of
+from braid.runtime.tensor_buffers import as_buffers, bytes_of, from_buffers, memory_of
 
 if TYPE_CHECKING:
     from braid.ps.customer import Customer

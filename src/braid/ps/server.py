@@ -56,7 +56,7 @@ from braid.ps.storage import Tensors
 from braid.ps.table import TableSpec
 from braid.ps.waits import Awaited
 from braid.runtime.message import Delivery, Message, split_node
-from braid.runtime.message.tensors import as_buffers, from_buffers
+from braid.runtime.tensor_buffers import as_buffers, from_buffers
 
 __all__ = ["Server"]
 

@@ -24,7 +24,7 @@ from braid.ps.storage import (
 )
 from braid.ps.table import Table, TableSpec
 from braid.runtime.message import Delivery
-from braid.runtime.message.tensors import as_buffers, bytes_of, from_buffers
+from braid.runtime.tensor_buffers import as_buffers, bytes_of, from_buffers
 
 if TYPE_CHECKING:
     from braid.ps.customer import Customer

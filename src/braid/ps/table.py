@@ -25,7 +25,7 @@ from braid.ps.protocol.requests_state import Build, OnAnswer, PendingRequest
 from braid.ps.protocol.shard_state import TaskKey
 from braid.ps.storage import State, Storage, join_shards
 from braid.runtime.message import Delivery
-from braid.runtime.message.tensors import from_buffers
+from braid.runtime.tensor_buffers import from_buffers
 
 if TYPE_CHECKING:
     from braid.ps.customer import Customer

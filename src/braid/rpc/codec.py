@@ -28,7 +28,7 @@ from braid.rpc.names import Names
 from braid.rpc.options import placed
 from braid.rpc.outcomes import RpcError
 from braid.rpc.protocol.autograd_state import SparseSpec
-from braid.runtime.message.tensors import as_buffers, from_buffers
+from braid.runtime.tensor_buffers import as_buffers, from_buffers
 from braid.runtime.torch_internals import sparse_indices, sparse_values
 from braid.types import dtype_name
 

@@ -17,7 +17,7 @@ import torch
 from braid.comm import Group
 from braid.errors import MismatchError
 from braid.parallel.gradients.table import ParamRecord
-from braid.runtime.message.tensors import bytes_of
+from braid.runtime.tensor_buffers import bytes_of
 from braid.types import first_few
 
 __all__ = ["checksum", "compare_values"]

@@ -28,7 +28,7 @@ import torch
 from braid.errors import ConfigError
 from braid.ps.kv.messages import Coding, Compressed, FixedPointed, Head, Sparsified
 from braid.ps.kv.parcel import Parcel, compress, refuse_nonfinite
-from braid.runtime.message.tensors import bytes_of
+from braid.runtime.tensor_buffers import bytes_of
 from braid.types import dtype_name
 
 __all__ = ["Compression", "Filter", "FixedPoint", "KeyCache", "TopK", "digest_of", "filter_of"]

@@ -16,7 +16,7 @@ import torch
 
 from braid.errors import CommError, ConfigError
 from braid.ps.kv.messages import Compressed, FixedPointed, Head
-from braid.runtime.message.tensors import as_buffers, bytes_of, from_buffers, memory_of
+from braid.runtime.tensor_buffers import as_buffers, bytes_of, from_buffers, memory_of
 from braid.types import TensorSpec, dtype_name
 
 __all__ = ["MAX_BYTES", "Parcel"]

@@ -34,7 +34,7 @@ from braid.ps.kv.slicers import KeyLayout, Places, Slicer, by_hash, by_range, ch
 from braid.ps.messages import check_type
 from braid.ps.protocol.directory import server_node
 from braid.runtime.message import NUM_PRIORITIES, Delivery, Message
-from braid.runtime.message.tensors import memory_of
+from braid.runtime.tensor_buffers import memory_of
 from braid.runtime.wire import Buffer
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ import psutil
 from braid._version import __version__
 from braid.errors import ConfigError
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose.run_record import RunRecord
 from braid.runtime.events import Recorder
 from braid.runtime.metrics.files import MetricsFiles
 from braid.runtime.metrics.rows import row_of
@@ -129,6 +128,8 @@ class RunMetrics:
 
     def _own_directory(self) -> Path:
         """Make the directory of a run without braid's launcher; all ranks of the run share it."""
+        from braid.runtime.diagnose.run_record import RunRecord  # noqa: PLC0415 - seldom needed
+
         environment = self._environment
         directory = Path("runs") / self._own_name
         directory.mkdir(parents=True, exist_ok=True)

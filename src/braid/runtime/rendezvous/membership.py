@@ -22,7 +22,7 @@ import select
 import sys
 import traceback
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, encodable, message_of
 from braid.runtime.clock import Clock, MonotonicClock
@@ -44,10 +44,12 @@ from braid.runtime.rendezvous.job_store import dial_store, torch_store
 from braid.runtime.rendezvous.launcher_link import LauncherLink, open_link
 from braid.runtime.rendezvous.network import network_of
 from braid.runtime.rendezvous.rank import JoinedRank, claim, join
-from braid.runtime.rendezvous.survivors import Survivor
 from braid.runtime.store import HashStore, PrefixStore, Store, StoreClient
 from braid.runtime.transport import Health, Loss
 from braid.runtime.wire import Connection, Secret
+
+if TYPE_CHECKING:
+    from braid.runtime.rendezvous.survivors import Survivor
 
 __all__ = ["Membership", "join_job"]
 
@@ -333,6 +335,8 @@ def _survivor(environment: JobEnvironment, joined: JoinedRank) -> Survivor | Non
     """Return this rank among others that no launcher of braid watches; None if it is alone."""
     if not environment.has_torch_store:
         return None
+    from braid.runtime.rendezvous.survivors import Survivor  # noqa: PLC0415 - seldom needed
+
     context = joined.context
     return Survivor(
         context.rank,

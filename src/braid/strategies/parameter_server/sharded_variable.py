@@ -30,7 +30,7 @@ from braid.ps.storage.checks import Expected, check_tensors
 from braid.ps.storage.dense import sum_of
 from braid.ps.table import Table, TableSpec
 from braid.runtime.message import Delivery
-from braid.runtime.message.tensors import as_buffers, bytes_of, from_buffers
+from braid.runtime.tensor_buffers import as_buffers, bytes_of, from_buffers
 
 __all__ = ["ShardedVariable", "VariableStorage", "variable_spec"]
 

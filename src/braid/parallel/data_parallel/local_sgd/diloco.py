@@ -38,7 +38,7 @@ from braid.parallel.data_parallel.flat_params import (
 from braid.parallel.data_parallel.step_counts import is_whole
 from braid.parallel.data_parallel.wrapped_optimizer import WrappedOptimizer
 from braid.parallel.gradients.process_groups import group_of
-from braid.runtime.message.tensors import bytes_of
+from braid.runtime.tensor_buffers import bytes_of
 
 __all__ = ["DiLoCo"]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from braid.errors import CommError, ConfigError
 from braid.runtime.message import Schema
-from braid.runtime.message.tensors import as_buffers, bytes_of, from_buffers, memory_of
+from braid.runtime.tensor_buffers import as_buffers, bytes_of, from_buffers, memory_of
 from braid.types import TensorSpec
 from support.simulated_van import Network
 

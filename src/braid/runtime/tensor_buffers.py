@@ -1,8 +1,5 @@
 """Tensors beside messages: no copy at the sender, and memory of its own choice at the receiver.
 
-Importing this module imports torch; the rest of the package does without, so that launchers start
-quickly.
-
     class Gradients(msgspec.Struct, tag="gradients"):
         specs: list[TensorSpec]
 
