@@ -162,7 +162,7 @@ class Adagrad(_Rated):
     @property
     def columns(self) -> Mapping[str, Column]:
         """See `Rule`."""
-        return {"sum": Column(per_element=True, fill=self.initial_accumulator_value)}
+        return {"sum": Column(per_element=self.by_elements, fill=self.initial_accumulator_value)}
 
     def step(
         self, rows: torch.Tensor, grads: torch.Tensor, state: Mapping[str, torch.Tensor]
@@ -174,7 +174,7 @@ class Adagrad(_Rated):
 
 
 @dataclass(frozen=True, slots=True)
-class RowWiseAdagrad(_Rated):
+class RowWiseAdagrad(Adagrad):
     """Adagrad with one sum for each row, to which the mean of the squared gradients is added.
 
     Its state is 1/d of Adagrad's. A row must not be cut, so it serves sparse tables only.
@@ -186,20 +186,6 @@ class RowWiseAdagrad(_Rated):
     """
 
     by_elements = False
-
-    _: KW_ONLY
-    weight_decay: float = 0.0
-    initial_accumulator_value: float = 0.0
-    eps: float = 1e-10
-
-    def __post_init__(self) -> None:
-        names = ("lr", "weight_decay", "initial_accumulator_value", "eps")
-        _check_ranges(self, **dict.fromkeys(names, (0.0, INF)))
-
-    @property
-    def columns(self) -> Mapping[str, Column]:
-        """See `Rule`."""
-        return {"sum": Column(per_element=False, fill=self.initial_accumulator_value)}
 
     def step(
         self, rows: torch.Tensor, grads: torch.Tensor, state: Mapping[str, torch.Tensor]
