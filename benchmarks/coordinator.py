@@ -17,13 +17,7 @@ from benchmarks.workers.local_tasks import (
     figures_under_kills,
     rates_of_null_closures,
 )
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    BenchVerdict,
-    Report,
-    check_minimums,
-    measured_on,
-)
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums
 from braid.runtime.terminal_table import new_table
 
 __all__ = ["BENCH", "CoordinatorBench", "CoordinatorReport"]
@@ -82,7 +76,7 @@ class CoordinatorBench:
 
 
 def _measure(bench: CoordinatorBench, console: Console) -> CoordinatorReport:
-    report = CoordinatorReport(**measured_on())
+    report = CoordinatorReport()
     with console.status("null closures"):
         report.null = rates_of_null_closures(BRAID, bench.closures, bench.rounds)
     if bench.tensorflow is not None:
@@ -98,8 +92,7 @@ def _measure(bench: CoordinatorBench, console: Console) -> CoordinatorReport:
 
 
 def _table(report: CoordinatorReport) -> Table:
-    title = f"{report.machine}, torch {report.torch}, load before {report.load:.1f} a core"
-    grid = new_table(title, ("closures per second",), ("median", "least", "most"))
+    grid = new_table(report.place, ("closures per second",), ("median", "least", "most"))
     rows = {
         "null closures": report.null,
         "null closures of TensorFlow": report.tensorflow,

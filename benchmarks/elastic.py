@@ -25,13 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.workers import elastic as worker
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    BenchVerdict,
-    Report,
-    check_minimums,
-    measured_on,
-)
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums
 from braid.runtime.terminal_table import new_table
 
 __all__ = ["BENCH", "ElasticBench", "ElasticReport"]
@@ -112,14 +106,7 @@ def _run(bench: ElasticBench, *, kills: bool, seed: int) -> _Run:
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="braid-bench-") as directory:
         out = Path(directory)
-        limits = [
-            "--min-ranks",
-            "1",
-            "--restarts",
-            str(bench.restarts),
-            "--spares",
-            str(bench.spares),
-        ]
+        limits = [f"--restarts={bench.restarts}", f"--spares={bench.spares}", "--min-ranks=1"]
         command = [
             sys.executable, "-m", "braid", "run", "-n", str(bench.ranks), *limits, "--threads", "1",
             "--log-dir", str(out / "run"), str(worker.__file__), str(out), str(bench.steps),
@@ -170,7 +157,7 @@ def _recovery_s(kill_ns: int, steps: list[list[tuple[int, int, int]]]) -> float:
 
 
 def _measure(bench: ElasticBench, console: Console) -> ElasticReport:
-    report = ElasticReport(**measured_on(), steps=bench.steps)
+    report = ElasticReport(steps=bench.steps)
     for number in range(bench.rounds):
         with console.status(f"round {number + 1} of {bench.rounds}"):
             report.undisturbed.append(_run(bench, kills=False, seed=number))
@@ -185,8 +172,7 @@ def _share(report: ElasticReport) -> float:
 
 
 def _table(report: ElasticReport) -> Table:
-    title = f"{report.machine}, torch {report.torch}, load before {report.load:.1f} a core"
-    grid = new_table(title, ("run",), ("seconds", "kills", "median recovery", "longest"))
+    grid = new_table(report.place, ("run",), ("seconds", "kills", "median recovery", "longest"))
     for number, (alone, killed) in enumerate(zip(report.undisturbed, report.killed, strict=True)):
         grid.add_row(f"undisturbed {number + 1}", f"{alone.seconds:.1f}", "0", "", "")
         times = killed.recoveries_s or [float("nan")]

@@ -10,21 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console as RichConsole
 from rich.table import Table
 
 from benchmarks.lab import Lab
 from benchmarks.workers.hooks import EXACT, Plan, Way, main
 from braid.cli.bench.harness.options import GBIT
-from braid.cli.bench.harness.ranks import Where, run_there
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    BenchVerdict,
-    Report,
-    check_minimums,
-    measured_on,
-)
+from braid.cli.bench.harness.ranks import figures_there
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums
 from braid.runtime.terminal_table import new_table
 
 __all__ = ["BENCH", "HooksBench", "HooksReport", "hooks_table", "hooks_verdicts"]
@@ -74,25 +67,15 @@ class HooksBench:
 
 
 def _measure_hooks(bench: HooksBench, console: RichConsole) -> HooksReport:
-    where = measured_on()
     plan = Plan(hooks=bench.hooks, batch=bench.batch, rounds=bench.rounds)
-    ways: list[Way] = []
     with (
         console.status(
             f"{bench.num_hosts} hosts at {bench.gbit:g} Gbit/s: {', '.join(bench.hooks)}"
         ),
         Lab(bench.num_hosts, bench.gbit * GBIT) as lab,
     ):
-        hosts = ",".join(f"{host}:1" for host in lab.hosts)
-        run_there(
-            Where(hosts=hosts, rsh=lab.rsh, inside=lab.inside),
-            main,
-            plan,
-            on_line=lambda text: ways.append(msgspec.json.decode(text, type=Way)),
-            log_dir=bench.out / "run",
-        )
+        ways = list(figures_there(lab.where(), main, plan, Way, log_dir=bench.out / "run"))
     return HooksReport(
-        **where,
         gbit=bench.gbit,
         hosts=bench.num_hosts,
         batch=bench.batch,
@@ -105,8 +88,7 @@ def hooks_table(report: HooksReport) -> Table:
     """Make a table with one row per hook."""
     title = (
         f"MLP of 25 million parameters, batch {report.batch} a rank, {report.hosts} hosts at "
-        f"{report.gbit:g} Gbit/s, {report.machine}, load before "
-        f"{report.load:.1f} a core, torch {report.torch}"
+        f"{report.gbit:g} Gbit/s, {report.place}"
     )
     heads = ("ms a step", "x", "quartiles", "first loss", f"loss after {report.rounds} steps")
     grid = new_table(title, ("hook",), heads)

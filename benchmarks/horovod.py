@@ -23,14 +23,7 @@ from rich.table import Table
 from benchmarks.workers.horovod import Exchange, Figures, Plan, Small, Step, main
 from braid.cli.bench.harness.options import Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    BenchVerdict,
-    Report,
-    check_minimums,
-    measured_on,
-    unknown,
-)
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums, unknown
 from braid.cli.bench.workers.ddp import Case
 from braid.cli.bench.workers.ddp_models import MODEL_NAMES
 from braid.compat.horovod.fusion import FusionState, Request
@@ -112,8 +105,6 @@ class FusionBench:
 
 
 def _measure_fusion(bench: FusionBench, console: RichConsole) -> FusionReport:
-    where = measured_on()
-
     plan = Plan(cases=bench.cases, rounds=bench.rounds, budget_s=bench.budget_s)
 
     with console.status(f"small tensors, steps and exchanges on {bench.ranks} ranks"):
@@ -121,7 +112,6 @@ def _measure_fusion(bench: FusionBench, console: RichConsole) -> FusionReport:
     with console.status(f"{NUM_RANKS} ranks in one process"):
         thousand = many_ranks(NUM_RANKS, NUM_TENSORS, NUM_CYCLES)
     return FusionReport(
-        **where,
         ranks=bench.ranks,
         small=figures.small,
         steps=figures.steps,

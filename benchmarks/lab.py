@@ -31,6 +31,7 @@ from contextlib import ExitStack, suppress
 
 import psutil
 
+from braid.cli.bench.harness.ranks import Where
 from braid.errors import ConfigError
 
 __all__ = ["Lab", "abandoned", "bucket_bytes", "cabling", "what_is_missing"]
@@ -69,15 +70,13 @@ class Lab:
         self._tag = f"bn{os.getpid()}"
         self._undo = ExitStack()
 
-    @property
-    def rsh(self) -> str:
-        """Template of the command that runs on a host, for `braid run --rsh`."""
-        return f"ip netns exec {self._tag}{{host}}"
-
-    @property
-    def inside(self) -> Words:
-        """Words that precede a command to run it on the first host."""
-        return ("ip", "netns", "exec", f"{self._tag}{self.hosts[0]}")
+    def where(self, ranks_per_host: int = 1) -> Where:
+        """Return where ranks run if there are so many on each host; the launcher on the first."""
+        return Where(
+            hosts=",".join(f"{host}:{ranks_per_host}" for host in self.hosts),
+            rsh=f"ip netns exec {self._tag}{{host}}",
+            inside=("ip", "netns", "exec", f"{self._tag}{self.hosts[0]}"),
+        )
 
     def __enter__(self) -> Lab:
         missing = what_is_missing()

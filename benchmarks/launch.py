@@ -19,13 +19,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from braid.cli.bench.harness.options import Ranks
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    BenchVerdict,
-    Report,
-    check_minimums,
-    measured_on,
-)
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums
 from braid.errors import ConfigError
 from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor
 from braid.launch.engines.client import EngineSupervisor
@@ -79,7 +73,7 @@ class LaunchBench:
 
 
 def _measure_launch(bench: LaunchBench, console: RichConsole) -> LaunchReport:
-    report = LaunchReport(**measured_on(), ranks=bench.ranks, launchers={})
+    report = LaunchReport(ranks=bench.ranks, launchers={})
     names = [HERE, *bench.engines]
     with console.status(f"starting jobs: {', '.join(names)}"):
         for turn in range(bench.rounds + 1):

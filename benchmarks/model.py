@@ -20,8 +20,8 @@ from rich.table import Table
 from benchmarks.lab import Lab
 from benchmarks.workers.model import AlgorithmTime, MemoryFigures, NetworkFigures, Plan, main
 from braid.cli.bench.harness.options import GBIT, KIB, MIB, Ranks
-from braid.cli.bench.harness.ranks import Where, run_there
-from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, measured_on
+from braid.cli.bench.harness.ranks import figures_there
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report
 from braid.cli.bench.probe import as_cluster
 from braid.comm.algorithms.hierarchical import CHUNKS, DEPTH, LEAST_BYTES, MOST_BYTES
 from braid.comm.algorithms.programs import PIECE_BYTES
@@ -112,7 +112,6 @@ class ModelBench:
 
 
 def _measure_model(wanted: ModelBench, console: RichConsole) -> ModelReport:
-    measured = measured_on()
     network = f"{wanted.num_hosts} hosts x 1 at {wanted.gbit:g} Gbit/s"
     memory = f"{wanted.ranks} ranks in shared memory"
     plan = Plan(
@@ -125,22 +124,16 @@ def _measure_model(wanted: ModelBench, console: RichConsole) -> ModelReport:
         console.status(f"{network}: messages and algorithms in turns"),
         Lab(wanted.num_hosts, wanted.gbit * GBIT) as lab,
     ):
-        hosts = ",".join(f"{host}:1" for host in lab.hosts)
-        where = Where(hosts=hosts, rsh=lab.rsh, inside=lab.inside)
-        figures = msgspec.json.decode(
-            _measure(where, plan, wanted.out / "run-model"), type=NetworkFigures
-        )
+        log_dir = wanted.out / "run-model"
+        (figures,) = figures_there(lab.where(), main, plan, NetworkFigures, log_dir=log_dir)
     shared_plan = msgspec.structs.replace(plan, algorithms=(), sizes_bytes=MEMORY_SIZES_BYTES)
     with (
         console.status(f"{memory}: costs and algorithms in turns"),
         Lab(1, 0.0) as lab,
     ):
-        where = Where(hosts=f"{lab.hosts[0]}:{wanted.ranks}", rsh=lab.rsh, inside=lab.inside)
-        shared = msgspec.json.decode(
-            _measure(where, shared_plan, wanted.out / "run-memory"), type=MemoryFigures
-        )
+        where, log_dir = lab.where(wanted.ranks), wanted.out / "run-memory"
+        (shared,) = figures_there(where, main, shared_plan, MemoryFigures, log_dir=log_dir)
     return ModelReport(
-        **measured,
         network=network,
         over_network=predict(figures),
         memory=memory,
@@ -149,12 +142,6 @@ def _measure_model(wanted: ModelBench, console: RichConsole) -> ModelReport:
             for time, seconds in zip(shared.times, shared.predicted_s, strict=True)
         ],
     )
-
-
-def _measure(where: Where, plan: Plan, log_dir: Path) -> str:
-    lines: list[str] = []
-    run_there(where, main, plan, on_line=lines.append, log_dir=log_dir)
-    return lines[-1]
 
 
 def predict(figures: NetworkFigures) -> list[Held]:
@@ -192,10 +179,7 @@ def error(held: Sequence[Held]) -> float:
 
 def model_table(report: ModelReport) -> Table:
     """Return a table with one row per place and algorithm: predicted, measured, error."""
-    title = (
-        f"predicted / measured ms and error, {report.machine}, load before {report.load:.1f} "
-        f"a core, torch {report.torch}"
-    )
+    title = f"predicted / measured ms and error, {report.place}"
     grid = new_table(title, ("", "algorithm"), [f"size {number + 1}" for number in range(5)])
     for place, held in ((report.network, report.over_network), (report.memory, report.in_memory)):
         sizes = sorted({one.time.nbytes for one in held})

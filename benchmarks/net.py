@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import tyro
@@ -26,13 +26,8 @@ from rich.table import Table
 from benchmarks.lab import Lab, bucket_bytes
 from benchmarks.workers.net import BASE, Plan, Row, main
 from braid.cli.bench.harness.options import GBIT, KIB, MIB, Budget, Size
-from braid.cli.bench.harness.ranks import Where, run_there
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    Report,
-    check_minimums,
-    measured_on,
-)
+from braid.cli.bench.harness.ranks import Where, figures_there
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums
 from braid.launch import parse_hosts
 from braid.runtime.terminal_table import new_table
 from braid.runtime.text import bytes_text
@@ -42,7 +37,6 @@ __all__ = [
     "Case",
     "NetBench",
     "NetReport",
-    "Target",
     "net_table",
     "places",
     "targets",
@@ -85,36 +79,6 @@ class NetReport(Report, kw_only=True):
     """Figures of all networks."""
 
     cases: list[Case]
-
-
-class Target(NamedTuple):
-    """A promise about all-reduce between hosts.
-
-    Attributes:
-        what: Text of the promise.
-        floor: Least figure.
-        worst: Worst measured figure.
-        at: Size at which it was measured.
-        unit: Text behind the figures.
-    """
-
-    what: str
-    floor: float
-    worst: float
-    at: str
-    unit: str = "x Gloo"
-
-    @property
-    def held(self) -> bool:
-        """Whether the promise holds everywhere."""
-        return self.worst >= self.floor
-
-    def __str__(self) -> str:
-        label = "held  " if self.held else "missed"
-        return (
-            f"{label}  {self.what}: at least {_figure(self.floor, self.unit)}, measured "
-            f"{_figure(self.worst, self.unit)} at {self.at}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,16 +130,9 @@ class NetBench:
 
 
 def _measure_net(bench: NetBench, console: RichConsole) -> NetReport:
-    machine = measured_on()
     cases: list[Case] = []
-    for place in places(bench):
-        case, rows = place, place.rows
+    for case in places(bench):
         with console.status(f"{case}: starting ranks") as status, reached(bench, case) as where:
-
-            def on_line(text: str, case: Case = case, rows: list[Row] = rows) -> None:
-                rows.append(msgspec.json.decode(text, type=Row))
-                status.update(f"{case}: {bytes_text(rows[-1].nbytes)} done")
-
             log_dir = bench.out / f"run-{len(cases)}"
             plan = Plan(
                 sizes_bytes=bench.sizes_bytes,
@@ -184,9 +141,11 @@ def _measure_net(bench: NetBench, console: RichConsole) -> NetReport:
                 budget_s=bench.budget_s,
                 drain_bytes=0 if bench.hosts else DRAINS * bucket_bytes(case.gbit_per_s * GBIT),
             )
-            run_there(where, main, plan, on_line=on_line, log_dir=log_dir)
+            for row in figures_there(where, main, plan, Row, log_dir=log_dir):
+                case.rows.append(row)
+                status.update(f"{case}: {bytes_text(row.nbytes)} done")
         cases.append(case)
-    return NetReport(**machine, cases=cases)
+    return NetReport(cases=cases)
 
 
 def places(bench: NetBench) -> list[Case]:
@@ -218,11 +177,12 @@ def reached(bench: NetBench, case: Case) -> Iterator[Where]:
         yield Where(hosts=case.hosts, rsh=bench.rsh)
         return
     with Lab(case.num_hosts, case.gbit_per_s * GBIT) as lab:
-        case.hosts = ",".join(f"{host}:{case.ranks_per_host}" for host in lab.hosts)
-        yield Where(hosts=case.hosts, rsh=lab.rsh, inside=lab.inside)
+        where = lab.where(case.ranks_per_host)
+        case.hosts = where.hosts
+        yield where
 
 
-def targets(report: NetReport) -> list[Target]:
+def targets(report: NetReport) -> list[BenchVerdict]:
     """List the promises on the measured cases, each with its worst figure."""
     all_targets = []
     for case in report.cases:
@@ -238,7 +198,7 @@ def targets(report: NetReport) -> list[Target]:
             row = min(large, key=lambda row: case.share(row, "braid"))
             what = f"{case}, payload, from {bytes_text(LARGE_BYTES)}"
             share = case.share(row, "braid")
-            all_targets.append(Target(what, 0.95, share, bytes_text(row.nbytes), "of the link"))
+            all_targets.append(_target(what, 0.95, share, row, "{:.1%} of the link"))
         if shape == (2, 1, 10.0):
             all_targets += _worst(case, large, f"from {bytes_text(LARGE_BYTES)}", 0.95)
         if shape == (2, 2, 1.0):
@@ -250,21 +210,27 @@ def targets(report: NetReport) -> list[Target]:
 
 def _worst(
     case: Case, rows: list[Row], sizes: str, floor: float, *, name: str = "braid"
-) -> list[Target]:
+) -> list[BenchVerdict]:
     rows = [row for row in rows if name in row.ratio]
     if not rows:
         return []
     row = min(rows, key=lambda row: row.ratio[name])
     what = f"{case}, {'all digits' if name == 'braid' else name}, {sizes}"
-    return [Target(what, floor, row.ratio[name], bytes_text(row.nbytes))]
+    return [_target(what, floor, row.ratio[name], row)]
+
+
+def _target(
+    what: str, floor: float, worst: float, row: Row, text: str = "{:.2f} x Gloo"
+) -> BenchVerdict:
+    figure = f"measured {text.format(worst)} at {bytes_text(row.nbytes)}"
+    return BenchVerdict(f"{what}: at least {text.format(floor)}", figure, worst >= floor)
 
 
 def net_table(report: NetReport) -> Table:
     """Make a table with one row per case and size."""
     title = (
-        f"all-reduce of float32, {report.machine}, load before {report.load:.1f} a core, torch "
-        f"{report.torch}; us, x: Gloo's time over this one's, "
-        "%: payload over time and rate"
+        f"all-reduce of float32, {report.place}; us, x: Gloo's time over this one's, %: payload "
+        "over time and rate"
     )
     rows = [row for case in report.cases for row in case.rows]
     wires = [name for row in rows for name in row.ratio if name != "braid"]
@@ -285,10 +251,6 @@ def net_table(report: NetReport) -> Table:
                     cells.append(f"{case.share(row, name):.1%}"[:-1] if has_share else "")
             grid.add_row(*cells)
     return grid
-
-
-def _figure(value: float, unit: str) -> str:
-    return f"{value:.1%} {unit}" if unit == "of the link" else f"{value:.2f} {unit}"
 
 
 BENCH = Benchmark("net", NetBench, _measure_net, net_table, targets)

@@ -27,10 +27,10 @@ from braid.cli.bench.harness.report import (
     BenchVerdict,
     Report,
     check_minimums,
-    measured_on,
     unknown,
     unsteady,
 )
+from braid.cli.bench.harness.rounds import LEAST_ROUNDS
 from braid.programs.schedule.pipeline import SCHEDULES
 from braid.runtime.terminal_table import new_table
 from braid.runtime.text import bytes_text
@@ -63,7 +63,6 @@ HELD = (
 )
 SWEEPS = {"": (), "microbatches": (1, 2, 4, 8, 16, 32)}
 SWEPT = Case("compute", "1f1b", 8)
-LEAST_ROUNDS = 12
 EXPOSED = 0.2  # of Gloo's step, below which the wide case shows nothing
 LEAST_SPEEDUP = {"wide": 1.15, "compute": 0.99}
 LEAST_EFFICIENCY = 0.9
@@ -141,13 +140,11 @@ class PipelineBench:
 
 
 def _measure_pipeline(bench: PipelineBench, console: RichConsole) -> PipelineReport:
-    where = measured_on()
     cases = () if bench.sweep else bench.cases
 
     plan = Plan(
         cases=cases,
         rounds=bench.rounds,
-        least_rounds=min(bench.rounds, LEAST_ROUNDS),
         budget_s=bench.budget_s,
         held=() if bench.sweep else HELD,
         sweep=bench.swept if bench.sweep else None,
@@ -157,7 +154,7 @@ def _measure_pipeline(bench: PipelineBench, console: RichConsole) -> PipelineRep
     with console.status(f"measuring {names} on {bench.ranks} ranks"):
         figures = figures_of(bench.ranks, main, plan, Figures, out=bench.out)
     swept = f"{bench.swept.model}, {bench.swept.schedule}" if bench.sweep else ""
-    return PipelineReport(**where, figures=figures, swept=swept)
+    return PipelineReport(figures=figures, swept=swept)
 
 
 def pipeline_verdicts(report: PipelineReport) -> list[BenchVerdict]:

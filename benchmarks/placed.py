@@ -12,13 +12,7 @@ from rich.table import Table
 
 from benchmarks.workers.placed import PlacedPlan, PlacedSteps, compare
 from braid.cli.bench.harness.ranks import figures_of
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    BenchVerdict,
-    Report,
-    check_minimums,
-    measured_on,
-)
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums
 from braid.runtime.terminal_table import new_table
 from braid.runtime.text import duration_text
 
@@ -61,7 +55,7 @@ class PlacedBench:
 
 
 def _measure(bench: PlacedBench, console: Console) -> PlacedReport:
-    report = PlacedReport(**measured_on())
+    report = PlacedReport()
     for model in bench.models:
         plan = PlacedPlan(
             model=model, batch=bench.batch, context=bench.context, rounds=bench.rounds
@@ -72,8 +66,7 @@ def _measure(bench: PlacedBench, console: Console) -> PlacedReport:
 
 
 def _table(report: PlacedReport) -> Table:
-    title = f"{report.machine}, torch {report.torch}, load before {report.load:.1f} a core"
-    grid = new_table(title, ("model",), ("placed", "pipeline", "ratio", "ratio of quickest"))
+    grid = new_table(report.place, ("model",), ("placed", "pipeline", "ratio", "ratio of quickest"))
     for name, steps in report.steps.items():
         ours, theirs = (duration_text(s * 1e9) for s in (steps.placed, steps.pipeline))
         ratios = f"{steps.ratio:.2f}", f"{steps.quickest_ratio:.2f}"

@@ -32,14 +32,7 @@ from benchmarks.workers.plan_plan import (
 )
 from benchmarks.workers.ps_plan import Measured
 from braid.cli.bench.harness.ranks import figures_of
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    BenchVerdict,
-    Report,
-    check_minimums,
-    measured_on,
-    unknown,
-)
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums, unknown
 from braid.runtime.terminal_table import new_table
 from braid.train.config import MODELS
 
@@ -105,7 +98,7 @@ class PlanBench:
 
 
 def _measure_plan(bench: PlanBench, console: RichConsole) -> PlanReport:
-    report = PlanReport(**measured_on())
+    report = PlanReport()
 
     sizes = bench.sizes
     with console.status(f"measuring {', '.join(bench.only)}"):
@@ -145,12 +138,6 @@ def _step_errors(num_ranks: int, texts: Sequence[str], rounds: int, out: Path) -
     )
 
 
-def _ratio(row: Measured, way: str) -> float:
-    """Return how many times as fast as the synchronous pipeline: the median over rounds."""
-    pairs = zip(row.seconds[SYNCHRONOUS], row.seconds[way], strict=True)
-    return statistics.median(other / own for other, own in pairs)
-
-
 def plan_verdicts(report: PlanReport) -> Iterator[BenchVerdict]:
     """Judge predictions, and whether the asynchronous pipeline is as fast as promised."""
     if report.steps:
@@ -167,7 +154,7 @@ def plan_verdicts(report: PlanReport) -> Iterator[BenchVerdict]:
             claim = f"vTrain's iterations, {text}: mean error at most {100 * most:g} %"
             yield BenchVerdict(claim, f"got {100 * error:.2f} %", error <= most)
     for row in report.asynchronous:
-        ratio = _ratio(row, "stash")
+        ratio = row.ratio(SYNCHRONOUS, "stash")
         claim = f"{row.name}: stashed weights at least {LEAST:g} times as fast as 1F1B of 4"
         yield BenchVerdict(claim, f"measured {ratio:.2f}", ratio >= LEAST)
 
@@ -223,17 +210,15 @@ def steps_table(rows: Sequence[StepError]) -> Table:
 
 def plan_table(report: PlanReport) -> Table:
     """Make a table with one row per model and pipeline."""
-    title = (
-        f"{report.machine}, torch {report.torch}, load before {report.load:.1f} a core; 2 ranks, "
-        "plain SGD, medians of rounds, x = time of 1F1B / this one's"
-    )
+    title = f"{report.place}; 2 ranks, plain SGD, medians of rounds, x = time of 1F1B / this one's"
     grid = new_table(title, ("model:rows", "weights"), ("samples/s", "x"))
     for row in report.asynchronous:
         for way, seconds in row.seconds.items():
             is_first = way == SYNCHRONOUS
             rate = row.amount / statistics.median(seconds)
             label = row.name if is_first else ""
-            grid.add_row(label, way, f"{rate:.1f}", "" if is_first else f"{_ratio(row, way):.2f}")
+            ratio = "" if is_first else f"{row.ratio(SYNCHRONOUS, way):.2f}"
+            grid.add_row(label, way, f"{rate:.1f}", ratio)
     return grid
 
 

@@ -24,14 +24,7 @@ from benchmarks.workers.ps_stragglers import CLEAN, FREE, NUM_WORKERS
 from benchmarks.workers.ps_training import ALL_REDUCE, SERVERS, WORKERS
 from benchmarks.workers.ps_transfer import RPC, SHARED, SOCKETS
 from braid.cli.bench.harness.ranks import figures_of
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    BenchVerdict,
-    Report,
-    check_minimums,
-    measured_on,
-    unknown,
-)
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums, unknown
 from braid.runtime.terminal_table import new_table
 
 __all__ = ["BENCH", "PsBench", "PsReport", "ps_table", "ps_verdicts"]
@@ -108,7 +101,7 @@ class PsBench:
 
 
 def _measure_ps(bench: PsBench, console: RichConsole) -> PsReport:
-    report = PsReport(**measured_on())
+    report = PsReport()
 
     def measure(parts: tuple[str, ...], kind: type[T]) -> T:
         rounds = min(bench.rounds, ROUNDS.get(parts[0], bench.rounds))
@@ -184,7 +177,7 @@ def _rows_verdicts(row: Measured) -> Iterator[BenchVerdict]:
 
 def _step_verdicts(row: Measured) -> Iterator[BenchVerdict]:
     for way in (SERVERS, WORKERS):
-        ratio = _ratio(row, way, ALL_REDUCE)
+        ratio = row.ratio(way, ALL_REDUCE)
         claim = f"a step where {way}: at most {STEP_RATIO:g} x one by all-reduce"
         yield BenchVerdict(claim, f"measured {ratio:.2f} x", ratio <= STEP_RATIO)
 
@@ -200,11 +193,12 @@ _TARGETS = {
 
 
 def _failover_verdicts(failover: Failover) -> Iterator[BenchVerdict]:
-    kills, slowest = len(failover.slowest_s), statistics.median(failover.slowest_s)
+    kills = len(failover.slowest_s)
+    slowest, repaired = map(statistics.median, (failover.slowest_s, failover.repaired_s))
     claim = f"{kills} servers killed: the slowest step takes less than {FAILOVER_S:g} s"
     figure = (
         f"measured median {slowest:.3f} s, longest {max(failover.slowest_s):.3f} s (step "
-        f"{failover.step_s * 1e3:.0f} ms, copies remade in {_median_of(failover.repaired_s):.2f} s)"
+        f"{failover.step_s * 1e3:.0f} ms, copies remade in {repaired:.2f} s)"
     )
     yield BenchVerdict(claim, figure, slowest < FAILOVER_S)
     held = failover.lost == 0 and failover.wrong == 0
@@ -227,15 +221,6 @@ def _kept(ratio: Ratio, name: str) -> float:
     return statistics.median(own / clean for own, clean in pairs)
 
 
-def _ratio(row: Measured, way: str, reference: str) -> float:
-    pairs = zip(row.seconds[way], row.seconds[reference], strict=True)
-    return statistics.median(own / other for own, other in pairs)
-
-
-def _median_of(values: list[float]) -> float:
-    return statistics.median(values)
-
-
 class _Line(NamedTuple):
     """One line of the table."""
 
@@ -248,21 +233,18 @@ class _Line(NamedTuple):
 
 def ps_table(report: PsReport) -> Table:
     """Make a table with one row per act and candidate."""
-    title = (
-        f"{report.machine}, torch {report.torch}, load before {report.load:.1f} a core; medians of "
-        "rounds, x = time of the reference / this one's"
-    )
+    title = f"{report.place}; medians of rounds, x = time of the reference / this one's"
     grid = new_table(title, ("measured", "by"), ("ms", "rate", "x"))
     lines = [line for row in report.rows for line in _lines(row)]
     if report.failover is not None:
         failover = report.failover
         for what, seconds in (("slowest", failover.slowest_s), ("repair", failover.repaired_s)):
-            time = f"{_median_of(seconds) * 1e3:.0f}"
+            time = f"{statistics.median(seconds) * 1e3:.0f}"
             lines.append(_Line("servers killed, 3 of them", f"{what}, median", time, "", ""))
     if report.stragglers is not None:
         for name, rates in report.stragglers.rates.items():
             share = _kept(report.stragglers, name)
-            rate = f"{_median_of(rates):.1f} clocks/s"
+            rate = f"{statistics.median(rates):.1f} clocks/s"
             lines.append(_Line("stragglers, 4 workers", name, "", rate, f"{share:.2f}"))
     before = ""
     for line in lines:
@@ -277,7 +259,7 @@ def _lines(row: Measured) -> Iterator[_Line]:
         seconds = _median(row, way)
         unit, scale = UNITS.get(row.name, ("", 1.0))
         rate = f"{row.amount / seconds / scale:.2f} {unit}" if unit else ""
-        ratio = f"{1 / _ratio(row, way, reference):.2f}" if reference else ""
+        ratio = f"{row.ratio(reference, way):.2f}" if reference else ""
         if row.name in PS_LITE_PAIRS:
             ratio = f"{row.amount / seconds / PS_LITE_PAIRS[row.name]:.2f}"
         yield _Line(LABELS[row.name], way, f"{seconds * 1e3:.3f}", rate, ratio)

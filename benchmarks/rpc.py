@@ -16,14 +16,7 @@ from rich.table import Table
 from benchmarks.workers.ps_plan import Measured
 from benchmarks.workers.rpc_plan import BRAID, PARTS, TORCH, Plan
 from braid.cli.bench.harness.ranks import figures_of
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    BenchVerdict,
-    Report,
-    check_minimums,
-    measured_on,
-    unknown,
-)
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums, unknown
 from braid.runtime.terminal_table import new_table
 
 __all__ = ["BENCH", "RpcBench", "RpcReport", "rpc_table", "rpc_verdicts"]
@@ -78,7 +71,7 @@ class RpcBench:
 
 
 def _measure_rpc(bench: RpcBench, console: RichConsole) -> RpcReport:
-    report = RpcReport(**measured_on())
+    report = RpcReport()
 
     from benchmarks.workers.rpc import main  # torch's RPC warns when it is imported
 
@@ -95,34 +88,25 @@ def _measure_rpc(bench: RpcBench, console: RichConsole) -> RpcReport:
     return report
 
 
-def _ratio(row: Measured) -> float:
-    """Return how many times as fast as torch an act is: the median over rounds."""
-    pairs = zip(row.seconds[TORCH], row.seconds[BRAID], strict=True)
-    return statistics.median(other / own for other, own in pairs)
-
-
 def rpc_verdicts(report: RpcReport) -> Iterator[BenchVerdict]:
     """Judge whether calls are as fast as promised."""
     for row in report.rows:
         if TORCH in row.seconds:
-            least, ratio = TARGETS[row.name], _ratio(row)
+            least, ratio = TARGETS[row.name], row.ratio(TORCH, BRAID)
             claim = f"{LABELS[row.name]}: at least {least:g} times as fast as torch's RPC"
             yield BenchVerdict(claim, f"measured {ratio:.2f}", ratio >= least)
 
 
 def rpc_table(report: RpcReport) -> Table:
     """Make a table with one row per act and system."""
-    title = (
-        f"{report.machine}, torch {report.torch}, load before {report.load:.1f} a core; medians of "
-        "rounds, x = time of torch's / this one's"
-    )
+    title = f"{report.place}; medians of rounds, x = time of torch's / this one's"
     grid = new_table(title, ("measured", "by"), ("us", "GB/s", "x"))
     for row in report.rows:
         for place, (system, seconds) in enumerate(row.seconds.items()):
             median = statistics.median(seconds)
             rate = f"{row.amount / median / 1e9:.2f}" if row.amount > 1 else ""
             has_ratio = system == BRAID and TORCH in row.seconds
-            ratio = f"{_ratio(row):.2f}" if has_ratio else ""
+            ratio = f"{row.ratio(TORCH, BRAID):.2f}" if has_ratio else ""
             label = "" if place else LABELS[row.name]
             grid.add_row(label, system, f"{median * 1e6:,.0f}", rate, ratio)
     return grid

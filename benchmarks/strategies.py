@@ -15,13 +15,7 @@ from rich.table import Table
 from benchmarks.workers.local_tasks import losses_of_steps
 from benchmarks.workers.strategies import StepPlan, Steps, mirrored, workers
 from braid.cli.bench.harness.ranks import figures_of
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    BenchVerdict,
-    Report,
-    check_minimums,
-    measured_on,
-)
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums
 from braid.runtime.terminal_table import new_table
 from braid.runtime.text import duration_text
 
@@ -75,7 +69,7 @@ class StrategyBench:
 
 
 def _measure(bench: StrategyBench, console: Console) -> StrategyReport:
-    report = StrategyReport(**measured_on())
+    report = StrategyReport()
     plan = StepPlan(model=bench.model, batch=bench.batch, replicas=bench.n, rounds=bench.rounds)
     cases = zip(WRAPPERS, ((1, mirrored), (bench.n, workers)), strict=True)
     for name, (num_ranks, function) in cases:
@@ -90,8 +84,7 @@ def _measure(bench: StrategyBench, console: Console) -> StrategyReport:
 
 
 def _table(report: StrategyReport) -> Table:
-    title = f"{report.machine}, torch {report.torch}, load before {report.load:.1f} a core"
-    grid = new_table(title, ("strategy", "beside"), ("a step", "beside", "ratio"))
+    grid = new_table(report.place, ("strategy", "beside"), ("a step", "beside", "ratio"))
     for name, steps in report.steps.items():
         ours, theirs = (duration_text(s * 1e9) for s in (steps.strategy, steps.wrapper))
         grid.add_row(name, WRAPPERS[name], ours, theirs, f"{steps.ratio:.2f}")

@@ -17,15 +17,7 @@ from rich.table import Table
 from benchmarks.workers.tp import HEADS, KV_HEADS, MODEL_NAMES, VARIANTS, Case, Measured, Plan, main
 from braid.cli.bench.harness.options import Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    BenchVerdict,
-    Report,
-    check_minimums,
-    measured_on,
-    unknown,
-)
-from braid.errors import ConfigError
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums, unknown
 from braid.runtime.terminal_table import new_table
 
 __all__ = ["BENCH", "CASES", "TpBench", "TpReport"]
@@ -35,7 +27,6 @@ CASES = (
     Case("qwen2", 128, 4, 2, 64),
     Case("mistral", 64, 2, 2, 32),
 )
-LEAST_ROUNDS = 12
 LEAST_SPEEDUP = {
     "transformers": (2.5, "transformers' own plan over Gloo"),
     "torch": (1.5, "parallelize_module over Gloo"),
@@ -89,18 +80,15 @@ class TpBench:
 
 
 def _measure_tp(bench: TpBench, console: RichConsole) -> TpReport:
-    where = measured_on()
-
     plan = Plan(
         cases=bench.cases,
         rounds=bench.rounds,
-        least_rounds=min(bench.rounds, LEAST_ROUNDS),
         budget_s=bench.budget_s,
     )
     names = ", ".join(f"{case.model} of width {case.width}" for case in bench.cases)
     with console.status(f"measuring {names} on {bench.ranks} ranks"):
         rows = figures_of(bench.ranks, main, plan, list[Measured], out=bench.out)
-    return TpReport(**where, rows=rows)
+    return TpReport(rows=rows)
 
 
 def tp_verdicts(report: TpReport) -> list[BenchVerdict]:
@@ -139,22 +127,6 @@ def tp_tables(report: TpReport) -> list[Table]:
 
 def _name_of(case: Case) -> str:
     return f"{case.model} {case.width}, {case.layers} layers"
-
-
-def case_of(text: str) -> Case:
-    """Return the case of a text such as llama:128:4:2:64.
-
-    Raises:
-        ConfigError: The text is something else.
-    """
-    model, *numbers = text.split(":")
-    if len(numbers) != 4 or not all(number.isdecimal() for number in numbers):
-        msg = (
-            "a case must be a model, its width, layers, sequences and positions such as "
-            f"llama:128:4:2:64, got {text!r}"
-        )
-        raise ConfigError(msg)
-    return Case(model, *map(int, numbers))
 
 
 BENCH = Benchmark("tp", TpBench, _measure_tp, tp_tables, tp_verdicts)

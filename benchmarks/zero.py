@@ -18,20 +18,12 @@ from benchmarks.workers import saving
 from benchmarks.workers.zero import MODEL_NAMES, STAGES, VARIANTS, Case, Measured, Plan, main
 from braid.cli.bench.harness.options import Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    BenchVerdict,
-    Report,
-    check_minimums,
-    measured_on,
-    unknown,
-)
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums, unknown
 from braid.runtime.terminal_table import new_table
 
 __all__ = ["BENCH", "CASES", "ZeroBench", "ZeroReport"]
 
 CASES = (Case("gpt", 1), Case("gpt", 4), Case("mlp", 64))
-LEAST_ROUNDS = 12
 LEAST_SPEEDUP = 1.5
 MOST_OVER = 0.1  # of the formula, besides the slots
 HEADINGS = {
@@ -86,18 +78,15 @@ class ZeroBench:
 
 
 def _measure_zero(bench: ZeroBench, console: RichConsole) -> ZeroReport:
-    where = measured_on()
-
     plan = Plan(
         cases=bench.cases,
         rounds=bench.rounds,
-        least_rounds=min(bench.rounds, LEAST_ROUNDS),
         budget_s=bench.budget_s,
     )
     names = ", ".join(f"{case.model} ({case.batch})" for case in bench.cases)
     with console.status(f"training {names} on {bench.ranks} ranks"):
         rows = figures_of(bench.ranks, main, plan, list[Measured], out=bench.out)
-    report = ZeroReport(**where, rows=rows)
+    report = ZeroReport(rows=rows)
     if bench.save_mib:
         with console.status(f"saving {bench.save_mib} MiB from {bench.ranks} ranks"):
             report.saves = _measure_saves(bench)

@@ -52,7 +52,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cases: Models and schedules.
         rounds: Largest number of steps of each engine.
-        least_rounds: Least number of steps, where steps are so long that `budget_s` ends earlier.
         budget_s: Seconds for a case, about.
         held: Schedules, each with a mode of recomputation, whose live bytes are measured.
         sweep: Case whose number of micro-batches is varied; None for none.
@@ -61,7 +60,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     cases: tuple[Case, ...]
     rounds: int
-    least_rounds: int
     budget_s: float
     held: tuple[tuple[str, str], ...]
     sweep: Case | None
@@ -141,13 +139,7 @@ def _measure(
     for step in steps.values():
         for _ in range(WARM_UP):
             step()
-    times = in_rounds(
-        group,
-        steps,
-        rounds=plan.rounds,
-        least_rounds=plan.least_rounds,
-        budget_s=plan.budget_s,
-    )
+    times = in_rounds(group, steps, rounds=plan.rounds, budget_s=plan.budget_s)
     overhead = closed_form(program)
     num_actions = max(map(len, program.ranks))
     least_ideal_s = (1 + overhead) * min(times["compute"])

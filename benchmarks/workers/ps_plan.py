@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import msgspec
 
 __all__ = ["PARTS", "Failover", "Measured", "Plan", "Ratio"]
@@ -59,6 +61,11 @@ class Measured(msgspec.Struct, kw_only=True):
     amount: float
     seconds: dict[str, list[float]]
     note: str = ""
+
+    def ratio(self, way: str, other: str) -> float:
+        """Return the seconds of a candidate over those of another: the median over rounds."""
+        pairs = zip(self.seconds[way], self.seconds[other], strict=True)
+        return statistics.median(own_s / other_s for own_s, other_s in pairs)
 
 
 class Ratio(msgspec.Struct, kw_only=True):

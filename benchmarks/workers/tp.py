@@ -91,13 +91,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cases: Models.
         rounds: Largest number of steps of each engine.
-        least_rounds: Least number of steps.
         budget_s: Seconds for a case, about.
     """
 
     cases: tuple[Case, ...]
     rounds: int
-    least_rounds: int
     budget_s: float
 
 
@@ -211,13 +209,7 @@ def _measure(
     before = group.statistics()["num_operations"]
     steps["braid"]()
     sent = group.statistics()["num_operations"] - before
-    times = in_rounds(
-        group,
-        steps,
-        rounds=plan.rounds,
-        least_rounds=plan.least_rounds,
-        budget_s=plan.budget_s,
-    )
+    times = in_rounds(group, steps, rounds=plan.rounds, budget_s=plan.budget_s)
     sums = totals(division.rows)
     return Measured(
         case=case,

@@ -58,13 +58,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cases: Models and batches.
         rounds: Largest number of steps of each engine.
-        least_rounds: Least number of steps, where steps are so long that `budget_s` ends earlier.
         budget_s: Seconds for a case, about.
     """
 
     cases: tuple[Case, ...]
     rounds: int
-    least_rounds: int
     budget_s: float
 
 
@@ -157,13 +155,7 @@ def _measure(group: Group, over_braid: dist.ProcessGroup, case: Case, plan: Plan
     for step in steps.values():
         for _ in range(WARM_UP):
             step()
-    times = in_rounds(
-        group,
-        steps,
-        rounds=plan.rounds,
-        least_rounds=plan.least_rounds,
-        budget_s=plan.budget_s,
-    )
+    times = in_rounds(group, steps, rounds=plan.rounds, budget_s=plan.budget_s)
     speedup = {
         variant: [f / t for f, t in zip(times["fsdp2"], own, strict=True)]
         for variant, own in times.items()

@@ -120,13 +120,16 @@ def test_the_share_of_a_link_counts_what_each_host_must_send():
 def test_every_target_is_held_against_its_worst_figure():
     alone = case(2, 1, 1.0, row(1024, braid=3.0), row(65536, braid=1.9), row(4 * MIB, braid=1.0))
     pairs = case(2, 2, 1.0, row(MIB, braid=1.5, bf16=2.5), row(4 * MIB, braid=1.1, bf16=2.3))
-    found = [(t.floor, t.at, t.held) for t in net.targets(report(alone, pairs))]
+    found = [
+        (target.claim.split(": at least ")[1], target.figure.split(" at ")[1], target.held)
+        for target in net.targets(report(alone, pairs))
+    ]
     assert found == [
-        (2.0, "64 KiB", False),
-        (0.95, "4 MiB", False),
-        (1.4, "1 MiB", True),
-        (1.2, "4 MiB", False),
-        (2.2, "4 MiB", True),
+        ("2.00 x Gloo", "64 KiB", False),
+        ("95.0% of the link", "4 MiB", False),
+        ("1.40 x Gloo", "1 MiB", True),
+        ("1.20 x Gloo", "4 MiB", False),
+        ("2.20 x Gloo", "4 MiB", True),
     ]
 
 

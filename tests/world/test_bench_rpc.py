@@ -8,7 +8,6 @@ from rich.console import Console
 from benchmarks import rpc
 from benchmarks.workers.ps_plan import Measured
 from benchmarks.workers.rpc_plan import BRAID, PARTS, TORCH, Plan
-from braid.cli.bench.harness.report import measured_on
 from braid.errors import ConfigError
 
 SMALL = Plan(num_small=5, window=20, requests=3)
@@ -33,7 +32,7 @@ def test_verdicts_compare_round_by_round():
         Measured(name="1 MiB", amount=2 << 20, seconds={BRAID: [1.0], TORCH: [1.9]}),
         Measured(name="autograd", amount=1, seconds={BRAID: [1.0]}),
     ]
-    report = rpc.RpcReport(**measured_on(), rows=rows)
+    report = rpc.RpcReport(rows=rows)
     held, missed = rpc.rpc_verdicts(report)
     assert held.held
     assert "measured 1.60" in str(held)

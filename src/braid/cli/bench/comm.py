@@ -29,13 +29,7 @@ from rich.table import Table
 
 from braid.cli.bench.harness.options import Budget, Size
 from braid.cli.bench.harness.ranks import run_here
-from braid.cli.bench.harness.report import (
-    Benchmark,
-    Report,
-    check_minimums,
-    measured_on,
-    unknown,
-)
+from braid.cli.bench.harness.report import Benchmark, Report, check_minimums, unknown
 from braid.cli.bench.workers.candidates import LIBRARIES
 from braid.cli.bench.workers.comm import CommPlan, Row, main
 from braid.errors import ConfigError
@@ -153,14 +147,13 @@ class _Bar:
 
 
 def _measure_comm(bench: CommBench, console: RichConsole) -> CommReport:
-    where, mpi = measured_on(), mpi_version()
+    mpi = mpi_version()
     explained, rows = {}, []
     for ranks in bench.ranks:
         explanation, measured = _run_ranks(bench, ranks, with_mpi=bool(mpi), console=console)
         explained[str(ranks)] = explanation
         rows += measured
     report = CommReport(
-        **where,
         mpi=mpi,
         explained=explained,
         rows=rows,

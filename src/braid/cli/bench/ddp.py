@@ -26,11 +26,10 @@ from braid.cli.bench.harness.report import (
     BenchVerdict,
     Report,
     check_minimums,
-    measured_on,
     unknown,
     unsteady,
 )
-from braid.cli.bench.workers.ddp import VARIANTS, Case, DDPPlan, MeasuredCase, main
+from braid.cli.bench.workers.ddp import LEAST_ROUNDS, VARIANTS, Case, DDPPlan, MeasuredCase, main
 from braid.cli.bench.workers.ddp_models import MODEL_NAMES
 from braid.runtime.terminal_table import new_table
 
@@ -52,7 +51,6 @@ CASES = (
     Case("gpt", 8),
     Case("conv", 8),
 )
-LEAST_ROUNDS = 24
 LEAST_GONE, LEAST_GONE_LOADED = 0.75, 0.6
 AS_FAST = 0.98  # means of equal steps differ by as much as 2%
 LEAST_SPEEDUP = {"mlp": 1.2, "gpt": 1.1}
@@ -101,18 +99,15 @@ class DdpBench:
 
 
 def _measure_ddp(bench: DdpBench, console: RichConsole) -> DdpReport:
-    where = measured_on()
-
     plan = DDPPlan(
         cases=bench.cases,
         rounds=bench.rounds,
-        least_rounds=min(bench.rounds, LEAST_ROUNDS),
         budget_s=bench.budget_s,
     )
     names = ", ".join(f"{case.model} ({case.batch})" for case in bench.cases)
     with console.status(f"training {names} on {bench.ranks} ranks"), _busy(bench.busy):
         models = figures_of(bench.ranks, main, plan, list[MeasuredCase], out=bench.out)
-    return DdpReport(**where, models=models, busy=bench.busy)
+    return DdpReport(models=models, busy=bench.busy)
 
 
 @contextmanager

@@ -61,23 +61,25 @@ def probe(options: Annotated[ProbeOptions, tyro.conf.arg(name="")]) -> int:
     import msgspec
     from rich.console import Console
 
-    from braid.cli.bench.harness.ranks import Where, run_here, run_there
+    from braid.cli.bench.harness.ranks import Where, figures_there, run_here
     from braid.cli.bench.probe import as_cluster
     from braid.cli.bench.workers.probe import Probed, ProbePlan, main
     from braid.programs.topology import to_toml
 
     sizes = NETWORK_SIZES if options.hosts else SIZES
     plan = ProbePlan(sizes=sizes, rounds=options.rounds, pin=not options.no_pin)
-    log_dir, lines = Path(options.log_dir, "run"), list[str]()
+    log_dir = Path(options.log_dir, "run")
     log_dir.parent.mkdir(parents=True, exist_ok=True)
     between = f"ranks on {options.hosts}" if options.hosts else f"{options.num_ranks} ranks"
     with Console(stderr=True).status(f"sending messages between {between}"):
         if options.hosts:
             where = Where(hosts=options.hosts, rsh=options.rsh, remote_python=options.remote_python)
-            run_there(where, main, plan, on_line=lines.append, log_dir=log_dir)
+            (probed,) = figures_there(where, main, plan, Probed, log_dir=log_dir)
         else:
+            lines: list[str] = []
             run_here(options.num_ranks, main, plan, on_line=lines.append, log_dir=log_dir)
-    cluster = as_cluster(msgspec.json.decode(lines[-1] if lines else "", type=Probed))
+            probed = msgspec.json.decode(lines[-1], type=Probed)
+    cluster = as_cluster(probed)
     text = to_toml(cluster)
     try:
         Path(options.out).write_text(text, encoding="utf-8")

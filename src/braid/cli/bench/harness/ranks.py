@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from braid.errors import ConfigError
 from braid.launch import QuietConsole, spawn
 from braid.launch.supervise.spawning import spawned_command
 
-__all__ = ["Where", "figures_in", "figures_of", "run_here", "run_there"]
+__all__ = ["Where", "figures_in", "figures_of", "figures_there", "run_here"]
 
 P = TypeVar("P", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -141,21 +141,21 @@ class Where:
         return [*launcher, "-m", *words]
 
 
-def run_there(
+def figures_there(
     where: Where,
     function: Callable[[P], Iterable[object] | None],
     plan: P,
+    kind: type[T],
     *,
-    on_line: Callable[[str], None],
     log_dir: Path,
-) -> None:
-    """Call a function on ranks of several hosts.
+) -> Iterator[T]:
+    """Call a function on ranks of several hosts, and yield the figures that the first rank prints.
 
     Args:
         where: Hosts to run on.
         function: Function of a module that the hosts have, too.
         plan: Its argument.
-        on_line: Called with each JSON object that the first rank prints.
+        kind: Type of the figures.
         log_dir: Directory for the run's logs.
 
     Raises:
@@ -174,7 +174,7 @@ def run_there(
         try:
             for line in process.stdout:
                 if text := figures_in(line):
-                    on_line(text)
+                    yield msgspec.json.decode(text, type=kind)
         except BaseException:
             process.send_signal(signal.SIGINT)  # so that it ends its ranks on all hosts
             _end(process)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 import psutil
@@ -30,7 +30,6 @@ __all__ = [
     "Benchmark",
     "Report",
     "check_minimums",
-    "measured_on",
     "save",
     "unknown",
     "unsteady",
@@ -62,23 +61,18 @@ class Report(msgspec.Struct, kw_only=True):
         braid: Version of braid.
         torch: Version of torch.
         machine: Cores and model of the processor.
-        load: Load per core by other processes, just before.
+        load: Load per core by other processes, just before; `Benchmark.measure` fills it in.
     """
 
-    braid: str
-    torch: str
-    machine: str
+    braid: str = __version__
+    torch: str = msgspec.field(default_factory=lambda: importlib.metadata.version("torch"))
+    machine: str = msgspec.field(default_factory=machine)
     load: float = 0.0
 
-
-def measured_on() -> dict[str, Any]:
-    """Collect the fields of a `Report`; call it before anything is started."""
-    return {
-        "braid": __version__,
-        "torch": importlib.metadata.version("torch"),
-        "machine": machine(),
-        "load": load_per_core(),
-    }
+    @property
+    def place(self) -> str:
+        """Machine, version of torch and load, for titles of tables."""
+        return f"{self.machine}, torch {self.torch}, load before {self.load:.1f} a core"
 
 
 Options = TypeVar("Options")
@@ -120,7 +114,9 @@ class Benchmark(Generic[Options, ReportT]):
         """
         out: Path = options.out  # type: ignore[attr-defined]  # each dataclass has it
         out.mkdir(parents=True, exist_ok=True)
+        load = load_per_core()
         report = self.take(options, console or Console(stderr=True))
+        report.load = load
         save(report, out / f"{self.name}.json")
         return report
 

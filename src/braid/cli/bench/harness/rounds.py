@@ -15,7 +15,9 @@ import torch
 
 from braid.comm import Group
 
-__all__ = ["in_rounds"]
+__all__ = ["LEAST_ROUNDS", "in_rounds"]
+
+LEAST_ROUNDS = 12  # for a median and quartiles
 
 
 def in_rounds(
@@ -23,7 +25,7 @@ def in_rounds(
     steps: Mapping[str, Callable[[], object]],
     *,
     rounds: int,
-    least_rounds: int = 0,
+    least_rounds: int = LEAST_ROUNDS,
     budget_s: float = math.inf,
 ) -> dict[str, list[float]]:
     """Return the seconds of every step, of the slowest rank, by name.
