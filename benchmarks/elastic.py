@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.workers import elastic as worker
+from braid.cli.bench.harness.options import Ranks
 from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums
 from braid.runtime.terminal_table import new_table
 
@@ -85,7 +86,7 @@ class ElasticBench:
         out: Directory for `elastic.json`.
     """
 
-    ranks: int = 3
+    ranks: Ranks = 3
     steps: int = 300
     rounds: int = 2
     every_s: float = 20.0
@@ -153,7 +154,7 @@ def _recovery_s(kill_ns: int, steps: list[list[tuple[int, int, int]]]) -> float:
         before = [changes for changes, ns, _ in rows if ns <= kill_ns]
         if before:
             ends += [ns for changes, ns, _ in rows if ns > kill_ns and changes > before[-1]][:1]
-    return (min(ends) - kill_ns) / 1e9 if ends else float("nan")
+    return (min(ends) - kill_ns) / 1e9 if ends else nan
 
 
 def _measure(bench: ElasticBench, console: Console) -> ElasticReport:
@@ -175,14 +176,14 @@ def _table(report: ElasticReport) -> Table:
     grid = new_table(report.place, ("run",), ("seconds", "kills", "median recovery", "longest"))
     for number, (alone, killed) in enumerate(zip(report.undisturbed, report.killed, strict=True)):
         grid.add_row(f"undisturbed {number + 1}", f"{alone.seconds:.1f}", "0", "", "")
-        times = killed.recoveries_s or [float("nan")]
+        times = killed.recoveries_s or [nan]
         row = (f"{killed.seconds:.1f}", str(len(killed.recoveries_s)))
         grid.add_row(f"killed {number + 1}", *row, f"{median(times):.2f} s", f"{max(times):.2f} s")
     return grid
 
 
 def _verdicts(report: ElasticReport) -> Iterator[BenchVerdict]:
-    times = report.recoveries_s
+    times = report.recoveries_s or [nan]
     middle, p95 = median(times), quantiles(times, n=20)[-1] if len(times) > 1 else max(times)
     claim = f"median from a kill to the next step at most {MOST_MEDIAN_S:g} s"
     yield BenchVerdict(claim, f"measured {middle:.2f} s of {len(times)}", middle <= MOST_MEDIAN_S)
