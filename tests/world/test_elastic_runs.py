@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 from pathlib import Path
@@ -70,6 +71,21 @@ def test_killed_ranks_cost_no_step_and_no_bit(tmp_path, undisturbed, deaths, lim
     for rank in lost:
         assert any(f"rank {rank} (pid " in text and "without it" in text for text in notices)
     assert any(text.startswith("epoch 1: ranks ") for text in notices)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seed", range(40))
+def test_seeded_deaths_of_processes_cost_no_step_and_no_bit(tmp_path, undisturbed, seed):
+    """One of the first ranks lives; deaths and notices come at any step, also of new processes."""
+    rng = random.Random(seed)
+    ranks = [*rng.sample(range(3), rng.randint(1, 2)), *rng.sample([3, 4], rng.randint(0, 1))]
+    faults = [
+        f"{rank}:{rng.randrange(16)}{rng.choice(['', '', ':update', ':notice'])}" for rank in ranks
+    ]
+    outcome, ends, _ = _run(tmp_path, " ".join(faults), restarts=3)
+    assert outcome.ok, f"{faults}: {outcome}"
+    assert ends, faults
+    assert set(ends.values()) == {undisturbed}, faults
 
 
 @pytest.fixture(scope="module")
