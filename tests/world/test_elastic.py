@@ -258,6 +258,12 @@ def test_a_rank_that_stays_slow_leaves(monkeypatch):
     assert len(cluster.begun) > 1
 
 
+def test_a_rank_is_not_slow_beside_ranks_without_micro_batches():
+    cluster = Cluster(4, {})
+    cluster.run(partial(train, shards=1, epochs=3, replace_slow=1e9))
+    assert (cluster.left, len(cluster.results)) == ([], 4)
+
+
 @pytest.mark.parametrize(
     "faults",
     [

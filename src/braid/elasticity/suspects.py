@@ -50,11 +50,11 @@ class StepTimes:
         """Note that this rank works from now on."""
         self._began_ns = time.monotonic_ns()
 
-    def wait(self, *, has_shard: bool) -> None:
-        """Note that this rank waits from now on, and whether its micro-batch counts."""
-        if has_shard:
-            self._busy_ns += time.monotonic_ns() - self._began_ns
-            self._num_busy += 1
+    def wait(self) -> None:
+        """Note that this rank has computed a micro-batch, also one that does not count."""
+        began_ns, self._began_ns = self._began_ns, time.monotonic_ns()
+        self._busy_ns += self._began_ns - began_ns
+        self._num_busy += 1
 
     def find_slow(self, group: Group, num_steps: int) -> tuple[int | None, str]:
         """Find a rank that has been slow in several looks; a collective in some steps.

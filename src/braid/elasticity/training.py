@@ -319,6 +319,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _end_micro_batch(self) -> None:
         """Add the micro-batch to the step, and end the step after the last round."""
         group = self._replica.group
+        self._times.wait()
         if self._checks_next:
             self._checks.checksum = self._sums.checksum()
             return
@@ -337,7 +338,6 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
                 weight=sizes[shard or 0] * len(sizes) / sum(sizes),
             )
             wants_pause = self._members.pauses or self._members.leaves
-            self._times.wait(has_shard=shard is not None)
             pauses = self._sums.reduce(self._round, len(sizes), flag=wants_pause)
             self._times.go_on()
             if self._round == last:
