@@ -113,6 +113,31 @@ def test_each_element_comes_from_where_it_was(before, after, num_before, num_aft
     run_threads(num_after, main)
 
 
+def test_states_of_a_transposed_parameter_keep_their_places():
+    def main(group: Group) -> None:
+        part, new = (_transposed_part(has_values) for has_values in (not group.rank, False))
+        parts = [] if group.rank else [part]
+        held = newest_state(group, {0: parts} if parts else {}, {0: ["all"]} if parts else {})
+        fill(group, held, parts, new)
+        for entry in new.entries():
+            if entry.is_alike or entry.name == "model/w":
+                assert torch.equal(entry.tensor, _value(entry.name)), entry.name
+
+    run_threads(2, main)
+
+
+def _transposed_part(has_values: bool) -> ModelPart:
+    param = nn.Parameter(torch.zeros(SHAPE[::-1]).t())
+    boxes = {"w": [TensorBox.all_of(param)]}
+    part = ModelPart("all", {"w": param}, boxes, torch.optim.Adam([param]), dict)
+    if has_values:
+        states = {name: torch.zeros_like(param.detach()) for name in ("exp_avg", "exp_avg_sq")}
+        part.optimizer.state[param] = states
+        for entry in part.entries():
+            entry.tensor.copy_(_value(entry.name))
+    return part
+
+
 def test_the_newest_division_with_all_its_parts_counts():
     def main(group: Group) -> int:
         parts = {3: [_part("rows", group.rank, 2, has_values=True)]}

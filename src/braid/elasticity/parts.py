@@ -87,6 +87,8 @@ class TensorBox(NamedTuple):
     ) -> torch.Tensor:
         """Return elements of the box in its tensor, by their place in the whole one."""
         skipped = [o - first for o, first in zip(offset, self.offset, strict=True)]
+        if tuple(tensor.shape) == self.extent:  # in any memory format
+            return tensor[tuple(slice(o, o + n) for o, n in zip(skipped, extent, strict=True))]
         start = self.start + sum(n * s for n, s in zip(skipped, self.strides, strict=True))
         return tensor.as_strided(extent, self.strides, tensor.storage_offset() + start)
 
