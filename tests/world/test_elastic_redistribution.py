@@ -181,3 +181,10 @@ def test_states_whose_boxes_are_not_known_are_refused():
     part.optimizer.state[part.params["w"]] = {"old": [torch.ones(2)]}
     with pytest.raises(ConfigError, match="Adam keeps tensors in lists or dicts, such as w/old/0"):
         part.numbers()
+
+
+def test_sums_of_rows_of_a_part_are_refused():
+    part = _part("rows", 0, 2, has_values=True)
+    part.optimizer.state[part.params["w"]]["row_var"] = torch.ones(4, 1)
+    with pytest.raises(ConfigError, match=r"Adam keeps w/row_var of shape \(4, 1\) for a part"):
+        part.numbers()

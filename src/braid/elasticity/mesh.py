@@ -322,8 +322,11 @@ class MeshReplica:
     def agree(self, *, flag: bool) -> bool:
         """See `Replica`."""
         self._num_agreed += 1
-        if self._num_agreed == 2 and self.state.others:
-            compare_others(self._world, self.state)
+        if self._num_agreed == 2:  # after a step, which makes states
+            for part in self._divisions[max(self._divisions)].parts:
+                part.numbers()  # which refuses some
+            if self.state.others:
+                compare_others(self._world, self.state)
         return bool(self._world.all_reduce(torch.tensor([int(flag)]), op="max").item())
 
     def updated(self) -> None:

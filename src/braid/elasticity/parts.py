@@ -148,8 +148,12 @@ class ModelPart(NamedTuple):
         """Return states of the optimizer that are no tensors, by parameter.
 
         Raises:
-            ConfigError: Tensors are inside of lists or dicts, so their boxes are not known.
+            ConfigError: Tensors are inside of lists or dicts, or belong to a part of a parameter
+                and have another shape, so their boxes are not known.
         """
+        for name, boxes in self.boxes.items():
+            if any(box.extent != box.whole for box in boxes):
+                self._require_alike(name)
         tensors: dict[str, torch.Tensor] = {}
         numbers = {
             name: {
@@ -168,6 +172,19 @@ class ModelPart(NamedTuple):
             )
             raise ConfigError(msg)
         return numbers
+
+    def _require_alike(self, name: str) -> None:
+        """Refuse states of a part of a parameter that have another shape, such as sums of rows."""
+        param = self.params[name]
+        for key, value in self.optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != param.shape:
+                msg = (
+                    f"{type(self.optimizer).__name__} keeps {name}/{key} of shape "
+                    f"{tuple(value.shape)} for a part of {name} of shape {tuple(param.shape)}, "
+                    "which cannot be moved to another mesh: use a mesh without tp, or an optimizer "
+                    "like AdamW"
+                )
+                raise ConfigError(msg)
 
 
 def boxes_of(
