@@ -539,11 +539,14 @@ def test_ranks_without_a_micro_batch_are_named_and_change_no_bit(undisturbed, mo
         members.LOG, "warning", lambda text, *values: warnings.append(text % values)
     )
     cluster = Cluster(4, {(2, "forward"): 3})
-    cluster.run(train)
+    cluster.run(partial(train, verify=2))
     assert len(cluster.results) == 4
     for state in cluster.results.values():
         assert all(torch.equal(value, undisturbed[name]) for name, value in state.items())
-    assert "4 replicas share 3 micro-batches, so the work of 1 does not count" in warnings[0]
+    assert (
+        "4 replicas share 3 micro-batches, so the work of 1 does not count, and verify="
+        in warnings[0]
+    )
 
 
 def test_members_that_have_diverged_are_named():

@@ -92,13 +92,14 @@ def require_change(members: Members, error: CommError) -> None:
         link = link.__context__
 
 
-def warn_of_idle_ranks(group: Group, num_shards: int) -> None:
+def warn_of_idle_ranks(group: Group, num_shards: int, *, verifies: bool) -> None:
     """Warn, on rank 0, if there are more ranks than micro-batches in a step."""
     if group.size > num_shards and not group.rank:
         LOG.warning(
-            "braid: %d replicas share %d micro-batches, so the work of %d does not count: pass "
+            "braid: %d replicas share %d micro-batches, so the work of %d does not count%s: pass "
             "shards=%d or more, or lower --max-ranks",
-            *(group.size, num_shards, group.size - num_shards, group.size),
+            *(group.size, num_shards, group.size - num_shards),
+            *(", and verify= checks no step" * verifies, group.size),
         )
 
 

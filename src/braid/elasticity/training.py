@@ -445,7 +445,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self.num_shards = group.size if self._rule else self.num_shards or members.size
         if self.num_changes < 0:
             self._evaluation.skip(self.num_steps)
-        warn_of_idle_ranks(group, self.num_shards)
+        warn_of_idle_ranks(group, self.num_shards, verifies=bool(self._checks.every))
         factor = rate_factor(self._rule, group.size, self.num_at_first)
         self._guard.watch(state.optimizer, factor)
         self._sums = GradientSums(group, self._replica.records, self._replica.memory)
