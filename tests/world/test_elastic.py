@@ -182,6 +182,14 @@ def test_a_batch_of_each_rank_scales_the_rate_when_a_rank_is_lost(rule, factor):
         assert seen[step][0] == (shards, pytest.approx(rate * factor_now))
 
 
+def test_a_batch_of_each_rank_ends_a_pass_at_one_sample_on_any_number_of_ranks():
+    loader = DataLoader(TensorDataset(torch.arange(21)), batch_size=2, drop_last=True)
+    data = MicroBatches(loader, seed=0, per_rank=True)
+    at = data.next(DataPosition(0, 12), 2)
+    assert [data.sizes(at, num_ranks) for num_ranks in (1, 2, 3)] == [[2], [2, 2], [2, 2]]
+    assert data.next(at, 3) == DataPosition(1, 0)
+
+
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, torch.Tensor]:
     cluster = Cluster(1, {})

@@ -41,10 +41,13 @@ class MicroBatches:
     Args:
         loader: Says how samples are read. Its batch size is that of a micro-batch; its order counts
             only as far as it is shuffled or not. Without `drop_last`, the last step of a pass has
-            the samples that are left.
+            the samples that are left; with it, samples too few for a step are dropped.
         seed: Number that chooses the order.
         verify: Number of steps after which each rank has the first micro-batch of the next one
             before its own; 0 for never.
+        per_rank: Whether the number of micro-batches of a step changes with the number of ranks.
+            `drop_last` then drops samples too few for a micro-batch, so that a pass ends at the
+            same sample on any number of ranks.
 
     Attributes:
         loader: The loader.
@@ -54,7 +57,9 @@ class MicroBatches:
         ConfigError: The loader's order cannot be kept, or it has no samples.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int, *, verify: int = 0) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], seed: int, *, verify: int = 0, per_rank: bool = False
+    ) -> None:
         if isinstance(loader.dataset, IterableDataset):
             msg = "an IterableDataset has no samples by number: use a data set with __getitem__"
             raise ConfigError(msg)
@@ -70,8 +75,12 @@ class MicroBatches:
                 "only, as the order may not depend on ranks"
             )
             raise ConfigError(msg)
+        num_samples = len(loader.dataset)  # type: ignore[arg-type]  # torch has no type for it
+        if not num_samples:
+            msg = f"the {type(loader.dataset).__name__} of the loader has no samples"
+            raise ConfigError(msg)
         self._order = SampleOrder(
-            num_samples=len(loader.dataset),  # type: ignore[arg-type]  # torch has no type for it
+            num_samples=num_samples,
             batch_size=1,
             seed=seed,
             shuffles=isinstance(sampler, RandomSampler),
@@ -80,6 +89,7 @@ class MicroBatches:
         self.epoch = -1
         self._size = loader.batch_size
         self._verify = verify
+        self._per_rank = per_rank
         self._samples = _SeededSamples(loader.dataset, seed)
 
     def sizes(self, at: DataPosition, num_shards: int) -> list[int]:
@@ -90,9 +100,10 @@ class MicroBatches:
             num_shards: Number of micro-batches of a step, if there are samples enough.
         """
         whole = num_shards * self._size
-        count = min(whole, self._order.num_samples - at.sample)
-        if count < whole and self.loader.drop_last:
-            return []
+        remaining = self._order.num_samples - at.sample
+        if self.loader.drop_last:
+            remaining -= remaining % (self._size if self._per_rank else whole)
+        count = min(whole, remaining)
         return [min(self._size, count - begin) for begin in range(0, count, self._size)]
 
     def next(self, at: DataPosition, num_shards: int) -> DataPosition:
@@ -101,7 +112,7 @@ class MicroBatches:
         return following if self.sizes(following, num_shards) else DataPosition(at.epoch + 1)
 
     def facts(
-        self, at: DataPosition, num_shards: int, before: Mapping[str, object], *, per_rank: bool
+        self, at: DataPosition, num_shards: int, before: Mapping[str, object]
     ) -> dict[str, object]:
         """Return by name what all ranks must share to go on at `at`.
 
@@ -109,7 +120,6 @@ class MicroBatches:
             at: The next step.
             num_shards: Number of its micro-batches.
             before: Facts of the steps before.
-            per_rank: Whether the number of micro-batches may change.
 
         Raises:
             ConfigError: The step does not exist, or the steps before it had other samples.
@@ -122,7 +132,7 @@ class MicroBatches:
                 "with samples enough for a step or without drop_last"
             )
             raise ConfigError(msg)
-        unit = (self._size, "micro-batch") if per_rank else (self._size * num_shards, "step")
+        unit = (self._size, "micro-batch") if self._per_rank else (self._size * num_shards, "step")
         facts: dict[str, object] = {
             "samples": order.num_samples,
             f"samples of a {unit[1]}": unit[0],

@@ -96,7 +96,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._saved = (-1, -1)  # steps and version
         self._evaluation = evaluation or Evaluation()
         self.num_shards = num_shards or 0
-        self.num_samples = self.num_steps = 0
+        self.num_samples = self.num_steps = self.num_at_first = 0
         self.at = DataPosition()
         self._replica = replica
         self._seed = seed
@@ -105,12 +105,11 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._met = (-1, -1)  # version and epoch of the data that members have compared
         self.loss = self.grad_norm = self._shard_loss = math.nan
         self.num_changes = -1
-        self._version = 0  # batches are dealt anew when it changes
+        self._round = self._version = 0  # batches are dealt anew when the version changes
         self._times = StepTimes(replace_slow)
         self._wants_change = False  # members change before the next step
         self._pass: int | None = None  # the pass over the data that `epochs` has yielded
         self._fingerprint: dict[str, str] = {}
-        self._round = 0
         self._is_exiting = False
         self._is_over = False  # other members have left the block, and do not train any more
         self._data: dict[str, Any] = {}  # facts of the samples of this pass
@@ -118,7 +117,6 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._notices = notices(members)
         self._guard = UpdateGuard()
         self._rule = batch_per_rank
-        self.num_at_first = 0  # ranks
 
     def __enter__(self) -> ElasticTraining:
         if self._members.is_newcomer:
@@ -236,8 +234,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         facts: dict[str, object] = {"training": self._members.number, **self.at._asdict()}
         facts |= {"is done": self._is_exiting} if self._is_exiting else {}
         if samples is not None and samples.epoch == self.at.epoch and not self._is_exiting:
-            per_rank = self._rule is not None
-            self._data = samples.facts(self.at, self.num_shards, self._data, per_rank=per_rank)
+            self._data = samples.facts(self.at, self.num_shards, self._data)
             facts |= self._data
         is_due = self._evaluation.is_due(self.num_steps)
         try:
@@ -446,8 +443,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         if self.num_changes < 0:
             self._evaluation.skip(self.num_steps)
         warn_of_idle_ranks(group, self.num_shards, verifies=bool(self._checks.every))
-        factor = rate_factor(self._rule, group.size, self.num_at_first)
-        self._guard.watch(state.optimizer, factor)
+        self._guard.watch(state.optimizer, rate_factor(self._rule, group.size, self.num_at_first))
         self._sums = GradientSums(group, self._replica.records, self._replica.memory)
         self._buffers = StepBuffers(group, state.model)
         self._round = 0
@@ -494,6 +490,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
         samples = self._samples
         if samples is None or samples.loader is not loader:
-            samples = self._samples = MicroBatches(loader, self._seed, verify=self._checks.every)
+            every, per_rank = self._checks.every, self._rule is not None
+            samples = MicroBatches(loader, self._seed, verify=every, per_rank=per_rank)
+            self._samples = samples
         samples.epoch = self.at.epoch
         return samples
