@@ -498,6 +498,7 @@ class Stream(IterableDataset):
         (lambda: _loader(batch_size=None), "give a DataLoader batch_size, shuffle and drop_last"),
         (lambda: DataLoader(Stream(), batch_size=2), "an IterableDataset has no samples by number"),
         (lambda: _loader(batch_size=13, drop_last=True), "12 samples, and a step of 1 times 13"),
+        (lambda: DataLoader(TensorDataset(torch.ones(0))), "TensorDataset of the loader has no"),
     ],
 )
 def test_loaders_whose_order_cannot_be_kept_are_refused(loader, problem):
@@ -506,6 +507,19 @@ def test_loaders_whose_order_cannot_be_kept_are_refused(loader, problem):
             next(training.batches(loader()))
 
     assert problem in _refusal(run)
+
+
+def test_a_loop_that_is_left_inside_of_a_step_is_refused():
+    def run(group: Group) -> None:
+        model = _zeros()
+        with _training(group, model, shards=2) as training:
+            for _ in range(2):
+                for (x,) in training.batches(_loader()):
+                    with training.step():
+                        model(x).sum().backward()
+                    break
+
+    assert "was left inside of a step" in _refusal(run)
 
 
 def test_models_and_objects_that_cannot_take_part_are_refused():

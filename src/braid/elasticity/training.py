@@ -158,7 +158,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
                 shuffled; all ranks get other samples of the same data set from it.
 
         Raises:
-            ConfigError: The loader's order cannot be kept, or `step()` was left out.
+            ConfigError: The loader's order cannot be kept, or a step was left out or left early.
         """
         data = self._micro_batches(loader)
         epoch = self.at.epoch
@@ -488,6 +488,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         return [newest if seen >= 0 else seen for seen in num_steps]
 
     def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
+        if self._round or self._checks.checksum is not None:
+            msg = "the loop over batches() was left inside of a step: leave it when num_steps grows"
+            raise ConfigError(msg)
         samples = self._samples
         if samples is None or samples.loader is not loader:
             every, per_rank = self._checks.every, self._rule is not None
