@@ -10,7 +10,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.elasticity.parts import ModelPart, TensorBox
-from braid.elasticity.redistribution import LostStateError, fill, newest_state
+from braid.elasticity.redistribution import LostStateError, _moves, fill, newest_state
 from braid.errors import ConfigError, MismatchError
 from support.worlds import run_threads
 
@@ -136,6 +136,19 @@ def _transposed_part(has_values: bool) -> ModelPart:
         for entry in part.entries():
             entry.tensor.copy_(_value(entry.name))
     return part
+
+
+def test_members_that_have_the_same_box_share_the_sending():
+    def main(group: Group) -> list[int]:
+        has_values = group.rank < 2
+        parts = {0: [_part("whole", 0, 1, has_values=True)]} if has_values else {}
+        newest = newest_state(group, parts, {0: ["all"]} if has_values else {})
+        wanted = [("model/w", [TensorBox.all_of(WHOLE)])]
+        return [
+            source.rank for rank in range(4) for _, _, source, _ in _moves(newest, wanted, rank)
+        ]
+
+    assert run_threads(4, main) == [[0, 1, 0, 1]] * 4
 
 
 def test_the_newest_division_with_all_its_parts_counts():

@@ -5,7 +5,7 @@ only, and copies of what each lost rank had. No rank may need memory for the who
 
 Idea: all members know the boxes that each of them has, and those that each of them gets. Where two
 boxes overlap, the elements go from the one to the other, each from one member that has them. What
-several have must be the same, by its checksum.
+several have must be the same, by its checksum, and they share the sending.
 
     weight (8, 4)    before: r0 rows 0-3, r1 rows 4-7      after: r0 rows 0-2, r2 rows 3-5, ...
                      r0 keeps rows 0-2, and sends row 3 to r2
@@ -48,13 +48,13 @@ class _Source(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """A whole tensor in boxes; see `PartTensor`."""
+    """A whole tensor in boxes; see `PartTensor`. Equal boxes are listed by rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_alike: bool
     is_placed: bool
-    sources: list[_Source]
+    sources: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[int, _Source]]
 
 
 class NewestState(NamedTuple):
@@ -112,9 +112,11 @@ def newest_state(
                         "the optimizer, or is not deterministic"
                     )
                     raise MismatchError(msg)
-                kind = _Tensor(tuple(shape), getattr(torch, dtype), is_alike, is_placed, [])
+                kind = _Tensor(tuple(shape), getattr(torch, dtype), is_alike, is_placed, {})
                 sources = newest.tensors.setdefault(name, kind).sources
-                sources += [_Source(rank, part, number, TensorBox.parse(box)) for box in boxes]
+                for box in map(TensorBox.parse, boxes):
+                    alike = sources.setdefault((box.offset, box.extent), {})
+                    alike[rank] = _Source(rank, part, number, box)
     return newest
 
 
@@ -210,16 +212,12 @@ def _moves(
     their offset and shape.
     """
     for number, (name, boxes) in enumerate(wanted):
-        sources: dict[tuple[Any, Any], _Source] = {}
-        for source in newest.tensors[name].sources:
-            key = source.box.offset, source.box.extent
-            if key not in sources or source.rank == rank:
-                sources[key] = source
         for box in boxes:
-            for source in sources.values():
-                common = source.box.common(box)
+            for alike in newest.tensors[name].sources.values():
+                holder = rank if rank in alike else list(alike)[rank % len(alike)]
+                common = alike[holder].box.common(box)
                 if common is not None:
-                    yield number, box, source, common
+                    yield number, box, alike[holder], common
 
 
 def _exchange(
