@@ -173,6 +173,7 @@ class ThreadMembers:
     """The members, as one rank sees them."""
 
     may_change = True
+    has_lost_launcher = False
 
     def __init__(self, cluster: Cluster, rank: int) -> None:
         self.cluster = cluster

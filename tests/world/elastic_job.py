@@ -2,8 +2,9 @@
 
 Arguments: deaths as RANK:STEP, numbers of ranks at the launcher. A rank dies in its first forward
 of that step, or `RANK:STEP:update` in its update; `RANK:STEP:parent` kills what has started it,
-`RANK:STEP:notice` is a notice that it will be ended, `RANK:STEP:error` an exception, and
-`RANK:STEP:wait` waits until the launcher has named it.
+`RANK:STEP:notice` is a notice that it will be ended, `RANK:STEP:error` an exception,
+`RANK:STEP:wait` waits until the launcher has named it, `RANK:STEP:stuck` waits with a child for
+good, and `RANK:STEP:kill:PID` kills another process. SAVES names a directory for checkpoints.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import subprocess
 import sys
 
 import torch
@@ -29,6 +31,19 @@ class Noise(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((8,), index / 48.0) + torch.rand(8) * 0.1
+
+
+def strike(number: int, step: int, deaths: set[tuple[str, ...]]) -> None:
+    here = (str(number), str(step))
+    if (*here, "parent") in deaths:
+        os.kill(os.getppid(), signal.SIGKILL)
+    if (*here, "stuck") in deaths:
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+    while deaths & {(*here, "parent"), (*here, "stuck")}:
+        signal.pause()
+    for *point, pid in deaths:
+        if point == [*here, "kill"]:
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def main() -> None:
@@ -51,7 +66,9 @@ def main() -> None:
         optimizer.step()
 
     loader = DataLoader(Noise(), batch_size=4, shuffle=True)
-    with braid.elastic(model, optimizer, update=update, shards=3) as training:
+    saves = os.environ.get("SAVES", "")
+    options = {"checkpoints": saves, "checkpoint_every": 100 * bool(saves)}
+    with braid.elastic(model, optimizer, update=update, shards=3, **options) as training:
         for _ in training.epochs(2):
             for x in training.batches(loader):
                 with training.step():
@@ -63,9 +80,7 @@ def main() -> None:
                         raise ValueError("shard 7 is missing")
                     if (str(number), str(training.num_steps), "notice") in deaths:
                         os.kill(os.getpid(), signal.SIGTERM)
-                    if (str(number), str(training.num_steps), "parent") in deaths:
-                        os.kill(os.getppid(), signal.SIGKILL)
-                        signal.pause()
+                    strike(number, training.num_steps, deaths)
                     functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
     state = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
     print(f"{training.num_steps} {hashlib.sha256(state).hexdigest()}", flush=True)

@@ -5,12 +5,16 @@ The training knows its launcher by this face only; tests have another one, on th
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn, Protocol
 
 from braid import context
@@ -20,6 +24,7 @@ from braid.errors import CommError, PeerLostError
 __all__ = ["JobMembers", "Members", "notices", "require_change", "warn_of_idle_ranks"]
 
 LOG = logging.getLogger(__name__)
+PR_SET_PDEATHSIG = 1
 
 
 class Members(Protocol):
@@ -41,6 +46,11 @@ class Members(Protocol):
     @property
     def may_change(self) -> bool:
         """Whether another epoch can follow."""
+        ...
+
+    @property
+    def has_lost_launcher(self) -> bool:
+        """Whether no epoch can follow, since the launcher is gone."""
         ...
 
     @property
@@ -105,19 +115,45 @@ def warn_of_idle_ranks(group: Group, num_shards: int, *, verifies: bool) -> None
 
 @contextmanager
 def notices(members: Members) -> Iterator[None]:
-    """Make SIGTERM, inside, a request to leave after the step."""
+    """Make SIGTERM, inside, a request to leave after the step; the death of the launcher, too.
+
+    Outside, the kernel kills this process when its launcher dies (`exec_shim`). Inside, it sends
+    SIGTERM, and the reaper of the launcher ends a process that takes too long.
+    """
     if not members.may_change or threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    parent = os.getppid()
+
     def on_signal(*_: object) -> None:
         members.leaves = True
+        if os.getppid() != parent:
+            _write_to_log()
 
     before = signal.signal(signal.SIGTERM, on_signal)
+    _set_death_signal(signal.SIGTERM)
     try:
         yield
     finally:
+        _set_death_signal(signal.SIGKILL)
         signal.signal(signal.SIGTERM, before)
+
+
+def _set_death_signal(signum: int) -> None:
+    """Choose the signal that this process gets when its parent dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+
+
+def _write_to_log() -> None:
+    """Write output to the log of this rank from now on: the pipes have lost their reader."""
+    environment = context.membership().environment
+    log = Path(environment.log_dir) / f"rank{environment.rank}.log"
+    fd = os.open(log if log.exists() else os.devnull, os.O_WRONLY | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
 
 
 class JobMembers:
@@ -142,6 +178,11 @@ class JobMembers:
         return bool(context.membership().environment.elastic)
 
     @property
+    def has_lost_launcher(self) -> bool:
+        """See `Members`."""
+        return context.membership().has_lost_launcher
+
+    @property
     def is_newcomer(self) -> bool:
         """See `Members`."""
         return context.membership().is_newcomer
@@ -158,6 +199,9 @@ class JobMembers:
     def leave(self, num_steps: int, reason: str) -> NoReturn:
         """See `Members`."""
         member = context.membership()
+        if member.has_lost_launcher:
+            LOG.warning("the launcher is gone: this rank ends after step %d", num_steps)
+            raise SystemExit(128 + signal.SIGTERM)
         if member.stop_reason:  # the whole run ends
             raise SystemExit(128 + signal.SIGTERM)
         member.leave_epochs(num_steps, reason)

@@ -467,8 +467,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         }
 
     def _save(self, *, if_all: bool = True) -> None:
-        """Save a checkpoint, if all members want it; a collective."""
-        if not self._members.group.all_reduce(torch.tensor([int(if_all)]), op="min").item():
+        """Save a checkpoint, if all members want it or no epoch can follow; a collective."""
+        vote = -1 if self._members.has_lost_launcher else int(if_all)
+        if not self._members.group.all_reduce(torch.tensor([vote]), op="min").item():
             return  # others take the state over
         state = self._replica.state
         self._checkpoints.save(self._members.group, self.model, state, self._progress)

@@ -17,11 +17,8 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from signal import SIGCHLD, SIGTERM
 from typing import NamedTuple
 
@@ -55,7 +52,12 @@ from braid.launch.cluster.agent_ranks import AgentRanks
 from braid.launch.cluster.probe import ProbeListener, Prober
 from braid.launch.process.free_port import PortReservation
 from braid.launch.process.job import JobSpec, check_command
-from braid.launch.process.processes import SignalInbox, end_descendants, subreaper
+from braid.launch.process.processes import (
+    SignalInbox,
+    end_descendants,
+    orphan_reaper,
+    subreaper,
+)
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.message import FrameStream, Message, PeerLost, PipeVan
 from braid.runtime.rendezvous.interfaces import interfaces, machine
@@ -66,7 +68,6 @@ __all__ = ["LOST_EXIT_CODE", "JoinRequest", "serve"]
 SILENCE_S = 60.0  # after which the launcher counts as lost
 LAUNCHER_NODE = "launcher"
 LOST_EXIT_CODE = 1
-REAPER = str(Path(__file__).parents[1] / "process" / "orphan_reaper.py")
 
 
 class JoinRequest(NamedTuple):
@@ -137,6 +138,7 @@ class _Agent(AbstractContextManager["_Agent"]):
         self._known = frozenset(p.pid for p in psutil.Process().children(recursive=True))
         self._bye: AgentBye | None = None
         self._refused = ""
+        self._has_lost_launcher = False
         self._num_signals = 0
         self._is_on_engine = join_request is not None and join_request.is_on_engine
         self._run_id = ""
@@ -145,7 +147,7 @@ class _Agent(AbstractContextManager["_Agent"]):
         self._probe_listener: ProbeListener | None = None
         self._prober: Prober | None = None
         self._ranks: AgentRanks | None = None
-        self._orphan_reaper: subprocess.Popen[bytes] | None = None
+        self._save_s = 0.0
         with ExitStack() as stack:
             self._selector = stack.enter_context(selectors.DefaultSelector())
             self._van = stack.enter_context(
@@ -167,7 +169,18 @@ class _Agent(AbstractContextManager["_Agent"]):
             self._poll()
         if self._refused:
             raise ConfigError(self._refused)
+        if self._has_lost_launcher and self._ranks is not None and self._save_s:
+            self._wait_for_saves(self._ranks)
         return self._bye
+
+    def _wait_for_saves(self, ranks: AgentRanks) -> None:
+        """Ask the ranks of an elastic run to save and end, and wait until they have done so."""
+        ranks.notify()
+        end_ns = self._clock.after_ns(self._save_s)
+        while ranks.num_alive and (now_ns := self._clock.now_ns()) < end_ns:
+            for key, _ in self._selector.select((end_ns - now_ns) / 1e9):
+                key.data()
+            ranks.poll()
 
     def close(self) -> None:
         """End the ranks and release all resources."""
@@ -234,6 +247,7 @@ class _Agent(AbstractContextManager["_Agent"]):
         elif isinstance(message, AgentBye):
             self._bye = message
         elif isinstance(message, PeerLost):
+            self._has_lost_launcher = True
             silent = f"the launcher has been silent for {SILENCE_S:g} s"
             self._end_run(silent if message.silent else "the launcher has closed the connection")
         elif isinstance(message, Ping):
@@ -304,7 +318,8 @@ class _Agent(AbstractContextManager["_Agent"]):
                 port = self._stack.enter_context(kept).port
         except ConfigError as exc:
             return Prepared(problem=f"cannot run this: {exc}")
-        self._orphan_reaper = self._stack.enter_context(_orphan_reaper(self._run_id))
+        self._known |= {self._stack.enter_context(orphan_reaper(self._run_id, 0.0))}
+        self._save_s = wanted.save_s
         self._ranks = AgentRanks(
             job, secret, self._channel, self._selector, self._clock, look_s=wanted.look_s
         )
@@ -316,26 +331,10 @@ class _Agent(AbstractContextManager["_Agent"]):
             return
         ranks.kill()
         mark = {"BRAID_RUN_ID": self._run_id}
-        spared = (
-            self._known if self._orphan_reaper is None else self._known | {self._orphan_reaper.pid}
-        )
-        end_descendants(ranks.pids, mark, all_new=True, known=spared)
+        end_descendants(ranks.pids, mark, all_new=True, known=self._known)
         ranks.close()
 
 
 def _sockets(interface: str) -> dict[str, str]:
     """Return variables that make torch's backends use `interface`, instead of the host name's."""
     return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
-
-
-@contextmanager
-def _orphan_reaper(run_id: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the orphan reaper, which ends the run's processes if this process is killed."""
-    marks = (f"BRAID_RUN_ID={run_id}", f"BRAID_LAUNCHER_PID={os.getpid()}")  # see `rank_environ`
-    reaper = subprocess.Popen(
-        [sys.executable, "-I", "-S", REAPER, *marks],
-        stdin=subprocess.PIPE,
-        start_new_session=True,  # a signal to the group of this process spares the reaper
-    )
-    with reaper:  # closes its stdin and waits
-        yield reaper

@@ -151,6 +151,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
         environ: Environment variables from the launcher's host.
         interface: Network interface of the host's address, for torch's own backends.
         look_s: Seconds between `OpenWaits` messages; 0 for none.
+        save_s: Seconds that ranks have to save and end when the launcher is lost; 0 for none.
         master_addr: Address on which to reserve a port for torch.distributed; empty on hosts
             without rank 0.
         port: Number of the port to reserve; 0 for any.
@@ -163,6 +164,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
     environ: dict[str, str]
     interface: str
     look_s: float
+    save_s: float
     master_addr: str = ""
     port: int = 0
 

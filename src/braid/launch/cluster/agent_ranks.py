@@ -10,7 +10,7 @@ import os
 import selectors
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from signal import SIGKILL, SIGUSR1
+from signal import SIGKILL, SIGTERM, SIGUSR1
 from typing import NamedTuple
 
 from braid.launch.cluster.agent_channel import AgentChannel
@@ -137,6 +137,16 @@ class AgentRanks:
         look = RankObserver(rank, child.pid, box, self._clock, with_links=True)
         self._ranks[rank] = _Kept(child, box, look)
         self._channel.send(RankStarted(rank, child.pid))
+
+    @property
+    def num_alive(self) -> int:
+        """Number of ranks that have not ended."""
+        return sum(kept.child.alive for kept in self._ranks.values())
+
+    def notify(self) -> None:
+        """Send SIGTERM to all ranks: elastic trainings save after their step and end."""
+        for kept in self._ranks.values():
+            kept.child.signal(SIGTERM)
 
     def signal(self, message: SignalRequest) -> None:
         """Send a signal to a rank."""

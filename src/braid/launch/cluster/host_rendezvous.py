@@ -403,6 +403,7 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
                 environ,
                 self._state.reach.interfaces[node],
                 min(1.0, self._job.hang_report_s / LOOKS_PER_LIMIT),
+                self._job.interrupt_limit_s if self._job.elastic is not None else 0.0,
                 address if node == self._places[0].node else "",
                 self._job.port or 0,
             )

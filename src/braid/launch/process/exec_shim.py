@@ -7,9 +7,10 @@ Python between fork and exec of a process that has threads, which may deadlock.
     setpgid                    Ctrl-C reaches the launcher alone, which forwards it once; a rank
                                that reads the terminal shares the launcher's group, since only the
                                group in the foreground may read it
-    PR_SET_PDEATHSIG SIGKILL   no orphan remains when the launcher is killed; the kernel sends it
-                               when the *thread* that spawned this process ends, so the launcher
-                               spawns from its main thread; execv keeps it
+    PR_SET_PDEATHSIG SIGKILL   no orphan remains when the launcher is killed (an elastic training
+                               makes it SIGTERM, to save first); the kernel sends it when the
+                               *thread* that spawned this process ends, so the launcher spawns from
+                               its main thread; execv keeps it
     getppid                    the launcher may have died before the line above
 
 Source: prctl(2), PR_SET_PDEATHSIG.

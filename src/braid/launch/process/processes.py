@@ -16,10 +16,12 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -28,12 +30,21 @@ import psutil
 from braid.errors import ConfigError
 from braid.runtime.diagnose.verdict import MemoryKill
 
-__all__ = ["Change", "SignalInbox", "changes_of", "end_descendants", "send_signal", "subreaper"]
+__all__ = [
+    "Change",
+    "SignalInbox",
+    "changes_of",
+    "end_descendants",
+    "orphan_reaper",
+    "send_signal",
+    "subreaper",
+]
 
 PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 END_LIMIT_S = 5.0
+REAPER = str(Path(__file__).with_name("orphan_reaper.py"))
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
@@ -130,6 +141,33 @@ def subreaper() -> Iterator[None]:
         yield
     finally:
         libc.prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+@contextmanager
+def orphan_reaper(run_id: str, limit_s: float) -> Iterator[int]:
+    """Run the orphan reaper, which ends the run's processes if this process is killed.
+
+    Args:
+        run_id: Name of the run.
+        limit_s: Seconds that the processes then have to end by themselves.
+
+    Yields:
+        Process id of the reaper.
+    """
+    marks = (f"BRAID_RUN_ID={run_id}", f"BRAID_LAUNCHER_PID={os.getpid()}")  # see `rank_environ`
+    reaper = subprocess.Popen(
+        [sys.executable, "-I", "-S", REAPER, str(limit_s), *marks],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # a signal to the group of this process spares the reaper
+    )
+    with reaper:  # closes its stdin and waits
+        try:
+            yield reaper.pid
+        finally:
+            assert reaper.stdin is not None
+            with suppress(BrokenPipeError):  # somebody has killed it
+                reaper.stdin.write(b".")
+                reaper.stdin.flush()
 
 
 def changes_of(pid: int) -> list[Change]:

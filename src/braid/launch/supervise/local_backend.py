@@ -36,7 +36,13 @@ from braid.launch.process.job import (
 )
 from braid.launch.process.oom import OomMonitor
 from braid.launch.process.output import Console
-from braid.launch.process.processes import SignalInbox, changes_of, end_descendants, subreaper
+from braid.launch.process.processes import (
+    SignalInbox,
+    changes_of,
+    end_descendants,
+    orphan_reaper,
+    subreaper,
+)
 from braid.launch.supervise.backend import OnChange, OnSignal, RankPlacement, RankSpec
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.rank_process import RankProcess
@@ -123,6 +129,9 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
         self._server: ForkServer | None = None
         with ExitStack() as stack:
             stack.enter_context(subreaper())
+            if job.elastic is not None:  # its ranks outlive a killed launcher to save
+                reaper = stack.enter_context(orphan_reaper(self.run_id, job.interrupt_limit_s))
+                self._known |= {reaper}
             self._port = stack.enter_context(PortReservation(job.port)).port
             self._secret_fd = self.secret.to_fd()
             stack.callback(os.close, self._secret_fd)

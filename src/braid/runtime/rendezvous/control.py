@@ -5,7 +5,7 @@ launcher must guess an exception from a log.
 
 Idea: a few small messages over one authenticated connection per rank. The launcher notices an exit
 first and sends its cause; a rank sends its exceptions and its checkpoints. The loss of the launcher
-is not an error here: the kernel kills the ranks of a dead launcher.
+is not an error here: the kernel kills the ranks of a dead launcher, or asks elastic ones to save.
 
     rank -> launcher   RankHello  Saved  Loaded  Logged  RankFailed  Exiting  Left  Ready
     launcher -> rank   RankLost  Stop  PauseTraining  NewEpoch

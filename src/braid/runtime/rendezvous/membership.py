@@ -192,6 +192,14 @@ class Membership:
         return self._launcher.stop_reason
 
     @property
+    def has_lost_launcher(self) -> bool:
+        """Whether this process has had a launcher of braid that is gone."""
+        if self.control is None:
+            return False
+        self.context.health.collect()
+        return not self.control.connected
+
+    @property
     def is_newcomer(self) -> bool:
         """Whether this process is alone until the others take it in."""
         return self.environment.elastic == "newcomer" and self.epoch < 0

@@ -1,0 +1,116 @@
+"""Elastic runs on several hosts, on engines and without their launcher lose no step and no bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_starts import MARK, marked, nothing_left
+
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
+JOB = str(Path(__file__).with_name("elastic_job.py"))
+FAKES = Path(__file__).parents[1] / "fakes"
+LIMIT_S = 120.0
+PROOF = pytest.mark.proof
+HOSTS = ("-H", "a:2,b:1", "--rsh", "env FAKE_HOST={host}", "--env", f"{MARK},SAVES")
+WAYS = {
+    "one": ("-n", "1"),
+    "here": ("-n", "3"),
+    "ssh": HOSTS,
+    "ray": ("--on", "ray", "-n", "3"),
+    "slurm": ("--on", "slurm", "-n", "3"),
+    "mpi": ("--on", "mpi", "-n", "3", "-H", "a:2,b:1"),
+}
+RUN = "main(['run', *(word.replace('PID', str(os.getpid())) for word in sys.argv[1:])])"
+RUN = f"import os, sys; from braid.cli import main; sys.exit({RUN})"
+RUN_WITH_LITTLE_TIME = """
+import os, sys
+from braid.launch import JobSpec, Supervisor
+from braid.launch.process.job import ElasticLimits
+command = [word.replace("PID", str(os.getpid())) for word in sys.argv[1:]]
+limits = ElasticLimits(min_ranks=1)
+Supervisor().run(JobSpec(command=command, num_ranks=2, elastic=limits, interrupt_limit_s=0.5))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _engines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    """Stand-ins of engines, and a directory for checkpoints; nothing may be left at the end."""
+    monkeypatch.setenv("PATH", f"{FAKES / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{FAKES}{os.pathsep}{os.environ['PYTHONPATH']}")
+    monkeypatch.setenv("FAKE_SLURM_CPUS", "4")
+    monkeypatch.setenv("FAKE_RAY_NODES", "a:2,b:2")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("SAVES", str(tmp_path / "saves"))
+    monkeypatch.chdir(tmp_path)
+    with nothing_left(request.node.nodeid):
+        yield
+        deadline_s = time.monotonic() + LIMIT_S
+        while marked(request.node.nodeid) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+
+
+def _start(code: str, *words: str) -> tuple[int, str]:
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    return done.returncode, done.stdout + done.stderr
+
+
+def _train(way: str, *deaths: str) -> tuple[int, set[str], str]:
+    options = ("--min-ranks", "1", "--restarts", "0", "--threads", "1")
+    code, text = _start(RUN, *WAYS[way], *options, JOB, *deaths)
+    return code, set(re.findall(r"\b[0-9a-f]{64}\b", text)), text
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("alone"))
+        patch.setenv("SAVES", "")
+        _, digests, text = _train("one")
+    assert len(digests) == 1, text
+    return digests
+
+
+@pytest.mark.parametrize(
+    ("way", "death", "lost"),
+    [
+        ("slurm", "2:3:parent", "HostLost: host n2 is gone: its agent"),
+        pytest.param("ray", "2:3:parent", "host b is gone: its agent", marks=PROOF),
+        pytest.param("mpi", "2:3:parent", "host b is gone: its agent", marks=PROOF),
+        pytest.param("slurm", "2:3", "rank 2 on host n2", marks=PROOF),
+        pytest.param("ray", "2:3", "rank 2 on host b", marks=PROOF),
+        pytest.param("mpi", "2:3", "rank 2 on host b", marks=PROOF),
+    ],
+)
+def test_what_an_engine_loses_costs_no_step_and_no_bit(undisturbed, way, death, lost):
+    code, digests, text = _train(way, death)
+    assert code == 0, text
+    assert lost in text
+    assert digests == undisturbed, text
+
+
+@pytest.mark.parametrize("way", [pytest.param("here", marks=PROOF), "ssh"])
+def test_ranks_whose_launcher_is_killed_save_their_step(undisturbed, way, request):
+    code, digests, text = _train(way, "0:5:kill:PID")
+    assert code == -9, text
+    assert digests == set()
+    while marked(request.node.nodeid):
+        time.sleep(0.05)
+    assert [path.name for path in Path("saves").iterdir()] == ["step-00000006"]
+    code, digests, text = _train("one")
+    assert digests == undisturbed, text
+
+
+def test_a_rank_that_outlives_its_launcher_too_long_is_killed_with_its_children():
+    code, text = _start(RUN_WITH_LITTLE_TIME, JOB, "0:5:kill:PID", "1:5:stuck")
+    assert code == -9, text  # `_engines` sees whether anything is left
+    assert not Path("saves").exists()
