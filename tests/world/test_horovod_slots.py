@@ -41,6 +41,10 @@ def test_a_script_lists_hosts(tmp_path):
         ("kill -9 $$", "code 137|signal 9"),
         ("sleep 60 & wait", "has not ended within 0.5 s"),
         ("echo localhost:two", "must print lines NAME:SLOTS"),
+        ("echo localhost:-2", "must print lines NAME:SLOTS"),
+        ("echo localhost:2; echo localhost:3", "each host once, got 'localhost:3'"),
+        ("head -c 99 /dev/zero", "must print lines NAME:SLOTS"),
+        ("yes localhost", "has printed more than 1 MiB"),
     ],
 )
 def test_a_script_that_does_not_work_is_an_error(tmp_path, line, message):

@@ -30,7 +30,7 @@ __all__ = [
 
 OPENING = ("min-np", "max-np", "host-discovery-script")
 FURTHER = ("slots", "elastic-timeout", "reset-limit", "blacklist-cooldown-range")
-LINE = re.compile(r"([^\s:]+|\[[^\s\]]+\])(?::([0-9]{1,4}))?")
+LINE = re.compile(r"([\w.-]+|\[[\w.:%]+\])(?::([0-9]{1,4}))?", re.ASCII)
 SCRIPT = "--host-discovery-script"
 
 

@@ -63,9 +63,12 @@ class ScriptRun(AbstractContextManager["ScriptRun"]):
         """Return the output when the script has ended; None while it runs.
 
         Raises:
-            ConfigError: It has failed, or takes too long.
+            ConfigError: It has failed, takes too long or prints too much.
         """
         code = self._process.poll()
+        if os.fstat(self._output.fileno()).st_size > MAX_OUTPUT_BYTES:
+            msg = f"{SCRIPT} {self._script} has printed more than {MAX_OUTPUT_BYTES >> 20} MiB"
+            raise ConfigError(msg)
         if code is None and self._clock.now_ns() < self._end_ns:
             return None
         if code is None:
