@@ -26,6 +26,7 @@ from braid.runtime.rendezvous import NewEpoch, PauseTraining, Ready, Stop
 
 __all__ = ["ElasticRun", "MemberDriver"]
 
+JOIN_NOTICE_NS = 60_000_000_000  # an import takes seconds, a connection far less
 ENDING = "a rank has failed, or the run was stopped"
 
 
@@ -97,6 +98,7 @@ class MemberDriver:
         self._place_of: dict[int, int] = {}
         self._missing: tuple[int, ...] = ()  # members for which others wait
         self._missing_ns: int | None = None  # since then; None if they have been named
+        self._joining_ns: dict[int, int] = {}  # when processes were started that are not ready yet
 
     @property
     def deadline_ns(self) -> int | None:
@@ -104,11 +106,13 @@ class MemberDriver:
         due = [] if self._slots is None else [self._slots.deadline_ns]
         if (missing_ns := self._missing_deadline_ns) is not None:
             due.append(missing_ns)
+        due += [start_ns + JOIN_NOTICE_NS for start_ns in self._joining_ns.values()]
         return min(due, default=None)
 
     def poll(self) -> None:
-        """Look at the slots, and name members for which others wait."""
+        """Look at the slots, and name ranks that are late."""
         self._name_missing()
+        self._name_late()
         num_slots, notice = self._slots.poll() if self._slots is not None else (None, "")
         if notice:
             self._run.notice(notice)
@@ -126,10 +130,13 @@ class MemberDriver:
 
     def started(self, rank: int) -> None:
         """Note a new process."""
+        if self._job.hang_report_s:
+            self._joining_ns[rank] = self._clock.now_ns()
         self._execute(self.state.started(rank))
 
     def ready(self, process: Rank, message: Ready) -> None:
         """Note that a process waits for the next epoch, or leaves."""
+        self._joining_ns.pop(process.rank, None)
         if not self._run.is_running:
             process.send(Stop(ENDING))
         elif message.leaves:
@@ -146,6 +153,7 @@ class MemberDriver:
 
     def ended(self, rank: int, *, has_finished: bool, was_dismissed: bool) -> None:
         """Note the end of a process."""
+        self._joining_ns.pop(rank, None)
         self._free_place(rank)
         if self._slots is not None and not has_finished and not was_dismissed:
             self._slots.lost()
@@ -199,6 +207,20 @@ class MemberDriver:
                 f"{self._job.hang_report_s:g} s, and the other members wait for it"
                 f"{': it was last seen ' * bool(inside)}{inside}"
             )
+
+    def _name_late(self) -> None:
+        """Name processes, once, that are not ready to train long after their start."""
+        now_ns = self._clock.now_ns()
+        for rank, start_ns in list(self._joining_ns.items()):
+            if now_ns >= start_ns + JOIN_NOTICE_NS:
+                del self._joining_ns[rank]
+                process = self._run.ranks[rank]
+                inside = process.last_events()
+                self._run.notice(
+                    f"{process.name} is not ready to train {JOIN_NOTICE_NS / 1e9:g} s after its "
+                    "start: does its program still prepare, or can it not reach the launcher?"
+                    f"{' It was last seen ' * bool(inside)}{inside}"
+                )
 
     def _free_place(self, rank: int) -> None:
         """Free the place of a rank that ends, for another process."""

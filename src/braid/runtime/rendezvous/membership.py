@@ -24,6 +24,7 @@ import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
+from braid._version import __version__
 from braid.errors import CommTimeout, ConfigError, PeerLostError, encodable, message_of
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.diagnose.tracebacks import parse_error
@@ -392,6 +393,8 @@ def join_job(
     with contextlib.ExitStack() as undo:
         undo.callback(parts.closers.close)
         prefix = f"join-{claim(parts.store, rank)}"
+        if environment.elastic:
+            _refuse_other_versions(parts.store, rank)
         entrance = _JobEntrance(environment, parts, clock, timeout_s)
         if environment.elastic == "founder":
             assert parts.launcher is not None
@@ -405,6 +408,20 @@ def join_job(
             parts.link.arrive()
         undo.pop_all()
     return Membership(environment, joined, parts, epoch.epoch)
+
+
+def _refuse_other_versions(store: Store, rank: int) -> None:
+    """Refuse a process of an elastic run with another braid or torch than the first process."""
+    torch = getattr(sys.modules.get("torch"), "__version__", "no")
+    mine = f"braid {__version__} and torch {torch}"
+    answer = store.compare_set("versions", b"", f"{rank} {mine}".encode())
+    first, _, theirs = answer.decode().partition(" ")
+    if mine != theirs:
+        msg = (
+            f"rank {rank} has {mine}, but rank {first} has {theirs}: install the same versions on "
+            "all hosts of an elastic run"
+        )
+        raise ConfigError(msg)
 
 
 class _JobEntrance(NamedTuple):
