@@ -152,7 +152,8 @@ class Cluster:
                 self.execute(self.state.lost(rank))
                 self.lose(rank, left=False)
         except Dismissed:
-            return
+            with self.changed:
+                self.lose(rank, left=True)
         except BaseException as exc:  # noqa: BLE001 - raised by `run`
             traceback.clear_frames(exc.__traceback__)  # they hold graphs, whose hooks hold errors
             with self.changed:
@@ -298,10 +299,13 @@ def train(
     epochs: int = 2,
     after_backward: Callable[[ElasticTraining, nn.Module], object] = lambda *_: None,
     evaluate_every: int = 0,
+    width: int = 5,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Train a small model, and return its state."""
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), Counted(), nn.Linear(5, 1))
+    model = nn.Sequential(
+        nn.Linear(4, width), nn.BatchNorm1d(width), Counted(), nn.Linear(width, 1)
+    )
     with torch.no_grad():
         for position, param in enumerate(model.parameters()):
             param.copy_(torch.linspace(-1.0, 1.0, param.numel()).view_as(param) + position + 1)

@@ -235,6 +235,15 @@ def test_a_rank_that_computes_wrongly_leaves_before_its_result_is_used(undisturb
         assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in state.items())
 
 
+def test_a_newcomer_with_another_model_leaves_and_the_others_go_on(undisturbed):
+    cluster = Cluster(3, {(1, "forward"): 2}, min_ranks=3, restarts=2)
+    cluster.run(lambda members: train(members, width=6 if members.rank == 3 else 5))
+    assert cluster.left == [(3, "cannot take part")]
+    assert set(cluster.results) == {0, 2, 4}
+    for state in cluster.results.values():
+        assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in state.items())
+
+
 def test_a_bit_that_flips_once_is_computed_again(undisturbed):
     cluster = Cluster(2, {})
     cluster.run(_flipping(1, 1))

@@ -16,7 +16,7 @@ from engine_starts import MARK, marked, nothing_left
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOB = str(Path(__file__).with_name("elastic_job.py"))
 FAKES = Path(__file__).parents[1] / "fakes"
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 PROOF = pytest.mark.proof
 HOSTS = ("-H", "a:2,b:1", "--rsh", "env FAKE_HOST={host}", "--env", f"{MARK},SAVES")
 WAYS = {

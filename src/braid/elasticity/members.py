@@ -12,16 +12,23 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 from braid import context
 from braid.comm import Group
-from braid.errors import CommError, PeerLostError
+from braid.errors import CommError, CommTimeout, PeerLostError
 
-__all__ = ["JobMembers", "Members", "notices", "require_change", "warn_of_idle_ranks"]
+__all__ = [
+    "JobMembers",
+    "Members",
+    "notices",
+    "on_trial",
+    "require_change",
+    "warn_of_idle_ranks",
+]
 
 LOG = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
@@ -138,6 +145,18 @@ def notices(members: Members) -> Iterator[None]:
     finally:
         _set_death_signal(signal.SIGKILL)
         signal.signal(signal.SIGTERM, before)
+
+
+def on_trial(members: Members, join: Callable[[], object]) -> None:
+    """Let a newcomer join the others, who survive an error of it, such as another model."""
+    try:
+        join()
+    except (PeerLostError, CommTimeout):
+        raise
+    except Exception:
+        with suppress(SystemExit):
+            members.leave(-1, "cannot take part")
+        raise
 
 
 def _set_death_signal(signum: int) -> None:

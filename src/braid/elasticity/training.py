@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 from braid.elasticity.evaluation import Evaluation
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
 from braid.elasticity.learning_rate import RateRule, rate_factor
-from braid.elasticity.members import Members, notices, require_change, warn_of_idle_ranks
+from braid.elasticity.members import Members, notices, on_trial, require_change, warn_of_idle_ranks
 from braid.elasticity.micro_batches import DataPosition, MicroBatches, require_same_data, seed_all
 from braid.elasticity.replica import Replica
 from braid.elasticity.saving import TrainingCheckpoints
@@ -120,7 +120,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     def __enter__(self) -> ElasticTraining:
         if self._members.is_newcomer:
-            self._join_next_epoch(-1)
+            on_trial(self._members, partial(self._join_next_epoch, -1))
         else:
             self._enter_epoch([-1] * self._members.group.size)
         self._notices.__enter__()
