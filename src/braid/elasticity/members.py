@@ -148,7 +148,7 @@ def notices(members: Members) -> Iterator[None]:
 
 
 def on_trial(members: Members, join: Callable[[], object]) -> None:
-    """Let a newcomer join the others, who survive an error of it, such as another model."""
+    """Call `join` for a newcomer; the others survive its errors, such as another model."""
     try:
         join()
     except (PeerLostError, CommTimeout):

@@ -5,7 +5,7 @@ stdin. The program imports nothing of braid, so it costs one bare start of the i
 
 Problem: when an agent is killed, the kernel kills its ranks too, but not the data loaders and
 shells that the ranks have started. The launcher is on another host. Ranks of an elastic run save
-when their launcher is killed, and nobody is left to end a rank that takes too long.
+when their launcher is killed, and then no process ends a rank that takes too long.
 
 Idea: the kernel also closes the pipe of a dead process. The reaper then kills every process with
 the marks of that process in its environment, after `LIMIT_S` seconds in which they may end by
