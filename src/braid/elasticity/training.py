@@ -494,8 +494,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             raise ConfigError(msg)
         samples = self._samples
         if samples is None or samples.loader is not loader:
-            every, per_rank = self._checks.every, self._rule is not None
-            samples = MicroBatches(loader, self._seed, verify=every, per_rank=per_rank)
-            self._samples = samples
+            every, kept = self._checks.every, self._rule is not None
+            samples = self._samples = MicroBatches(loader, self._seed, verify=every, per_rank=kept)
         samples.epoch = self.at.epoch
         return samples
