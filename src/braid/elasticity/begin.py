@@ -42,7 +42,7 @@ def _division_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     if any(is_of_experts(param) for param in model.parameters()):
         return "experts"
     is_plain = all(type(p) is nn.Parameter for p in model.parameters())
-    return "" if is_plain else "parameters of a type of their own, such as DTensor"
+    return "" if is_plain else "parameters of another type than nn.Parameter, such as DTensor"
 
 
 def elastic(
@@ -71,9 +71,9 @@ def elastic(
         seed: Number that chooses the order of samples, and random numbers.
         update: Called instead of `optimizer.step()` when `.grad` holds the mean over all
             micro-batches, such as a function that clips gradients before.
-        batch_per_rank: Keeps the number of samples of a rank and not of a step, which then has as
-            many micro-batches as there are ranks, and says how the learning rate follows: "linear"
-            for SGD, "sqrt" for Adam, or "constant". Bits then depend on who was lost when.
+        batch_per_rank: Rule of the learning rate if each rank keeps its number of samples: "linear"
+            for SGD, "sqrt" for Adam, or "constant". A step then has one micro-batch for each rank,
+            and the bits depend on who was lost when.
         verify: Number of steps after which each rank also computes the micro-batch of the next one,
             to compare the gradients bit by bit; 0 for never. A rank that computes wrongly leaves
             before its result is used, and is replaced. For ranks on hosts of one kind.
@@ -87,7 +87,7 @@ def elastic(
         evaluate: Function that all members call between two steps, and in which they may
             communicate, such as to average a loss. If a rank is lost inside, they call it again.
         evaluate_every: Number of steps between two calls.
-        others: Further objects whose states belong to the training, by any names, such as a
+        others: Further objects with a state of the training, by any names, such as a
             learning rate scheduler. `update` calls them, not the loop.
 
     Raises:

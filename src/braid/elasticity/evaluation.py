@@ -1,7 +1,7 @@
 """An evaluation between the steps of an elastic training, in which ranks may communicate.
 
-A rank that is lost breaks it for some members, while others may have finished it. So they say to
-each other, when they go on, who has, and all do it again if one has not.
+A rank that is lost breaks it for some members, while others may have finished it. So they compare,
+when they go on, who has, and all do it again if one has not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Evaluation", "evaluation_of"]
 
 
 class Evaluation:
-    """A function that all members call after every so many steps.
+    """A function that all members call every few steps.
 
     Args:
         function: The function; None for none.
@@ -27,7 +27,7 @@ class Evaluation:
         self._last = 0  # number of steps after which it was called last
 
     def is_due(self, num_steps: int) -> bool:
-        """Whether the function is to be called after so many steps."""
+        """Return whether the function is to be called after `num_steps` steps."""
         return bool(self._every) and num_steps % self._every == 0 and num_steps != self._last
 
     def run(self, num_steps: int) -> None:
@@ -37,7 +37,7 @@ class Evaluation:
         self._last = num_steps
 
     def skip(self, num_steps: int) -> None:
-        """Note that evaluations up to so many steps are the matter of others."""
+        """Note that other members have done the evaluations up to `num_steps` steps."""
         self._last = num_steps
 
 

@@ -1,12 +1,12 @@
 """Sums the gradients of a step's micro-batches in their order, on any number of ranks.
 
 Problem: floating-point sums depend on the order of their terms. If the ranks that are left share
-the micro-batches of a lost one, and each adds up its own first, the weights differ from those of
-the undisturbed run.
+the micro-batches of a lost one, and each adds up its own first, the weights differ from the
+weights of the undisturbed run.
 
 Idea: a step has a fixed number of micro-batches, and ranks take them in turn, in rounds. After each
-round the ranks' gradients are added in the order of ranks. Rank 0 goes into the next round with the
-sum so far in place of zero:
+round the ranks' gradients are added in the order of ranks. Rank 0 begins the next round with the
+sum so far, and not with zero:
 
     micro-batch    0    1    2    3    4         3 ranks, 5 micro-batches
     round 0       r0   r1   r2                   ((g0 + g1) + g2) = s
@@ -65,7 +65,7 @@ class GradientSums:
     Args:
         group: Ranks that train together.
         records: Parameters of the model, the same on all ranks.
-        buffers: Result of `memory_for`, which several groups may use one after the other; new
+        buffers: Result of `memory_for`, which several groups may use in turn; new
             memory when None.
     """
 
@@ -97,7 +97,7 @@ class GradientSums:
             number: Number of the round.
             has_shard: Whether this rank has a micro-batch in this round.
             loss: Loss of the micro-batch.
-            weight: Samples of the micro-batch, divided by the mean of those of the step.
+            weight: Samples of the micro-batch, divided by the mean number of samples in the step.
 
         Raises:
             ConfigError: A gradient is sparse.

@@ -5,8 +5,8 @@ lost. The optimizer then steps with the learning rate of the program times a fac
 program and its schedulers do not see.
 
     ranks now / at first     2/4
-    linear                   lr / 2           SGD: the mean of half as many samples, half as far
-    sqrt                     lr / sqrt(2)     Adam, whose steps do not grow with the gradient
+    linear                   lr / 2           SGD: half the samples, half the step
+    sqrt                     lr / sqrt(2)     Adam: its steps do not grow with the gradient
     constant                 lr
 
 Source: P. Goyal et al., "Accurate, large minibatch SGD", 2017, section 2.1 (linear); S. Malladi et
@@ -35,7 +35,7 @@ def require_rule(rule: RateRule | None, shards: int | None) -> None:
     """Check the rule of a training, and that its step has no fixed number of micro-batches.
 
     Raises:
-        ConfigError: There is no such rule, or `shards` is given.
+        ConfigError: The rule is unknown, or `shards` is given.
     """
     if rule is not None and rule not in FACTORS:
         msg = f"batch_per_rank must be one of {', '.join(FACTORS)}, or None, got {rule!r}"
@@ -43,7 +43,7 @@ def require_rule(rule: RateRule | None, shards: int | None) -> None:
     if rule is not None and shards is not None:
         msg = (
             f"shards={shards} and batch_per_rank={rule!r}: the first one keeps the samples of a "
-            "step, the second one those of a rank; pass one of them"
+            "step, the second one the samples of a rank; pass one of them"
         )
         raise ConfigError(msg)
 

@@ -39,7 +39,7 @@ class Members(Protocol):
 
     Attributes:
         leaves: Whether this process has been asked to end after its step.
-        number: Number of the training among those of this process, from 1.
+        number: Number of the training in this process, counted from 1.
     """
 
     leaves: bool

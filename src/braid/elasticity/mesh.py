@@ -11,7 +11,7 @@
                 with training.step():
                     training.model.step(x, y, loss=nn.functional.mse_loss)
 
-Each epoch of members has a division of the model of its own, a `HybridParallel`. Replicas along dp
+Each epoch of members has another division of the model, a `HybridParallel`. Replicas along dp
 take the micro-batches of a step in turn, as ranks with a whole model do (`training`), so the bits
 do not depend on their number. Weights that stages share are added up in another order on another
 number of stages, so last bits differ then.
@@ -70,7 +70,7 @@ Build = Callable[[], tuple[Any, ...]]
 
 
 def mesh_for(wanted: Mesh, num_ranks: int) -> Mesh:
-    """Return the mesh of so many ranks: stages and divided layers stay, or all are replicas.
+    """Return the mesh of `num_ranks` ranks: stages and divided layers stay, or all are replicas.
 
     >>> wanted = Mesh.parse("pp=2,dp=2")
     >>> str(mesh_for(wanted, 6)), str(mesh_for(wanted, 3))
@@ -155,7 +155,7 @@ class MeshReplica:
         """See `Replica`.
 
         Raises:
-            CheckpointError: No member has some part, and there is no checkpoint.
+            CheckpointError: No member has some part, and no checkpoint exists.
             ConfigError: The members have no mesh, or the model cannot be divided like that.
         """
         mesh = self._mesh_of(group.size)
@@ -171,8 +171,8 @@ class MeshReplica:
             _make_equal(group, state.model)
         else:
             try:
-                parts = {division: own.parts for division, own in self._divisions.items()}
-                names = {division: own.names for division, own in self._divisions.items()}
+                parts = {number: division.parts for number, division in self._divisions.items()}
+                names = {number: division.names for number, division in self._divisions.items()}
                 held = newest_state(group, parts, names)
             except LostStateError as error:
                 stored = checkpoints.load(group, state)
@@ -199,8 +199,8 @@ class MeshReplica:
         compare_others(group, None if old is None else old.state)
         if old is not None and group.rank == held.root:
             groups = [
-                {key: value for key, value in own.items() if key != "params"}
-                for own in old.state.optimizer.param_groups
+                {key: value for key, value in options.items() if key != "params"}
+                for options in old.state.optimizer.param_groups
             ]
             others = {name: other.state_dict() for name, other in old.state.others.items()}
             beside = {"groups": groups, "others": others, "progress": dict(old.progress)}
@@ -208,7 +208,7 @@ class MeshReplica:
         check_same_training(group, values["progress"], progress)
         fill(group, held, [] if old is None else old.parts, part)
         if self.model.sharding is not None:
-            self.model.sharding.share_step()  # of which all ranks then get the values
+            self.model.sharding.share_step()  # so that all ranks get the new values
         state = self.state
         for options, others in zip(state.optimizer.param_groups, values["groups"], strict=True):
             options.update(others)
@@ -259,7 +259,7 @@ class MeshReplica:
         self.state = state
         self.group = self.model.groups["dp"]
         before, self.records = self.records, self.model.whole_records()
-        kinds = [[(record.names, record.spec) for record in own] for own in (before, self.records)]
+        kinds = [[(r.names, r.spec) for r in records] for records in (before, self.records)]
         if kinds[0] != kinds[1]:
             self.memory = memory_for(self.records)
         self.needs_all = shard == WHOLE_PARAMETERS
@@ -270,10 +270,10 @@ class MeshReplica:
         snapshot, _ = self.model.checkpoint(None)
         boxes = boxes_of(snapshot.pieces(), params)
         for peers in (self.model.groups["tp"], self.group):  # one rank writes what all of them have
-            plain = {n: [list(box) for box in own] for n, own in boxes.items()}
-            for name, own in peers.objects.broadcast(plain, 0).items():
+            plain = {n: [list(box) for box in of_param] for n, of_param in boxes.items()}
+            for name, of_param in peers.objects.broadcast(plain, 0).items():
                 if name not in boxes and params[name].numel():
-                    boxes[name] = list(map(TensorBox.parse, own))
+                    boxes[name] = list(map(TensorBox.parse, of_param))
         place = dict(self.model.place)
         if not shard:  # replicas have the same
             place.pop("dp", None)
@@ -365,7 +365,7 @@ def elastic_mesh(
     Args:
         build: Returns the whole model and its optimizer, alike on all ranks, and, if there are
             further objects with a state, these by name as a third value. Called in each epoch of
-            members; `training.model`, `optimizer` and `others` are those of the present one.
+            members; `training.model`, `optimizer` and `others` belong to the present epoch.
         mesh: Numbers of ranks along pp, dp and tp, such as `pp=2,dp=2`. With other numbers of ranks
             dp changes, or all ranks are replicas where that is not possible. Or a function that
             returns the mesh of a number of ranks, such as the best one of `braid plan`.
@@ -390,7 +390,7 @@ def elastic_mesh(
         ConfigError: An argument makes no sense.
         StaleError: `braid.init()` has not been called.
 
-    Cost of a step: that of the mesh, with one all-reduce of whole gradients over replicas for each
+    Cost of a step: the cost on the mesh, one all-reduce of whole gradients over replicas for each
     round of micro-batches, one of 8 bytes, and the neighbour's copy (see `shadow`).
     """
     problems = below(1, shards=shards) if shards is not None else []

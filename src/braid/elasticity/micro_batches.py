@@ -1,8 +1,8 @@
 """The micro-batches of one rank, in the order of a data set that does not depend on ranks.
 
-The user's DataLoader says how samples are read; which ones, the order of samples says. It is the
-same for any number of ranks, so each sample comes once per epoch whatever happens to ranks. Random
-numbers that a data set draws for a sample are seeded by the sample, not by the process.
+The user's DataLoader chooses how samples are read, and the order of samples which ones. This order
+is the same for any number of ranks, so each sample comes once per epoch whatever happens to ranks.
+Random numbers that a data set draws for a sample are seeded by the sample, not by the process.
 
     pass of 10 samples, steps of 2 micro-batches of 3      0 1 2 | 3 4 5    6 7 8 | 9
     gradient of the last step                              mean over its 4 samples
@@ -39,8 +39,8 @@ class MicroBatches:
     """Micro-batches of a data set.
 
     Args:
-        loader: Says how samples are read. Its batch size is that of a micro-batch; its order counts
-            only as far as it is shuffled or not. Without `drop_last`, the last step of a pass has
+        loader: Reads samples. Its batch size is the size of a micro-batch; its order counts only as
+            far as it is shuffled or not. Without `drop_last`, the last step of a pass has
             the samples that are left; with it, samples too few for a step are dropped.
         seed: Number that chooses the order.
         verify: Number of steps after which each rank has the first micro-batch of the next one
@@ -223,8 +223,8 @@ def require_same_data(group: Group, facts: Sequence[Mapping[str, object]]) -> No
         MismatchError: Some differ.
     """
     first: dict[str, tuple[int, object]] = {}
-    for rank, own in zip(group.ranks, facts, strict=True):
-        for name, value in own.items():
+    for rank, of_rank in zip(group.ranks, facts, strict=True):
+        for name, value in of_rank.items():
             other, expected = first.setdefault(name, (rank, value))
             if value != expected:
                 msg = (
@@ -246,7 +246,7 @@ class _Indices:
 
 
 class _SeededSamples(Dataset[Any]):
-    """Samples by (epoch, index), with random numbers of their own."""
+    """Samples by (epoch, index), with random numbers seeded for each sample."""
 
     def __init__(self, samples: Dataset[Any], seed: int) -> None:
         self._samples = samples

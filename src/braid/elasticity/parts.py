@@ -1,11 +1,11 @@
 """Parts of a training on ranks, and their boxes of whole tensors.
 
 A *part* is trained by one rank. It knows the boxes of whole tensors that its tensors are, as plain
-numbers, so any rank can keep a copy of any part, and parts of one division of the model can be put
-together to those of another one (`redistribution`).
+numbers, so any rank can keep a copy of any part, and parts of one division of the model can become
+parts of another division (`redistribution`).
 
     part "pp=0"    model/first.weight       box (0, 0) of (8, 4)
-                   optimizer/first.weight/exp_avg, likewise
+                   optimizer/first.weight/exp_avg, the same box
 """
 
 from __future__ import annotations
@@ -209,4 +209,4 @@ def packed(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Te
         align=ALIGNMENT,
     )
     pairs = zip(flat.views, tensors, strict=True)
-    return flat.tensor, [view.view(own.dtype).view(own.shape) for view, own in pairs]
+    return flat.tensor, [view.view(tensor.dtype).view(tensor.shape) for view, tensor in pairs]

@@ -10,8 +10,8 @@ several have must be the same, by its checksum, and they share the sending.
     weight (8, 4)    before: r0 rows 0-3, r1 rows 4-7      after: r0 rows 0-2, r2 rows 3-5, ...
                      r0 keeps rows 0-2, and sends row 3 to r2
 
-While members go over to a new division, both are kept. If one is lost meanwhile, the newest
-division of which all parts are left counts.
+While members go over to a new division, both are kept. If a member is lost meanwhile, the
+newest complete division counts.
 
 Cost: each member gets its new part once (a + b*l), less what it had.
 """
@@ -90,9 +90,9 @@ def newest_state(
     mine = {
         division: (
             list(num_parts[division]),
-            {part.name: (list(map(_plain, part.entries())), part.numbers()) for part in own},
+            {part.name: (list(map(_plain, part.entries())), part.numbers()) for part in held_parts},
         )
-        for division, own in parts.items()
+        for division, held_parts in parts.items()
     }
     held = group.objects.all_gather(mine)
     division = _newest(held)
@@ -131,11 +131,11 @@ def _newest(held: Sequence[Mapping[int, tuple[Sequence[str], Mapping[str, Any]]]
     """Return the newest division with all its parts."""
     missing: dict[int, list[str]] = {}
     for division in sorted({d for one in held for d in one}, reverse=True):
-        left = {name for one in held if division in one for name in one[division][1]}
+        present = {name for one in held if division in one for name in one[division][1]}
         names = next(one[division][0] for one in held if division in one)
-        if left.issuperset(names):
+        if present.issuperset(names):
             return division
-        missing[division] = [name for name in names if name not in left]
+        missing[division] = [name for name in names if name not in present]
     lost = "; ".join(missing[max(missing)]) if missing else "all"
     msg = (
         f"the state of {lost} is lost: the ranks that had it, and those with a copy of it, have "
@@ -160,7 +160,7 @@ def fill(group: Group, newest: NewestState, parts: Sequence[ModelPart], part: Mo
         [(name, list(map(TensorBox.parse, boxes))) for name, boxes in one]
         for one in group.objects.all_gather(wanted)
     ]
-    had = {own.name: list(own.entries()) for own in parts}
+    had = {old.name: list(old.entries()) for old in parts}
     sent: dict[int, list[torch.Tensor]] = defaultdict(list)
     received: dict[int, list[torch.Tensor]] = defaultdict(list)
     for rank, one in enumerate(of_all):
@@ -179,7 +179,7 @@ def fill(group: Group, newest: NewestState, parts: Sequence[ModelPart], part: Mo
 
 
 def _make_states(newest: NewestState, part: ModelPart) -> None:
-    """Make states of the optimizer, without values, as those of other parts are."""
+    """Make states of the optimizer, without values, with the shapes and dtypes of other parts."""
     states: dict[str, dict[str, _Tensor]] = defaultdict(dict)
     for name, tensor in newest.tensors.items():
         root, _, rest = name.partition("/")

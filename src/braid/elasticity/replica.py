@@ -50,7 +50,7 @@ class Replica(Protocol):
         ...
 
     def begin(self, number: int) -> None:
-        """Begin a micro-batch, of this number among those of all steps."""
+        """Begin the micro-batch with this number, counted over all steps."""
         ...
 
     def prepare(self) -> float:

@@ -33,7 +33,7 @@ class TrainingCheckpoints:
         return bool(self._directory)
 
     def is_due(self, num_steps: int) -> bool:
-        """Whether a checkpoint is due after so many steps."""
+        """Return whether a checkpoint is due after `num_steps` steps."""
         return bool(self) and num_steps % self._every == 0
 
     def save(
@@ -64,7 +64,7 @@ class TrainingCheckpoints:
     def load(self, group: Group, state: TrainingState) -> Mapping[str, Any] | None:
         """Load the last checkpoint into a whole model, and return the values beside it.
 
-        A collective; None if there is no checkpoint.
+        A collective; None without a checkpoint.
         """
         if not self:
             return None

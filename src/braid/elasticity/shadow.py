@@ -6,7 +6,7 @@ need a way back for all others.
 
 Idea: the neighbour repeats the updates. In each step a rank sends the gradients of its part, as
 they go into the optimizer, to the next rank on a ring, which steps a copy of the part by them. The
-copy has the bits of the part after each step, and nobody ever goes back.
+copy has the bits of the part after each step, and no rank ever goes back.
 
     rank 0   gradients of part 0 ──> rank 1   step of part 1, and of the copy of part 0
 
@@ -103,7 +103,7 @@ class Shadow:
                 key: _placed(next(rest), params[name]) if is_tensor else value
                 for key, (is_tensor, value) in state.items()
             }
-        boxes = {name: list(map(TensorBox.parse, own)) for name, own in theirs["boxes"].items()}
+        boxes = {n: list(map(TensorBox.parse, plain)) for n, plain in theirs["boxes"].items()}
         self.part = ModelPart(theirs["name"], params, boxes, optimizer, lambda: kept)
         self._sent, self._sent_views = packed(self._shipped(part))
         self._received, self._views = packed(self._shipped(self.part))
@@ -112,7 +112,7 @@ class Shadow:
         part.optimizer.register_step_pre_hook(self._before_step)
         handle = part.optimizer.register_step_post_hook(self._step)
         hooks: Any = handle.hooks_dict_ref()
-        hooks.move_to_end(handle.id, last=False)  # before those of the program
+        hooks.move_to_end(handle.id, last=False)  # before hooks of the program
 
     def _shipped(self, part: ModelPart) -> list[torch.Tensor]:
         """Return tensors like those that are sent in each step."""
@@ -120,7 +120,7 @@ class Shadow:
         return [present, *part.params.values(), *part.buffers().values()]
 
     def ship(self) -> None:
-        """Send the gradients of this rank's part, and receive those of the copy; a collective."""
+        """Send gradients of this rank's part, and receive gradients of the copy; a collective."""
         self.check()
         present, *views = self._sent_views
         grads = [param.grad for param in self._own.params.values()]
@@ -185,10 +185,10 @@ class Shadow:
     def _before_step(self, *_: object) -> None:
         """Refuse a step by other gradients than the neighbour has; give the copy its options."""
         self.check()
-        for own, copy in zip(
+        for options, copy in zip(
             self._own.optimizer.param_groups, self.part.optimizer.param_groups, strict=True
         ):
-            copy.update({key: value for key, value in own.items() if key != "params"})
+            copy.update({key: value for key, value in options.items() if key != "params"})
         pairs = zip(self._own.params, self._grad_versions(), self._sent_versions, strict=True)
         changed = [name for name, now, sent in pairs if now != sent]
         if changed:
@@ -270,7 +270,7 @@ def _states(part: ModelPart) -> tuple[dict[str, dict[str, tuple[bool, Any]]], li
 
 
 def _specs_in(states: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[Any]:
-    return [value for own in states.values() for is_tensor, value in own.values() if is_tensor]
+    return [value for state in states.values() for is_tensor, value in state.values() if is_tensor]
 
 
 def _like_optimizer(optimizer: Optimizer) -> Optimizer:

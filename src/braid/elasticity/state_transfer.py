@@ -1,7 +1,7 @@
 """Gives the state of a training to the members that do not have it.
 
-Every replica has the whole state, so no step is lost while one of them lives. Members that come,
-and those whose last step was broken while others could end it, get the state of the first member
+Every replica has the whole state, so no step is lost while one of them lives. New members,
+and members that could not end their last step while others could, get the state of the first member
 that has seen most steps. It is taken over only when all of it has arrived: if its sender dies
 meanwhile, a member still has the state that it had before.
 """
@@ -50,7 +50,7 @@ BUFFER, OTHERS = "buffer/", "others/"  # beginnings of names
 
 
 class Stateful(Protocol):
-    """An object whose state belongs to the training, such as a learning rate scheduler."""
+    """An object with a state that belongs to the training, such as a learning rate scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
@@ -62,7 +62,7 @@ class Stateful(Protocol):
 
 
 class TrainingState(NamedTuple):
-    """Objects whose states belong together.
+    """Model, optimizer and further objects of a training.
 
     Attributes:
         model: The model.
@@ -79,7 +79,7 @@ class Received(Checkpoint):
     """State in memory, to be loaded as from a checkpoint.
 
     Args:
-        source: Text that names whose state it is.
+        source: Name of the source of the state, for messages.
         tensors: Tensors by name.
         state: Other values.
     """
@@ -113,12 +113,12 @@ def transfer(
         progress: Plain values beside it.
 
     Returns:
-        The values of the member whose state it is.
+        The values of the member that has sent the state.
 
     Raises:
-        MismatchError: Members that have seen as many steps have different states.
+        MismatchError: Members after the same number of steps have different states.
 
-    Cost: no bytes if all members have seen as many steps; else one broadcast of the state.
+    Cost: no bytes after the same number of steps on all members; else one broadcast of the state.
     """
     newest = max(num_steps)
     root = num_steps.index(newest)
@@ -164,7 +164,7 @@ def transfer(
 
 
 def check_same_training(group: Group, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Refuse a member whose program is in another training than those of the others."""
+    """Refuse a member if its program is in another training than the other programs."""
     if theirs["training"] != ours["training"]:
         msg = (
             f"rank {group.ranks[group.rank]} comes into training {ours['training']} of its "
@@ -175,7 +175,7 @@ def check_same_training(group: Group, theirs: Mapping[str, Any], ours: Mapping[s
 
 
 def compare_others(group: Group, state: TrainingState | None) -> None:
-    """Refuse further objects whose states differ between the members of a mesh; a collective.
+    """Refuse further objects with different states on the members of a mesh; a collective.
 
     Args:
         group: The members.
@@ -246,7 +246,7 @@ def refuse_changes(
         msg = (
             f"{changed[0]} changed outside of an update, which ranks do unequally often: call "
             "what changes it, such as scheduler.step(), in the function update=, where "
-            "training.ends_epoch tells the end of a pass"
+            "training.ends_epoch is True in the last step of a pass"
         )
         raise ConfigError(msg)
     for record in records:
@@ -269,14 +269,14 @@ def _others(state: TrainingState) -> list[tuple[str, Stateful]]:
 
 
 def _compare(group: Group, num_steps: Sequence[int], state: TrainingState) -> None:
-    """Check that members that have seen as many steps have the same parameters."""
+    """Check that members after the same number of steps have the same parameters."""
     root = num_steps.index(max(num_steps))
     if num_steps[root] < 0 or num_steps.count(num_steps[root]) == 1:
         return  # before the first step everyone gets the state of one
     names, params = zip(*state.model.named_parameters(), strict=True)
     has_newest = num_steps[group.rank] == num_steps[root]
-    own = torch.tensor([checksum(p) if has_newest else 0 for p in params], dtype=torch.int64)
-    table = group.all_gather(own).view(group.size, -1)
+    sums = torch.tensor([checksum(p) if has_newest else 0 for p in params], dtype=torch.int64)
+    table = group.all_gather(sums).view(group.size, -1)
     for rank in range(group.size):
         differing = (table[rank] != table[root]).nonzero().flatten().tolist()
         if num_steps[rank] == num_steps[root] and differing:

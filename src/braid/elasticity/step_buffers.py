@@ -1,7 +1,7 @@
 """Buffers of a model, such as running means, in a step of several micro-batches.
 
-Each micro-batch begins with the buffers from before the step. After it all members have what the
-first micro-batch made of them, as in data parallel training, where rank 0 gives its own to all.
+Each micro-batch begins with the buffers from before the step. After it all members have the values
+after the first micro-batch, as in data parallel training, where rank 0 gives its own to all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StepBuffers:
             self._buffers.broadcast(0)
 
     def keep(self) -> None:
-        """Note that the step has been made: there is no way back."""
+        """Note that the step has been made, and cannot be undone."""
         self._before = []
 
     def restore(self) -> None:

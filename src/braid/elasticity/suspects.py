@@ -26,7 +26,7 @@ __all__ = ["GradientChecks", "StepTimes", "checks_step", "slow_rank", "wrong_ran
 LOG = logging.getLogger(__name__)
 
 MOST_FAILED_CHECKS = 2
-LOOK_STEPS, NUM_LOOKS = 10, 3  # a slow rank is slow in as many looks, each over some steps
+LOOK_STEPS, NUM_LOOKS = 10, 3  # a slow rank is slow in NUM_LOOKS looks at LOOK_STEPS steps each
 
 
 class StepTimes:
@@ -42,7 +42,7 @@ class StepTimes:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew, with other ranks."""
+        """Forget all times: the ranks have changed."""
         self._busy_ns = self._num_busy = 0
         self._slow: list[int | None] = []
 
@@ -60,7 +60,7 @@ class StepTimes:
         """Find a rank that has been slow in several looks; a collective in some steps.
 
         Returns:
-            The rank, or None, and a clause that says how slow it is.
+            The rank, or None, and a clause with its slowness.
         """
         if not self._factor or num_steps % LOOK_STEPS or group.size == 1:
             return None, ""
@@ -76,7 +76,7 @@ class StepTimes:
 
 
 def wrong_ranks(own: Sequence[int], checked: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that may have computed wrongly: none, one, or those that cannot be told.
+    """Return the ranks that may have computed wrongly: none, one, or all ranks in doubt.
 
     Args:
         own: Checksum of each rank's result for its own micro-batch.
@@ -124,7 +124,7 @@ class GradientChecks:
     def __init__(self, every: int) -> None:
         self.every = every
         self.checksum: int | None = None
-        self._num_failed = 0  # checks of this step, of which it is not known which rank is wrong
+        self._num_failed = 0  # checks of this step that left the wrong rank unknown
 
     def is_next(self, num_steps: int, num_ranks: int, num_shards: int) -> bool:
         """Whether each rank computes the micro-batch of the next one now; see `checks_step`."""
@@ -171,7 +171,7 @@ class GradientChecks:
 
 
 def slow_rank(seconds: Sequence[float], factor: float) -> int | None:
-    """Return the rank whose steps take `factor` times as long as those of its peers; None without.
+    """Return the rank with steps `factor` times as long as the steps of its peers, or None.
 
     Args:
         seconds: Seconds of each rank.

@@ -6,13 +6,13 @@
                 with training.step():
                     loss_of(model(x), y).backward()
 
-A step has as many micro-batches as the run had ranks at first (`shards`), each with the batch size
-of the loader. Ranks take them in turn and add up gradients in their order (`gradient_sums`), so
-weights do not depend on the number of ranks. (With `batch_per_rank` a step has as many as there are
-ranks; see `learning_rate`.) When a rank is lost, its peers leave the step that it
-has broken. The launcher says who goes on (`launch.supervise.membership_state`), members that lack
-the newest state get it (`state_transfer`), and the step is done again with the micro-batches dealt
-anew. Processes that come are taken in after a step.
+The number of micro-batches of a step is the number of ranks at first (`shards`); each has the batch
+size of the loader. Ranks take them in turn and add up gradients in their order (`gradient_sums`),
+so weights do not depend on the number of ranks. (With `batch_per_rank` a step has one for each
+rank; see `learning_rate`.) When a rank is lost, its peers leave the step that it has broken. The
+launcher chooses who goes on (`launch.supervise.membership_state`), members that lack the newest
+state get it (`state_transfer`), and the step is done again with other shares of the micro-batches.
+Processes that come are taken in after a step.
 
     step      | forward  backward | sum of gradients | update | pause?
     a loss    any wait in it raises PeerLostError  ->  next epoch, state, the same step again
@@ -51,12 +51,12 @@ MOST_SHARDS = 1 << 20  # micro-batches of a step, for random numbers by step and
 
 
 class ElasticTraining(AbstractContextManager["ElasticTraining"]):
-    """A training whose ranks may change; made by `braid.elastic`.
+    """A training with ranks that may change; made by `braid.elastic`.
 
     Args:
         members: The ranks.
         replica: Model of this member.
-        num_shards: Number of micro-batches of a step; that of the first members when None.
+        num_shards: Number of micro-batches of a step; the number of first members when None.
         seed: Number that chooses the order of samples, and random numbers.
         update: Called when `.grad` holds the mean; the optimizer's step when None.
         batch_per_rank: Rule of the learning rate, if each rank keeps its number of samples.
@@ -105,7 +105,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._met = (-1, -1)  # version and epoch of the data that members have compared
         self.loss = self.grad_norm = self._shard_loss = math.nan
         self.num_changes = -1
-        self._round = self._version = 0  # batches are dealt anew when the version changes
+        self._round = self._version = 0  # batches are dealt again when the version changes
         self._times = StepTimes(replace_slow)
         self._wants_change = False  # members change before the next step
         self._pass: int | None = None  # the pass over the data that `epochs` has yielded
@@ -164,7 +164,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         epoch = self.at.epoch
         if self._pass not in {None, epoch}:
             msg = (
-                f"batches() was called again in pass {self._pass} of epochs(), whose data has been "
+                f"batches() was called again in pass {self._pass} of epochs(), after its data was "
                 "trained: use one loader in each pass"
             )
             raise ConfigError(msg)
@@ -309,7 +309,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         refuse_changes(self._replica.state, self._fingerprint, self._replica.records)
         seed_all(self._seed, self.num_steps, self._shard)
         self._sums.clear()
-        self._shard_loss = math.nan  # until the program says it
+        self._shard_loss = math.nan  # until `add_loss`
         is_first = self._checks_next or (not self._round and self._checks.checksum is None)
         self._buffers.begin(is_first=is_first)
 
@@ -354,7 +354,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _are_right(self) -> bool:
         """Compare gradients that two ranks have computed; a collective.
 
-        A rank that is wrong leaves. If it cannot be told which one is, the step is done again.
+        A rank that is wrong leaves. If the wrong rank cannot be found, the step is done again.
         """
         group, step = self._members.group, self.num_steps + 1
         wrong = self._checks.find_wrong(group, self._sums.checksum(), step)
@@ -374,7 +374,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._shard_loss = value if math.isnan(self._shard_loss) else self._shard_loss + value
 
     def _restart_step(self) -> None:
-        """Deal the micro-batches of the step anew."""
+        """Begin the step again, and deal its micro-batches again."""
         self._sums.clear()
         self._buffers.restore()
         self._round, self._checks.checksum = 0, None
@@ -414,7 +414,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._enter_epoch(self._members.next_epoch(num_steps))
 
     def _enter_epoch(self, num_steps: list[int]) -> None:
-        """Begin an epoch, or the first one after it of which no member dies meanwhile."""
+        """Begin an epoch; if a member dies meanwhile, begin the next one."""
         while True:
             try:
                 self._begin_epoch(num_steps)
