@@ -66,8 +66,9 @@ def elastic(
     Args:
         model: The model, not wrapped. Ranks begin with the weights of rank 0.
         optimizer: Optimizer of its parameters.
-        shards: Number of micro-batches of a step; the number of ranks at first when None. More
-            ranks do not make a step faster.
+        shards: Number of micro-batches of a step; the number of ranks at first when None. A
+            training that begins with a checkpoint keeps its number. More ranks do not make a step
+            faster.
         seed: Number that chooses the order of samples, and random numbers.
         update: Called instead of `optimizer.step()` when `.grad` holds the mean over all
             micro-batches, such as a function that clips gradients before.

@@ -17,6 +17,7 @@ __all__ = [
     "NumRanks",
     "Number",
     "Ranks",
+    "RateRuleName",
     "Target",
     "Text",
     "shown_as",
@@ -32,3 +33,4 @@ Module = Annotated[bool, tyro.conf.arg(name="module", aliases=["-m"])]
 Command = Annotated[tuple[str, ...], tyro.conf.Positional, shown_as("SCRIPT [ARGS ...]")]
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["fp32", "bf16"]
+RateRuleName = Literal["", "linear", "sqrt", "constant"]

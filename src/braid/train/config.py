@@ -17,7 +17,7 @@ from braid.programs.layout import Mesh
 from braid.programs.sampling import share_of
 from braid.programs.schedule.files import check_schedule, schedule_named
 from braid.programs.schedule.pipeline import RECOMPUTE_MODES, VersionRule
-from braid.runtime.option_types import DeviceName, DtypeName, Number, shown_as
+from braid.runtime.option_types import DeviceName, DtypeName, Number, RateRuleName, shown_as
 
 __all__ = ["MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
 
@@ -148,7 +148,7 @@ class TrainConfig:
     min_ranks: int = 0
     spares: int = 0
     restarts: int = 3
-    batch_per_rank: Annotated[str, shown_as("RULE")] = ""
+    batch_per_rank: RateRuleName = ""
     verify: int = 0
     replace_slow: float = 0.0
     device: DeviceName = "auto"
@@ -157,9 +157,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         problems = []
         known_of = {"model": MODELS, "device": get_args(DeviceName), "dtype": get_args(DtypeName)}
+        known_of |= {"batch_per_rank": get_args(RateRuleName)}
         for name, known in known_of.items():
             if (value := getattr(self, name)) not in known:
-                problems.append(f"{name} must be one of {', '.join(known)}, got {value!r}")
+                problems.append(
+                    f"{name} must be one of {', '.join(filter(None, known))}, got {value!r}"
+                )
         least = {
             "steps": 1,
             "batch": 1,

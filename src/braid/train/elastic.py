@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from braid import context
 from braid.elasticity import ElasticTraining, elastic, elastic_mesh
+from braid.elasticity.learning_rate import rate_factor
 from braid.errors import ConfigError
 from braid.runtime.clock import Clock
 from braid.runtime.metrics import memory_bytes
@@ -290,11 +291,13 @@ class _Elastic:
     def _stepped(self, seconds: float) -> Stepped:
         config, training, size = self._config, self._training, context.world().size
         wall_s = max(seconds, 1e-9)
+        rule = config.batch_per_rank or None
+        factor = rate_factor(rule, training.num_shards, training.num_at_first)
         memory: Mapping[str, int] = memory_bytes()
         return Stepped(
             step=training.num_steps,
             loss=training.loss,
-            lr=config.lr_at(training.num_steps - 1),
+            lr=config.lr_at(training.num_steps - 1) * factor,
             grad_norm=training.grad_norm if self._on_mesh else self._norm,
             step_s=wall_s,
             tokens_per_s=training.num_samples * config.context / wall_s,
