@@ -1,7 +1,7 @@
 """braid: every classic way of training PyTorch models in parallel, on one communication core.
 
-Root names are loaded when first used, so `import braid` costs next to nothing. Everything else is
-in its package: `braid.comm`, `braid.launch`, `braid.checkpoint`, ...
+Names in the root package are imported on first use, so `import braid` is quick. All other names
+are in packages: `braid.comm`, `braid.launch`, `braid.checkpoint`, ...
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m braid` is `braid`."""
+"""Command line of braid: `python -m braid` is the same as the command `braid`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The one default context: `braid.init()`.
 
-Programs that are one job from beginning to end call `braid.init()` once and are a rank. This is the
-only place that remembers it; everything below gets its group as an argument.
+A program that is one job from beginning to end calls `braid.init()` once and becomes a rank. Only
+this module stores the default group; all other code gets its group as an argument.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ _DEFAULT = _Default()
 def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
     """Become a rank of the job that the launcher started, and return the group of all ranks.
 
-    CPU tensors travel through shared memory inside a host and by sockets between hosts. CUDA
-    tensors go to NCCL if there are several ranks with a GPU each (choose it with
-    `torch.cuda.set_device` before the first operation), and through pinned memory if ranks share a
-    GPU. A single rank sends nothing.
+    CPU tensors use shared memory inside a host and sockets between hosts. CUDA tensors use NCCL if
+    there are several ranks and each has its GPU (select it with `torch.cuda.set_device` before the
+    first operation), and pinned host memory if ranks share a GPU. A single rank sends nothing.
 
-    Works under `braid run`, under torchrun, and alone (a world of one). Calling it again returns
-    the same group.
+    Works under `braid run`, under torchrun, and without a launcher (world size 1). Calling it again
+    returns the same group.
 
     Args:
         timeout_s: Seconds to wait for the other ranks.
-        sum_order: `rank` to sum in the order of ranks over several hosts, too, as one process does;
-            see `Group.world`.
+        sum_order: `rank` to sum in the order of ranks, as one process does, also over several
+            hosts; see `Group.world`.
 
     Raises:
-        RendezvousError: Some ranks did not come; they are named.
-        ConfigError: The launcher's environment makes no sense; everything wrong with it is listed.
+        RendezvousError: Some ranks did not arrive in time; the message names them.
+        ConfigError: The launcher's environment variables are not valid; the message lists every
+            problem.
     """
     if _DEFAULT.membership is None:
         member = join_job(JobEnvironment.from_os(), timeout_s=timeout_s)
@@ -91,7 +91,7 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
 
 
 def _share_world(member: Membership, timeout_s: float) -> Group:
-    """Make the group of all ranks, the default from now on."""
+    """Create the group of all ranks and store it as the default group."""
     group = Group.world(member.context, member.transport, sum_order=_DEFAULT.sum_order)
     costs = group.objects.broadcast(_DEFAULT.costs) if member.epoch > 0 else ""
     if costs:  # nothing is measured again while others wait to go on
@@ -100,7 +100,7 @@ def _share_world(member: Membership, timeout_s: float) -> Group:
         _tune(group, member.transport.hosts, timeout_s)
     _DEFAULT.costs = group.engine.costs or _DEFAULT.costs
     if _have_own_gpus(group, member.transport.hosts):
-        LOG.info("CUDA tensors go to NCCL: every rank has a GPU of its own")
+        LOG.info("CUDA tensors use NCCL: no two ranks share a GPU")
         group.attach(
             C10dEngine(
                 member.context,
@@ -119,19 +119,19 @@ def _share_world(member: Membership, timeout_s: float) -> Group:
 def next_epoch(
     num_steps: int, timeout_s: float = 600.0, *, limit_s: float | None = None
 ) -> tuple[Group, NewEpoch]:
-    """Leave this epoch of an elastic run, and return the group of all ranks of the next one.
+    """Leave this epoch of an elastic run, join the next one and return its group of all ranks.
 
-    Tensors of the old group stay readable; its operations and requests have ended.
+    Tensors of the old group stay readable. Its operations and requests have ended.
 
     Args:
-        num_steps: Number of steps that the state of this process has seen; -1 without state.
+        num_steps: Number of training steps in the state of this process; -1 without state.
         timeout_s: Seconds to wait for the members of the next epoch.
-        limit_s: Seconds to wait for its beginning; None for no limit.
+        limit_s: Seconds to wait until the next epoch begins; None for no limit.
 
     Raises:
         ConfigError: The run is not elastic.
-        PeerLostError: The launcher ends the run, or is gone.
-        CommTimeout: No epoch has begun in time.
+        PeerLostError: The launcher ends the run, or its process has ended.
+        CommTimeout: No epoch began within `limit_s`.
     """
     member = membership()
     torch_backend.share(None)
@@ -151,7 +151,7 @@ def _share_next_world(
 
 
 def _tune(group: Group, hosts: tuple[int, ...], timeout_s: float) -> None:
-    """Measure what algorithms depend on, among all ranks and inside of each host."""
+    """Measure transfer costs among all ranks and inside each host, to choose algorithms by."""
     group.engine.tune(timeout_s)
     if len(set(hosts)) > 1:
         here = group.split(hosts[group.rank])
@@ -161,8 +161,8 @@ def _tune(group: Group, hosts: tuple[int, ...], timeout_s: float) -> None:
 
 
 def _have_own_gpus(group: Group, hosts: tuple[int, ...]) -> bool:
-    """Return whether every rank can have a GPU of its own; one rank alone has nothing to move."""
-    if group.size == 1:
+    """Return whether each rank can use a separate GPU; False for a single rank."""
+    if group.size == 1:  # sends nothing
         return False
     here = hosts.count(hosts[group.rank])
     has = (
@@ -176,21 +176,21 @@ def _have_own_gpus(group: Group, hosts: tuple[int, ...]) -> bool:
 def log(*, step: int | None = None, **values: Any) -> None:
     """Log numbers of this rank for one step.
 
-    `braid report` draws every value over the steps, as the average of the ranks that have logged it
-    and of rank 0, beside step times, memory and, from `samples` or `tokens`, throughput. Ranks do
-    not communicate here, so any of them may log anything, or nothing.
+    `braid report` draws each value over the steps, once as the average over the ranks that logged
+    it and once for rank 0. It also draws step times, memory and, from `samples` or `tokens`, the
+    throughput. This call does not communicate, so each rank may log different values, or none.
 
     Args:
-        step: Number of the step; the one after the last when None.
-        values: Numbers, such as `loss=loss`; tensors of one element, of which those on a GPU make
-            the program wait for it. `loss`, `eval_loss`, `samples` and `tokens` have meanings; see
-            `braid.runtime.metrics.rows`.
+        step: Number of the step; the last logged step plus 1 when None.
+        values: Numbers, such as `loss=loss`, or tensors with one element. A tensor on a GPU makes
+            the program wait for the GPU. `loss`, `eval_loss`, `samples` and `tokens` have fixed
+            meanings; see `braid.runtime.metrics.rows`.
 
     Raises:
-        ConfigError: A value is not a number; all such values are named.
+        ConfigError: A value is not a number; the message names all such values.
         StaleError: `init` has not been called.
 
-    Cost: some 30 microseconds; one line in `metrics/rank<r>.jsonl` of the run's directory.
+    Cost: about 30 microseconds; one line in `metrics/rank<r>.jsonl` in the run's directory.
     """
     if _DEFAULT.metrics is None:
         msg = "braid.log before braid.init(): call braid.init() once at the start"
@@ -199,16 +199,16 @@ def log(*, step: int | None = None, **values: Any) -> None:
 
 
 def log_step(step: int, **values: float) -> None:
-    """Log that this rank has finished a step, for readers of a run that goes on.
+    """Log that this rank has finished a step, for programs that watch a running job.
 
-    Nothing happens without braid's launcher. The step that `log` takes by itself does not change.
+    Does nothing without braid's launcher. The default step number of `log` does not change.
     """
     if _DEFAULT.metrics is not None:
         _DEFAULT.metrics.log_step(step, values)
 
 
 def shutdown() -> None:
-    """Leave the job and release everything; `init` may be called again. Also happens at exit."""
+    """Leave the job and release all its resources; also called at exit. `init` may follow."""
     group, member = _DEFAULT.group and _DEFAULT.group.current, _DEFAULT.membership
     metrics, _DEFAULT.metrics = _DEFAULT.metrics, None
     _DEFAULT.group = _DEFAULT.membership = None
@@ -226,26 +226,28 @@ def shutdown() -> None:
 
 
 def world() -> Group:
-    """Return the group of all ranks, or of those that are left if it was rebuilt.
+    """Return the group of all ranks, or of the remaining ranks if the group was rebuilt.
 
     Raises:
         StaleError: `init` has not been called.
     """
     if _DEFAULT.group is None:
-        msg = "there is no default group: call braid.init() once at the start"
+        msg = "the default group does not exist yet: call braid.init() once at the start"
         raise StaleError(msg)
     return _DEFAULT.group.current
 
 
 def mesh(axes: str | Mapping[str, int], group: Group | None = None) -> MeshGroups:
-    """Arrange ranks along named axes.
+    """Arrange ranks in a mesh with named axes.
 
     Args:
-        axes: Text such as `dp=2,tp=4`, or sizes by name; the last axis varies fastest.
+        axes: Text such as `dp=2,tp=4`, or a mapping from names to sizes. Neighboring ranks differ
+            in the last axis.
         group: Ranks to arrange; all ranks when None.
 
     Raises:
-        ConfigError: The axes are not valid, or do not multiply to the number of ranks.
+        ConfigError: The axes are not valid, or the product of their sizes is not the number of
+            ranks.
     """
     from braid.comm.mesh_groups import MeshGroups  # noqa: PLC0415 - not for every program
     from braid.programs.layout import Mesh  # noqa: PLC0415
@@ -255,12 +257,12 @@ def mesh(axes: str | Mapping[str, int], group: Group | None = None) -> MeshGroup
 
 
 def membership() -> Membership:
-    """Return this process as a rank: its environment, its connection to the launcher.
+    """Return the membership of this rank: its environment and its connection to the launcher.
 
     Raises:
         StaleError: `init` has not been called.
     """
     if _DEFAULT.membership is None:
-        msg = "this process is no rank yet: call braid.init() once at the start"
+        msg = "this process is not a rank yet: call braid.init() once at the start"
         raise StaleError(msg)
     return _DEFAULT.membership

@@ -1,20 +1,20 @@
-"""Everything that braid raises, as one tree.
+"""The exceptions that braid raises, as one tree.
 
     BraidError
-    ├── ConfigError      (ValueError, RuntimeError)  what you passed cannot work
+    ├── ConfigError      (ValueError, RuntimeError)  an argument or option cannot work
     ├── CommError        (RuntimeError)    a collective or message failed
     │   ├── PeerLostError                  a rank died, left or was declared dead
-    │   ├── CommTimeout  (TimeoutError)    a deadline passed; says who has not arrived
-    │   └── MismatchError                  ranks asked for different things; carries the table
-    ├── RendezvousError  (RuntimeError)    ranks could not find or did not trust each other
+    │   ├── CommTimeout  (TimeoutError)    a deadline passed; the message names the missing ranks
+    │   └── MismatchError                  ranks called different operations; carries a table
+    ├── RendezvousError  (RuntimeError)    ranks could not find or authenticate each other
     ├── StaleError       (RuntimeError)    an object of an earlier epoch, or of a closed group
-    ├── CheckpointError  (RuntimeError)    a checkpoint is missing, incomplete, corrupt or misfits
+    ├── CheckpointError  (RuntimeError)    a checkpoint is missing, corrupt or for another model
     ├── RecomputeError   (RuntimeError)    a recomputed segment differs (in `braid.comm.autograd`)
     └── InternalError    (RuntimeError)    a bug in braid: please report it
 
-Messages have four parts: the problem in the user's words, the values, the place (rank, group,
-operation, parameter) and what to do. All but the root are RuntimeErrors, because torch raises those
-for most mistakes and programs written for it catch them.
+A message has four parts: the problem in the user's words, the values, the place (rank, group,
+operation, parameter) and a remedy. All classes but the root derive from RuntimeError: torch raises
+RuntimeError for most mistakes, and programs written for torch catch it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class BraidError(Exception):
 
 
 class ConfigError(BraidError, ValueError, RuntimeError):
-    """An argument, option or environment that cannot work; raised before anything is started."""
+    """An argument, option or environment variable that cannot work; raised before work starts."""
 
 
 class CommError(BraidError, RuntimeError):
-    """A collective or a message failed; tensors that took part in it are undefined."""
+    """A collective or a message failed; the contents of its tensors are undefined."""
 
 
 class PeerLostError(CommError):
-    """A rank that this operation needs is gone.
+    """A rank that this operation needs has died or left.
 
     Attributes:
         rank: Global rank of the lost process, -1 when unknown.
@@ -63,19 +63,19 @@ class PeerLostError(CommError):
 
 
 class CommTimeout(CommError, TimeoutError):
-    """A deadline passed; the message names who has not arrived and what it last did."""
+    """A deadline passed; the message names each missing rank and its last operation."""
 
 
 class MismatchError(CommError):
-    """Ranks asked for different operations, shapes, dtypes or roots; the text is a table."""
+    """Ranks called different operations, shapes, dtypes or roots; the message is a table."""
 
 
 class RendezvousError(BraidError, RuntimeError):
-    """Ranks could not find each other, or one could not prove that it belongs to the job."""
+    """Ranks could not find each other, or a process failed to authenticate itself to the job."""
 
 
 class StaleError(BraidError, RuntimeError):
-    """An object that belongs to an earlier epoch or to a closed group was used."""
+    """The program used an object of an earlier epoch or of a closed group."""
 
 
 class CheckpointError(BraidError, RuntimeError):
@@ -83,14 +83,14 @@ class CheckpointError(BraidError, RuntimeError):
 
 
 class InternalError(BraidError, RuntimeError):
-    """An invariant of braid was broken: a bug in braid, not in the program that uses it."""
+    """An invariant of braid does not hold: a bug in braid, not in the program that uses it."""
 
 
 def message_of(exc: BaseException) -> str:
     r"""Return the message of any exception as text that can be encoded.
 
     An exception of the user may have a `__str__` that raises, or a message with lone surrogates
-    (a file name that is no UTF-8). Neither may keep its rank from being named.
+    (a file name that is not UTF-8). The error report must name the failed rank in both cases.
 
     >>> message_of(KeyError("x"))
     "'x'"
@@ -110,13 +110,13 @@ def encodable(text: str) -> str:
 
 
 def raise_all(problems: Iterable[str], kind: type[BraidError] = ConfigError) -> None:
-    """Raise one error with all problems, each of them once; do nothing without any."""
-    if each := list(dict.fromkeys(problems)):
-        raise kind("; ".join(each))
+    """Raise one error that lists all distinct problems; do nothing if there are none."""
+    if distinct := list(dict.fromkeys(problems)):
+        raise kind("; ".join(distinct))
 
 
 def below(least: float, /, **values: object) -> list[str]:
-    """Return a problem for each value that is not a number of at least `least`, by its name.
+    """Return one message for each named value that is not a number of at least `least`.
 
     >>> below(1, steps=0, seconds=float("nan"))
     ['steps must be at least 1, got 0', 'seconds must be at least 1, got nan']

@@ -1,8 +1,8 @@
-"""Types that several packages share: of tensors, collectives, and the time of a rank.
+"""Types shared by several packages: descriptions of tensors and collectives, and time shares.
 
-They are plain tuples without torch, so that state machines, planners and error reports can use
-them. Two ranks agree on an operation when the digests of their `OpDesc` agree: 64 bits in a cache
-line instead of a message.
+They are plain tuples that do not import torch, so state machines, planners and error reports can
+use them. Ranks compare the 64-bit digests of their `OpDesc` to check that they run the same
+operation: the digest fits into a cache line, and no message is needed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class TensorSpec(NamedTuple):
     """Shape and dtype of a tensor.
 
     Attributes:
-        shape: Extent of each dim.
+        shape: Size of each dim.
         dtype: torch's name without the prefix, such as `float32`.
-        requires_grad: Whether autograd follows it.
+        requires_grad: Whether autograd records operations on the tensor.
     """
 
     shape: tuple[int, ...]
@@ -43,10 +43,10 @@ class OpDesc(NamedTuple):
 
     Attributes:
         kind: Name of the operation, such as `all_reduce`.
-        spec: The tensor that all ranks must agree on.
+        spec: Shape and dtype of the tensor; equal on all ranks.
         reduce: Reduction, one of sum avg min max product; ignored by operations that do not reduce.
-        root: Group rank of the root, -1 when the operation has none.
-        wire: Number format on the wire; `same` sends the tensor's own.
+        root: Group rank of the root; -1 when the operation does not have a root.
+        wire: Number format of sent data; `same` for the tensor's dtype.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class OpDesc(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """64 bits that stand for this description; never 0."""
+        """Hash of this description with 63 bits; never 0."""
         return text_digest(str(self))
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class OpDesc(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Shares of a rank's time, which add up to 1; all 0 when there was no time.
+    """Shares of a rank's time, which add up to 1; all 0 for an empty interval.
 
     Attributes:
         compute: Share of time outside of collectives.
@@ -95,7 +95,7 @@ class Shares(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def text_digest(text: str) -> int:
-    """First 63 bits of BLAKE2b of `text`, as a non-zero integer."""
+    """Return 63 bits of the BLAKE2b hash of `text` as a non-zero integer."""
     value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return (value >> 1) or 1
 

@@ -437,5 +437,5 @@ def test_ranks_that_never_communicate_are_one_line(tmp_path, console, program, i
     job = JobSpec(command=(str(script),), num_ranks=2, log_dir=str(tmp_path / "run"))
     Supervisor(console).run(job)
     logs = [(tmp_path / "run" / f"rank{rank}.log").read_text() for rank in (0, 1)]
-    line = "braid: 2 ranks have run this program alike and never communicated"
+    line = "braid: each of 2 ranks ran the whole program, and the ranks never communicated"
     assert [line in text for text in logs] == [is_told, False]
