@@ -109,7 +109,7 @@ def test_a_node_is_fetched_and_fed_without_the_nodes_before_it():
         assert torch.equal(again, hidden * 2)
         kinds = [span.name for span in program.timeline().spans if span.kind == "forward"]
         assert not any(name.startswith("first") for name in kinds)
-        with pytest.raises(ConfigError, match="there is no node 'frist'"):
+        with pytest.raises(ConfigError, match="the graph has no node 'frist'"):
             program.run(["frist"], BATCH)
 
 

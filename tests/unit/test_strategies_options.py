@@ -290,7 +290,7 @@ def test_central_storage_trains_as_mirrored_models_with_one_optimizers_state(nam
 
 
 def test_central_storage_refuses_what_has_no_one_step():
-    with pytest.raises(ConfigError, match="the parameter device meta is none of the compute"):
+    with pytest.raises(ConfigError, match="the parameter device meta is not one of the compute"):
         CentralStorageStrategy(["cpu", "cpu"], "meta")
     strategy = CentralStorageStrategy(["cpu", "cpu"])
     with strategy.scope():

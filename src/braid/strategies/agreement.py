@@ -1,15 +1,16 @@
-"""Comparison of replicas after steps, so that none differs from the others unnoticed.
+"""Comparison of replicas after steps, which detects replicas with different parameters.
 
 A replica has one digest for each parameter and buffer, and one for each optimizer's options.
 Replicas of one process are compared after each step, when all of them have ended it. Processes
-exchange their digests in the first steps, where mistakes of a program show, then in every tenth
-step, and in `Strategy.check_replicas`. No difference is lost meanwhile, since parameters that
-differ stay different. The exchange ends during the next step, whose backward is a meeting anyway: a
-wait at the end of a step would be one for the slowest optimizer.
+exchange their digests in the first steps, because most mistakes of a program appear there, then in
+every tenth step, and in `Strategy.check_replicas`. A difference between two exchanges is found by
+the next one, since parameters that differ stay different. The exchange ends during the next step,
+because its backward synchronizes the processes anyway. Waiting at the end of a step would wait for
+the slowest optimizer.
 
-Cost: a pass over the parameters, and one all-gather of 8 bytes for each tensor; 4 % of a step of a
-GPT with 0.8 million parameters and 512 tokens in which processes exchange digests. With a wait at
-the end of each step 11 to 13 %.
+Cost: a pass over the parameters, and one all-gather of 8 bytes for each tensor. For a GPT with 0.8
+million parameters and 512 tokens, that is 4 % of a step in which processes exchange digests, and
+would be 11 to 13 % with a wait at the end of each step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from braid.types import first_few
 
 __all__ = ["ReplicaDigests", "average_buffers", "average_closure"]
 
-FIRST_STEPS, EVERY = 10, 10  # in which processes exchange digests: the first ones, each 10th one
+FIRST_STEPS, EVERY = 10, 10  # processes exchange digests in the first steps, then in every 10th
 
 
 class ReplicaDigests:
@@ -45,11 +46,11 @@ class ReplicaDigests:
         self._compared = 0  # the step after which digests were exchanged last
 
     def begin_step(self) -> None:
-        """Count a step; also one that will fail, so that processes count alike."""
+        """Count a step, also if it fails later: all processes must count the same number."""
         self._num_steps += 1
 
     def compare(self, replicas: Sequence[ReplicaObjects]) -> torch.Tensor:
-        """Compare the replicas after a step: those of this process now, processes if it is due.
+        """Compare the replicas of this process after a step; compare processes when it is due.
 
         Args:
             replicas: Replicas of this process.
@@ -66,8 +67,8 @@ class ReplicaDigests:
         if len(replicas) == 1 and not is_due:
             return torch.empty(0)
         # in this thread: threads that take the interpreter in turns need twice as long
-        digests = [own.digests() for own in replicas]
-        options = [own.option_digests() for own in replicas]
+        digests = [replica.digests() for replica in replicas]
+        options = [replica.option_digests() for replica in replicas]
         rows = [torch.cat(parts) for parts in zip(options, digests, strict=True)]
         _check(torch.stack(rows), replicas[0].digest_names(), "this step")
         if is_due:
@@ -137,10 +138,10 @@ def average_buffers(
     Raises:
         ConfigError: A buffer has different shapes in the replicas of this process.
     """
-    buffers = [own.float_buffers() for own in replicas]
+    buffers = [named.float_buffers() for named in replicas]
     by_name = {
-        name: [own.get(name, torch.empty(0)) for own in buffers]
-        for name in dict.fromkeys(name for own in buffers for name in own)
+        name: [named.get(name, torch.empty(0)) for named in buffers]
+        for name in dict.fromkeys(name for named in buffers for name in named)
     }
     if not by_name:
         return

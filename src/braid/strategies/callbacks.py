@@ -29,7 +29,7 @@ class Callback(Protocol):
 
 
 class EarlyStop:
-    """Ends a training whose result has not improved for some epochs.
+    """Ends the training when a result has not improved for `patience` epochs.
 
     Args:
         result: Name of the result, which is better when it is smaller.
@@ -58,7 +58,7 @@ class EarlyStop:
         """See `Callback`.
 
         Raises:
-            ConfigError: There is no such result.
+            ConfigError: `results` does not contain the result.
         """
         del epoch
         if self._result not in results:
@@ -74,5 +74,5 @@ class EarlyStop:
         return {"best": str(self._best), "num_worse": self._num_worse}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` has returned."""
+        """Load the state that `state_dict` returned."""
         self._best, self._num_worse = float(state["best"]), state["num_worse"]

@@ -39,7 +39,7 @@ ClusterSpec = Mapping[str, Sequence[str]]  # addresses of the tasks of each job
 
 
 class ClusterResolver(Protocol):
-    """Says which task of which job this process is.
+    """Interface for the job and task number of this process, and the addresses of all tasks.
 
     Attributes:
         task_type: Name of this process's job, such as `worker`.
@@ -55,7 +55,7 @@ class ClusterResolver(Protocol):
 
 
 class _Cluster:
-    """Names that all resolvers have besides those of `ClusterResolver`.
+    """Base of the resolvers, with methods that are not part of `ClusterResolver`.
 
     Attributes:
         environment: Name of the environment; empty, as of TensorFlow's resolvers.
@@ -74,7 +74,7 @@ class _Cluster:
         """Return the address of a task; of the chief or the first worker by default.
 
         Raises:
-            ConfigError: There is no such task.
+            ConfigError: The cluster does not contain the task.
         """
         if task_type is None:
             task_type = "chief" if self._jobs.get("chief") else "worker"
@@ -93,10 +93,10 @@ class TFConfigClusterResolver(_Cluster):
     """Reads `TF_CONFIG`: `{"cluster": {"worker": ["host:port"]}, "task": {"type": "worker", ...}}`.
 
     Args:
-        environ: Environment variables; those of this process when None.
+        environ: Environment variables; `os.environ` when None.
 
     Raises:
-        ConfigError: TF_CONFIG is not set, or makes no sense; see `read_tf_config`.
+        ConfigError: TF_CONFIG is not set, or is not valid; see `read_tf_config`.
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
@@ -106,17 +106,17 @@ class TFConfigClusterResolver(_Cluster):
 
 
 def resolver_of_tf_config() -> TFConfigClusterResolver | None:
-    """Return the resolver of TF_CONFIG; None if that is not set, or a launcher gives the ranks."""
+    """Return a resolver for TF_CONFIG; None if it is not set or a launcher assigns the ranks."""
     return TFConfigClusterResolver() if as_torchrun(os.environ)[0] == "tf_config" else None
 
 
 class LaunchedClusterResolver(_Cluster):
-    """Reads what a launcher has set for its ranks: all are workers, and rank 0 is the first.
+    """Reads the environment variables of a launcher: each rank is the worker of that number.
 
-    A launcher gives ranks no addresses, so `cluster_spec` names them by number.
+    A launcher does not publish addresses of ranks, so `cluster_spec` contains `rank0`, `rank1`, ...
 
     Args:
-        environment: The rank's environment; that of this process when None.
+        environment: The rank's environment; read from `os.environ` when None.
     """
 
     def __init__(self, environment: JobEnvironment | None = None) -> None:
@@ -126,7 +126,7 @@ class LaunchedClusterResolver(_Cluster):
 
 
 class RayClusterResolver(LaunchedClusterResolver):
-    """Reads the rank of `braid.launch.ray.run`, which is set as by `braid run`."""
+    """Reads the rank that `braid.launch.ray.run` sets in the environment, as `braid run` does."""
 
 
 class SlurmClusterResolver(_Cluster):
@@ -134,10 +134,10 @@ class SlurmClusterResolver(_Cluster):
 
     Args:
         port_base: Port of the first task of each host.
-        environ: Environment variables; those of this process when None.
+        environ: Environment variables; `os.environ` when None.
 
     Raises:
-        ConfigError: This process is no task of srun, or the variables do not fit together.
+        ConfigError: This process is not a task of srun, or the variables contradict each other.
     """
 
     def __init__(self, port_base: int = 8888, environ: Mapping[str, str] | None = None) -> None:
@@ -159,11 +159,11 @@ class KubernetesClusterResolver(_Cluster):
 
     Args:
         port: Port of each pod.
-        environ: Environment variables; those of this process when None.
+        environ: Environment variables; `os.environ` when None.
 
     Raises:
-        ConfigError: This process is in no Indexed Job with WORLD_SIZE, or MASTER_ADDR is not the
-            name of pod 0, such as `job-0.service`.
+        ConfigError: This process is not part of an Indexed Job with WORLD_SIZE, or MASTER_ADDR is
+            not the name of pod 0, such as `job-0.service`.
     """
 
     def __init__(self, port: int = 8470, environ: Mapping[str, str] | None = None) -> None:
@@ -179,10 +179,10 @@ class KubernetesClusterResolver(_Cluster):
 
 
 def _rank_of(engine: str, environ: Mapping[str, str]) -> EngineRank:
-    """Return the rank that an engine has made of this process.
+    """Return the rank that an engine has assigned to this process.
 
     Raises:
-        ConfigError: Another engine has started it, or none.
+        ConfigError: Another engine, or none, has started this process.
     """
     rank = engine_rank(environ)
     if rank is None or rank.engine != engine:

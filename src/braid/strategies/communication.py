@@ -56,7 +56,7 @@ class CrossDeviceOps:
         """Raise ConfigError if replicas on these devices cannot combine gradients in this way."""
 
     def bucket_cap_mb(self, num_bytes: int) -> float | None:
-        """Return the size of buckets in MiB, for parameters of so many bytes."""
+        """Return the size of buckets in MiB, for `num_bytes` bytes of parameters."""
         if self.num_packs is None:
             return None
         return max(1.0, num_bytes / self.num_packs if self.num_packs else 1.0) / MIB
@@ -74,7 +74,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 
 @dataclass(frozen=True, slots=True)
 class ReductionToOneDevice(CrossDeviceOps):
-    """The default: the sums of replicas in their order, as if they were taken on one device."""
+    """The default: gradients are summed in replica order, as if on one device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class NcclAllReduce(CrossDeviceOps):
 
     def check(self, devices: Sequence[torch.device]) -> None:
         """See `CrossDeviceOps`."""
-        if len(set(devices)) < len(devices) or any(each.type != "cuda" for each in devices):
+        if len(set(devices)) < len(devices) or any(device.type != "cuda" for device in devices):
             names = ", ".join(map(str, devices))
             msg = (
                 f"NcclAllReduce needs a GPU for each replica, got {names}: pass devices that are "
@@ -97,11 +97,11 @@ class CommunicationOptions:
     """Options of gradients between processes.
 
     Attributes:
-        bytes_per_pack: Most bytes of a bucket; 0 for braid's sizes.
-        timeout_seconds: Seconds after which a collective raises CommTimeout; those of the group
+        bytes_per_pack: Maximum number of bytes in a bucket; 0 for braid's sizes.
+        timeout_seconds: Seconds after which a collective raises CommTimeout; the group's timeout
             when None.
-        implementation: `NCCL` or `RING` (braid's own engine, on the CPU) to require this one; AUTO
-            for NCCL where each process has a GPU.
+        implementation: `NCCL` or `RING` (braid's engine on the CPU) to require it; AUTO for NCCL
+            where each process has a GPU.
 
     Raises:
         ConfigError: A number is negative, or the implementation is another one.

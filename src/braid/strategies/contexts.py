@@ -1,10 +1,10 @@
-"""Contexts: a statement runs in a strategy's scope, across replicas, or in one replica.
+"""Contexts: code runs in a strategy's scope (for all replicas), or in one replica.
 
     with strategy.scope():          cross-replica context: models and optimizers are made here
         strategy.run(step)          step runs in the replica context of each replica
             context.merge_call(f)   f runs once, in the cross-replica context again
 
-Source: TensorFlow's `tf.distribute`, whose names these are.
+Source of the names: TensorFlow's `tf.distribute`.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class ReplicaContext:
         return all_reduce(self.group, value, {"sum": "sum", "mean": "avg"}[checked_op(op)])
 
     def all_gather(self, value: torch.Tensor, axis: int = 0) -> torch.Tensor:
-        """Return all replicas' tensors, one after the other. Differentiable.
+        """Return the tensors of all replicas, concatenated along a dim. Differentiable.
 
         Args:
-            value: Tensor; sizes of `axis` may differ.
-            axis: Dim along which the tensors lie.
+            value: Tensor of this replica; the size of dim `axis` may differ between replicas.
+            axis: Dim along which the tensors are concatenated.
 
         Raises:
             MismatchError: Replicas have different dtypes, or shapes that differ in another dim.
@@ -115,11 +115,12 @@ class ReplicaContext:
     ) -> Any:
         """Call `merge_fn(strategy, *args)` once for all replicas of this process.
 
-        Each argument of the function is the `PerReplica` of what the replicas have passed. All of
-        them have to call it; each gets its own part of a result that is `PerReplica`.
+        The function gets each argument as a `PerReplica` with the values of all replicas. All
+        replicas must call `merge_call`. If the function returns a `PerReplica`, each replica gets
+        its value.
 
         Raises:
-            ConfigError: It is called inside of another one.
+            ConfigError: A function of `merge_call` calls it.
         """
         _check_is_replica("merge_call")
         return self._merge(merge_fn, args, kwargs or {})
@@ -153,13 +154,13 @@ def has_strategy() -> bool:
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy whose scope or replica this statement is in.
+    """Return the strategy of the scope or the replica in which this statement runs.
 
     Raises:
         ConfigError: There is none.
     """
     if _PLACE.strategy is None:
-        msg = "there is no strategy here: call this in strategy.scope() or in strategy.run"
+        msg = "no strategy is active here: call this in strategy.scope() or in strategy.run"
         raise ConfigError(msg)
     return _PLACE.strategy
 

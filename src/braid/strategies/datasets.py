@@ -1,9 +1,9 @@
-"""Data sets whose batches are shared among replicas.
+"""Data sets that split batches among replicas.
 
-A batch of all replicas is cut along dim 0: shares differ by one sample at most, and gradients are
-weighted by them. Where each process reads its own batches, processes tell each other in every step
-how many samples they have, so that data which end earlier in one process are an error that names
-it, and no hang.
+A global batch is split along dim 0. Shares differ by one sample at most, and gradients are weighted
+by the number of samples. Where each process reads different batches, processes exchange the number
+of their samples in every step. If the data of one process end earlier, an error names the process;
+without the exchange the others would hang.
 
 Source: TensorFlow's `tf.distribute.DistributedDataset` and `InputContext`.
 """
@@ -44,23 +44,24 @@ class InputContext(NamedTuple):
         Raises:
             ConfigError: The replicas cannot have equally many.
         """
-        each, left = divmod(global_batch_size, self.num_replicas_in_sync)
-        if left or not each:
+        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest or not size:
             msg = (
                 f"a batch of {global_batch_size} cannot be shared equally by "
                 f"{self.num_replicas_in_sync} replicas: choose a multiple of their number"
             )
             raise ConfigError(msg)
-        return each
+        return size
 
 
 class DistributedDataset:
-    """Batches, as one `PerReplica` each; may be iterated several times if its source can.
+    """Iterable of batches as `PerReplica` values; may be iterated again if its source may.
 
     Args:
         replicas: Replicas of this process.
         source: Batches: tensors, or tuples, lists and mappings of them.
-        is_global: Whether a batch is that of all replicas; else each is of one replica here.
+        is_global: Whether a batch of `source` is split among all replicas; otherwise each batch
+            goes to one replica of this process.
     """
 
     def __init__(self, replicas: LocalReplicas, source: Iterable[Any], *, is_global: bool) -> None:
@@ -76,7 +77,7 @@ class DistributedDataset:
         """Yield a batch for each step.
 
         Raises:
-            ConfigError: A batch has no dim 0, or the data of one process end before the others'.
+            ConfigError: A batch has no dim 0, or the data of one process end earlier than the rest.
         """
         batches = iter(self._source)
         here, across = len(self._replicas.devices), self._replicas.across
@@ -91,7 +92,7 @@ class DistributedDataset:
                 if ended and len(ended) < across.size:
                     msg = (
                         f"the data of worker {', '.join(map(str, ended))} ended after {number} "
-                        "batches, and others have more: let all workers have as many batches"
+                        "batches, and others have more: give all workers the same number of batches"
                     )
                     raise ConfigError(msg)
             if not parts:

@@ -41,7 +41,7 @@ class StrategyExtended:
     def reduce_to(
         self, op: str, value: Any, destinations: DeviceLike | torch.Tensor
     ) -> torch.Tensor:
-        """Return `Strategy.reduce` of a value on a device, or on that of a tensor."""
+        """Return the result of `Strategy.reduce` on a device, or on the device of a tensor."""
         if isinstance(destinations, torch.Tensor):
             destinations = destinations.device
         total: torch.Tensor = self._strategy.reduce(op, value)

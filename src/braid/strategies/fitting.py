@@ -82,9 +82,9 @@ def fit(
         validation: Batches that the model is evaluated on after each epoch.
         metrics: Functions of the output and the target, means over samples, by name.
         callbacks: Actions after each epoch; the training ends if one returns True in any process.
-        checkpoints: Directory of checkpoints. A training goes on after the last one: with the bits
-            that it would have had, if the order of data comes from torch's generator or the
-            loader's.
+        checkpoints: Directory of checkpoints. The training resumes from the last one. The result is
+            bitwise equal to an uninterrupted training if the order of data is drawn from torch's
+            default generator or the loader's generator.
         save_every: Number of steps between checkpoints; 0 for one after each epoch.
         console: Console for the progress of rank 0; standard error when None, if it is a terminal.
 
@@ -92,7 +92,7 @@ def fit(
         Results of each epoch, see `Callback`.
 
     Raises:
-        ConfigError: An argument makes no sense, or data have no batch.
+        ConfigError: An argument is not valid, or data have no batch.
         CheckpointError: A checkpoint is of another training, or saving failed.
     """
     problems = {
@@ -145,7 +145,7 @@ def fit(
             if is_shown:
                 progress.console.print(f"epoch {place.epoch}: {text}")
             place.end_epoch(results, is_last=strategy.reduce("sum", float(any(ends))) > 0)
-            number += 1  # so that the end of an epoch has a step of its own
+            number += 1  # the end of an epoch counts as a step, with a separate checkpoint
             if checkpoints is not None:
                 save(checkpoints, step=number, **state)
         strategy.check_replicas()
@@ -153,21 +153,22 @@ def fit(
 
 
 class _DataPlace:
-    """Place of a training in its data, with everything else that a resumed one needs."""
+    """Position of a training in its data, with all state that a resumed training needs."""
 
     def __init__(self, data: Iterable[Any], callbacks: Sequence[Any]) -> None:
         self.epoch, self.batch, self.has_ended = 0, 0, False
         self.history: list[dict[str, float]] = []
         self.sums: dict[str, float] = {}
         self._data, self._callbacks = data, callbacks
-        own = getattr(data, "generator", None)
-        self._generators = [torch.default_generator, *([] if own is None else [own])]
+        generator = getattr(data, "generator", None)
+        self._generators = [torch.default_generator, *([] if generator is None else [generator])]
         self._states = self._get()  # at the begin of the epoch
 
     def rest_of_data(self) -> Iterator[Any]:
-        """Yield the batches of this epoch from the present one on.
+        """Yield the remaining batches of this epoch, beginning with the current one.
 
-        An epoch's order is drawn at its begin, so a resumed one draws it again from the same state.
+        The order of an epoch is drawn when it begins. A resumed epoch draws the same order, from
+        the generator states that were saved at its beginning.
         """
         now = self._get()
         if self.batch:
@@ -193,19 +194,19 @@ class _DataPlace:
             generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed training needs."""
+        """Return the state that a resumed training needs."""
         callbacks = [callback.state_dict() for callback in self._callbacks]
-        own = {name: getattr(self, name) for name in KEPT}
-        return {**own, "states": self._states, "now": self._get(), "callbacks": callbacks}
+        kept = {name: getattr(self, name) for name in KEPT}
+        return {**kept, "states": self._states, "now": self._get(), "callbacks": callbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` has returned."""
+        """Load the state that `state_dict` returned."""
         for name in KEPT:
             setattr(self, name, state[name])
         self._states = state["states"]
         self._set(state["now"])
-        for callback, own in zip(self._callbacks, state["callbacks"], strict=True):
-            callback.load_state_dict(own)
+        for callback, callback_state in zip(self._callbacks, state["callbacks"], strict=True):
+            callback.load_state_dict(callback_state)
 
 
 class _Steps:
@@ -297,7 +298,7 @@ def _means(sums: dict[str, float], what: str) -> dict[str, float]:
     """Return means over samples.
 
     Raises:
-        ConfigError: There is no sample.
+        ConfigError: The number of samples is 0.
     """
     count = sums.pop("samples")
     if not count:

@@ -42,7 +42,7 @@ class OneDeviceStrategy(Strategy):
         device: Device of the replica.
 
     Raises:
-        ConfigError: There is no such device.
+        ConfigError: The device does not exist.
     """
 
     def __init__(self, device: DeviceLike = "cpu") -> None:
@@ -59,7 +59,7 @@ class MirroredStrategy(Strategy):
             sizes when None.
 
     Raises:
-        ConfigError: There are no such devices, or no such way to combine gradients.
+        ConfigError: A device does not exist, or `cross_device_ops` does not support the devices.
 
     Random numbers:
         Replicas on the CPU draw from one default generator, in an order that may change from run to
@@ -89,15 +89,15 @@ class CentralStorageStrategy(Strategy):
     """Variables and optimizer state on one device of this process, computation on all.
 
     Each replica computes with a copy of the variables. One optimizer steps, on the first device,
-    with the average of the gradients; then the others receive the variables. The weights are those
-    of `MirroredStrategy`; the state of the optimizer is on one device.
+    with the average of the gradients; then the other replicas receive the variables. The weights
+    are equal to the weights with `MirroredStrategy`; the state of the optimizer is on one device.
 
     Args:
         compute_devices: Devices of the replicas; see `MirroredStrategy`.
         parameter_device: Device of the variables, one of the compute devices; the first when None.
 
     Raises:
-        ConfigError: There are no such devices, or the variables are to lie on another one.
+        ConfigError: A device does not exist, or `parameter_device` is not a compute device.
 
     Cost: beside the average of the gradients, one broadcast of the parameters in each step.
     """
@@ -112,7 +112,7 @@ class CentralStorageStrategy(Strategy):
             first = as_device(parameter_device)
             if first not in devices:
                 msg = (
-                    f"the parameter device {first} is none of the compute devices "
+                    f"the parameter device {first} is not one of the compute devices "
                     f"{', '.join(map(str, devices))}: name one of them"
                 )
                 raise ConfigError(msg)
@@ -165,18 +165,18 @@ class _CentralStep:
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """A replica in each process that a launcher, or `TF_CONFIG`, names.
+    """One replica in each process; a launcher or `TF_CONFIG` defines the processes.
 
     Args:
-        cluster_resolver: Names the processes; TF_CONFIG if it is set, else the launcher's
-            variables, when None.
+        cluster_resolver: Resolver for the processes. When None, TF_CONFIG is read if it is set,
+            else the launcher's environment variables.
         device: Device of this process's replica: by default its GPU, or the CPU if there is none.
         communication_options: Sizes of the buckets of gradients, deadline and engine.
-        group: Group of the replicas; that of `braid.init()` when None.
+        group: Group of the replicas; the group that `braid.init()` returns when None.
 
     Raises:
-        ConfigError: TF_CONFIG, the launcher's variables or the options make no sense.
-        RendezvousError: Some processes did not come; they are named.
+        ConfigError: TF_CONFIG, the launcher's variables or the options are not valid.
+        RendezvousError: Some processes did not arrive in time; the message names them.
     """
 
     def __init__(

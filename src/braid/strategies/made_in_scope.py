@@ -1,18 +1,18 @@
-"""Modules and optimizers made in a scope, which are another copy in each replica.
+"""Modules and optimizers made in a scope; each replica uses a separate copy of them.
 
     with strategy.scope():                    replica 0            replica 1
         model = Net()              model  ->  the object itself    a copy of it
         optimizer = SGD(...)   optimizer  ->  the object itself    a copy with the copy's parameters
 
-A program holds one object, and each replica has one of its own. So the class of the object becomes
-one that derives from it: in the thread of replica 1, a call and every attribute are those of the
-replica's copy. Elsewhere the object behaves as before.
+The program has one object, and each replica has one copy. So the class of the object is replaced
+by a derived class: in the thread of replica 1, calls and attribute accesses use the replica's copy.
+In all other threads the object behaves as before.
 
-Copies are made before the first step, when the program has done to the objects what it wants to
-(weights loaded, moved, frozen). What the program changes between steps, such as loaded weights or
-a learning rate, is copied before the next one. Modules that are parts of another module only
-redirect calls, so that a forward of the first replica costs nothing; an access that finds the first
-replica's parameters in another one is refused by the check of the first step.
+Copies are made before the first step, after the program has prepared the objects (loaded weights,
+moved or frozen parameters). Changes that the program makes between steps, such as loaded weights or
+a learning rate, are copied before the next step. Submodules redirect only calls, so that a forward
+of the first replica has no overhead. The check in the first step raises an error if a replica
+accesses parameters of another replica.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from braid.strategies.contexts import get_replica_context
 
 __all__ = ["MadeInScope", "ParameterCheck", "shared_objects_refused", "source_of"]
 
-CopyOf = Callable[[object], Any]  # the running replica's copy of an object; None if it is its own
+CopyOf = Callable[[object], Any]  # the running replica's copy of an object; None for the object
 CONTAINER = ("__len__", "__iter__", "__getitem__", "__contains__")
 
 
@@ -125,7 +125,8 @@ class MadeInScope:
     """Modules and optimizers of one strategy, in the order in which they were made.
 
     Args:
-        copy_of: Returns the copy that the replica of this thread has; None where there is none.
+        copy_of: Function that returns the copy of an object for the replica of this thread; None
+            where the replica uses the object.
     """
 
     def __init__(self, copy_of: CopyOf) -> None:
@@ -155,13 +156,13 @@ class MadeInScope:
 
     def modules(self) -> list[nn.Module]:
         """Return the modules that are not a part of another one."""
-        alive = [each for ref in self._objects if isinstance(each := ref(), nn.Module)]
+        alive = [thing for ref in self._objects if isinstance(thing := ref(), nn.Module)]
         parts = {id(part) for module in alive for part in module.children()}
         return list(dict.fromkeys(module for module in alive if id(module) not in parts))
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers."""
-        return [each for ref in self._objects if isinstance(each := ref(), torch.optim.Optimizer)]
+        return [thing for ref in self._objects if isinstance(thing := ref(), torch.optim.Optimizer)]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of all modules by name; of several modules, by number and name."""
@@ -180,8 +181,8 @@ class MadeInScope:
             num_copies: Number of replicas in this process.
 
         Raises:
-            ConfigError: An optimizer has parameters of no module, a module has no shapes yet, or
-                there are copies to be made of a compiled one.
+            ConfigError: An optimizer has parameters that are in no module of the scope, a lazy
+                module has no shapes yet, or a compiled module needs several copies.
         """
         for name, param in self.named_parameters().items():
             if isinstance(param, UninitializedParameter):
@@ -206,7 +207,7 @@ class MadeInScope:
                     msg = (
                         f"parameter {number} (shape {list(param.shape)}) of "
                         f"{type(optimizer).__name__} is in no module made in this strategy's "
-                        "scope: make the model in the scope, too"
+                        "scope: make the model in the scope as well"
                     )
                     raise ConfigError(msg)
 
@@ -214,17 +215,17 @@ class MadeInScope:
         """Redirect each object to the running replica's copy, from now on."""
         whole = {id(module) for module in self.modules()}
         for ref in self._objects:
-            each = ref()
-            if each is not None and not isinstance(each, _Redirected):
-                is_part = isinstance(each, nn.Module) and id(each) not in whole
-                key = type(each), _Redirected if is_part else _RedirectedWhole
+            thing = ref()
+            if thing is not None and not isinstance(thing, _Redirected):
+                is_part = isinstance(thing, nn.Module) and id(thing) not in whole
+                key = type(thing), _Redirected if is_part else _RedirectedWhole
                 if key not in self._classes:
                     self._classes[key] = _redirected_class(*key, self._copy_of)
-                each.__class__ = self._classes[key]
+                thing.__class__ = self._classes[key]
 
 
 class _Redirected:
-    """A part of a module made in a scope: a call is one of the running replica's copy."""
+    """A submodule of a module made in a scope: a call runs the current replica's copy."""
 
     _braid_copy_of: CopyOf  # of the class, so that copies of an object have nothing of the strategy
     _braid_kind: type
@@ -245,7 +246,7 @@ class _Redirected:
 
 
 class _RedirectedWhole(_Redirected):
-    """A module or an optimizer made in a scope: every attribute is the running replica's."""
+    """A module or optimizer made in a scope; its attributes are the current replica's copy's."""
 
     def __getattribute__(self, name: str) -> Any:
         other = _copy(self)
@@ -271,12 +272,12 @@ def _new_object(kind: Any, *args: Any) -> Any:
 
 
 def _copy(thing: Any) -> Any:
-    """Return the running replica's copy of an object; None where the object is its own."""
+    """Return the current replica's copy of an object; None where it uses the object."""
     return type(thing)._braid_copy_of(thing)  # noqa: SLF001 - of this module
 
 
 def _redirected_class(kind: Any, base: type, copy_of: CopyOf) -> type:
-    """Return a class whose objects are, in a replica's thread, that replica's copy."""
+    """Return a class with objects that act as a replica's copy in the replica's thread."""
     methods: dict[str, Any] = {
         "__module__": kind.__module__,
         "_braid_kind": kind,
@@ -289,7 +290,7 @@ def _redirected_class(kind: Any, base: type, copy_of: CopyOf) -> type:
 
 
 def _special(kind: type, name: str) -> Callable[..., Any]:
-    """Return a method that Python looks up in the class, of the running replica's copy."""
+    """Return a special method, looked up in the class, that calls the current replica's copy."""
     method = getattr(kind, name)
 
     def redirected(self: Any, *args: Any) -> Any:
@@ -357,8 +358,8 @@ def _described(param: torch.Tensor) -> str:
     names = [
         f"{name} of {type(module).__name__}"
         for module in modules
-        for name, each in module.named_parameters()
-        if each is param
+        for name, p in module.named_parameters()
+        if p is param
     ]
     name = max(names, key=lambda name: name.count("."), default="without a module")
     return f"{name} (shape {list(param.shape)})"
@@ -377,7 +378,7 @@ def _code_of(fn: Callable[..., Any]) -> object:
 
 
 def _objects_of(fn: Any) -> list[weakref.ref[Any]]:
-    """Return the modules and optimizers that a function has of its own."""
+    """Return the noted modules and optimizers that belong to the function itself."""
     function = getattr(fn, "func", fn)
     owner = getattr(function, "__self__", function)
     cells = getattr(getattr(function, "__func__", function), "__closure__", None) or ()

@@ -26,7 +26,7 @@ Merge = Callable[[Any, Callable[[list[Any]], Any]], Any]
 
 
 class NcclAverage:
-    """Averages the gradients of one replica with those of the other replicas.
+    """Averages the gradients of one replica with the gradients of the other replicas.
 
     Args:
         params: Parameters of the replica by name.

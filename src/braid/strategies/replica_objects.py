@@ -71,8 +71,8 @@ class ReplicaObjects:
             self.modules = [_copied(module, memo) for module in modules]
             self.optimizers = [_copied(optimizer, memo) for optimizer in optimizers]
         named = made.named_parameters()
-        own = {name: memo.get(id(param), param) for name, param in named.items()}
-        self.names = {id(param): name for name, param in own.items()}
+        copied = {name: memo.get(id(param), param) for name, param in named.items()}
+        self.names = {id(param): name for name, param in copied.items()}
         self.copies: dict[int, Any] = {}
         self._memo = dict[int, Any]()  # from the program's parts and parameters to the copies
         self.scan()
@@ -82,16 +82,16 @@ class ReplicaObjects:
         self.copies = {id(part): memo[id(part)] for part in (*parts, *optimizers)}
         for module in self.modules:
             module.to(device)
-        self._memo = self.copies | {id(param): own[name] for name, param in named.items()}
+        self._memo = self.copies | {id(param): copied[name] for name, param in named.items()}
         for name, param in named.items():
-            vars(own[name]).update(vars(param))
+            vars(copied[name]).update(vars(param))
             before, after = _hooks_of(param)
             for hook in before.values():
-                own[name].register_hook(hook)
+                copied[name].register_hook(hook)
             for hook in after.values():
-                own[name].register_post_accumulate_grad_hook(hook)
+                copied[name].register_post_accumulate_grad_hook(hook)
             if param.grad is not None:
-                own[name].grad = param.grad.to(device, copy=True)
+                copied[name].grad = param.grad.to(device, copy=True)
         self.scan()
 
     def scan(self) -> None:
@@ -178,18 +178,18 @@ class ReplicaObjects:
         ]
 
     def follow(self, first: ReplicaObjects, before: Sequence[_Attributes], *, values: bool) -> None:
-        """Take over what the program has changed in the first replica's objects.
+        """Copy the program's changes from the first replica's objects to this replica.
 
         Args:
             first: Objects of the first replica.
             before: Its `attributes` after the last run.
-            values: Whether to copy parameters and buffers, too.
+            values: Whether to copy parameters and buffers as well.
         """
         if values:
             pairs = zip(self.tensors().values(), first.tensors().values(), strict=True)
             with torch.no_grad():
-                for own, other in pairs:
-                    own.data.copy_(other)
+                for mine, other in pairs:
+                    mine.data.copy_(other)
         for param, own_param in zip(first.parameters(), self.parameters(), strict=True):
             own_param.requires_grad_(param.requires_grad)
             if param.grad is None:
@@ -246,9 +246,9 @@ def _hooks_of(param: nn.Parameter) -> tuple[Mapping[int, Any], Mapping[int, Any]
 
 
 def _digest(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bits, as numbers of 64 bits, or of its width where they differ.
+    """Return the sum of a tensor's bits as 64-bit integers, or as integers of its element size.
 
-    Sums of int64 take half of the time of those of int32, which are converted one by one.
+    A sum of int64 takes half of the time of a sum of int32, because torch converts each int32.
     """
     if x.is_sparse or x.is_complex() or x.element_size() not in WIDTHS:
         x = torch.view_as_real(x.to_dense()) if x.is_complex() else x.to_dense().double()

@@ -27,7 +27,7 @@ from braid.strategies.values import PerReplica
 
 __all__ = ["LocalReplicas", "MergeCalls", "OneRank", "ThreadReplicas"]
 
-GRACE_S = 10.0  # that replicas wait for one whose step has ended, as hangs of ranks are reported
+GRACE_S = 10.0  # replicas wait this long for a replica that has ended its step, as ranks do
 
 
 class LocalReplicas(Protocol):
@@ -46,11 +46,11 @@ class LocalReplicas(Protocol):
     is_usable: bool
 
     def run(self, call: Callable[[int, Group], Any]) -> list[Any]:
-        """Call a function with the number of each replica here and with its group, all at once."""
+        """Call a function for each replica here, in parallel, with its number and its group."""
         ...
 
     def merge(self, index: int, args: Any, call: Callable[[list[Any]], Any]) -> Any:
-        """Call a function once, with what all replicas of this process have passed."""
+        """Call a function once, with the values that all replicas of this process have passed."""
         ...
 
     def end_step(self, index: int) -> None:
@@ -95,12 +95,11 @@ class OneRank:
 
 
 class ThreadReplicas:
-    """Replicas on threads of this process; a single one is on the calling thread.
+    """Replicas on threads of this process; a single replica runs on the calling thread.
 
-    A replica that fails ends the waits of the others, and its exception is raised. A replica whose
-    step has ended leaves the group after `GRACE_S`, which ends the waits of those that need it and
-    of no others: one that only computes for longer goes on. The replicas meet again at the next
-    run.
+    If a replica fails, the waits of all other replicas fail, and its exception is raised. A replica
+    that has ended its step leaves the group after `GRACE_S`. Then replicas that wait for it fail;
+    replicas that still compute continue. All replicas join a new group at the next run.
 
     Args:
         devices: Device of each replica; one may occur several times.
@@ -172,7 +171,7 @@ class ThreadReplicas:
         self.is_usable = True
 
     def _end(self, count: int) -> None:
-        """Count the replicas whose steps have ended."""
+        """Count the replicas that have ended their steps."""
         with self._changed:
             self._num_ended += count
             self._changed.notify_all()
@@ -192,11 +191,11 @@ class ThreadReplicas:
 
 
 def _named(exc: BaseException) -> BaseException:
-    """Return the error of a replica that waits for one whose step has ended."""
+    """Return the error of a replica that waits for a replica that has ended its step."""
     if not isinstance(exc, PeerLostError):
         return exc
     msg = (
-        f"a replica waits for another one whose step has ended {GRACE_S:g} s ago: call backward, "
+        f"a replica waits for another one that ended its step {GRACE_S:g} s ago: call backward, "
         f"optimizer.step and collectives in all replicas, or in none ({exc})"
     )
     error = StaleError(msg)
@@ -230,10 +229,10 @@ class MergeCalls:
             number = self._number
             self._args[index] = args
             if len(self._args) == self._size:
-                given = [self._args[i] for i in range(self._size)]
+                arguments = [self._args[i] for i in range(self._size)]
                 self._args = {}
                 try:
-                    self._outcome = call(given), None
+                    self._outcome = call(arguments), None
                 except BaseException as exc:  # noqa: BLE001 - raised by each replica
                     self._outcome = None, exc
                 self._number += 1

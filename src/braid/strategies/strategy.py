@@ -1,4 +1,4 @@
-"""Strategy: how a training is spread over replicas, apart from the training itself.
+"""Strategy: distributes a training over replicas without changes to its step function.
 
     strategy = MirroredStrategy(["cpu", "cpu"])       one line decides
     with strategy.scope():
@@ -16,11 +16,11 @@
         losses = strategy.run(step, args=batch)
         print(strategy.reduce("mean", losses))
 
-Gradients are averaged over replicas while backward goes on, weighted by samples if shares differ,
-and summed in the order of replicas. So all strategies with as many replicas end with the same
-weights.
+Gradients are averaged over replicas during backward, weighted by samples if shares differ, and
+summed in the order of replicas. So all strategies with the same number of replicas end with the
+same weights.
 
-Source: TensorFlow 2.21, `tf.distribute.Strategy`, whose names these are.
+Source of the names: TensorFlow 2.21, `tf.distribute.Strategy`.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class Strategy:
         self._hooks: list[Any] = []
         self._is_stale = False
         self._checked: set[object] = set()
-        # threads and memory end with the strategy, also if nobody closes it
+        # ends threads and frees memory with the strategy, also without close()
         self._ends = weakref.finalize(self, replicas.close)
         self.cluster_resolver = cluster_resolver
         self.extended = StrategyExtended(self)
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas whose gradients are averaged, over all processes."""
+        """Number of replicas in all processes; gradients are averaged over them."""
         return self._replicas.size
 
     @property
@@ -139,12 +139,12 @@ class Strategy:
         """Call a function in each replica.
 
         Args:
-            fn: Function of one step. Objects made in the scope are the replica's own inside of it.
-            args: Arguments; of a `PerReplica` in them, each replica gets its own value.
+            fn: Function of one step. In it, objects made in the scope are the replica's copies.
+            args: Arguments; a `PerReplica` among them passes each replica its value.
             kwargs: Keyword arguments, with the same rule.
 
         Returns:
-            The results: those of several replicas of this process as `PerReplica`.
+            The result of the replica; a `PerReplica` if this process has several replicas.
 
         Raises:
             ConfigError: A replica or a `merge_call` calls it; or the function uses parameters
@@ -182,8 +182,8 @@ class Strategy:
                 stack.enter_context(shared_objects_refused())
             try:
                 results, digests = self._replicas.run(call), torch.empty(0)
-                for own in self._objects:
-                    own.scan()
+                for objects in self._objects:
+                    objects.scan()
                 if self.num_replicas_in_sync > 1:
                     average_buffers(self._objects, self._replicas.across, self._noted_buffers)
                     digests = self._digests.compare(self._objects)
@@ -219,7 +219,7 @@ class Strategy:
         if isinstance(value, (tuple, list)):
             items = [self.reduce(op, item, axis) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        parts = [_number(each) for each in self.experimental_local_results(value)]
+        parts = [_number(part) for part in self.experimental_local_results(value)]
         counts = [1 if axis is None else part.shape[axis] for part in parts]
         if axis is not None:
             parts = [part.sum(axis) for part in parts]
@@ -237,11 +237,11 @@ class Strategy:
         return total if op == "sum" else total / count.item()
 
     def gather(self, value: Any, axis: int) -> torch.Tensor:
-        """Return the tensors of all replicas one after the other; sizes of `axis` may differ.
+        """Return the tensors of all replicas, concatenated along `axis`; sizes may differ there.
 
         Cost: two all-gathers if there are several processes; all of them call it.
         """
-        parts = [torch.as_tensor(each).detach() for each in self.experimental_local_results(value)]
+        parts = [torch.as_tensor(part).detach() for part in self.experimental_local_results(value)]
         here = torch.cat([part.to(parts[0].device) for part in parts], axis)
         across = self._replicas.across
         if across is None:
@@ -272,19 +272,18 @@ class Strategy:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]]
     ) -> DistributedDataset:
-        """Call a function in each process, which returns the batches of this process's replicas.
+        """Make a data set from a function that each process calls for its replicas' batches.
 
         Args:
-            dataset_fn: Function of an `InputContext`, which says which part to read. Each batch
-                goes to one replica; batches at the end that are fewer than the replicas here are
-                dropped.
+            dataset_fn: Function of an `InputContext`, which names the part to read. A batch goes to
+                one replica; last batches that are fewer than the replicas here are dropped.
         """
         return from_function(self._replicas, dataset_fn)
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[int], Any]
     ) -> PerReplica:
-        """Return the value that a function has for each replica of this process, by its number."""
+        """Return a function's value for the number of each replica of this process."""
         first = 0 if self._replicas.across is None else self._replicas.across.rank
         return PerReplica([value_fn(first + i) for i in range(len(self.devices))])
 
@@ -318,7 +317,7 @@ class Strategy:
             self._digests.compare_processes(self._objects[0])
 
     def local_index(self, replica: ReplicaContext) -> int:
-        """Return the number of a replica among those of this process."""
+        """Return the number of a replica within this process."""
         return 0 if len(self.devices) == 1 else replica.replica_id_in_sync_group
 
     def copies_of(self, param: torch.Tensor) -> list[torch.Tensor]:
@@ -335,17 +334,17 @@ class Strategy:
                 "strategy's scope"
             )
             raise ConfigError(msg)
-        return [dict(own.named())[name] for own in self._objects]
+        return [dict(objects.named())[name] for objects in self._objects]
 
     def _copy_of(self, thing: object) -> Any:
-        """Return the copy of an object that this thread's replica has; None for itself."""
+        """Return the copy of an object for this thread's replica; None to use the object."""
         replica = get_replica_context()
         if replica is None or replica.strategy is not self or not self._objects:
             return None
         return self._objects[self.local_index(replica)].copies.get(id(thing))
 
     def _prepare(self) -> None:
-        """Make the replicas' objects, or bring them up to date."""
+        """Make the replicas' objects, or copy the program's changes to them."""
         noted = self._noted
         if self._objects and noted is not None:
             self._objects[0].scan()
@@ -377,11 +376,11 @@ class Strategy:
         self._note(first.digests() if others else torch.empty(0))
 
     def _become_stale(self, _optimizer: object) -> None:
-        """Note that the program has loaded a state, which the other replicas lack."""
+        """Note that the program has loaded a state that is missing in the other replicas."""
         self._is_stale = True
 
     def _note(self, digests: torch.Tensor) -> None:
-        """Note what the first replica has, to see later what the program changes."""
+        """Note the first replica's objects, to detect changes by the program."""
         first = self._objects[0]
         shape = self._made.count, first.shape()
         has_copies = len(self._objects) > 1  # without any, nothing is to be copied
@@ -389,11 +388,11 @@ class Strategy:
         self._noted_buffers = {name: x.clone() for name, x in first.float_buffers().items()}
 
     def _average_gradients(self, index: int, group: Group) -> None:
-        own = self._objects[index]
-        for x in own.tensors().values():
+        objects = self._objects[index]
+        for x in objects.tensors().values():
             group.broadcast(x.detach(), 0)
-        named = own.named()
-        for optimizer in own.optimizers:
+        named = objects.named()
+        for optimizer in objects.optimizers:
             params = {id(p) for g in optimizer.param_groups for p in g["params"]}
             of_optimizer = [(name, p) for name, p in named if id(p) in params]
             self._average(index, group, optimizer, of_optimizer)
@@ -411,35 +410,35 @@ class Strategy:
     @contextmanager
     def _in_replica(self, index: int, group: Group, part: float, *, is_new: bool) -> Iterator[None]:
         """Run the block as one of the replicas of this process."""
-        own = self._objects[index]
+        objects = self._objects[index]
 
         def merge(call: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            def once(given: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
-                by_name = {k: PerReplica([names[k] for _, names in given]) for k in named}
+            def once(passed: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
+                by_name = {k: PerReplica([names[k] for _, names in passed]) for k in named}
                 with entered(self):
-                    return call(self, *merged([each for each, _ in given]), **by_name)
+                    return call(self, *merged([x for x, _ in passed]), **by_name)
 
             return of_replica(self._replicas.merge(index, (values, named), once), index)
 
         factor = part * group.size
         with ExitStack() as stack:
             stack.enter_context(entered(self, ReplicaContext(self, group, part, merge)))
-            for _, param in own.named() if factor != 1 else ():
+            for _, param in objects.named() if factor != 1 else ():
                 if param.requires_grad:  # the plain average is then weighted by samples
                     hook = param.register_hook(partial(torch.mul, factor))  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
             if is_new:
                 others = self._objects[0].tensor_names()
-                stack.enter_context(ParameterCheck(own.tensor_names(), others, group.rank))
+                stack.enter_context(ParameterCheck(objects.tensor_names(), others, group.rank))
             yield
 
     def _check_optimizer(self, optimizer: Any, *_: Any) -> None:
-        """Refuse an optimizer in a replica that was made outside of the scope."""
+        """Raise an error if a replica steps an optimizer that was made outside of the scope."""
         replica = get_replica_context()
         if replica is None or replica.strategy is not self:
             return
-        own = self._objects[self.local_index(replica)].optimizers
-        if not any(optimizer is each for each in own):
+        optimizers = self._objects[self.local_index(replica)].optimizers
+        if not any(optimizer is made for made in optimizers):
             msg = (
                 f"{type(optimizer).__name__} was not made in this strategy's scope, so its "
                 "gradients are not averaged: make it inside of strategy.scope()"
@@ -447,11 +446,11 @@ class Strategy:
             raise ConfigError(msg)
 
     def _forget(self) -> None:
-        """Take the averaging of gradients off; the next run makes new copies."""
+        """Remove the hooks that average gradients; the next run makes new copies."""
         for hook in self._hooks:
             hook.remove()
-        for own in self._objects if self.num_replicas_in_sync > 1 else ():
-            for optimizer in own.optimizers:
+        for objects in self._objects if self.num_replicas_in_sync > 1 else ():
+            for optimizer in objects.optimizers:
                 if hasattr(optimizer, "synchronize"):  # averaging has begun
                     optimizer.close()
         self._objects, self._hooks = [], []
@@ -459,7 +458,7 @@ class Strategy:
 
 
 class _Noted(NamedTuple):
-    """The first replica's objects after a run, to see later what the program changes."""
+    """State of the first replica's objects after a run, to detect changes by the program."""
 
     shape: object
     attributes: list[Any]
@@ -467,7 +466,7 @@ class _Noted(NamedTuple):
 
 
 def _number(value: Any) -> torch.Tensor:
-    """Return a value of a replica as a tensor whose sum does not overflow."""
+    """Return a value of a replica as a tensor; integers as int64, so sums do not overflow."""
     x = torch.as_tensor(value).detach()
     return x if x.is_floating_point() or x.is_complex() else x.long()
 
@@ -484,14 +483,15 @@ def _shares(args: Any, kwargs: Any, size: int) -> list[float] | None:
 def compute_average_loss(
     per_sample_loss: torch.Tensor, global_batch_size: int | None = None
 ) -> torch.Tensor:
-    """Return the part of a batch's mean loss that one replica has.
+    """Return the loss of one replica, scaled so that the average over replicas is the batch mean.
 
-    Called in a replica: the average of all replicas' gradients is then that of the mean over the
+    Call it in a replica. The averaged gradients are then the gradients of the mean loss over the
     whole batch, also if replicas have different numbers of samples.
 
     Args:
         per_sample_loss: Loss of each sample of the replica.
-        global_batch_size: Number of samples of all replicas; as many as here on each when None.
+        global_batch_size: Number of samples of all replicas; when None, the mean over this
+            replica's samples is returned.
     """
     replica = get_replica_context()
     part = 1.0 if replica is None else replica.share

@@ -42,8 +42,9 @@ class PerReplica:
 class SyncOnRead:
     """A number or tensor that each replica changes by itself, such as a metric.
 
-    In a replica, `value` is the replica's own tensor, to be read and changed in place. Across
-    replicas, `read()` combines those of this process's replicas; `Strategy.reduce` those of all.
+    In a replica, `value` is the replica's tensor, to be read and changed in place. Outside of
+    replicas, `read()` combines the tensors of this process's replicas, and `Strategy.reduce` the
+    tensors of all replicas.
 
     Args:
         initial: First value of each replica.
@@ -69,14 +70,14 @@ class SyncOnRead:
 
     @property
     def value(self) -> torch.Tensor:
-        """The tensor of the replica that asks.
+        """The tensor of the current replica.
 
         Raises:
-            ConfigError: The statement is in no replica.
+            ConfigError: The caller is not in a replica.
         """
         replica = get_replica_context()
         if replica is None:
-            msg = "value is a replica's own: call read() outside of strategy.run"
+            msg = "value is the tensor of one replica: call read() outside of strategy.run"
             raise ConfigError(msg)
         return self.values[replica.strategy.local_index(replica)]
 
@@ -96,7 +97,7 @@ def of_replica(tree: Any, index: int) -> Any:
 
 
 def per_replica(values: Sequence[Any]) -> Any:
-    """Return results of replicas in one structure, whose leaves are `PerReplica`.
+    """Return results of replicas in one structure with `PerReplica` leaves.
 
     Structures of equal kind (tuples, lists, mappings) are joined; a single replica's result stays
     as it is.

@@ -3,10 +3,10 @@
     coordinator ── RunTasks(number, packed function and arguments; ...) ──> worker
                 <── TasksDone(number, packed result or error; ...) ───────
 
-A worker runs one closure after the other, in its main thread. Before each one it pulls the
-variables; pushes of the closure carry its number, so that servers add those of a closure that runs
-again elsewhere once. The result is sent when all pushes have been accepted: a closure whose result
-has arrived is in the variables.
+A worker runs its closures in sequence, in its main thread. It pulls the variables before each one.
+Each push contains the number of its closure, so servers add the pushes of a closure only once, even
+if another worker runs it again. The result is sent when the servers have accepted all pushes: once
+a closure's result arrives, its updates are in the variables.
 
 A message costs more than a short closure. So while further closures wait at a worker, it collects
 results, and sends 8 in one message. A second thread sends a result that has waited for 5 ms, since
@@ -56,7 +56,7 @@ __all__ = [
 ClosureMode = Literal["closure", "resource", "question"]
 AnyTask = TypeVar("AnyTask", PackedTask, TaskEnd)
 VARIABLES = 0  # number of the resource that each worker has from the beginning
-MAX_BATCH = 8  # tasks in one message: twice as many are hardly quicker, and results come later
+MAX_BATCH = 8  # tasks in one message: 16 are hardly quicker, and delay the results
 MAX_BATCH_BYTES = 64 << 10  # more bytes cost more than their message
 LATE_S = 0.005  # longest wait of a result for others
 
@@ -92,7 +92,7 @@ class ClosureCodec:
         """Return a value as bytes and buffers.
 
         Raises:
-            ConfigError: A part of it cannot travel; `where` says what it is.
+            ConfigError: A part of the value cannot be sent; the message begins with `where`.
         """
         body, buffers = self._codec.pack(value, 0, where).as_body()
         return msgspec.msgpack.encode(body), buffers
@@ -222,7 +222,7 @@ class _ClosureWorker:
         except BaseException as exc:  # noqa: BLE001 - whatever it is, the coordinator must learn it
             if self._is_over:
                 return
-            office.raise_failure()  # the run has failed: nobody waits for an answer
+            office.raise_failure()  # the run has failed: the coordinator does not wait for a result
             packed, failed = self._codec.pack_error(self._node.name, exc), True
         steps, duration_s = self._variables.num_steps - steps, time.perf_counter() - begin_s
         end = TaskEnd(task.number, packed, len(buffers), duration_s, steps, failed)

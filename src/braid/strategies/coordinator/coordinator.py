@@ -3,7 +3,7 @@
     coordinator = ClusterCoordinator(strategy)
     batches = coordinator.create_per_worker_dataset(make_batches)
     for _ in range(1000):
-        loss = coordinator.schedule(train_step, args=(batches,))     returns at once
+        loss = coordinator.schedule(train_step, args=(batches,))     does not wait
     coordinator.join()                                               all have run
     print(loss.fetch())
 
@@ -97,12 +97,12 @@ class ClusterCoordinator:
             )
             raise ConfigError(msg)
         if strategy.has_coordinator:
-            msg = "the strategy has a coordinator already: a strategy has one"
+            msg = "the strategy has a coordinator already: use one coordinator for each strategy"
             raise ConfigError(msg)
         if strategy.needs_all:
             msg = (
-                f"{strategy.needs_all} cannot have a coordinator, whose closures run where there "
-                "is room: use consistency=ps.BSP, or let each worker run its loop"
+                f"{strategy.needs_all} cannot have a coordinator, because a coordinator sends "
+                "closures to any free worker: use consistency=ps.BSP, or run a loop in each worker"
             )
             raise ConfigError(msg)
         strategy.has_coordinator = True
@@ -190,9 +190,9 @@ class ClusterCoordinator:
             timeout_s,
         )
         self._raise_failure(timeout_s)
-        if left := self._queue.num_incomplete:
+        if num_short := self._queue.num_incomplete:
             msg = (
-                f"the last {left} closures that step are too few for a step of "
+                f"the last {num_short} closures that step are too few for a step of "
                 f"{self.strategy.node.num_workers} workers, so their updates wait for others: with "
                 "a synchronous strategy, schedule a multiple of the number of workers before join, "
                 "also after a closure that has failed"
@@ -251,16 +251,16 @@ class ClusterCoordinator:
         return self.create_per_worker_resource(questions.iterator_of, (dataset_fn,))
 
     def resume(self) -> int:
-        """Go on with the closures of an earlier coordinator, whose servers still live.
+        """Continue after an earlier coordinator has ended, with servers that are still running.
 
-        Closures are numbered in the order of `schedule`. Schedule those from the returned number
-        on again: what servers have of their updates already is not added again.
+        Closures are numbered in the order of `schedule`. Schedule the closures from the returned
+        number on again; servers skip the updates that they have already applied.
 
         Returns:
-            Number of the first closure that is not known to be over.
+            Number of the first closure that is not known to have ended.
 
         Raises:
-            CommTimeout: No worker comes.
+            CommTimeout: No worker connects in time.
         """
         self._next = self._ask(questions.oldest_task)
         self._must_resume = False
@@ -355,16 +355,16 @@ class ClusterCoordinator:
         with self._office.lock:
             if is_over() or self._failure is not None:
                 return
-            done = threading.Event()
-            self._waiters.append((is_over, done))
+            wakeup = threading.Event()
+            self._waiters.append((is_over, wakeup))
             self._progress_ns = time.monotonic_ns()
         try:
-            while not done.wait(self._left_s(seconds)):
+            while not wakeup.wait(self._left_s(seconds)):
                 if self._left_s(seconds) <= 0:
                     raise CommTimeout(self._late(missing, seconds))
         finally:
             with self._office.lock:
-                self._waiters.remove((is_over, done))
+                self._waiters.remove((is_over, wakeup))
         if not is_over():
             self._raise_failure()
 
@@ -389,7 +389,7 @@ class ClusterCoordinator:
         return self._queue.failed is not None or self._failure is not None
 
     def _raise_failure(self, timeout_s: float | None = None) -> None:
-        """Raise the error of a closure, once, or that of the run."""
+        """Raise the error of the run, or once the error of a closure."""
         if self._failure is not None:
             raise self._failure
         if self._queue.failed is None:
@@ -417,9 +417,9 @@ class ClusterCoordinator:
             self._wake()
 
     def _wake(self) -> None:
-        for is_over, done in self._waiters:
+        for is_over, wakeup in self._waiters:
             if self._failure is not None or is_over():
-                done.set()
+                wakeup.set()
 
     # with the office's lock
 
@@ -463,9 +463,9 @@ class ClusterCoordinator:
         self, instructions: Sequence[QueueInstruction], result: PackedResult | None = None
     ) -> None:
         """Carry out instructions; tasks leave with `_send_batches`."""
-        for each in instructions:
-            number = each.number
-            match each:
+        for instruction in instructions:
+            number = instruction.number
+            match instruction:
                 case Assign(_, worker):
                     closure = self._closures[number]
                     batch = self._batches.setdefault(worker, TaskBatch())

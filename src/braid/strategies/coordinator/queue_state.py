@@ -104,7 +104,7 @@ class ClosureQueue:
 
     @property
     def has_doomed(self) -> bool:
-        """Whether closures run whose result will be void."""
+        """Whether closures run that have been cancelled, so that their results will be dropped."""
         return bool(self._doomed)
 
     @property
@@ -158,10 +158,10 @@ class ClosureQueue:
         self._for_worker.pop(worker, None)
         if worker in self._turns:
             self._turns[worker] -= sum(number >= 0 for number in numbers)
-        done: list[QueueInstruction] = [CancelClosure(n) for n in numbers if n in self._doomed]
+        cancelled: list[QueueInstruction] = [CancelClosure(n) for n in numbers if n in self._doomed]
         self._waiting.extendleft(n for n in reversed(numbers) if n not in self._doomed)
         self._doomed.difference_update(numbers)
-        return [*done, *self._assign()]
+        return [*cancelled, *self._assign()]
 
     def over(
         self, number: int, worker: str, *, failed: bool = False, num_pushes: int = 1
@@ -189,14 +189,14 @@ class ClosureQueue:
         if number in self._doomed:
             self._doomed.discard(number)
             return [CancelClosure(number), *self._assign()]
-        done: list[QueueInstruction] = [EndClosure(number)]
+        ends: list[QueueInstruction] = [EndClosure(number)]
         if number >= 0 and worker in self._turns:
             self._turns[worker] += num_pushes - 1
             self._num_closures += num_pushes - 1
         if failed and self.failed is None:
             self.failed = number
-            done += self._cancel_all()
-        return [*done, *self._assign()]
+            ends += self._cancel_all()
+        return [*ends, *self._assign()]
 
     def take_failure(self) -> int | None:
         """Return the closure that has failed, once, when all that ran with it are over."""
@@ -217,12 +217,12 @@ class ClosureQueue:
 
     def _assign(self) -> list[QueueInstruction]:
         """Give waiting closures to workers with the fewest."""
-        done: list[QueueInstruction] = []
+        assigned: list[QueueInstruction] = []
         for worker, first in self._for_worker.items():
             running = self._running[worker]
             while first and len(running) < self.window:
                 running.append(first.popleft())
-                done.append(Assign(running[-1], worker))
+                assigned.append(Assign(running[-1], worker))
         while self._waiting:
             is_closure = self._waiting[0] >= 0
             free = [
@@ -238,8 +238,8 @@ class ClosureQueue:
             self._running[worker].append(number)
             if is_closure and worker in self._turns:
                 self._turns[worker] += 1
-            done.append(Assign(number, worker))
-        return done
+            assigned.append(Assign(number, worker))
+        return assigned
 
     def _is_next(self, worker: str) -> bool:
         """Whether no other worker has had fewer closures."""

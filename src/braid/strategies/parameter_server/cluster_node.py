@@ -33,7 +33,7 @@ __all__ = ["join_cluster"]
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 MEET_S = 300  # in which the task that schedules must begin to listen
-LOOK_S = 10  # after which a task says that it waits
+LOOK_S = 10  # after which a task logs that it waits
 LOG = logging.getLogger(__name__)
 
 

@@ -49,7 +49,7 @@ class FixedShardsPartitioner:
 
 
 class MinSizePartitioner:
-    """Divides each variable into as many shards as possible of at least some bytes.
+    """Divides each variable into the largest number of shards that have a minimum size.
 
     Args:
         min_shard_bytes: Least number of bytes of a shard.
@@ -126,8 +126,8 @@ def rows_of_shards(
             f"into {count} shards: choose 1 to {min(max_shards, max(1, num_rows))}"
         )
         raise ConfigError(msg)
-    each, longer = divmod(num_rows, count)
-    return [each + (shard < longer) for shard in range(count)]
+    base, longer = divmod(num_rows, count)
+    return [base + (shard < longer) for shard in range(count)]
 
 
 def _over_rows(shape: torch.Size, count: int) -> list[int]:

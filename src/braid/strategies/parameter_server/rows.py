@@ -1,4 +1,4 @@
-"""Embeddings whose rows stay on servers: `nn.Embedding(..., sparse=True)` made in a scope.
+"""Embeddings with rows that stay on servers: `nn.Embedding(..., sparse=True)` made in a scope.
 
     forward(ids)      pulls the rows of the distinct ids
     optimizer.step    pushes the gradients of the rows that were used
@@ -122,7 +122,7 @@ class _FetchRows:
 
 
 def _rule(name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule:
-    """Return the rule of servers that does to rows what the optimizer does."""
+    """Return the server-side update rule for rows that matches the optimizer."""
     lr = float(group["lr"])
     is_plain = not any(group.get(key) for key in ("momentum", "weight_decay", "maximize"))
     if type(optimizer) is torch.optim.SGD and is_plain:
@@ -134,8 +134,8 @@ def _rule(name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
             initial_accumulator_value=group["initial_accumulator_value"],
         )
     msg = (
-        f"{name} is a sparse embedding, whose rows servers step by themselves: give it SGD without "
-        f"momentum or Adagrad without weight decay, or make it with sparse=False; got "
+        f"{name} is a sparse embedding, and servers update its rows: use SGD without momentum or "
+        f"Adagrad without weight decay for it, or make it with sparse=False; got "
         f"{type(optimizer).__name__} with {dict(group) | {'params': '...'}}"
     )
     raise ConfigError(msg)

@@ -168,7 +168,7 @@ class ShardedVariable(Table):
         rows = [length // max(1, self._dim) for length in spec.lengths]
         self._begins = torch.tensor([0, *accumulate(rows)])
         self._cached: torch.Tensor | None = None
-        self._timestamps: list[int] = []  # of changes for which nobody has waited
+        self._timestamps: list[int] = []  # of changes that have not been waited for
 
     def read(self) -> torch.Tensor:
         """Return the value; the same one until this worker changes it, or begins another step.
@@ -187,7 +187,7 @@ class ShardedVariable(Table):
             ids: [...], int64. Result: [..., *shape of a row].
 
         Raises:
-            ConfigError: There is no such row, or ids are not int64.
+            ConfigError: A row does not exist, or ids are not int64.
         """
         flat = self._checked(ids)
         return self._pulled(flat).view(*ids.shape, *self.shape[1:])

@@ -13,9 +13,9 @@
             strategy.run(step, (x, y))                  coordinator.schedule(step, (batches,))
         strategy.close()                                coordinator.join()
 
-Training is asynchronous unless a consistency says otherwise. `SyncReplicas(n)` is synchronous with
-backup workers: a step is complete with the gradients of n workers, those that come later are
-dropped, and a worker that is late goes on at the current step.
+Training is asynchronous unless `consistency` is passed. `SyncReplicas(n)` is synchronous with
+backup workers: a step is complete with the gradients of n workers, later gradients are dropped, and
+a late worker continues at the current step.
 
 Sources: M. Abadi et al., TensorFlow, OSDI 2016, section 4.4; J. Chen et al., Revisiting distributed
 synchronous SGD, 2016; TensorFlow 2.21, `tf.distribute.ParameterServerStrategy`.
@@ -70,8 +70,8 @@ def SyncReplicas(replicas_to_aggregate: int) -> Consistency:  # noqa: N802 - Ten
     """Return the consistency of TensorFlow's SyncReplicasOptimizer.
 
     Args:
-        replicas_to_aggregate: Number of workers whose gradients complete a step; the workers beyond
-            them are backups.
+        replicas_to_aggregate: Number of workers that must push gradients to complete a step; the
+            remaining workers are backups.
     """
     return Consistency(quorum=replicas_to_aggregate, late="drop")
 
@@ -95,21 +95,21 @@ class ParameterServerStrategy(Strategy):
         made_at: File and line of the program that made it.
 
     Args:
-        cluster_resolver: Names the tasks; TF_CONFIG if it is set, else the ranks of `braid run
-            --servers N --workers M`, when None.
-        variable_partitioner: Says into how many shards each variable is divided.
-        consistency: When gradients are applied, and values answered; each as it comes when None.
-        options: Choices of the parameter server: copies of shards, lost workers, snapshots.
+        cluster_resolver: Resolver for the tasks. When None, TF_CONFIG if it is set, else the ranks
+            of `braid run --servers N --workers M`.
+        variable_partitioner: Function that returns the number of shards of each variable.
+        consistency: When servers apply gradients and answer pulls; immediately when None.
+        options: Options of the parameter server: copies of shards, lost workers, snapshots.
 
     Raises:
-        ConfigError: There is no server or no worker, TF_CONFIG makes no sense, or the ranks of
-            `braid run` have a strategy already, which is not closed.
-        RendezvousError: The task that schedules does not come.
+        ConfigError: The cluster has no server or no worker, TF_CONFIG is not valid, or the ranks of
+            `braid run` have a strategy already that is not closed.
+        RendezvousError: The scheduler task does not arrive in time.
 
-    On failure: a lost server costs no update with `Options(replicas=1)`; else the run ends with
-    PeerLostError, which names it. Lost workers are as `Options.on_worker_loss` says. By default
-    tasks of TF_CONFIG go on, and a spare or a new process takes the place of the lost one; ranks of
-    `braid run` fail unless it has `--spares` or `--on-worker-loss`.
+    On failure: with `Options(replicas=1)` no update is lost if a server dies; else the run ends
+    with a PeerLostError that names the server. `Options.on_worker_loss` decides what follows a lost
+    worker. By default, tasks of TF_CONFIG continue, and a spare or a new process replaces the
+    worker; ranks of `braid run` fail unless it has `--spares` or `--on-worker-loss`.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def serves(self) -> bool:
-        """Whether this process is no worker, so that it calls `serve`."""
+        """Whether this process is not a worker and therefore calls `serve`."""
         return not self._node.is_worker
 
     @property
@@ -237,11 +237,11 @@ class ParameterServerStrategy(Strategy):
             The result of the function.
 
         Raises:
-            ConfigError: This process is no worker.
+            ConfigError: This process is not a worker.
             PeerLostError: The run cannot go on.
         """
         if self.serves:
-            msg = f"{self._node.name} is no worker: call strategy.serve() there"
+            msg = f"{self._node.name} is not a worker: call strategy.serve() there"
             raise ConfigError(msg)
         if get_replica_context() is not None:  # in a closure
             return fn(*args, **(kwargs or {}))

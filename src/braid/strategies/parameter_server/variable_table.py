@@ -63,7 +63,7 @@ class VariableTable:
         self._sizes = sizes = [piece.end - piece.begin for piece in self.pieces]
         self._flat = torch.cat([piece.of(piece.param).cpu() for piece in self.pieces])
         self._parts = list(torch.split(self._flat, sizes))
-        lengths = [sum(each.end - each.begin for each in on_server) for on_server in pieces]
+        lengths = [sum(piece.end - piece.begin for piece in on_server) for on_server in pieces]
         self.table = node.dense(
             name,
             self._flat,
@@ -85,7 +85,7 @@ class VariableTable:
             name: join_shards([part for _, part in sorted(numbered, key=itemgetter(0))])
             for name, numbered in by_name.items()
         }
-        if self.group is None:  # nobody pushes these: workers' own statistics are newer
+        if self.group is None:  # buffers are never pushed: the worker's values are newer
             for name, param in self.params.items():
                 states[name]["values"] = param.detach().cpu().reshape(-1).clone()
         return states

@@ -84,7 +84,7 @@ class ServerVariables:
         self._partitioner = partitioner
         self._next = 0  # server of the next shard, counted without end
         self.num_steps = 0  # of this process
-        self._pushes: list[tuple[Table, int]] = []  # that nobody has waited for
+        self._pushes: list[tuple[Table, int]] = []  # not waited for yet
         self._has_constants = False
         self.is_fresh = False
         params, buffers = _named(modules)
@@ -145,9 +145,9 @@ class ServerVariables:
         if self._consistency.quorum is not None or not self._has_constants:
             self.resume()
         wanted = self._all() if not self._has_constants else self._all_trained()
-        timestamps = [each.pull() for each in wanted]
-        for each, timestamp in zip(wanted, timestamps, strict=True):
-            each.arrive(timestamp)
+        timestamps = [table.pull() for table in wanted]
+        for table, timestamp in zip(wanted, timestamps, strict=True):
+            table.arrive(timestamp)
         for variable in self._sharded:
             variable.begin_step()
         self._has_constants = self.is_fresh = True
@@ -168,7 +168,7 @@ class ServerVariables:
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers of this process by name, as they are."""
-        params = {name: param for each in self._all() for name, param in each.params.items()}
+        params = {name: param for group in self._all() for name, param in group.params.items()}
         params |= {rows.name: rows.param for rows in self._all_rows()}
         return {name: param.detach() for name, param in params.items()}
 
@@ -184,14 +184,14 @@ class ServerVariables:
         Raises:
             ConfigError: Pushes are under way, so that shards have different ones.
         """
-        states = {name: state for each in self._all() for name, state in each.export().items()}
+        states = {name: state for group in self._all() for name, state in group.export().items()}
         states |= {rows.name: rows.table.export() for rows in self._all_rows()}
         return states | {variable.name: variable.export() for variable in self._sharded}
 
     def model_tensors(self, states: Mapping[str, State]) -> dict[str, torch.Tensor]:
         """Return exported variables by the names of a model's parameters in a checkpoint."""
         shapes = {name: values.shape for name, values in self.values().items()}
-        rows = {each.name: each for each in self._all_rows()}
+        rows = {emb.name: emb for emb in self._all_rows()}
         return {
             f"model/{name}": rows[name].whole(one)
             if name in rows
@@ -203,10 +203,10 @@ class ServerVariables:
     def servers_of(self, name: str) -> list[int]:
         """Return the server with which each shard of a variable has begun."""
         count, shards = self._node.num_servers, list[tuple[int, int]]()
-        for each in self._all():
-            ends = [*accumulate(each.table.lengths)]
+        for group in self._all():
+            ends = [*accumulate(group.table.lengths)]
             at = 0
-            for piece in each.pieces:
+            for piece in group.pieces:
                 at += piece.end - piece.begin
                 shard = next(n for n, end in enumerate(ends) if at <= end)
                 if piece.name == name:
@@ -218,17 +218,17 @@ class ServerVariables:
         self._node.postoffice.ensure_joined()
         for table in self._tables_with_clocks():
             table.clock = table.fetch_clock()
-        return min((each.table.clock for each in self._all_pushed()), default=0)
+        return min((group.table.clock for group in self._all_pushed()), default=0)
 
     def oldest_task(self) -> int:
         """Return the number below which all tasks are over, as far as servers know."""
-        tables = [*(each.table for each in self._all_pushed()), *self._sharded]
+        tables = [*(group.table for group in self._all_pushed()), *self._sharded]
         return max((table.fetch_oldest_task() for table in tables), default=0)
 
     @contextmanager
     def task(self, key: TaskKey) -> Iterator[None]:
-        """Push with the key of a task in the block, at the end of which all pushes are accepted."""
-        tables = [*(each.table for each in self._all_pushed()), *self._sharded]
+        """Push with the key of a task in the block; wait at its end until servers accepted all."""
+        tables = [*(group.table for group in self._all_pushed()), *self._sharded]
         for table in tables:
             table.task = key
         try:
@@ -239,17 +239,17 @@ class ServerVariables:
                 table.task = None
 
     def _all_trained(self) -> list[VariableTable]:
-        return [each for tables in self._trained.values() for each in tables]
+        return [table for tables in self._trained.values() for table in tables]
 
     def _all_pushed(self) -> list[_Pushed]:
         return [*self._all_trained(), *self._all_rows()]
 
     def _all_rows(self) -> list[EmbeddingRows]:
-        return [each for tables in self._rows.values() for each in tables]
+        return [emb for tables in self._rows.values() for emb in tables]
 
     def _tables_with_clocks(self) -> list[Table]:
-        tables: list[Table] = [each.table for each in self._all()]
-        return [*tables, *(each.table for each in self._all_rows()), *self._sharded]
+        tables: list[Table] = [group.table for group in self._all()]
+        return [*tables, *(group.table for group in self._all_rows()), *self._sharded]
 
     def _all(self) -> list[VariableTable]:
         return [*self._all_trained(), *self._constants]
@@ -300,7 +300,7 @@ class ServerVariables:
             )
             raise ConfigError(msg)
         dense, rows = self._trained[optimizer], self._rows[optimizer]
-        known = sum(len(each.params) for each in dense) + len(rows)
+        known = sum(len(group.params) for group in dense) + len(rows)
         if known != sum(len(group["params"]) for group in optimizer.param_groups):
             msg = (
                 f"{type(optimizer).__name__} has other parameters than before the first step: "
@@ -308,12 +308,12 @@ class ServerVariables:
             )
             raise ConfigError(msg)
         pushed: list[_Pushed] = [*dense, *rows]
-        self._pushes += [(each.table, each.push()) for each in pushed]
+        self._pushes += [(group.table, group.push()) for group in pushed]
         self.num_steps += 1
         if self._consistency.quorum is None:
-            timestamps = [each.pull() for each in dense]
-            for each, timestamp in zip(dense, timestamps, strict=True):
-                each.arrive(timestamp)
+            timestamps = [group.pull() for group in dense]
+            for group, timestamp in zip(dense, timestamps, strict=True):
+                group.arrive(timestamp)
         else:
             self.pull()  # at the current clock, of all optimizers
 

@@ -46,7 +46,7 @@ def placer_nodes(
     references = {
         pattern: str(device)[1:] for pattern, device in devices.items() if str(device)[:1] == "@"
     }
-    targets = {each: _matching(graph, labels, each) for each in references.values()}
+    targets = {name: _matching(graph, labels, name) for name in references.values()}
     problems = [
         _unmatched(graph, labels, pattern)
         for pattern, positions in {**matched, **targets}.items()
@@ -58,7 +58,7 @@ def placer_nodes(
     makers = {value: i for i, node in enumerate(graph.nodes) for value in node.made}
     nodes = []
     for i, node in enumerate(graph.nodes):
-        scopes = [*node.devices, *(each for key, each in named.items() if i in matched[key])]
+        scopes = [*node.devices, *(spec for key, spec in named.items() if i in matched[key])]
         sources: dict[int, int] = {}
         flops = 0.0
         if sizes is not None:
@@ -73,7 +73,7 @@ def placer_nodes(
     for pattern, reference in references.items():
         first = min(targets[reference])
         reason = f"{pattern!r} is placed with {reference!r}"
-        colocations += [Colocation(first, each, reason) for each in sorted(matched[pattern])]
+        colocations += [Colocation(first, second, reason) for second in sorted(matched[pattern])]
     return nodes, colocations
 
 
@@ -182,6 +182,6 @@ def _check_cycles(
     cycles = list(nx.simple_cycles(graph))
     if cycles:
         cycle = cycles[0]
-        text = ", ".join(f"{each!r} with {references[each]!r}" for each in cycle)
+        text = ", ".join(f"{name!r} with {references[name]!r}" for name in cycle)
         msg = f"a cycle by colocation: {text}. Name a device for one of them"
         raise ConfigError(msg)

@@ -67,15 +67,15 @@ def node_values(graph: CapturedGraph) -> list[NodeValues]:
     Nodes that change buffers or other tensors of the model are kept though no fetched value needs
     them, as in a call of the model.
     """
-    own = set(graph.tensors)
+    tensors = set(graph.tensors)
     values = []
     for node in graph.nodes:
         has_buffers = node.kind == "module" and any(
             True for _ in graph.modules[str(node.target)].buffers()
         )
         overwritten = tuple(old for old, _ in node.writes)
-        is_kept = has_buffers or bool(own.intersection(overwritten))
+        is_kept = has_buffers or bool(tensors.intersection(overwritten))
         values.append(NodeValues(node.inputs, node.made, overwritten, is_kept))
-        if own.intersection(overwritten):
-            own.update(new for _, new in node.writes)
+        if tensors.intersection(overwritten):
+            tensors.update(new for _, new in node.writes)
     return values

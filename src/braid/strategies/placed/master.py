@@ -72,7 +72,7 @@ class PlacedOptions(NamedTuple):
 
 
 class PlacedModel:
-    """A model whose parts lie on devices of several tasks; made by `place`.
+    """A model with parts on devices of several tasks; returned by `place`.
 
     Attributes:
         devices: Device of each node of the graph, by its label.
@@ -110,7 +110,7 @@ class PlacedModel:
         self._load(state)
         self._shapes = {key: x.shape for key, x in model.state_dict().items()}
         held = self._all("names")
-        names = {name for each in held.values() for name in each}
+        names = {name for tensors in held.values() for name in tensors}
         self._rest = {
             key: x for key, x in state.items() if key not in self._shapes or key not in names
         }
@@ -197,10 +197,10 @@ class PlacedModel:
         Args:
             fetches: Labels of nodes; see `devices`.
             inputs: Arguments of the model.
-            feeds: Outputs of some nodes, which do not run then.
+            feeds: Outputs to use for some nodes, which then do not run.
 
         Raises:
-            ConfigError: There is no such node.
+            ConfigError: The graph does not contain a node.
         """
         values = self._inputs(inputs)
         for label, x in (feeds or {}).items():
@@ -214,12 +214,12 @@ class PlacedModel:
         plan = self._plan(PlanKey(needed, tuple(sorted(values))), None)
         known = {**values, **self._run(plan, values, trains=False)}
         lists = [[known[value] for value in outputs] for outputs in wanted]
-        return [each[0] if len(each) == 1 else each for each in lists]
+        return [xs[0] if len(xs) == 1 else xs for xs in lists]
 
     def _outputs(self, label: str) -> tuple[int, ...]:
         labels = self._graph.labels()
         if label not in labels:
-            msg = f"there is no node {label!r}; the graph has {', '.join(labels)}"
+            msg = f"the graph has no node {label!r}: its nodes are {', '.join(labels)}"
             raise ConfigError(msg)
         return self._graph.nodes[labels.index(label)].outputs
 
@@ -317,7 +317,7 @@ class PlacedModel:
         asked = ("finish", self._name, self._step, applies)
         others = [node for node in self._nodes if node != self._tasks.here]
         self._finishing = [
-            self._tasks.call(each, *asked, timeout_s=self._timeout_s) for each in others
+            self._tasks.call(task, *asked, timeout_s=self._timeout_s) for task in others
         ]
         if self._tasks.here in self._nodes:
             self._tasks.call_here(*asked).wait()
@@ -429,8 +429,8 @@ class PlacedModel:
         self._all("set_mode", self._is_training)
         if self._optimizer is not None:
             self._all("make_optimizer", *self._optimizer)
-            for node, each in (optimizer or {}).items():
-                self._tasks.call(node, "load_optimizer", self._name, each).wait()
+            for node, of_node in (optimizer or {}).items():
+                self._tasks.call(node, "load_optimizer", self._name, of_node).wait()
 
     def _load(self, state: dict[str, torch.Tensor]) -> None:
         self._all("load", state, self._frozen)

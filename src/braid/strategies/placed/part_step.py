@@ -220,7 +220,7 @@ class PartStep:
         now = Situation(request.rows, is_training, program.device)
         draws = Draws(request.seed, request.draw, range(request.rows)) if is_training else None
         begin_ns = self._clock.now_ns()
-        first = sum(len(each.nodes) for each in program.part.segments[:index])
+        first = sum(len(segment.nodes) for segment in program.part.segments[:index])
         program.nodes.run(known, now, program.dead[index], first=first, around=self._around(draws))
         self._span("forward", program.names[index], begin_ns)
         for value in segment.outputs:
@@ -275,7 +275,7 @@ class PartStep:
         return around
 
     def _located(self, error: Exception, place: str) -> BaseException:
-        """Return an error of the same type whose text has the node, its line and its device."""
+        """Return an error of the same type that names the node, its line and its device."""
         where = f"in step {self._request.step}: {place}, on {self._program.part.device}"
         return error_like(type(error), f"{message_of(error)} ({where})")
 

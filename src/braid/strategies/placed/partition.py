@@ -6,8 +6,8 @@
                        d ────▶ e
 
 A part is all nodes of a device. It runs in segments: nodes that follow each other in the graph. A
-segment begins when its values are there, so a part may depend on itself through other devices.
-There is no deadlock: values and gradients only wait for segments before them in one order.
+segment begins when its values are available, so a part may depend on itself through other devices.
+Segments cannot deadlock: values and gradients wait only for earlier segments in one global order.
 
 Gradients of a value are added from the last segment that uses it to the first, and then reach the
 segment that made it. That is the order of one process, so sums have its bits:
@@ -168,7 +168,7 @@ def partition(
     by_device: dict[str, list[PlacedSegment]] = {}
     for place, segment in zip(places, segments, strict=True):
         by_device.setdefault(place, []).append(segment)
-    return [PlacedPart(device, tuple(own)) for device, own in by_device.items()]
+    return [PlacedPart(device, tuple(segments_here)) for device, segments_here in by_device.items()]
 
 
 def _uses_of(
@@ -199,7 +199,7 @@ def _segment(
     outputs = sorted(value for value, use in uses.items() if use.maker == number and use.users)
 
     def is_first(value: int) -> bool:
-        return next(each for each in uses[value].users if places[each] == here) == number
+        return next(user for user in uses[value].users if places[user] == here) == number
 
     receives = []
     for value in inputs:
@@ -210,7 +210,7 @@ def _segment(
     sends = [
         (value, device)
         for value in outputs
-        for device in dict.fromkeys(places[each] for each in uses[value].users)
+        for device in dict.fromkeys(places[user] for user in uses[value].users)
         if device != here
     ]
     links = list(_links(number, [*inputs, *outputs], uses))
@@ -236,7 +236,7 @@ def _segment(
         last_uses=tuple(
             value
             for value in sorted({*inputs, *outputs})
-            if max([number, *(each for each in uses[value].users if places[each] == here)])
+            if max([number, *(user for user in uses[value].users if places[user] == here)])
             == number
         ),
     )

@@ -68,15 +68,15 @@ def timeline_of(
 
     Args:
         spans: Spans by node.
-        offsets_ns: Time of the master less that of the node, by node.
+        offsets_ns: Clock of the master minus the clock of the node, by node.
         lanes: Devices.
     """
     moved = [
         span._replace(
             begin_ns=span.begin_ns + offsets_ns[node], end_ns=span.end_ns + offsets_ns[node]
         )
-        for node, own in spans.items()
-        for span in own
+        for node, node_spans in spans.items()
+        for span in node_spans
     ]
     used = {span.device for span in moved}
     moved.sort(key=lambda span: span.begin_ns)

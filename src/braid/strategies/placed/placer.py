@@ -74,7 +74,7 @@ def choose_devices(
         ConfigError: A node names a device that does not exist, or nodes that must have one device
             name different ones; the message has all of them.
     """
-    matching = [[each for each in devices if node.spec.matches(each)] for node in nodes]
+    matching = [[device for device in devices if node.spec.matches(device)] for node in nodes]
     raise_all(
         f"{node} is placed on {node.spec}, which does not exist: the cluster has "
         f"{', '.join(map(str, devices))}"
@@ -89,7 +89,7 @@ def choose_devices(
     candidates: list[list[DeviceSpec]] = []
     problems: list[str] = []
     for group in groups:
-        common = [each for each in devices if all(each in matching[node] for node in group)]
+        common = [device for device in devices if all(device in matching[node] for node in group)]
         candidates.append(common)
         if not common:
             problems.append(_conflict(nodes, matching, group, together))
@@ -111,7 +111,7 @@ def _conflict(
     )
     path = nx.shortest_path(together, *pair)
     reasons = [together.edges[edge]["reason"] for edge in pairwise(path)]
-    first, second = (nodes[each] for each in pair)
+    first, second = (nodes[i] for i in pair)
     return (
         f"{first} is placed on {first.spec} and {second} on {second.spec}, but they must have one "
         f"device: {'; '.join(dict.fromkeys(reasons))}. Name one device for both"
@@ -119,7 +119,7 @@ def _conflict(
 
 
 def _common(matching: Sequence[Sequence[DeviceSpec]], pair: tuple[int, int]) -> list[DeviceSpec]:
-    return [each for each in matching[pair[0]] if each in matching[pair[1]]]
+    return [device for device in matching[pair[0]] if device in matching[pair[1]]]
 
 
 def _by_cost(
@@ -135,7 +135,7 @@ def _by_cost(
     for number, node in enumerate(nodes):
         for source, nbytes in node.sources.items():
             users.setdefault(source, {})[number] = nbytes
-    flops = [sum(nodes[each].flops for each in group) for group in groups]
+    flops = [sum(nodes[i].flops for i in group) for group in groups]
     share = sum(flops) / num_devices
 
     def choose(index: int, device: DeviceSpec) -> None:
@@ -144,11 +144,9 @@ def _by_cost(
 
     def cost(index: int, device: DeviceSpec) -> float:
         neighbours: dict[int, int] = {}
-        for each in groups[index]:
-            neighbours |= {**nodes[each].sources, **users.get(each, {})}
-        crossing = [
-            nbytes for each, nbytes in neighbours.items() if chosen.get(each, device) != device
-        ]
+        for i in groups[index]:
+            neighbours |= {**nodes[i].sources, **users.get(i, {})}
+        crossing = [nbytes for i, nbytes in neighbours.items() if chosen.get(i, device) != device]
         # half of a group may lie beyond the share, so that shares are equal on average
         excess = max(0.0, work.get(device, 0.0) + flops[index] / 2 - share)
         return sum(MESSAGE_S + nbytes / BYTES_PER_S for nbytes in crossing) + excess / FLOPS
@@ -158,5 +156,5 @@ def _by_cost(
             choose(index, devices[0])
     for index, devices in enumerate(candidates):
         if len(devices) > 1:
-            choose(index, min(devices, key=lambda each: cost(index, each)))
+            choose(index, min(devices, key=lambda device: cost(index, device)))
     return [chosen[number] for number in range(len(nodes))]

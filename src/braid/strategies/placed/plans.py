@@ -1,4 +1,4 @@
-"""Plans of a placed model: what is fetched and fed, and the parts that compute it."""
+"""Plans of a placed model: the fetched and fed values, and the parts that compute them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PlanKey(NamedTuple):
 
     Attributes:
         fetches: Values that are fetched; empty for the loss.
-        feeds: Values that are fed; None for the inputs of the model, whose call then also runs the
-            nodes that change buffers.
+        feeds: Values that are fed; None for the inputs of the model. With None, nodes that change
+            buffers also run.
     """
 
     fetches: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ def step_plan(
     graph, value, targets = with_loss(graph, loss)
     nodes, devices, fetches = list(values), list(placement), key.fetches
     if key.feeds is not None:
-        nodes = [each._replace(is_kept=False) for each in nodes]
+        nodes = [node._replace(is_kept=False) for node in nodes]
     if loss is not None:
         makers = {v: i for i, node in enumerate(values) for v in node.made}
         devices.append(devices[makers.get(graph.results[0], -1)])

@@ -4,7 +4,7 @@
     put(key)                           InternalError        answer the asker, or keep the value
     ask(key, ticket)                   answer               wait
     end(graph, step)                   drop                 fail
-    a key of an ended step             drop what is put     fail immediately
+    a key of an ended step             drop the value       fail immediately
     a key of another incarnation       -                    fail immediately
 
 A key names the producer's device and incarnation, the receiver's device, the edge and the step. So
@@ -135,7 +135,7 @@ class RendezvousState:
         if not self._has_ended(graph, step):
             self._ended[graph] = step, reason
         instructions: list[RendezvousInstruction] = []
-        for name in [each for each in self._steps if each[0] == graph and each[1] <= step]:
+        for name in [key for key in self._steps if key[0] == graph and key[1] <= step]:
             pairs = self._steps.pop(name)
             instructions += [DropValue(key) for key in sorted(pairs.kept)]
             for key, ticket in pairs.waiting.items():

@@ -107,7 +107,7 @@ class PartResult:
 
 @dataclass(slots=True)
 class HostedGraph:
-    """A graph of which this task has nodes.
+    """A graph with nodes in this task.
 
     Attributes:
         graph: The graph, with modules and tensors of this task.
@@ -206,18 +206,18 @@ class PlacedWorker:
             self._graphs[name].programs.clear()
             return
         here = {device for device, task in tasks.items() if task.incarnation == self.incarnation}
-        own = [i for i, device in enumerate(devices) if device in here]
-        called = {graph.nodes[i].target for i in own}
-        used = {value for i in own for value in graph.nodes[i].inputs} | set(graph.results)
+        positions = [i for i, device in enumerate(devices) if device in here]
+        called = {graph.nodes[i].target for i in positions}
+        used = {value for i in positions for value in graph.nodes[i].inputs} | set(graph.results)
         modules = {key: value for key, value in graph.modules.items() if key in called}
         tensors = {key: value for key, value in graph.tensors.items() if key in used}
         graph = dataclasses.replace(graph, modules=modules, tensors=tensors)
-        for i in own:
+        for i in positions:
             target, place = graph.nodes[i].target, torch_device(devices[i])
             if isinstance(target, str) and place.type != "cpu":
                 modules[target].to(place)
         hosted = HostedGraph(graph, devices, tasks)
-        hosted.nodes = GraphNodes(graph, own)
+        hosted.nodes = GraphNodes(graph, positions)
         self._graphs[name] = hosted
 
     def register(
@@ -240,7 +240,7 @@ class PlacedWorker:
             first, last = labels[segment.nodes[0]], labels[segment.nodes[-1]]
             names.append(first if first == last else f"{first} to {last}")
             users.append(set(GraphNodes(graph, segment.nodes).parameters()))
-        shared = [[p for p in own if sum(p in each for each in users) > 1] for own in users]
+        shared = [[p for p in params if sum(p in other for other in users) > 1] for params in users]
         lines = {labels[i]: graph.nodes[i].where for i in positions}
         hosted.programs[plan, part.device] = PartProgram(
             part, nodes, dead, names, lines, shared, place, len(set(hosted.devices)) == 1
@@ -318,9 +318,9 @@ class PlacedWorker:
         """Copy values into parameters, buffers and other tensors of the model."""
         hosted = self._hosted(name)
         assert hosted.nodes is not None
-        own = tensors_of(hosted.nodes)
+        tensors = tensors_of(hosted.nodes)
         with torch.no_grad():
-            for key, x in own.items():
+            for key, x in tensors.items():
                 if key in state and state[key] is not x:
                     x.copy_(state[key])
                 if isinstance(x, nn.Parameter):
@@ -341,7 +341,7 @@ class PlacedWorker:
     def set_mode(self, name: str, training: bool) -> None:
         """Set training or evaluation in all modules of this task."""
         hosted = self._hosted(name)
-        for nodes in (hosted.nodes, *(each.nodes for each in hosted.programs.values())):
+        for nodes in (hosted.nodes, *(program.nodes for program in hosted.programs.values())):
             assert nodes is not None
             nodes.train(training)
 
