@@ -179,9 +179,9 @@ def test_the_picture_has_the_states_of_each_rank():
     strikes = [Strike(12.0, "stop", (1,), 2.0), Strike(16.0, "kill", (1,))]
     account = account_of(strikes, events, _steps((0, 1, 2), 1, 10.0), 20.0)
     lanes = {lane.rank: lane for lane in members_picture(account, events).lanes}
-    states = [(box.role, box.left, box.width) for box in lanes[1].phases]
+    states = [(box.role, box.x, box.width) for box in lanes[1].phases]
     assert states == [("phase", 0.0, 20.0), ("wait", 20.0, 20.0), ("phase", 40.0, 20.0)]
-    assert [box.left for box in lanes[1].states] == [20.0, 60.0]
+    assert [box.x for box in lanes[1].states] == [20.0, 60.0]
     assert [box.role for box in lanes[3].phases] == ["neutral"]
 
 

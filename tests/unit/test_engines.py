@@ -179,7 +179,7 @@ def test_a_batch_script_is_valid_and_saves_before_its_time_is_over(tmp_path: Pat
     [
         ({"command": ()}, "nothing to run"),
         ({"num_ranks": 0}, "must be at least 1"),
-        ({"options": "gpu"}, "'gpu' is no option of sbatch"),
+        ({"options": "gpu"}, "'gpu' is not an option of sbatch"),
         ({"partition": "a\nb"}, "must be on one line"),
         ({"name": "my job"}, "a name has letters, numbers, dots and dashes"),
     ],

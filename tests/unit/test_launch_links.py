@@ -28,7 +28,7 @@ def test_what_comes_in_on_a_connection_is_counted():
         end.sendall(b"x")
         client.recv(1)
         after = seen()
-        assert (after.own, after.peer, after.num_repeats) == ("127.0.0.1", "127.0.0.1", 0)
+        assert (after.local, after.peer, after.num_repeats) == ("127.0.0.1", "127.0.0.1", 0)
         assert after.num_segments == before.num_segments + 1
         assert after.inode == os.fstat(client.fileno()).st_ino
         assert after.inode in links._inodes_of(os.getpid())

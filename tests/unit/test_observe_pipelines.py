@@ -192,8 +192,8 @@ def test_the_page_shows_both_timelines_on_one_axis(tmp_path):
     measured, predicted = view.pictures
     assert measured.x_ticks == predicted.x_ticks
     for one, other in zip(measured.lanes, predicted.lanes, strict=True):
-        lefts = [box.left for box in one.phases]
-        assert lefts == pytest.approx([box.left for box in other.phases], abs=0.01)
+        lefts = [box.x for box in one.phases]
+        assert lefts == pytest.approx([box.x for box in other.phases], abs=0.01)
         assert [box.role for box in one.phases].count("backward") == 4
         assert all(b - a > 0 for a, b in pairwise(lefts))
     plain = render_page(

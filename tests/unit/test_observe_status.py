@@ -102,7 +102,7 @@ def test_a_directory_without_the_log_is_refused(tmp_path):
     write_record(tmp_path, RunRecord(braid="0.0", command=("train.py",), num_ranks=3))
     with pytest.raises(ConfigError, match=r"launcher\.jsonl is missing or empty"):
         LiveRun(tmp_path)
-    with pytest.raises(ConfigError, match="there is no run in"):
+    with pytest.raises(ConfigError, match="no run found in"):
         latest_run(tmp_path)
     assert latest_run(tmp_path.parent) == tmp_path
 

@@ -171,7 +171,7 @@ def test_a_missing_package_is_named_with_its_extra(run, name, monkeypatch):
 
 def test_an_unknown_tracker_and_a_run_without_numbers_are_refused(tmp_path, capsys, package):
     assert cli.main(["report", str(tmp_path), "--to", "comet"]) == 2
-    assert "there is no tracker comet: choose one of tensorboard, mlflow" in capsys.readouterr().err
+    assert "unknown tracker comet: choose one of tensorboard, mlflow" in capsys.readouterr().err
     package("wandb", "init", "log", "finish")
     empty = write_run(tmp_path / "empty", [])
     assert cli.main(["report", str(empty), "--to", "wandb"]) == 2

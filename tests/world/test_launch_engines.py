@@ -155,9 +155,9 @@ def test_mistakes_are_named_before_anything_starts(
 @pytest.mark.parametrize(
     ("engine", "problem"),
     [
-        ("ray", "there is no Ray cluster here: start one with `ray start --head`"),
-        ("slurm", "there is no Slurm here: no salloc on PATH"),
-        ("mpi", "there is no MPI here: neither mpirun nor mpiexec is on PATH"),
+        ("ray", "no Ray cluster runs here: start one with `ray start --head`"),
+        ("slurm", "Slurm is not installed here: no salloc on PATH"),
+        ("mpi", "MPI is not installed here: neither mpirun nor mpiexec is on PATH"),
     ],
 )
 def test_an_engine_that_is_not_here_is_named(

@@ -214,7 +214,9 @@ def test_a_missing_checkpoint_is_refused_before_ranks_start(tmp_path, monkeypatc
     Path("train.py").write_text("print('started')")
     assert cli.main(["run", "--resume", "nowhere", "train.py"]) == 2
     out, err = capfd.readouterr()
-    assert "there is nothing at nowhere to resume from: give a checkpoint" in " ".join(err.split())
+    assert "nowhere does not exist, so it cannot be resumed: give a checkpoint" in " ".join(
+        err.split()
+    )
     assert out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 

@@ -57,8 +57,8 @@ def run(
         args: Arguments of the function.
         kwargs: Arguments by name.
         resources: Resources of each rank, such as `{"GPU": 1}`; one CPU besides, unless named.
-        strategy: `pack` for as few nodes as possible, `spread` for as many.
-        address: Address of the cluster; that of this process or RAY_ADDRESS when empty.
+        strategy: `pack` to use the fewest nodes, `spread` to use the most nodes.
+        address: Address of the cluster; this process's cluster or RAY_ADDRESS when empty.
         console: Console for output; kept in memory when None.
         start_limit_s: Seconds until the nodes are there, and again until their agents have joined.
         **options: Further fields of `JobSpec`, such as `timeout_s` and `log_dir`.
@@ -67,9 +67,10 @@ def run(
         Results, by rank.
 
     Raises:
-        ConfigError: There is no cluster, too little is free, or this is not the main thread.
+        ConfigError: No cluster answers, its free resources do not suffice, or the caller is not on
+            the main thread.
         PeerLostError: A rank was lost without an exception; the message is the error block.
-        Exception: What the rank that is the cause has raised; its cause is the error block.
+        Exception: The exception of the rank that failed first; its cause is the error block.
 
     Cost: some seconds to start. Function and results pass through Ray.
     On failure: all ranks have ended when the exception is raised.

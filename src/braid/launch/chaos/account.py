@@ -1,22 +1,21 @@
 """Computes the figures of a run under faults from its log: causes, recoveries, goodput, lost steps.
 
 *Goodput* is the number of finished steps, divided by the number of steps that the surviving ranks
-could have finished: in each moment, the rate of an undisturbed run with as many ranks as trained
-or could have trained then. Ranks that were killed no longer count from the moment of the fault;
-stopped and slow ranks count. So goodput loses what recoveries, meetings of the members, transfers
-of state and waits cost. It does not lose the work of ranks that are gone.
+could have finished. That number integrates, over time, the undisturbed rate of the number of ranks
+that trained or could have trained. Killed ranks do not count after the fault; stopped and slow
+ranks do. So goodput contains the cost of recoveries, meetings of the members, transfers of state
+and waits, but not the missing work of ranks that have died.
 
-The undisturbed rate of m ranks is that of this run itself: steps per second with m ranks while no
-fault lasted and no process was starting. If there is no such step, steps while a process was
-starting count, which share the cores with it, and else all steps with m ranks.
+The undisturbed rate of m ranks is measured in this run: steps per second with m ranks while no
+fault lasted and no process was starting. Without such steps, steps while a process was starting
+are used, although they share the cores with it, and without those all steps with m ranks.
 
 A *recovery* lasts from a fault to the end of the next step: of an epoch without the rank, if it is
 gone, or of the rank itself, if it was stopped. A step is *lost* if some rank had finished it, and
 the run went on from an earlier state.
 
-A cause is *right* if the launcher's log names the rank with what has been done to it, *unknown* if
-it does not name the rank, and *wrong* if it names something else. A rank that is named without any
-fault is wrong, too.
+A cause is *right* if the launcher's log names the rank and its fault, *unknown* if it does not name
+the rank, and *wrong* if it names another cause. Naming a rank without a fault is also wrong.
 """
 
 from __future__ import annotations
@@ -340,7 +339,7 @@ def _rates(
 
 
 def _rate(rates: Mapping[int, float], num_ranks: int) -> float:
-    """Return the rate of a number of ranks; that of the nearest number, scaled, if unknown."""
+    """Return the rate of a number of ranks; if unknown, scale the nearest number's rate."""
     if not rates or not num_ranks:
         return 0.0
     nearest = min(rates, key=lambda number: (abs(number - num_ranks), number))

@@ -1,7 +1,7 @@
-"""Runs a job as `braid run` does, strikes its ranks by a plan, and accounts for what came of it.
+"""Runs a job as `braid run` does, injects planned faults into its ranks, and reports the results.
 
-The run is a process of its own, without any change: its log names the ranks, and the kernel's
-signals strike them.
+The run is a separate, unchanged process: the ranks are read from its log, and faults are signals
+that this process sends.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def run_chaos(options: ChaosOptions, arguments: Sequence[str], command: str = "r
         command: Command of braid that starts the job, run or train.
 
     Raises:
-        ConfigError: The arguments are not those of a run that faults can strike.
+        ConfigError: The arguments do not describe a run into which faults can be injected.
     """
     words, path = _run_words(options, arguments)
     environ = dict(os.environ) | ({FAULTS: "1"} if "bitflip" in options.names else {})
@@ -285,7 +285,7 @@ class _Strikes:
         for fault in self._waiting:
             if fault.at_s <= now_s - self._begin_s and self._strike(fault, now_s):
                 self._waiting.remove(fault)
-                # two ranks cannot tell which of them computes wrongly: no rank is lost meanwhile
+                # two ranks cannot decide which one computes wrongly: lose no rank meanwhile
                 lasts_s = fault.lasts_s if fault.kind == "bitflip" else 0.0
                 self._next_s = now_s + max(lasts_s, LEAST_GAP * self._options.every_s)
                 break

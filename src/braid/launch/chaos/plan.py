@@ -1,10 +1,10 @@
-"""Plans faults from a seed: when, of which kind, and which rank of those that can be struck.
+"""Plans faults from a seed: the time, the kind and the choice of the rank.
 
-A kind is dealt once before any kind is dealt again, so a short plan has all of them. The ranks
-at the time of a fault are not known before; a plan has numbers that choose among them.
+Each kind occurs once before any kind occurs again, so a short plan contains all kinds. The ranks at
+the time of a fault are not known in advance, so a plan contains random numbers that choose a rank.
 
     kill       SIGKILL to a member                          the others go on without it
-    two        SIGKILL to two members at once               the same
+    two        SIGKILL to two members simultaneously        the same
     newcomer   SIGKILL to a process that is about to join   another process takes its place
     leave      SIGTERM to a member: a notice of preemption  it leaves after its step
     stop       SIGSTOP to a member, later SIGCONT           the others wait, or it is replaced
@@ -85,8 +85,8 @@ def plan_faults(
 def choose_ranks(fault: Fault, members: Sequence[int], newcomers: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks that a fault strikes; empty if none can be struck now.
 
-    The last member is spared, since the state of the training would be lost with it. Of two members
-    it cannot be told which one computes wrongly.
+    The last member is spared, because the state of the training would be lost with it. A `bitflip`
+    needs three members: with two, no comparison shows which one computes wrongly.
 
     Args:
         fault: The fault.

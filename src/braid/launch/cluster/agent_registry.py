@@ -20,7 +20,7 @@ __all__ = ["AgentRegistry"]
 class AgentRegistry:
     """All agents of a launcher, on one van; closing the registry ends the agents.
 
-    Agents have numbers of their own on the van, because several may claim to be the same host. A
+    The van numbers agents independently of hosts, because several may claim to be the same host. A
     launcher that has joined is removed when it is lost, so that it can join again.
 
     Args:

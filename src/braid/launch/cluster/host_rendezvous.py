@@ -390,8 +390,12 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
     def _prepare(self, node: int, address: str) -> None:
         if isinstance(self._where, Nodes):
             self._places = assign([Host(str(n), self._slots(n)) for n in sorted(self._agents)])
-            own = self._job.environ
-            environ = dict(own) if node == 0 else {n: own[n] for n in OF_THE_JOB if n in own}
+            variables = self._job.environ
+            environ = (
+                dict(variables)
+                if node == 0
+                else {n: variables[n] for n in OF_THE_JOB if n in variables}
+            )
         else:
             environ = forwarded(self._job.environ, self._where.environ)
         self._agents[node].send(

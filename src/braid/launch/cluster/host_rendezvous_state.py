@@ -1,12 +1,13 @@
 """State machine that gathers the hosts of a job: messages of agents in, instructions out.
 
-Problem: a job over several hosts can fail to start in a dozen ways, most of which show as silence.
+Problem: a job over several hosts can fail to start in a dozen ways, and most of them look like a
+hang.
 
-Idea: keep one table of what is known of each host. The job starts when nothing is missing; else one
-message names all hosts with problems.
+Idea: keep one table with the state of each host. The job starts when the table is complete; else
+one message names all hosts with problems.
 
     phase       event                           instructions               next
-    GATHERING   an agent says hello             Greet                      GATHERING
+    GATHERING   an agent sends hello            Greet                      GATHERING
     GATHERING   the addresses of all are known  ProbeTargets, for each     PROBING
     PROBING     all have sent their results     PrepareHost, for each      PREPARING
     PREPARING   all are prepared                -                          READY
@@ -69,14 +70,14 @@ class Greet(NamedTuple):
 
 
 class ProbeTargets(NamedTuple):
-    """Let `node` (an agent's, or the launcher) try to reach `targets`."""
+    """Ask `node` (the number of an agent, or of the launcher) to connect to `targets`."""
 
     node: int
     targets: tuple[Endpoint, ...]
 
 
 class PrepareHost(NamedTuple):
-    """Let `node` prepare for ranks that listen on `address`."""
+    """Ask `node` to prepare for ranks that listen on `address`."""
 
     node: int
     address: str
@@ -136,7 +137,7 @@ class HostRendezvousState:
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the hosts whose agents have not said hello."""
+        """Numbers of the hosts without a hello message from their agent."""
         return [node for node in self._nodes if node not in self._ready]
 
     @property

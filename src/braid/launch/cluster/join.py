@@ -65,7 +65,7 @@ def join_first_node(
     """Join node 0 as an agent, and run the ranks of this node until the run ends.
 
     Args:
-        job: Job to run; must equal that of node 0.
+        job: Job to run; must equal the job of node 0.
         nodes: Options of the user.
         clock: Time source.
         notice: Shows a text to the user.
@@ -152,8 +152,8 @@ def own_addresses(wanted: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: There is none.
     """
-    own = [Endpoint(LAUNCHER, i.name, i.ip, i.prefix, 0) for i in interfaces()]
-    usable = eligible(own, wanted, one_machine=True)
+    endpoints = [Endpoint(LAUNCHER, i.name, i.ip, i.prefix, 0) for i in interfaces()]
+    usable = eligible(endpoints, wanted, one_machine=True)
     if not usable:
         msg = f"this host has no address on {', '.join(wanted)}"
         raise ConfigError(msg)

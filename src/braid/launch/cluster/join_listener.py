@@ -73,7 +73,7 @@ class JoinListener:
         Args:
             selector: Selector that polls the listeners; the data of a key is the function to call.
             registry: Registry that receives the messages of the launchers.
-            judge: Called with each launcher that has said hello. Returns the reason for a refusal,
+            judge: Called with each launcher that has sent hello. Returns the reason for a refusal,
                 or an empty string after taking the launcher over.
             notice: Shows a text about refused launchers to the user.
         """

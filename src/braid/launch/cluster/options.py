@@ -75,7 +75,7 @@ class Hosts(JobHosts):
 
     Attributes:
         rsh: Command that runs a program on a host; see `RshPlacement`.
-        remote_python: Command of the interpreter on the hosts; that of the launcher when empty.
+        remote_python: Command of the interpreter on the hosts; the launcher's path when empty.
     """
 
     rsh: str = DEFAULT_RSH
@@ -90,7 +90,7 @@ class Hosts(JobHosts):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
-    """Hosts on each of which the user has started a launcher.
+    """Hosts where the user starts one launcher each.
 
     Attributes:
         meeting: Meeting point of the launchers.
@@ -128,7 +128,7 @@ class Nodes:
 
 
 class AgentStarter(Protocol):
-    """A way to start the agents of all nodes at once, which then join this launcher."""
+    """Interface to start an agent on every node with one call; the agents join this launcher."""
 
     @property
     def has_ended(self) -> bool:
@@ -165,7 +165,7 @@ class AgentStarter(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineHosts(JobHosts):
-    """Nodes of a cluster whose engine starts the agents; see `JobHosts`.
+    """Nodes of a cluster with an engine that starts the agents; see `JobHosts`.
 
     Attributes:
         starter: Starts the agents.

@@ -156,7 +156,7 @@ def _is_wanted(endpoint: Endpoint, wanted: Collection[str]) -> bool:
             try:
                 if ip in ipaddress.ip_network(item, strict=False):
                     return True
-            except ValueError:  # an interface whose name has a slash
+            except ValueError:  # an interface with a slash in its name
                 continue
     return False
 

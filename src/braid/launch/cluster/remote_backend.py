@@ -1,4 +1,4 @@
-"""Backend for several hosts: starts ranks through the agents and reports what the agents see."""
+"""Backend for several hosts: starts ranks through the agents and forwards their reports."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class RemoteBackend:
         )
 
     def start(self, spec: RankSpec) -> Rank:
-        """Let the agent of the rank's host start the rank."""
+        """Ask the agent of the rank's host to start the rank."""
         agent = self._agents[spec.environment.node_rank]
         rank = self._ranks[spec.environment.rank] = RemoteRank(spec, agent)
         self._by_node[agent.node].append(rank)
@@ -206,7 +206,7 @@ class RemoteBackend:
         return None
 
     def finish(self) -> Iterator[int]:
-        """Let all agents end the processes that ranks have left behind, and wait for the agents.
+        """Ask all agents to end the processes that ranks left behind, and wait for the agents.
 
         Yields:
             Time until which the caller should poll descriptors before the next step.
@@ -231,7 +231,7 @@ class RemoteBackend:
             self._finished.add(agent.node)
         elif isinstance(message, Signalled):
             self._signals[agent.node] += 1
-            if self._signals[agent.node] > self._num_signals:  # engines signal all nodes at once
+            if self._signals[agent.node] > self._num_signals:  # engines signal all nodes together
                 self._num_signals += 1
                 self._on_signal(message.signum, agent.name)
         elif isinstance(message, OpenWaits):

@@ -1,4 +1,4 @@
-"""A rank on another host, whose agent reports everything about its process."""
+"""A rank on another host; the host's agent reports the state of its process."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ class RemoteRank(Rank):
         self._view = view
 
     def on_host_lost(self, why: str) -> Change:
-        """Return the state change of a rank whose host is lost for the reason `why`."""
+        """Mark the rank as lost with its host, for the reason `why`, and return the change."""
         self._lost = why
         return Change("lost", 0, self._clock.now_ns())
 
     def signal(self, signum: int) -> None:
-        """Let the agent send the rank a signal, unless the rank has ended."""
+        """Ask the agent to send the rank a signal, unless the rank has ended."""
         if self.alive:
             self._agent.send(SignalRequest(self.rank, signum))
 
@@ -146,7 +146,7 @@ class RemoteRank(Rank):
         return view._replace(spans=spans, ended=ended, links=links)
 
     def lasted_ns(self, wait: OpenWait) -> int | None:
-        """Return the duration of a wait; None while the rank lives, whose record is remote."""
+        """Return the duration of a wait; None while the rank lives: its record is remote then."""
         if self.alive:
             return None
         look = RankObserver(self.rank, self.pid, self.box, self._clock)

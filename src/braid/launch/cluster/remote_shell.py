@@ -129,8 +129,8 @@ class RshPlacement:
         host: Name of the host, as the remote shell knows it.
         rsh: Command of the remote shell, with `{host}` in place of the name; must run the program
             that is appended to it.
-        python: Command of an interpreter on the host that has braid installed; that of this process
-            when empty.
+        python: Command of an interpreter on the host that has braid installed; the path of this
+            process's interpreter when empty.
 
     Raises:
         ConfigError: `rsh` has no `{host}`, or cannot be split into words.
@@ -161,8 +161,8 @@ class RshPlacement:
 
 def is_here(name: str) -> bool:
     """Whether `name` is a name or address of this host, as far as known without the network."""
-    own = socket.gethostname()
-    if name in {"localhost", own, own.partition(".")[0]}:
+    hostname = socket.gethostname()
+    if name in {"localhost", hostname, hostname.partition(".")[0]}:
         return True
     addresses = (a.address for interface in psutil.net_if_addrs().values() for a in interface)
     return name.strip("[]") in set(addresses)

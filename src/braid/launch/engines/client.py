@@ -2,9 +2,9 @@
 
     client -> launcher   {"hosts": [["a", 2], ["b", 2]]}     nodes, with slots for ranks
     launcher -> client   an invitation
-    client -> launcher   {"lost": 1, "why": "..."}           why a node is gone, if the engine says
+    client -> launcher   {"lost": 1, "why": "..."}           the engine's reason for a lost node
 
-The client is a program of its own (`slurm_client`, `mpi_client`, `ray_client`), so that no library
+The client is a separate program (`slurm_client`, `mpi_client`, `ray_client`), so that no library
 of an engine runs in the launcher. It ends when its agents have ended, or when its stdin ends.
 """
 
@@ -173,13 +173,12 @@ class EngineClient(AbstractContextManager["EngineClient"]):
                     notice(f"waiting for nodes of {self.engine}: {self.last_line or 'no answer'}")
         msg = (
             f"{self.engine} has given no nodes within {limit_s:g} s: "
-            f"{self.last_line or 'it has said nothing'}. Ask for less, or wait longer with "
-            "--rdzv-timeout"
+            f"{self.last_line or 'no answer'}. Ask for less, or wait longer with --rdzv-timeout"
         )
         raise ConfigError(msg)
 
     def invite(self, addresses: Sequence[str], num_nodes: int, key: bytes, limit_s: float) -> None:
-        """Let the client start an agent on each node; see `AgentStarter`."""
+        """Send the client an invitation to start an agent on each node; see `AgentStarter`."""
         invitation = Invitation(
             addresses=tuple(addresses),
             machine=machine(),
@@ -188,11 +187,11 @@ class EngineClient(AbstractContextManager["EngineClient"]):
             limit_s=limit_s,
         )
         assert self._popen.stdin is not None
-        with suppress(BrokenPipeError):  # `has_ended` tells
+        with suppress(BrokenPipeError):  # `has_ended` becomes True
             self._popen.stdin.write(invitation.to_line())
 
     def read(self) -> None:
-        """Read what the client has said to the launcher and to people."""
+        """Read the client's messages to the launcher, and its output for the user."""
         for fd in tuple(self._open):
             with suppress(BlockingIOError):
                 while fd in self._open:
@@ -209,7 +208,7 @@ class EngineClient(AbstractContextManager["EngineClient"]):
         for line in lines:
             try:
                 message = msgspec.json.decode(line, type=FromClient)
-            except msgspec.MsgspecError:  # a word of the engine's own
+            except msgspec.MsgspecError:  # a line that the engine printed
                 self._tail = (self._tail + line + b"\n")[-TAIL_BYTES:]
                 continue
             self._hosts = tuple(Host(*host) for host in message.hosts) or self._hosts
@@ -252,13 +251,13 @@ class EngineClient(AbstractContextManager["EngineClient"]):
             self._popen.terminate()
         deadline_s = time.monotonic() + END_LIMIT_S
         while self._wait(0.05) is None and time.monotonic() < deadline_s:
-            self.read()  # so that it is not blocked by what it prints
+            self.read()  # so that its output does not block it
         if self._popen.poll() is None:
             self._popen.terminate()
             if self._wait(END_LIMIT_S) is None:
                 self._popen.kill()
                 self._popen.wait()
-        with suppress(ProcessLookupError):  # what it has started, in its own session
+        with suppress(ProcessLookupError):  # its children, in its session
             os.killpg(self._popen.pid, SIGKILL)
         for pipe in (self._popen.stdout, self._popen.stderr):
             assert pipe is not None

@@ -56,8 +56,8 @@ class ClientWords(dict[str, str]):
 
         Args:
             words: Words after the client's name.
-            own: Names of its own options besides `num-ranks`.
-            others: Whether the engine takes words of its own.
+            own: Names of the client's options besides `num-ranks`.
+            others: Whether further words are options of the engine.
 
         Raises:
             ConfigError: An option is unknown, or has no value.
@@ -68,7 +68,7 @@ class ClientWords(dict[str, str]):
             index += 1
             if not (name.startswith("--") and name[2:] in {"num-ranks", *own}):
                 if not others:
-                    known = ", ".join(f"--{each}" for each in sorted(own))
+                    known = ", ".join(f"--{option}" for option in sorted(own))
                     msg = f"this engine has no option {name}: it has {known}"
                     raise ConfigError(msg)
                 rest.append(words[index - 1])

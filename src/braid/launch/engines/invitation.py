@@ -80,7 +80,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
         """Read an invitation.
 
         Raises:
-            ConfigError: The line is none, such as that of an engine which closes stdin.
+            ConfigError: The line is not an invitation; it is empty if an engine closes stdin.
         """
         try:
             return msgspec.json.decode(line, type=cls)

@@ -43,7 +43,7 @@ def main() -> int:
     if bye.exit_code == LOST_EXIT_CODE and bye.text:
         _print(bye.text)
         return LOST_EXIT_CODE
-    return 0  # the launcher says how the run has ended
+    return 0  # the launcher reports how the run has ended
 
 
 def _print(text: str) -> None:

@@ -1,11 +1,11 @@
 """Manifest of an Indexed Job for Kubernetes, with its service and its secret.
 
     Secret     32 random bytes, as a file of mode 0600 (384) that belongs to the container's root
-    Service    without an address of its own: names such as train-0.train lead to pods
+    Service    headless, without a cluster IP: names such as train-0.train resolve to pods
     Job        pod i runs `braid run --node-rank i`; pod 0 shows the output and the error block
 
-A pod that is asked to end (SIGTERM) has as long as a run has to save. A failed pod fails the job,
-whose other pods then end by themselves.
+A pod that receives SIGTERM has the same time as any run to save. A failed pod fails the job, and
+the job's other pods then end without a signal.
 
 Source: the documentation of Kubernetes 1.32, "Indexed Job for Parallel Processing with Static Work
 Assignment" and "Job with Pod-to-Pod Communication".
@@ -135,8 +135,8 @@ class KubernetesManifest:
     def words(self) -> list[str]:
         """Command of a pod; Kubernetes replaces $(BRAID_NODE) by its number."""
         # Kubernetes replaces $(NAME) in words, but for $$(NAME)
-        own = [word.replace("$(", "$$(") for word in self.command]
-        script = ["-m", *own] if self.is_module else own
+        command = [word.replace("$(", "$$(") for word in self.command]
+        script = ["-m", *command] if self.is_module else command
         of_nodes = [
             *("--nnodes", str(self.nodes), "--node-rank", "$(BRAID_NODE)"),
             *("--rdzv", f"tcp://{self.name}-0.{self.name}:{PORT}"),

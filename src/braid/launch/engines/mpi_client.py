@@ -3,10 +3,10 @@
     braid run ── mpi_client ──┬── mpirun -np 1 --host a ──> agent of a ──> ranks 0, 1
                               └── mpirun -np 1 --host b ──> agent of b ──> ranks 2, 3
 
-mpirun hands its stdin to rank 0 alone, so each node has an mpirun of its own. Works with Open MPI
-and MPICH, and with any way in which these reach hosts: ssh, or a batch system.
+mpirun forwards its stdin to rank 0 alone, so one mpirun is started for each node. Works with Open
+MPI and MPICH, and with any way in which these reach hosts: ssh, or a batch system.
 
-Words: --hosts=a:2,b:2 (from -H or --hostfile), and those of mpirun, such as --mca NAME VALUE.
+Words: --hosts=a:2,b:2 (from -H or --hostfile), and options of mpirun, such as --mca NAME VALUE.
 
 Source: the manual pages mpirun(1) of Open MPI 4.1 and mpiexec(1) of MPICH 4.0.
 """
@@ -36,14 +36,14 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def find_mpirun() -> tuple[str, str]:
-    """Return the program that starts MPI's processes, and whose it is.
+    """Return the path of mpirun, and its implementation: Open MPI or MPICH.
 
     Raises:
-        ConfigError: There is none, or it is of another implementation.
+        ConfigError: No mpirun is on PATH, or it belongs to another implementation.
     """
     program = next((path for path in map(shutil.which, PROGRAMS) if path), None)
     if program is None:
-        msg = f"there is no MPI here: neither {' nor '.join(PROGRAMS)} is on PATH"
+        msg = f"MPI is not installed here: neither {' nor '.join(PROGRAMS)} is on PATH"
         raise ConfigError(msg)
     answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     text = answer.stdout + answer.stderr
@@ -93,13 +93,13 @@ def _used(hosts: Sequence[Host], num_ranks: int | None) -> tuple[Host, ...]:
 
 def main(words: Sequence[str]) -> int:
     """Find nodes, start agents, and wait for their end; return the exit code."""
-    given = ClientWords.parse(words, {"hosts"}, others=True)
+    options = ClientWords.parse(words, {"hosts"}, others=True)
     program, whose = find_mpirun()
     os.environ.update(AS_ROOT if os.geteuid() == 0 else {})
-    if "hosts" in given:
-        hosts = _used(parse_hosts(given["hosts"]), given.num_ranks or None)
+    if "hosts" in options:
+        hosts = _used(parse_hosts(options["hosts"]), options.num_ranks or None)
     else:
-        hosts = shares(_look(program, whose, given.rest), given.num_ranks)
+        hosts = shares(_look(program, whose, options.rest), options.num_ranks)
     FromClient(hosts=tuple((host.name, host.slots) for host in hosts)).send()
     line = sys.stdin.buffer.readline()
     if not line:  # the launcher has given up
@@ -108,19 +108,19 @@ def main(words: Sequence[str]) -> int:
     commands = []
     for node, host in enumerate(hosts):
         name = "" if len(hosts) == 1 and host.name == socket.gethostname() else host.name
-        argv = command_for(program, whose, given.rest, name, AGENT)
+        argv = command_for(program, whose, options.rest, name, AGENT)
         commands.append(Command(argv, invitation.for_node(node).to_line(), node=node))
     return run_commands(commands, os.environ)
 
 
 def _look(program: str, whose: str, words: Sequence[str]) -> list[tuple[str, int]]:
-    """Return the hosts that mpirun has by itself, such as those of a batch system, and their cores.
+    """Return mpirun's default hosts, such as the hosts of a batch job, and their cores.
 
     Raises:
         ConfigError: mpirun fails.
     """
-    each = ("-ppn", "1") if whose == MPICH else ("--map-by", "ppr:1:node")
-    argv = [program, *each, *words, sys.executable, "-c", LOOK]
+    placing = ("-ppn", "1") if whose == MPICH else ("--map-by", "ppr:1:node")
+    argv = [program, *placing, *words, sys.executable, "-c", LOOK]
     try:
         answer = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired as exc:

@@ -3,7 +3,7 @@
 python -m braid.launch.engines.ray_call    under an actor's agent, see `ray_client.run_agent`
 
 Function and result are pickled by Ray's pickler. They lie in a directory of the actor that only
-this user reads, and come and go in Ray's own calls, whose trust they have.
+this user can read, and are sent in Ray's calls: they are as secure as any call of Ray.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     braid run ── ray_client ──> placement group ── actor of node 0 ──> agent ──> ranks 0, 1
                                                 └─ actor of node 1 ──> agent ──> ranks 2, 3
 
-Ray reserves resources, starts an agent on each node, says why a node is gone, and ends what is
-left; ranks then talk to each other as under `braid run`, and none of their data passes Ray. The
-agent dies with its actor, and the actor with this client (Ray ends actors whose owner is gone).
+Ray reserves resources, starts an agent on each node, reports why a node was lost, and ends the
+remaining processes. Ranks communicate as under `braid run`; none of their data passes through Ray.
+The agent dies with its actor, and the actor with this client (Ray ends an actor with its owner).
 
 Words: --address, --strategy pack|spread, --resources CPU=1,GPU=1 (of each rank), --payload FILE.
 
@@ -64,7 +64,7 @@ def run_agent(line: bytes, payload: bytes) -> Ended:
         payload: Function that ranks call, with its arguments; empty for a script.
 
     Returns:
-        Exit code of the agent, the end of what it printed, and the results of ranks.
+        Exit code of the agent, the end of its output, and the results of ranks.
     """
 
     def as_child() -> None:
@@ -84,7 +84,7 @@ def run_agent(line: bytes, payload: bytes) -> Ended:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environ,
-            # Ray sends SIGTERM to the group of an actor that is gone, which is no wish to stop
+            # Ray sends SIGTERM to the group of a dead actor; the agent must not stop the run for it
             start_new_session=True,
             preexec_fn=as_child,  # noqa: PLW1509 - nothing of it takes a lock
         )
@@ -108,21 +108,21 @@ def main(words: Sequence[str]) -> int:
     except ModuleNotFoundError as exc:
         msg = "--on ray needs Ray: pip install 'braid-train[ray]'"
         raise ConfigError(msg) from exc
-    given = ClientWords.parse(words, {"address", "strategy", "resources", "payload"})
-    strategy = given.get("strategy", "pack").lower()
+    options = ClientWords.parse(words, {"address", "strategy", "resources", "payload"})
+    strategy = options.get("strategy", "pack").lower()
     if strategy not in STRATEGIES:
         msg = f"--strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}"
         raise ConfigError(msg)
-    each = {"CPU": 1.0, **given.numbers("resources")}
-    _connect(ray, given.get("address") or os.environ.get("RAY_ADDRESS") or "auto")
-    chosen = place(_nodes(ray), given.num_ranks, each, strategy)
-    reserved = _reserve(ray, chosen, each)
+    demand = {"CPU": 1.0, **options.numbers("resources")}
+    _connect(ray, options.get("address") or os.environ.get("RAY_ADDRESS") or "auto")
+    chosen = place(_nodes(ray), options.num_ranks, demand, strategy)
+    reserved = _reserve(ray, chosen, demand)
     try:
         FromClient(hosts=tuple((node.name, count) for node, count in chosen)).send()
         line = sys.stdin.buffer.readline()
         if not line:  # the launcher has given up
             return 0
-        file = given.get("payload", "")
+        file = options.get("payload", "")
         payload = Path(file).read_bytes() if file else b""
         return _wait(ray, _start_actors(ray, reserved, line, payload), file)
     finally:
@@ -137,12 +137,12 @@ def _connect(ray: Any, address: str) -> None:
         try:
             socket.create_connection((host, int(port)), PROBE_LIMIT_S).close()
         except (OSError, ValueError) as exc:
-            msg = f"there is no Ray cluster at {address}: {exc}. Check RAY_ADDRESS, or --address"
+            msg = f"no Ray cluster answers at {address}: {exc}. Check RAY_ADDRESS, or --address"
             raise ConfigError(msg) from exc
     try:
         ray.init(address=address, namespace="braid", log_to_driver=False, logging_level="ERROR")
     except ConnectionError as exc:
-        msg = "there is no Ray cluster here: start one with `ray start --head`, or give --address"
+        msg = "no Ray cluster runs here: start one with `ray start --head`, or give --address"
         raise ConfigError(msg) from exc
     except RuntimeError as exc:  # other versions of Ray or Python
         msg = f"this Ray cannot join the cluster: {' '.join(str(exc).split())}"
@@ -184,7 +184,8 @@ def _reserve(
 
 
 def _launcher_lives() -> bool:
-    return not select.select([sys.stdin], [], [], 0.0)[0]  # nothing is said before the hosts
+    # the launcher sends nothing before it has the hosts: readable stdin has been closed
+    return not select.select([sys.stdin], [], [], 0.0)[0]
 
 
 def _start_actors(ray: Any, reserved: Reserved, line: bytes, payload: bytes) -> dict[Any, int]:
@@ -193,30 +194,30 @@ def _start_actors(ray: Any, reserved: Reserved, line: bytes, payload: bytes) -> 
     made = ray.remote(AgentActor)
     ends = {}
     for number, bundle in enumerate(reserved.bundles):
-        own = {name: want for name, want in bundle.items() if name not in {"CPU", "GPU"}}
+        custom = {name: want for name, want in bundle.items() if name not in {"CPU", "GPU"}}
         in_bundle = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             reserved.group, placement_group_bundle_index=number
         )
         actor = made.options(
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0.0),
-            resources=own,
+            resources=custom,
             scheduling_strategy=in_bundle,
         ).remote()
-        reserved.actors.append(actor)  # Ray ends actors that nobody holds
+        reserved.actors.append(actor)  # Ray ends actors without a reference
         own_line = invitation.for_node(number).to_line()
         ends[actor.run.remote(own_line, payload)] = number
     return ends
 
 
 def _wait(ray: Any, ends: dict[Any, int], results_in: str) -> int:
-    """Wait until all agents have ended; tell why nodes are gone."""
+    """Wait until all agents have ended; report why nodes were lost."""
     code = 0
     while ends:
-        done, _ = ray.wait(list(ends), num_returns=1)
-        number = ends.pop(done[0])
+        ended, _ = ray.wait(list(ends), num_returns=1)
+        number = ends.pop(ended[0])
         try:
-            status, printed, results = ray.get(done[0])
+            status, printed, results = ray.get(ended[0])
         except ray.exceptions.RayError as exc:
             FromClient(lost=number, why=_why(exc)).send()
             code = 1

@@ -18,7 +18,7 @@ class RayNode(NamedTuple):
     Attributes:
         key: Identifier of the node.
         name: Name of its host.
-        free: Resources that nobody uses.
+        free: Unused resources.
     """
 
     key: str
@@ -40,12 +40,12 @@ def place(
 
     Args:
         nodes: Nodes of the cluster.
-        num_ranks: Number of ranks; as many as have room when 0.
+        num_ranks: Number of ranks; 0 for the largest number that fits.
         each: Resources of a rank.
-        strategy: `pack` for as few nodes as possible, `spread` for as many.
+        strategy: `pack` to use the fewest nodes, `spread` to use the most nodes.
 
     Raises:
-        ConfigError: There is too little room; the message says what is free.
+        ConfigError: The free resources do not suffice; the message lists them.
 
     >>> a, b = RayNode("1", "a", {"CPU": 4}), RayNode("2", "b", {"CPU": 2})
     >>> [(node.name, count) for node, count in place([b, a], 5, {"CPU": 1})]
@@ -68,6 +68,6 @@ def place(
     counts = [0] * len(room)
     while sum(counts) < wanted:
         for index, (most, _) in enumerate(room):
-            left = min(most - counts[index], wanted - sum(counts))
-            counts[index] += min(left, 1) if strategy == "spread" else left
+            more = min(most - counts[index], wanted - sum(counts))
+            counts[index] += min(more, 1) if strategy == "spread" else more
     return [(node, count) for count, (_, node) in zip(counts, room, strict=True) if count]

@@ -6,7 +6,7 @@
 Inside of an allocation (sbatch, salloc) its nodes are used; elsewhere `salloc` makes one, which
 ends with the agents. srun broadcasts the invitation to its tasks' stdin.
 
-Words: those of salloc, such as --partition=gpu, --time=60, --gres=gpu:4.
+Words: options of salloc, such as --partition=gpu, --time=60, --gres=gpu:4.
 
 Source: the manual pages srun(1), salloc(1), sinfo(1) of Slurm 22.05.
 """
@@ -44,7 +44,7 @@ def allocated(environ: Mapping[str, str], num_ranks: int = 0) -> tuple[Host, ...
 
     Args:
         environ: Environment of a process in the allocation.
-        num_ranks: Number of ranks; as many as the allocation has tasks when 0.
+        num_ranks: Number of ranks; the number of tasks of the allocation when 0.
 
     Raises:
         ConfigError: The allocation is too small.
@@ -66,10 +66,10 @@ def allocated(environ: Mapping[str, str], num_ranks: int = 0) -> tuple[Host, ...
         raise ConfigError(msg)
     hosts = []
     for name, count in zip(names, slots, strict=True):
-        own = min(count, wanted)
-        wanted -= own
-        if own:
-            hosts.append(Host(name, own))
+        share = min(count, wanted)
+        wanted -= share
+        if share:
+            hosts.append(Host(name, share))
     return tuple(hosts)
 
 
@@ -90,16 +90,16 @@ def lost_task(hosts: Sequence[Host], line: str) -> tuple[int, str] | None:
 
 def main(words: Sequence[str]) -> int:
     """Allocate nodes, start agents, and wait for their end; return the exit code."""
-    given = ClientWords.parse(words, (), others=True)
+    options = ClientWords.parse(words, (), others=True)
     if "SLURM_JOB_ID" not in os.environ:
-        _allocate(given.num_ranks or 1, given.rest)
-    elif given.rest:
+        _allocate(options.num_ranks or 1, options.rest)
+    elif options.rest:
         msg = (
             f"inside of Slurm job {os.environ['SLURM_JOB_ID']} its own nodes are used: leave "
-            f"{' '.join(given.rest)} out"
+            f"{' '.join(options.rest)} out"
         )
         raise ConfigError(msg)
-    hosts = allocated(os.environ, given.num_ranks)
+    hosts = allocated(os.environ, options.num_ranks)
     FromClient(hosts=tuple((host.name, host.slots) for host in hosts)).send()
     line = sys.stdin.buffer.readline()
     if not line:  # the launcher has given up
@@ -118,11 +118,11 @@ def _allocate(num_ranks: int, words: Sequence[str]) -> None:
     """Become `salloc`, which runs this program in the allocation.
 
     Raises:
-        ConfigError: Slurm is not here, or can never give what is asked for.
+        ConfigError: Slurm is not installed here, or can never satisfy the request.
     """
     asked = [f"--ntasks={num_ranks}", *words]
     if shutil.which("salloc") is None:
-        msg = "there is no Slurm here: no salloc on PATH. Run on a log-in node of the cluster"
+        msg = "Slurm is not installed here: no salloc on PATH. Run on a log-in node of the cluster"
         raise ConfigError(msg)
     try:
         test = subprocess.run(

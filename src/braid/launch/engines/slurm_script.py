@@ -86,7 +86,7 @@ class BatchScript:
             problems.append("options must be on one line")
         if not re.fullmatch(r"[\w.-]+", self.name):
             problems.append(f"a name has letters, numbers, dots and dashes, got {self.name!r}")
-        problems += [f"{word!r} is no option of sbatch" for word in options if word[:1] != "-"]
+        problems += [f"{word!r} is not an option of sbatch" for word in options if word[:1] != "-"]
         raise_all(problems)
 
     def text(self) -> str:
@@ -109,15 +109,15 @@ class BatchScript:
         return "\n".join(lines) + "\n" + FOLLOW.format(words=self._words())
 
     def _words(self) -> str:
-        """Return the words of `braid run`; the directory is that of the job, also when requeued."""
+        """Return the words of `braid run`; a requeued job gets the same directory again."""
         fixed: Sequence[str] = ("--on", "slurm", "-n", str(self.num_ranks), "--resume", "auto")
         threads = ("--threads", str(self.cpus)) if self.cpus > 1 else ()
-        own = (*(("-m",) if self.is_module else ()), *self.command)
+        command = (*(("-m",) if self.is_module else ()), *self.command)
         log_dir = '--log-dir "runs/slurm-$SLURM_JOB_ID"'
-        return f"{shlex.join((*fixed, *threads))} {log_dir} {shlex.join(own)}"
+        return f"{shlex.join((*fixed, *threads))} {log_dir} {shlex.join(command)}"
 
 
 def _quoted(option: str) -> str:
-    """Return an option whose value sbatch reads as one word."""
+    """Return an option with its value quoted, so that sbatch reads one word."""
     name, equals, value = option.partition("=")
     return f"{name}{equals}{shlex.quote(value)}" if equals else option

@@ -1,7 +1,7 @@
 """Starts agents by commands such as srun and mpirun, and reports those that end badly.
 
 client ── invitation ──> stdin of each command ──> agents
-<── stderr ────── what the engine says of its nodes
+<── stderr ────── the engine's messages about its nodes
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["AGENT", "Command", "run_commands"]
 
 AGENT = (sys.executable, "-m", "braid.launch.engines.joined_agent")
 CHUNK = 4096
-END_LIMIT_S = 3.0  # from the end of the launcher to that of the agents
+END_LIMIT_S = 3.0  # from the end of the launcher to the end of the agents
 KILL_LIMIT_S = 2.0
 
 
@@ -35,8 +35,8 @@ class Command(NamedTuple):
         argv: Program and arguments.
         line: Invitation for its stdin.
         lost: Function of a line of its stderr that returns the lost node and the reason, if the
-            line tells of one.
-        node: Number of the node whose agent it is; -1 if there are several.
+            line reports one.
+        node: Number of the agent's node; -1 if the command starts several agents.
     """
 
     argv: Sequence[str]
@@ -111,8 +111,8 @@ def _start(command: Command, environ: Mapping[str, str]) -> subprocess.Popen[byt
         msg = f"cannot start {command.argv[0]}: {exc.strerror}"
         raise ConfigError(msg) from exc
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # its stderr says why
-        process.stdin.write(command.line)  # stays open: some engines end what has no more input
+    with suppress(BrokenPipeError):  # its stderr has the reason
+        process.stdin.write(command.line)  # stays open: some engines end a process at end of input
     return process
 
 

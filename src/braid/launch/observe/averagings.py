@@ -1,10 +1,11 @@
 """Finds averagings of gradients in recordings, and derives the steps of a training from them.
 
-Problem: a program that records no steps of its own still has steps. Without them a report can only
-show the whole recording, with start-up in it.
+Problem: a program may not record its steps. Without steps a report can only show the whole
+recording, with start-up in it.
 
-Idea: every step ends with an averaging of gradients, whose buckets are recorded anyway. A step
-lasts from the end of one averaging to the end of the next one: optimizer, data, forward, backward.
+Idea: every step ends with an averaging of gradients, and its buckets are recorded in any case. A
+step lasts from the end of one averaging to the end of the next one: optimizer, data, forward,
+backward.
 Averagings are matched between ranks by the collectives under way beside their buckets. Groups,
 channels and numbers of collectives are the same on all ranks, whichever events a ring has lost.
 
@@ -88,21 +89,21 @@ def derived_steps(
     seqs = _numbered(by_rank, averagings)
     steps: dict[int, list[EventInterval]] = {}
     for rank, rows in averagings.items():
-        own = steps[rank] = []
+        rank_steps = steps[rank] = []
         if not rows:
             continue
         before = [i.end_ns for i in by_rank[rank] if i.end_ns <= rows[0].buckets[0].start_ns]
         begin_ns = max(before, default=None) if complete[rank] else None
         for row in rows:
             if begin_ns is not None:
-                own.append(
+                rank_steps.append(
                     EventInterval(begin_ns, row.end_ns, "step", "step", seq=seqs[row.number])
                 )
             begin_ns = row.end_ns
         last_ns = max(i.end_ns for i in by_rank[rank])
         if failed and begin_ns is not None and last_ns > begin_ns:
             seq = seqs[rows[-1].number] + 1
-            own.append(EventInterval(begin_ns, last_ns, "step", "step", seq=seq, open=True))
+            rank_steps.append(EventInterval(begin_ns, last_ns, "step", "step", seq=seq, open=True))
     return steps
 
 
@@ -148,20 +149,20 @@ def _shifts(
     for rank, rows in averagings.items():
         if not rows:
             continue
-        own = shifts[rank]
+        counter_here = shifts[rank]
         for row in rows:
             shared = shifts[first_rank.setdefault(row.number, rank)]
-            if shared is not own:
-                shared.update(own)
-                shifts |= {r: shared for r, counter in shifts.items() if counter is own}
-                own = shared
+            if shared is not counter_here:
+                shared.update(counter_here)
+                shifts |= {r: shared for r, counter in shifts.items() if counter is counter_here}
+                counter_here = shared
         logs = [i for i in by_rank[rank] if i.name == LOGGED]
         starts = [log.start_ns for log in logs]
         ends = [*(row.buckets[0].start_ns for row in rows[1:]), None]
         for row, end_ns in zip(rows, ends, strict=True):
             first = bisect_left(starts, row.end_ns)
             if first < len(logs) and (end_ns is None or starts[first] < end_ns):
-                own[logs[first].seq - seqs[row.number]] += 1
+                counter_here[logs[first].seq - seqs[row.number]] += 1
     return shifts
 
 

@@ -1,7 +1,7 @@
 """Determines on which rank each gradient bucket was full last, by how much, and how often.
 
-Problem: an averaging ends on all ranks at once, so durations do not show which rank makes all other
-ranks wait. The moments at which the ranks have a bucket full do.
+Problem: an averaging ends on all ranks at the same time, so durations do not show which rank makes
+all other ranks wait. The times at which a bucket became full on each rank do.
 
 Idea: the span of a bucket begins when the bucket is full, and `averagings` matches the spans of one
 averaging between ranks. Each group of ranks is computed separately. With two ranks, one of them is
@@ -149,18 +149,18 @@ def _rows(together: list[Averaging]) -> list[LateBucket]:
     for name in seen:
         by_rank = behind[name]
         rank = max(by_rank, key=lambda r: (len(by_rank[r]), -r), default=-1)
-        own = by_rank[rank] if by_rank else []
-        typical = round(median(own)) if own else 0
+        times = by_rank[rank] if by_rank else []
+        typical = round(median(times)) if times else 0
         rows.append(
             LateBucket(
                 name,
                 sizes[name],
                 rank,
                 typical,
-                len(own),
+                len(times),
                 critical[name],
                 seen[name],
-                _chance(len(own), sum(map(len, by_rank.values())), num_ranks),
+                _chance(len(times), sum(map(len, by_rank.values())), num_ranks),
             )
         )
     return rows

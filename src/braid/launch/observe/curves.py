@@ -22,7 +22,7 @@ Steps = Mapping[StepKey, Mapping[int, StepTime]]
 
 LOSSES = ("loss", "eval_loss", "val_loss")
 RATES = {"samples": "samples per second", "tokens": "tokens per second"}
-# drawn above in other forms, or by `braid train` beside what the recording has
+# drawn above in other forms, or logged by `braid train` in addition to the recording
 NOT_DRAWN = frozenset(
     {*MEASURED, *LOSSES, *RATES, "tokens_per_s", "mfu", "compute", "wait", "transfer"}
 )
@@ -57,7 +57,7 @@ def charts(run: Run, steps: Steps) -> tuple[tuple[str, Chart], ...]:
         ("Memory", _memory(run)),
     ]
     counts = Counter(key for row in run.metrics for key in row)
-    least = min(2, len(run.metrics))  # a number that a long run has once is no curve
+    least = min(2, len(run.metrics))  # one number in a long run does not make a curve
     names = [name for name in counts if counts[name] >= least and name not in NOT_DRAWN]
     drawn += [(name, _curve(run, name)) for name in names[:MAX_CHARTS]]
     return tuple((title, chart) for title, chart in drawn if chart is not None)
@@ -66,8 +66,8 @@ def charts(run: Run, steps: Steps) -> tuple[tuple[str, Chart], ...]:
 def step_durations(run: Run, steps: Steps) -> dict[float, float]:
     """Return the seconds of each step, on the rank on which it lasted longest.
 
-    They are differences between the times at which rows were logged, if there are more of those
-    than of recorded steps, of which a ring keeps only the last ones.
+    A ring keeps only the last recorded steps. If more rows were logged, the durations are the
+    differences between the times of consecutive rows.
     """
     logged: dict[float, float] = {}
     for rows in run.rank_metrics.values():

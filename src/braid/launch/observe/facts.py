@@ -2,7 +2,7 @@
 
 The steps of all ranks are equally long, because fast ranks wait for slow ones. Ranks are therefore
 compared by their own work: step time without waits. A rank is late in a phase if its own work there
-exceeds that of all other ranks in the same phase of the same step.
+exceeds the work of every other rank in the same phase of the same step.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ def _slowest_rank(timelines: Sequence[RankTimeline]) -> str:
     keys = list(steps)[WARM_UP:] if len(steps) > WARM_UP + 1 else list(steps)
     if not keys:
         return ""
-    own = {rank: median(steps[key][rank].busy_ns for key in keys) for rank in steps[keys[0]]}
-    if len(own) == 1:
-        (only,) = own
-        return f"rank {only} needed {duration_text(own[only])} per step (median of {len(keys)})"
-    slowest = max(own, key=lambda rank: (own[rank], -rank))
-    others = median(value for rank, value in own.items() if rank != slowest)
-    if own[slowest] <= others * (1 + EVEN):
+    busy = {rank: median(steps[key][rank].busy_ns for key in keys) for rank in steps[keys[0]]}
+    if len(busy) == 1:
+        (only,) = busy
+        return f"rank {only} needed {duration_text(busy[only])} per step (median of {len(keys)})"
+    slowest = max(busy, key=lambda rank: (busy[rank], -rank))
+    others = median(value for rank, value in busy.items() if rank != slowest)
+    if busy[slowest] <= others * (1 + EVEN):
         return (
-            f"{len(own)} ranks are equally fast: {duration_text(others)} of own work per step, "
+            f"{len(busy)} ranks are equally fast: {duration_text(others)} of own work per step, "
             f"within {percent_text(EVEN)}"
         )
     return (
-        f"rank {slowest} is the slowest: {duration_text(own[slowest])} of own work per step, "
-        f"{percent_text(own[slowest] / others - 1)} more than {_other_ranks(own, slowest)} "
+        f"rank {slowest} is the slowest: {duration_text(busy[slowest])} of own work per step, "
+        f"{percent_text(busy[slowest] / others - 1)} more than {_other_ranks(busy, slowest)} "
         f"({duration_text(others)})"
     )
 
@@ -160,7 +160,7 @@ def _reason(key: StepKey, steps: Mapping[StepKey, Mapping[int, StepTime]]) -> st
 
 
 def _late_in_all(key: StepKey, row: Mapping[int, StepTime]) -> str:
-    """Name a rank whose own work in the step took much longer than that of all other ranks."""
+    """Name the rank with much longer own work in the step than any other rank, if there is one."""
     by_work = sorted(row.values(), key=lambda step: step.busy_ns)
     if len(row) < 2 or by_work[-1].busy_ns - by_work[-2].busy_ns <= LATE * _lasted_ns(row):
         return ""

@@ -75,7 +75,7 @@ class Chart(NamedTuple):
 class Box(NamedTuple):
     """A rectangle in a lane, with its title and label."""
 
-    left: float
+    x: float
     width: float
     role: str
     title: str
@@ -133,8 +133,8 @@ def line_chart(
     x_span = (x_high - x_low) or 1.0
 
     def place(x: float, y: float) -> tuple[float, float]:
-        left = 100 * (x - x_low) / x_span if x_high > x_low else 50.0
-        return round(left, 2), round(100 * (1 - (y - y_low) / (y_high - y_low)), 2)
+        x_percent = 100 * (x - x_low) / x_span if x_high > x_low else 50.0
+        return round(x_percent, 2), round(100 * (1 - (y - y_low) / (y_high - y_low)), 2)
 
     drawn, per_point = [], 1
     for key, (name, role) in series.items():
@@ -198,9 +198,11 @@ def boxes_of(
     """
     boxes = []
     for begin, end, role, title, label in spans:
-        left, width = 100 * (begin - start_ns) / span_ns, 100 * (end - begin) / span_ns
+        begin_percent, width = 100 * (begin - start_ns) / span_ns, 100 * (end - begin) / span_ns
         text = label if width >= least_label else ""
-        box = Box(round(left, 3), round(max(MIN_WIDTH, width), 3), role, title, text, open=False)
+        box = Box(
+            round(begin_percent, 3), round(max(MIN_WIDTH, width), 3), role, title, text, open=False
+        )
         boxes.append(box)
     return tuple(boxes)
 
@@ -222,14 +224,14 @@ def _line(
     name: str, role: str, points: Iterable[tuple[float, float, float]], last: str
 ) -> ChartLine:
     pieces: list[list[tuple[float, float]]] = [[]]
-    for left, top, value in points:
+    for x, top, value in points:
         if math.isfinite(value):
-            pieces[-1].append((left, top))
+            pieces[-1].append((x, top))
         elif pieces[-1]:
             pieces.append([])
     curves = [piece for piece in pieces if len(piece) > 1]
     dots = [piece[0] for piece in pieces if len(piece) == 1]
-    texts = (" ".join(f"{left:g},{top:g}" for left, top in piece) for piece in curves)
+    texts = (" ".join(f"{x:g},{top:g}" for x, top in piece) for piece in curves)
     return ChartLine(name, role, tuple(texts), tuple(dots), last)
 
 
@@ -248,10 +250,10 @@ def _lane(timeline: RankTimeline, start_ns: int, end_ns: int) -> Lane:
     def box(
         begin: int, end: int, role: str, title: str, label: str = "", *, open_: bool = False
     ) -> Box:
-        left, right = max(begin, start_ns) - start_ns, min(end, end_ns) - start_ns
-        width = max(MIN_WIDTH, 100 * (right - left) / span)
+        from_ns, to_ns = max(begin, start_ns) - start_ns, min(end, end_ns) - start_ns
+        width = max(MIN_WIDTH, 100 * (to_ns - from_ns) / span)
         text = label if width >= MIN_LABEL else ""
-        return Box(round(100 * left / span, 3), round(width, 3), role, title, text, open_)
+        return Box(round(100 * from_ns / span, 3), round(width, 3), role, title, text, open_)
 
     def boxes(intervals: Iterable[EventInterval]) -> tuple[Box, ...]:
         return tuple(

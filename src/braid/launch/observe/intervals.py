@@ -85,14 +85,14 @@ class Cover:
 
     def minus(self, other: Cover) -> Cover:
         """Return the moments of this set that are not in `other`."""
-        left = []
+        pieces = []
         for start, end in self.pieces:
             at = start
             for hole_start, hole_end in other.clipped(start, end):
-                left.append((at, hole_start))
+                pieces.append((at, hole_start))
                 at = hole_end
-            left.append((at, end))
-        return Cover(left)
+            pieces.append((at, end))
+        return Cover(pieces)
 
     def _up_to(self, moment: int) -> int:
         index = bisect_right(self._starts, moment)

@@ -90,6 +90,6 @@ def latest_run(runs: Path) -> Path:
     """
     records = sorted(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
     if not records:
-        msg = f"there is no run in {runs.resolve()}: give the directory that braid run has printed"
+        msg = f"no run found in {runs.resolve()}: give the directory that braid run has printed"
         raise ConfigError(msg)
     return records[-1].parent

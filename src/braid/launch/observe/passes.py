@@ -70,12 +70,12 @@ class Pass(NamedTuple):
     @property
     def start_ns(self) -> int:
         """Begin of the first action."""
-        return min(own[0].start_ns for own in self.actions)
+        return min(of_rank[0].start_ns for of_rank in self.actions)
 
     @property
     def end_ns(self) -> int:
         """End of the last action."""
-        return max(action.end_ns for own in self.actions for action in own)
+        return max(action.end_ns for of_rank in self.actions for action in of_rank)
 
     @property
     def dur_ns(self) -> int:
@@ -112,8 +112,8 @@ class Passes(NamedTuple):
 def passes(timelines: Sequence[RankTimeline]) -> list[Passes]:
     """Return the training passes of each pipeline in a recording.
 
-    Passes of the program that was executed most often count. Passes that are incomplete, or whose
-    program breaks a rule of pipelines, are left out; so is a pipeline without any.
+    Only passes of the program that was executed most often are returned. Incomplete passes, passes
+    with a program that breaks a rule of pipelines, and pipelines without passes are omitted.
     """
     runs = {t.rank: list(_runs(t)) for t in timelines}
     by_rank = {timeline.rank: timeline for timeline in timelines}
@@ -123,7 +123,7 @@ def passes(timelines: Sequence[RankTimeline]) -> list[Passes]:
         count = min(map(len, of_ranks))
         programs: dict[tuple[tuple[Action, ...], ...], Program] = {}
         by_actions: dict[tuple[tuple[Action, ...], ...], list[Pass]] = defaultdict(list)
-        for actions in zip(*(own[len(own) - count :] for own in of_ranks), strict=True):
+        for actions in zip(*(of_rank[len(of_rank) - count :] for of_rank in of_ranks), strict=True):
             if (program := _program(actions)) is not None and _overlap(actions):
                 programs[program.ranks] = program
                 by_actions[program.ranks].append(Pass(actions))
@@ -137,7 +137,7 @@ def passes(timelines: Sequence[RankTimeline]) -> list[Passes]:
 
 def schedule_name(program: Program) -> str:
     """Return the name of the schedule that orders the work of a program so; empty for none."""
-    own = [_order(actions) for actions in program.ranks]
+    orders = [_order(actions) for actions in program.ranks]
     chunks = program.header.num_units // program.num_ranks
     names = [f"{name}:{chunks}" for name in LOOPED] if chunks > 2 else TRAINING
     for name in names:
@@ -145,7 +145,7 @@ def schedule_name(program: Program) -> str:
             known = schedule_named(name)(program.num_ranks, program.header.num_indices)
         except ConfigError:  # this schedule does not exist for these numbers
             continue
-        if [_order(actions) for actions in known.ranks] == own:
+        if [_order(actions) for actions in known.ranks] == orders:
             return name
     return ""
 
@@ -177,7 +177,7 @@ def _actions(timeline: RankTimeline) -> Iterator[Timed]:
 
 
 def _first_whole(actions: Sequence[Timed]) -> int:
-    """Return the position at which a pass begins, of actions whose beginning was overwritten.
+    """Return the position of the first complete pass; earlier actions may be overwritten.
 
     Passes begin with the first micro-batch in the first stage of the rank.
     """
@@ -194,7 +194,7 @@ def _pipelines(runs: Mapping[int, Sequence[Sequence[Timed]]]) -> list[tuple[int,
     """Return the ranks of each pipeline, in the order of their first stages."""
     ranks_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in sorted(runs):
-        stages = {action.stage for own in runs[rank] for action in own if action.kind == "F"}
+        stages = {action.stage for run in runs[rank] for action in run if action.kind == "F"}
         if stages:
             ranks_of[tuple(sorted(stages))].append(rank)
     kinds = sorted(ranks_of)
@@ -206,18 +206,18 @@ def _pipelines(runs: Mapping[int, Sequence[Sequence[Timed]]]) -> list[tuple[int,
 
 def _program(actions: Sequence[Sequence[Timed]]) -> Program | None:
     """Return the program of a training pass; None for other passes."""
-    work = [[StageWork(*action[:3]) for action in own if action.is_work] for own in actions]
-    if not any(item.kind in BACKWARD for own in work for item in own):
+    work = [[StageWork(*action[:3]) for action in of_rank if action.is_work] for of_rank in actions]
+    if not any(item.kind in BACKWARD for of_rank in work for item in of_rank):
         return None
-    homes = {item.stage: rank for rank, own in enumerate(work) for item in own}
+    homes = {item.stage: rank for rank, of_rank in enumerate(work) for item in of_rank}
     if sorted(homes) != list(range(len(homes))):
         return None
     placement = [homes[stage] for stage in range(len(homes))]
-    num_microbatches = 1 + max(item.microbatch for own in work for item in own)
+    num_microbatches = 1 + max(item.microbatch for of_rank in work for item in of_rank)
     return pipeline_program("recorded", work, placement, num_microbatches, operation=TRAIN)
 
 
 def _overlap(actions: Sequence[Sequence[Timed]]) -> bool:
     """Whether the actions of all ranks are of one time, and so of one pass."""
-    begin = max(own[0].start_ns for own in actions)
-    return begin < min(max(action.end_ns for action in own) for own in actions)
+    begin = max(of_rank[0].start_ns for of_rank in actions)
+    return begin < min(max(action.end_ns for action in of_rank) for of_rank in actions)

@@ -5,12 +5,12 @@
                                     ^ first backward       ^ last forward has ended
 
     work         forwards, backwards, recomputation
-    transfers    exposed: in sends and receives, while nobody is waited for
+    transfers    exposed: in sends and receives, without waiting for another rank
     idle         the rest of a pass, from its first action on any rank to its last one on any rank
 
 The bubble is the idle share of a pass: overhead / (1 + overhead), where the formulas of schedules
 give overhead over the work. The prediction is a simulation of the program with the median times of
-the rank's own actions: so it waits for nothing but what the order of the work demands.
+the rank's own actions, so it contains only waits that the order of the work requires.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PipelineView(NamedTuple):
 
     Attributes:
         title: Schedule, ranks and micro-batches.
-        num_passes: Number of passes whose medians are shown.
+        num_passes: Number of passes that the medians are taken over.
         measured_ns: Median duration of a pass.
         predicted_ns: Duration of the simulated pass.
         rows: Division of time, by rank.
@@ -100,7 +100,7 @@ class _RankPass(NamedTuple):
 
 def pipeline_views(timelines: Sequence[RankTimeline]) -> tuple[PipelineView, ...]:
     """Return the pipelines of a recording; none if it has no complete pass."""
-    return tuple(_view(own) for own in passes(timelines)[:MAX_VIEWS])
+    return tuple(_view(one) for one in passes(timelines)[:MAX_VIEWS])
 
 
 def _view(own: Passes) -> PipelineView:
@@ -208,8 +208,8 @@ def _measured_rank(actions: Sequence[Timed], waits: Cover) -> _RankPass:
 
 def _divided(one: Pass, waits: Sequence[Cover]) -> list[TimeDivision]:
     return [
-        _division(_measured_rank(actions, own), one.start_ns, one.end_ns)
-        for actions, own in zip(one.actions, waits, strict=True)
+        _division(_measured_rank(actions, rank_waits), one.start_ns, one.end_ns)
+        for actions, rank_waits in zip(one.actions, waits, strict=True)
     ]
 
 

@@ -100,7 +100,7 @@ class _Server:
                 self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
-                """Log nothing: a scrape is no event."""
+                """Log nothing: a scrape is not worth a line."""
 
         return Handler
 

@@ -233,9 +233,9 @@ def _phases(
     for name in names:
         by_rank = []
         for rank in ranks:
-            own = [row[rank].phases[name] for row in steps.values() if name in row[rank].phases]
-            by_rank.append(median(own) if own else None)
-        if not any(by_rank):  # between steps that follow each other at once
+            spent = [row[rank].phases[name] for row in steps.values() if name in row[rank].phases]
+            by_rank.append(median(spent) if spent else None)
+        if not any(by_rank):  # between steps without a gap
             continue
         rows.append(PhaseRow(name, tuple(by_rank)))
     return tuple(rows)

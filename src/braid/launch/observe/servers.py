@@ -60,9 +60,9 @@ def servers(timelines: Iterable[RankTimeline]) -> tuple[ServerRow, ...]:
     rows = []
     for timeline in timelines:
         by_name: dict[str, list[tuple[int, int]]] = {PUSH: [], PARKED: [], LATE: []}
-        for each in timeline.intervals:
-            if each.name in by_name:
-                by_name[each.name].append((each.seq, each.end_ns - each.start_ns))
+        for interval in timeline.intervals:
+            if interval.name in by_name:
+                by_name[interval.name].append((interval.seq, interval.end_ns - interval.start_ns))
         if not any(by_name.values()):
             continue
         waits = [duration for _, duration in by_name[PARKED]]

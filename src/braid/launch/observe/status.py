@@ -27,7 +27,7 @@ from braid.runtime.text import number_text, seconds_text
 __all__ = ["RankStatus", "RunStatus", "status_of", "status_view", "watch"]
 
 ENDED = ("left", "finished", "lost", "failed", "ended")
-RATE_STEPS = 50  # number of last steps of which the rate is the mean
+RATE_STEPS = 50  # number of last steps over which the rate is averaged
 MAX_ENDED = 8  # number of ranks that have ended in the table
 STYLES = {"training": "green", "running": "green", "lost": "red", "failed": "red"}
 

@@ -1,7 +1,7 @@
 """Writes the recording of all ranks as a trace for https://ui.perfetto.dev or chrome://tracing.
 
 The format requires that events of one track nest or are disjoint. Buckets and collectives of
-several channels overlap, so every kind of event gets as many tracks as it needs. A wait is on the
+several channels overlap, so every kind of event gets several tracks if needed. A wait is on the
 track of the collective that it blocks.
 
     rank 0   phases               |step                                             |

@@ -135,10 +135,10 @@ def open_tracker(name: str, place: str) -> Tracker:
         place: Directory, experiment or project; "braid" if empty.
 
     Raises:
-        ConfigError: There is no such tracker.
+        ConfigError: The tracker is unknown.
     """
     if name not in TRACKERS:
-        msg = f"there is no tracker {name}: choose one of {', '.join(TRACKERS)}"
+        msg = f"unknown tracker {name}: choose one of {', '.join(TRACKERS)}"
         raise ConfigError(msg)
     return TRACKERS[name](place or "braid")
 
@@ -193,11 +193,11 @@ def _growing_rows(path: Path, clock: Clock) -> Iterator[Mapping[str, float]]:
             with suppress(OSError):  # a file that cannot be read is left out, as by `read_run`
                 readers.setdefault(file, MetricsReader(file)).refresh()
         # averages of ranks count as one file; see `read_run`
-        ranks, own = list[MetricRows](), list[MetricRows]()
+        ranks, others = list[MetricRows](), list[MetricRows]()
         for file, reader in readers.items():
             if (new := reader.rows(after=last)) is not None:
-                (ranks if file.parent.name == FOLDER else own).append(new)
-        rows = average_rows((*own, MetricRows(average_rows(ranks), {})))
+                (ranks if file.parent.name == FOLDER else others).append(new)
+        rows = average_rows((*others, MetricRows(average_rows(ranks), {})))
         for row in rows if ended else rows[:-1]:
             last = row["step"]
             yield row

@@ -46,15 +46,15 @@ def version_rows(timelines: Iterable[RankTimeline]) -> tuple[VersionRow, ...]:
     versions: dict[int, int] = defaultdict(int)
     ranks: dict[int, set[int]] = defaultdict(set)
     for timeline in timelines:
-        for each in timeline.intervals:
-            if each.role != "instant" or not (match := RECORD.fullmatch(each.name)):
+        for record in timeline.intervals:
+            if record.role != "instant" or not (match := RECORD.fullmatch(record.name)):
                 continue
             stage = int(match[2])
             ranks[stage].add(timeline.rank)
             if match[1] == "gradient":
-                ages[stage][each.seq] += 1
+                ages[stage][record.seq] += 1
             else:
-                versions[stage] = max(versions[stage], each.seq)
+                versions[stage] = max(versions[stage], record.seq)
     return tuple(
         VersionRow(
             stage=stage,

@@ -69,7 +69,7 @@ class BlackBox(AbstractContextManager["BlackBox"]):
         return self._open_spans.look()
 
     def last_events(self, at_ns: int | None = None, *, gave_up: bool = False) -> str:
-        """Describe what the rank was doing, from its spans or else its stacks; may be empty.
+        """Describe the rank's last activity, from its spans or else its stacks; may be empty.
 
         Args:
             at_ns: Time of the fault that ended the run; now when None.
@@ -93,7 +93,7 @@ class BlackBox(AbstractContextManager["BlackBox"]):
         return [(0, self._map[:used]), (names, self._map[names:named])]
 
     def load(self, pieces: Iterable[tuple[int, bytes]], stacks: bytes) -> None:
-        """Replace the contents by those of another box; the clock offset is kept.
+        """Replace the contents by the contents of another box; the clock offset is kept.
 
         Args:
             pieces: Result of `pieces` of a box of the same capacity.

@@ -1,7 +1,7 @@
 """Consoles for rank output: the user's terminal, and a list in memory.
 
-A thread of its own writes to each place, so that a terminal that nobody reads blocks no rank. A
-regular file takes every line: the launcher waits for it. A pipe has a long queue.
+A separate thread writes to each output, so that a terminal that is not read never blocks a rank. A
+regular file gets every line: the launcher waits for it. A pipe has a long queue.
 Lines of several ranks are prefixed with `[rank 1]`, in colour on a terminal. `NO_COLOR` and
 `TERM=dumb` are honoured (through rich).
 """
@@ -23,7 +23,7 @@ from braid.runtime.diagnose.tracebacks import printable
 
 __all__ = ["QuietConsole", "TerminalConsole"]
 
-MAX_WAITING_BYTES = 2 << 20  # characters that are queued while nobody reads the terminal
+MAX_WAITING_BYTES = 2 << 20  # characters that are queued while the terminal is not read
 MAX_WAITING_BYTES_PIPE = 128 << 20  # characters that are queued for a reader that is slow
 COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 
@@ -73,13 +73,13 @@ class TerminalConsole(AbstractContextManager["TerminalConsole"]):
         self._terminals = {
             stream for stream, file in self._streams.items() if not file.closed and file.isatty()
         }
-        own = _Writer(out, is_terminal=1 in self._terminals)
+        writer = _Writer(out, is_terminal=1 in self._terminals)
         same = _place(out) == _place(err)  # then lines keep their order
-        other = own if same else _Writer(err, is_terminal=2 in self._terminals)
-        self._writers = {1: own, 2: other}
+        other = writer if same else _Writer(err, is_terminal=2 in self._terminals)
+        self._writers = {1: writer, 2: other}
 
     def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
-        """Show a line of a rank; the line is dropped and counted if nobody reads the terminal.
+        """Show a line of a rank; the line is dropped and counted if the terminal is not read.
 
         A single rank keeps its own line ends, so that progress bars move. Lines of several ranks
         all end with a newline.
@@ -99,7 +99,7 @@ class TerminalConsole(AbstractContextManager["TerminalConsole"]):
         """Show the queued lines and end the threads; waits for the terminal. Idempotent."""
         lost = sum(writer.num_lost for writer in set(self._writers.values()))
         if lost and not self._writers[2].ended:
-            notice = f"braid: {lost:,} lines not shown: nobody read the output in time\n"
+            notice = f"braid: {lost:,} lines not shown: the output was not read in time\n"
             self._writers[2].put(self._streams[2], notice, wait=True)
         for writer in set(self._writers.values()):
             writer.close()
@@ -121,7 +121,7 @@ class TerminalConsole(AbstractContextManager["TerminalConsole"]):
 
 
 class _Writer:
-    """Thread that writes to one place, so that a reader that stands still blocks nobody else.
+    """Thread that writes to one output, so that a stopped reader blocks no other output.
 
     Args:
         file: One of the streams that it writes to.
@@ -162,7 +162,7 @@ class _Writer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Write what is queued and end the thread. Idempotent."""
+        """Write the queued lines and end the thread. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -197,7 +197,7 @@ def _write(file: TextIO, text: str) -> None:
 
 
 def _is_regular(file: TextIO) -> bool:
-    """Return whether `file` is a file on a disk, which takes what is written without a reader."""
+    """Return whether `file` is a regular file, which accepts data without a reader."""
     try:
         return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
     except (OSError, ValueError):  # a stream in memory, or a closed one

@@ -1,4 +1,4 @@
-"""Ties the life of a rank to that of its launcher, then executes the rank's program.
+"""Makes a rank die with its launcher, then executes the rank's program.
 
 Run as `python -I -S exec_shim.py own|shared LAUNCHER_PID PROGRAM ARG...`. The shim imports nothing
 of braid, so it costs one bare start of the interpreter (some 15 ms). A `preexec_fn` would run

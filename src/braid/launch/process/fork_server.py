@@ -54,7 +54,7 @@ class ForkServer:
     """A process that forks ranks; see the module. This process must be a subreaper.
 
     Args:
-        argv: Program and arguments of the ranks: a Python interpreter, and what it runs.
+        argv: Command of the ranks: a Python interpreter with its arguments.
         environ: Environment of a rank of the run.
 
     Attributes:

@@ -3,7 +3,7 @@
 Problem: a single report is overlooked, a report every second hides everything else, and a report
 while all ranks compute is worse than none.
 
-Idea: repeat the reports of one call site at growing intervals, and report another site at once.
+Idea: repeat the reports of one call site at growing intervals, and report a new site immediately.
 Request stacks only when a wait is long enough, because they cost the ranks time.
 
     phase  event                                           instruction  next

@@ -1,7 +1,7 @@
 """Hides the tracebacks that ranks print after Ctrl-C.
 
 Problem: Python answers SIGINT with a traceback, of forty lines during imports. N ranks print N of
-them over the one block that says what happened. Ranks cannot simply ignore the signal, because some
+them over the launcher's one error block. Ranks cannot simply ignore the signal, because some
 programs save a checkpoint on SIGINT.
 
 Idea: hold back the lines of a traceback until the line that names the error. A `KeyboardInterrupt`

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 MAX_RANKS = 4096  # on one host; a larger number is a typing error
-# names of further variables of ranks, each with the variable of torchrun whose value it gets:
+# further variables of ranks, each with the variable of torchrun that it is a copy of:
 # "A=RANK B=WORLD_SIZE"; HOSTNAME stands for the name of the rank's host
 RANK_VARIABLES = "BRAID_RANK_VARIABLES"
 RESUME = "{resume}"  # in the command that resumes
@@ -49,14 +49,14 @@ OUTER = ("BRAID_RESUME", "TORCHELASTIC_")  # variables of an enclosing run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticLimits:
-    """Limits of a run that goes on when ranks are lost; see `supervise.membership_state`.
+    """Limits of a run that continues when ranks are lost; see `supervise.membership_state`.
 
     Attributes:
-        min_ranks: Number of ranks with which the run still goes on.
-        max_ranks: Number of ranks that take part at most; 0 for as many as at first.
-        spares: Number of ranks that are started beside, and wait until one is lost.
-        restarts: Number of processes that are started in the place of lost ones.
-        gains_slots: Whether more ranks may come for other reasons; see `supervise.slots`.
+        min_ranks: Minimum number of ranks with which the run continues.
+        max_ranks: Maximum number of ranks that train; 0 for the initial number.
+        spares: Number of additional ranks that wait until one is lost.
+        restarts: Number of processes that are started to replace lost ones.
+        gains_slots: Whether more ranks may join for other reasons; see `supervise.slots`.
     """
 
     min_ranks: int
@@ -71,7 +71,7 @@ class ElasticLimits:
         raise_all(problems)
 
     def with_ranks(self, num_ranks: int) -> ElasticLimits:
-        """Return the limits of a run that begins with so many ranks.
+        """Return the limits of a run that begins with `num_ranks` ranks.
 
         Raises:
             ConfigError: The number is outside of the limits.
@@ -132,7 +132,7 @@ class JobSpec(RunOptions):
         environ: Environment that ranks inherit.
         expendable: Ranks without which the others can go on, such as servers that have replicas.
         needed: Sets of expendable ranks; the death of the last one of a set fails the run.
-        elastic: Limits of a run whose members may change; None if they are fixed.
+        elastic: Limits of an elastic run, with members that may change; None if they are fixed.
     """
 
     command: tuple[str, ...]
@@ -211,7 +211,7 @@ def command_line(job: JobSpec) -> list[str]:
 
 
 def check_command(job: JobSpec) -> None:
-    """Check that the command of a job can run, and that there is what it resumes from.
+    """Check that the command of a job can run, and that the checkpoint to resume from exists.
 
     Raises:
         ConfigError: The script is missing, a directory, unreadable or not valid Python; the module
@@ -219,7 +219,7 @@ def check_command(job: JobSpec) -> None:
     """
     if job.resume not in {"", "auto"} and not Path(job.resume).exists():
         msg = (
-            f"there is nothing at {job.resume} to resume from: give a checkpoint, or a directory "
+            f"{job.resume} does not exist, so it cannot be resumed: give a checkpoint, a directory "
             "with checkpoints, or --resume auto for the last one of the program's own directory"
         )
         raise ConfigError(msg)
@@ -240,9 +240,9 @@ def choose_threads(job: JobSpec) -> tuple[str, str]:
     """Return OMP_NUM_THREADS of each rank, and the reason for the choice."""
     if job.threads is not None:
         return str(job.threads), "as given"
-    own = job.environ.get("OMP_NUM_THREADS")
-    if own:
-        return own, "from the environment"
+    num_threads = job.environ.get("OMP_NUM_THREADS")
+    if num_threads:
+        return num_threads, "from the environment"
     usable = len(psutil.Process().cpu_affinity()) if sys.platform == "linux" else MAX_RANKS
     cores = min(usable, psutil.cpu_count(logical=False) or usable)
     return str(max(1, cores // job.num_ranks)), f"cores / ranks = {cores} / {job.num_ranks}"
@@ -258,13 +258,13 @@ def rank_environ(
         environment: Settings that the launcher passes to the rank.
         threads: OMP_NUM_THREADS of the rank.
     """
-    own = environment.to_environ()
-    values = {**own, "HOSTNAME": platform.node()}
+    of_rank = environment.to_environ()
+    values = {**of_rank, "HOSTNAME": platform.node()}
     pairs = (pair.partition("=") for pair in environ.get(RANK_VARIABLES, "").split())
     return {
         **{name: value for name, value in environ.items() if not name.startswith(OUTER)},
         **{name: values.get(source, "") for name, _, source in pairs},
-        **own,
+        **of_rank,
         "OMP_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
         "BRAID_LAUNCHER_PID": str(os.getpid()),

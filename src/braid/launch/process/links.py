@@ -44,7 +44,7 @@ class _TcpSocket(NamedTuple):
     """A TCP connection.
 
     Attributes:
-        own: Address of this end.
+        local: Address of this end.
         peer: Address of the other end.
         ports: Ports of both ends.
         inode: Number by which processes refer to it.
@@ -53,7 +53,7 @@ class _TcpSocket(NamedTuple):
         num_segments: Number of segments that have come in.
     """
 
-    own: str
+    local: str
     peer: str
     ports: tuple[int, int]
     inode: int
@@ -75,21 +75,21 @@ class LinkObserver:
         self._links: tuple[LinkView, ...] = ()
 
     def look(self, now_ns: int) -> tuple[LinkView, ...]:
-        """Return one view for each pair of addresses; none where the kernel does not tell."""
+        """Return one view for each pair of addresses; none if the kernel reports no connections."""
         links: dict[tuple[str, str], LinkView] = {}
         inodes = _inodes_of(self._pid)
         for one in _sockets():
             if one.inode not in inodes or ipaddress.ip_address(one.peer).is_loopback:
                 continue
-            key = (one.own, one.peer, *one.ports)
+            key = (one.local, one.peer, *one.ports)
             num, at_ns = self._changed.get(key, (-1, 0))
             if num < 0:
                 at_ns = now_ns - one.idle_ms * 1_000_000
             elif num != one.num_segments:
                 at_ns = now_ns
             self._changed[key] = (one.num_segments, at_ns)
-            known = links.get((one.own, one.peer), LinkView(one.own, one.peer, 0, 0))
-            links[one.own, one.peer] = known._replace(
+            known = links.get((one.local, one.peer), LinkView(one.local, one.peer, 0, 0))
+            links[one.local, one.peer] = known._replace(
                 received_ns=max(known.received_ns, at_ns),
                 num_repeats=max(known.num_repeats, one.num_repeats),
             )
@@ -141,7 +141,7 @@ def _messages(netlink: socket.socket) -> Iterator[bytes]:
 
 
 def _parsed(family: int, message: bytes) -> _TcpSocket:
-    _, _, _, num_repeats, source, target, own, peer, inode = MESSAGE.unpack_from(message)
+    _, _, _, num_repeats, source, target, local, peer, inode = MESSAGE.unpack_from(message)
     idle_ms = num_segments = 0
     rest = message[MESSAGE.size :]
     while len(rest) >= ATTRIBUTE.size:
@@ -155,7 +155,7 @@ def _parsed(family: int, message: bytes) -> _TcpSocket:
         rest = rest[length + 3 & ~3 :]
     size = 4 if family == socket.AF_INET else 16
     return _TcpSocket(
-        socket.inet_ntop(family, own[:size]),
+        socket.inet_ntop(family, local[:size]),
         socket.inet_ntop(family, peer[:size]),
         (socket.ntohs(source), socket.ntohs(target)),
         inode,

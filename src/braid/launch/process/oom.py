@@ -90,8 +90,8 @@ def parse_limit(text: str) -> int:
 def cgroup_paths(membership: str, mount: Path) -> list[tuple[Path, _Files]]:
     """Return possible directories of the process's memory group, likeliest first.
 
-    In a container the path in `/proc/self/cgroup` may be that of the host. The mount itself is then
-    the container's own group.
+    In a container, `/proc/self/cgroup` may contain the path on the host. The mount itself is then
+    the container's group.
     """
     paths: list[tuple[Path, _Files]] = []
     for line in membership.splitlines():

@@ -27,14 +27,14 @@ LOOK_S = 0.1
 
 
 def marked(marks: set[bytes]) -> list[int]:
-    """Return the ids of all other processes whose environment contains `marks`."""
+    """Return the ids of all other processes with `marks` in their environment."""
     pids = []
     # pathlib is not imported here
     for name in os.listdir(PROC) if os.path.isdir(PROC) else ():  # noqa: PTH112, PTH208
         with suppress(OSError):
             if not name.isdigit() or int(name) == os.getpid():
                 continue
-            with open(f"{PROC}/{name}/environ", "rb") as file:  # noqa: PTH123 - likewise
+            with open(f"{PROC}/{name}/environ", "rb") as file:  # noqa: PTH123 - see above
                 carried = marks <= set(file.read().split(b"\0"))
             if carried:
                 pids.append(int(name))

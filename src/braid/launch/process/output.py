@@ -1,12 +1,13 @@
 r"""Writes the output of ranks to complete log files and to a readable console.
 
 Problem: N processes that share a terminal cut each other's lines. A rank that repeats a warning
-hides all other ranks, and progress bars write `\r` a hundred times a second. A terminal that nobody
-reads blocks the training.
+hides all other ranks, and progress bars write `\r` a hundred times a second. A terminal that is not
+read blocks the training.
 
-Idea: each rank writes to two pipes, which the launcher drains at once. The log gets every byte. The
-console gets whole lines prefixed with the rank, one state of a progress bar every half second, and
-tracebacks of several ranks once (see `traceback_filter`).
+Idea: each rank writes to two pipes, which the launcher drains continuously. The log gets every
+byte. The console gets whole lines prefixed with the rank, one state of a progress bar every half
+second, and tracebacks of several ranks once (see `traceback_filter`).
+
 A terminal gets them at a limited rate: omitted lines are counted, and the last ones of a rank are
 always shown. A file or a pipe gets all lines.
 """
@@ -90,7 +91,7 @@ class LineBudget:
 
     Args:
         per_s: Number of lines per second in the long run.
-        burst: Number of lines that may be shown at once.
+        burst: Number of lines that may be shown without a pause.
     """
 
     def __init__(self, per_s: int = LINES_PER_S, burst: int = BURST_LINES) -> None:
@@ -118,7 +119,7 @@ class RankOutput:
         log_path: Path of the log file; an existing file is truncated.
         console: Console that shows the lines.
         budget: Rate limit of the console's limited streams; None shows everything.
-        tracebacks: Tracebacks of all ranks, of which equal ones are shown once; None shows all.
+        tracebacks: Tracebacks of all ranks; equal ones are shown once. None shows all.
 
     Attributes:
         log_problem: Why the log is incomplete; empty if it is complete.
@@ -193,7 +194,7 @@ class RankOutput:
         self._show(stream, lines, now_ns)
 
     def _without_tracebacks(self, lines: list[Line]) -> list[Line]:
-        """Return `lines` of stderr without tracebacks that say nothing new."""
+        """Return `lines` of stderr without repeated tracebacks."""
         if self._tracebacks is None:
             return lines
         return [shown for line in lines for shown in self._tracebacks.feed(line)]

@@ -70,7 +70,7 @@ def catches(observed: Sample, signum: int) -> bool:
 
 
 def process_between(before: Sample, after: Sample, elapsed_ns: int) -> Process:
-    """Return what two samples of a process, `elapsed_ns` apart, say about its activity."""
+    """Return the activity of a process between two samples, `elapsed_ns` apart."""
     if not after.state:
         return Process()
     elapsed_s = max(elapsed_ns, 1) / 1e9

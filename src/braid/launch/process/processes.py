@@ -1,9 +1,10 @@
 """System calls of the launcher for processes and signals.
 
-Problem: the launcher must notice an exit at once, tell a stop from an exit, and end grandchildren
-that outlive their parent. Python's Popen does none of this.
+Problem: the launcher must notice an exit immediately, distinguish a stop from an exit, and end
+grandchildren that outlive their parent. Python's Popen does none of this.
 
-Idea: one inbox turns signals into bytes that a selector can poll. `waitid` tells exits from stops.
+Idea: one inbox turns signals into bytes that a selector can poll. `waitid` separates exits from
+stops.
 The launcher is a *subreaper*: the kernel makes every orphan of the run its child, so that it can
 end them.
 
@@ -201,7 +202,7 @@ def end_descendants(
     """Kill and reap the processes that a run has left behind.
 
     Args:
-        groups: Process groups of the ranks, whose leaders have been reaped.
+        groups: Process groups of the ranks; their leaders have been reaped.
         marker: Environment variables that processes of the run have inherited.
         all_new: Whether every descendant that is not in `known` belongs to the run. Set if this
             process does nothing but launch.
@@ -214,14 +215,14 @@ def end_descendants(
     ended = 0
     while True:  # a process may fork between the listing and the kill
         family = [p for p in psutil.Process().children(recursive=True) if p.pid not in known]
-        left = [p for p in family if all_new or _belongs(p, own_groups, marker)]
-        living = [p for p in left if _is_alive(p)]
+        remaining = [p for p in family if all_new or _belongs(p, own_groups, marker)]
+        living = [p for p in remaining if _is_alive(p)]
         for process in living:
             with suppress(psutil.Error):
                 process.kill()
         ended += len(living)
-        _, alive = psutil.wait_procs(left, timeout=END_LIMIT_S)
-        for process in left:
+        _, alive = psutil.wait_procs(remaining, timeout=END_LIMIT_S)
+        for process in remaining:
             with suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
         if not living or alive:
@@ -246,4 +247,4 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _no_action(signum: int, frame: FrameType | None) -> None:
-    """Replace the default action of a signal, whose number the wake-up descriptor carries."""
+    """Do nothing instead of a signal's default action; its number is in the wake-up descriptor."""

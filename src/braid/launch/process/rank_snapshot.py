@@ -22,7 +22,7 @@ __all__ = ["RankObserver"]
 HISTORY = 4096  # number of a rank's last records that a report reads, in some 4 ms
 
 
-NUM_CALLS = 256  # of a rank's last records, one of which is a call if it takes part in any
+NUM_CALLS = 256  # last records of a rank; they include a call if it takes part in any
 LINKS_NS = 1_000_000_000  # between two looks at connections, while a rank waits as long
 
 

@@ -1,4 +1,4 @@
-"""Shows each traceback of several ranks once, and those of lost peers as one line.
+"""Shows each traceback of several ranks once, and tracebacks of lost peers as one line.
 
 Problem: when a rank fails, every other rank prints thirty lines of autograd and of braid that lead
 to "rank 1 raised ValueError". An error on all ranks is printed N times over. Both push the lines
@@ -24,7 +24,7 @@ BETWEEN = re.compile(
     rb"(?:\[rank\d+\]:(?: |$))?(?:$|During handling of the above |The above exception was )"
 )
 LOST_PEER = re.compile(rb"(?:\[rank\d+\]: ?)?(?:braid\.errors\.)?PeerLostError: ")
-MAX_NAMED = 80  # characters of an error of which copies were hidden; it is shown whole above
+MAX_NAMED = 80  # characters of an error with hidden copies; the whole error is shown above
 MAX_DETAILS = 40  # lines of a message, such as a table of ranks
 
 
@@ -34,7 +34,7 @@ class _Shown:
     Attributes:
         rank: First rank that printed it.
         details: Lines that followed it there.
-        hidden_on: Ranks whose copy was hidden.
+        hidden_on: Ranks that printed a hidden copy.
     """
 
     def __init__(self, rank: int) -> None:
@@ -84,7 +84,7 @@ class TracebackFilter:
         self._shared = shared
         self._held: list[Line] = []
         self._between: list[Line] = []  # lines after a hidden traceback that may belong to it
-        self._last: _Shown | None = None  # the traceback whose details may follow
+        self._last: _Shown | None = None  # the last traceback; its details may follow
         self._hidden = False
         self._num_details = 0
 
@@ -114,7 +114,7 @@ class TracebackFilter:
         return held
 
     def _traceback(self, lines: list[Line]) -> list[Line]:
-        """Return what is shown of a whole traceback."""
+        """Return the lines of a complete traceback that are shown."""
         between, self._between = self._between, []
         error = lines[-1]
         if LOST_PEER.match(error.text):
@@ -127,7 +127,7 @@ class TracebackFilter:
         return [] if self._hidden else [*between, *lines]
 
     def _after(self, line: Line) -> list[Line]:
-        """Return what is shown of a line outside of tracebacks."""
+        """Return the lines that are shown for a line outside of tracebacks."""
         text = PREFIX.sub(b"", line.text)
         if self._last is not None and self._num_details < MAX_DETAILS:
             if not self._hidden:

@@ -27,7 +27,7 @@ OnSignal = Callable[[int, str], None]  # number of the signal, and the host that
 
 
 class RankPlacement(NamedTuple):
-    """Host of a rank and its index there; the fields are those of `JobEnvironment`."""
+    """Host of a rank and its index there; the fields are named as in `JobEnvironment`."""
 
     local_rank: int
     local_world_size: int

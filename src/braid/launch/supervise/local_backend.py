@@ -1,6 +1,6 @@
 """The launcher for one host.
 
-Problem: a launcher of N processes must notice a death at once, inform the remaining ranks and
+Problem: a launcher of N processes must notice a death immediately, inform the remaining ranks and
 collect all errors. It must leave no process behind and name the rank that caused the failure. Shell
 loops and `mp.spawn` do a part of this. torchrun polls its workers and restarts them.
 
@@ -170,7 +170,7 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
 
     def placement(self, rank: int) -> RankPlacement:
         """Return the placement of a rank."""
-        size = max(self._job.num_ranks, rank + 1)  # a spare has a place of its own
+        size = max(self._job.num_ranks, rank + 1)  # a spare has a separate place
         return RankPlacement(rank, size, 0, 1, ADDRESS, self._port, "")
 
     def start(self, spec: RankSpec) -> Rank:

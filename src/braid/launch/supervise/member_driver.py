@@ -1,7 +1,7 @@
-"""Passes what happens to the ranks of an elastic run to `MembershipState`, and executes its orders.
+"""Passes the events of an elastic run's ranks to `MembershipState`, and executes its orders.
 
-Ranks have numbers that are never used again. A place is a host and a local rank there; a rank that
-takes the place of another one has a number of its own, but its host and its local rank.
+The number of a rank is never used again. A place is a host and a local rank there. A rank that
+replaces another one has a new number, on the same host and with the same local rank.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Problem: when a rank dies or comes, all others must go on with the same members 
 If each decided for itself, there would be two groups that wait for each other, or two histories.
 
 Idea: training is a sequence of *epochs*, each with fixed members. The launcher alone begins an
-epoch: it knows of each death from the kernel, so no vote is needed. It does so when all members of
-the last epoch that live have said that they are *ready*: at the end of a step, or out of a step
-that a loss has broken. Processes that came meanwhile are ready, too, and are taken in then.
+epoch: it knows of each death from the kernel, so no vote is needed. It does so when all living
+members of the last epoch have reported that they are *ready*: at the end of a step, or after a loss
+has interrupted a step. Processes that have joined meanwhile also report ready and become members.
 
     event           while                             orders
     Ready           not all that live are ready       -
@@ -15,7 +15,7 @@ that a loss has broken. Processes that came meanwhile are ready, too, and are ta
                     room for it
     Lost            restarts are left                 Replace: start another process
     Lost            the others are ready              Begin
-    Ready           nobody that lives has the state   GiveUp: the run is over
+    Ready           no living process has the state   GiveUp: the run is over
     Finished        it was the last member            Dismiss: processes that wait may end
     Slots           there are more than processes     Replace
     Slots           there are fewer than members      Pause, then Dismiss: the newest ones
@@ -146,7 +146,7 @@ class MembershipState:
         if not others:
             return False
         if self.epoch != NO_EPOCH and not others.intersection(self.members):
-            return False  # nobody has the state
+            return False  # no process has the state
         to_come = self._num_to_start + self._restarts_left
         is_enough = len(others) + to_come >= self._limits.min_ranks
         return is_enough or self._limits.gains_slots
@@ -162,12 +162,12 @@ class MembershipState:
 
         Args:
             rank: The process.
-            epoch: Epoch of which it is a member; -1 if of none.
-            num_steps: Number of steps that its state has seen; -1 without state.
+            epoch: Epoch that it is a member of; -1 if none.
+            num_steps: Number of training steps in its state; -1 without state.
         """
         expected = self.epoch if rank in self.members else NO_EPOCH
         if rank not in self._alive or epoch != expected:
-            return []  # said before this epoch began, or by a process that is gone
+            return []  # sent before this epoch began, or by a process that has died
         self._ready[rank] = num_steps
         self._most_steps = max(self._most_steps, num_steps)
         return self._next()
@@ -196,8 +196,8 @@ class MembershipState:
         return orders + self._next()
 
     def _end_for_good(self) -> list[Order]:
-        left = f"{len(self.members)} of at least {self._limits.min_ranks} members are left"
-        reason = f"rank {self._last_lost} was lost, and {left}"
+        members = f"{len(self.members)} of at least {self._limits.min_ranks} members are left"
+        reason = f"rank {self._last_lost} was lost, and {members}"
         return [GiveUp(tuple(sorted(self._alive)), reason)] if self._alive else []
 
     def slots(self, num_slots: int) -> list[Order]:

@@ -131,7 +131,7 @@ class Rank(ABC):
         """Kill the process if it lives, and release all resources. Idempotent."""
 
     def last_events(self, at_ns: int | None = None, *, gave_up: bool = False) -> str:
-        """Describe what the rank was doing; see `BlackBox.last_events`.
+        """Describe the rank's last activity; see `BlackBox.last_events`.
 
         Args:
             at_ns: Time of the fault, on the launcher's clock; now when None.

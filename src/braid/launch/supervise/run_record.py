@@ -70,10 +70,10 @@ def new_log_dir(prefix: str = "") -> str:
 
 
 def _set_aside(log_dir: Path) -> None:
-    """Move the files of an earlier run in this directory below it, so that runs are not mixed.
+    """Move the files of an earlier run in this directory to a subdirectory of it.
 
-    `run.json` is the last one: if this is interrupted, the next run moves what is left to the same
-    place. Checkpoints, and what the program itself has written, stay where they are.
+    `run.json` is moved last: if this is interrupted, the next run moves the remaining files to the
+    same place. Checkpoints and files that the program has written stay where they are.
     """
     record = log_dir / "run.json"
     if not record.exists() or not record.stat().st_size:

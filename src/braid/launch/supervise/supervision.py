@@ -226,7 +226,7 @@ class _Run(AbstractContextManager["_Run"]):
             self._handle(Tick())
 
     def finish(self) -> None:
-        """Let the backend end the processes that ranks have left behind, on every host."""
+        """End the processes that ranks have left behind, on every host, through the backend."""
         overdue = self._backend.finish()
         while (next_ns := next(overdue, None)) is not None:
             for key, _ in self._selector.select(max(0.0, (next_ns - self._clock.now_ns()) / 1e9)):
@@ -462,7 +462,7 @@ class _Run(AbstractContextManager["_Run"]):
             self._saved = SavedCheckpoint(message.step, message.path, message.sha256_ok)
 
     def _announce(self, end: RankEnd) -> None:
-        """Name the first rank that failed at once; the error block appears at the end."""
+        """Name the first rank that failed immediately; the error block appears at the end."""
         if end.ending is Ending.CAUSE and not self._announced:
             self._announced = True
             inside = self.ranks[end.rank].last_events()

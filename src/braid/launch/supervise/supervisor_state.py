@@ -214,7 +214,7 @@ class SupervisorState:
         start_ns: Current time.
         expendable: Ranks without which the others can go on, when a signal ends them.
         needed: Sets of expendable ranks; the run does not survive the last one of a set.
-        members: Members of an elastic run, which knows whose death it survives.
+        members: Members of an elastic run; it decides which deaths the run survives.
 
     Attributes:
         phase: Phase of the run.
@@ -333,7 +333,8 @@ class SupervisorState:
         if facts.signalled or facts.failed_ns is not None:
             return []
         if self._members is not None and self._members.is_outside(event.rank):
-            return []  # the members go on; its end is that of a rank that was lost
+            return []  # the members continue; the rank counts as lost
+
         facts.failed_ns = now_ns
         self._fault(now_ns)
         return self._send_loss(event.rank, event.reason)

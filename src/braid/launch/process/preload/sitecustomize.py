@@ -133,7 +133,7 @@ class _LoadedTorch(MetaPathFinder, Loader):
         return self._torch
 
     def exec_module(self, _: ModuleType) -> None:
-        """Undo what the import has changed in the module."""
+        """Undo the changes that the import has made to the module."""
         self._torch.__spec__ = self._spec
 
 
