@@ -187,7 +187,7 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
         (("simulate", "ring", "--svg", "/nowhere/a.svg"), "/nowhere/a.svg cannot be written"),
         (("simulate", "ring", "--ranks", "300", "--svg", "a.svg"), "at most 256 ranks"),
         (("simulate", "ring", "--gbytes-per-s", "0"), "bytes_per_s must be above 0, got 0.0"),
-        (("compare", "all_redooce"), "there is no operation 'all_redooce'"),
+        (("compare", "all_redooce"), "unknown operation 'all_redooce'"),
         (("compare", "all_reduce", "--sizes"), "--sizes lists no size"),
         (
             ("simulate", "1f1b", "--forward-ms", "nan"),

@@ -63,13 +63,13 @@ def test_groups_hold_ranks_whose_other_indices_are_equal(sizes, order, kinds, fi
     ("sizes", "order", "text"),
     [
         ({"tp": 2, "pp": 2}, "tp-dp", "pp has 2 ranks, and no place in the order tp-dp"),
-        ({"tp": 2, "xp": 2}, "tp", "there is no kind 'xp': use tp, cp, ep, dp, pp"),
+        ({"tp": 2, "xp": 2}, "tp", "unknown kind 'xp': use tp, cp, ep, dp, pp"),
         ({"tp": 2}, "tp-tp", "tp comes twice"),
-        ({"tp": 2}, "tp-zz", "there is no kind 'zz'"),
+        ({"tp": 2}, "tp-zz", "unknown kind 'zz'"),
     ],
 )
 def test_orders_that_make_no_grid_are_refused(sizes, order, text):
     with pytest.raises(ConfigError, match=text):
         Grid(sizes, order)
-    with pytest.raises(ConfigError, match="no axis xx"):
+    with pytest.raises(ConfigError, match="unknown axis xx"):
         Grid({"tp": 2}).groups("xx")

@@ -86,9 +86,11 @@ def test_packed_blocks_are_each_divided_and_have_no_box():
     assert second == (((2, 4), (0, 2)), ((6, 8), (0, 2)), ((10, 12), (0, 2)))
     plain = Layout.parse(MESH, "1*tp | -")
     assert (str(plain), plain.pieces((4, 2), 0)) == ("tp | -", (((0, 2), (0, 2)),))
-    with pytest.raises(ConfigError, match="has packed blocks, so that a rank's part is no box"):
+    with pytest.raises(ConfigError, match="has packed blocks, so a rank's part is not one box"):
         layout.box((12, 2), 0)
-    with pytest.raises(ConfigError, match=r"shape \[11, 2\] is no multiple of the packed blocks"):
+    with pytest.raises(
+        ConfigError, match=r"shape \[11, 2\] is not a multiple of the packed blocks"
+    ):
         layout.pieces((11, 2), 0)
     with pytest.raises(ConfigError, match="blocks are \\(2,\\): give a number for each"):
         Layout(MESH, ((), ()), (), (), (2,))
@@ -108,7 +110,7 @@ def test_text_names_dims_in_order_and_partial_axes_in_the_order_of_the_mesh():
     [
         (
             lambda: Layout(MESH, (("dp", "xp"), ("dp",)), ("dp",)),
-            "there is no axis xp in the mesh dp=2,tp=2,cp=3; axis dp is named 3 times",
+            "unknown axis xp in the mesh dp=2,tp=2,cp=3; axis dp is named 3 times",
         ),
         (
             lambda: Layout(MESH, ("dp", ())),

@@ -435,8 +435,8 @@ def test_an_asynchronous_pipeline_has_no_bubble_and_keeps_versions(
     [
         ({"microbatches": 2}, "add pp=1 to the mesh"),
         ({"mesh": "pp=2,dp=2", "balance": (1, 2, 3)}, "balance has 3 numbers"),
-        ({"schedule": "interleaved:x"}, "there is no schedule 'interleaved:x'"),
-        ({"schedule": "nope"}, "there is no schedule 'nope'"),
+        ({"schedule": "interleaved:x"}, "unknown schedule 'interleaved:x'"),
+        ({"schedule": "nope"}, "unknown schedule 'nope'"),
         ({"mesh": "pp=2,dp=2", "balance": (8, 0)}, "at least one layer for each stage"),
         ({"dtype": "foo"}, "dtype must be one of fp32"),
         ({"mesh": "pp=2,dp=2", "balance": (4, 4), "versions": "stash"}, "of a pipeline alone"),

@@ -88,7 +88,7 @@ def test_replicas_need_fewer_versions():
         ("F1.1~1", "F1.1~1 F1.1~1", "a second time"),
         ("recv_b0.1<1 B0.1~0", "B0.1~0 recv_b0.1<1", "comes before recv_b"),
         ("STEP0.1~2", "STEP0.1~2 STEP0.1~3 STEP0.1~4", "which can only be the last"),
-        ("train units", "infer units", "the header must say train"),
+        ("train units", "infer units", "the header must name train"),
         ("F0.1~0", "F0.2~0", "is not of a stage below 2 and a micro-batch below 2"),
         ("recv_f1.1<0 F1.1~1 B1.1~1 send_b1.1>0 STEP1.1~2", "B1.1~0", "has no forward before it"),
     ],

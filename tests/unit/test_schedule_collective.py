@@ -230,17 +230,17 @@ def test_ring_sends_what_no_all_reduce_can_do_without_from_every_rank() -> None:
         (
             {"name": "tree", "operation": "all_gather", "num_ranks": 4},
             (
-                "tree is no algorithm for all_gather (but for all_reduce, broadcast, gather, reduce, scatter): "
+                "tree is not an algorithm for all_gather (but for all_reduce, broadcast, gather, reduce, scatter): "
                 "choose one of bruck, hypercube, naive, pairwise, ring"
             ),
         ),
         (
             {"name": "magic", "operation": "all_to_all", "num_ranks": 4},
-            "magic is no algorithm for all_to_all: choose one of bruck, pairwise",
+            "magic is not an algorithm for all_to_all: choose one of bruck, pairwise",
         ),
         (
             {"name": "bruck", "operation": "dance", "num_ranks": 4},
-            "bruck is no algorithm for dance (but for all_gather, all_to_all): there is no such operation",
+            "bruck is not an algorithm for dance (but for all_gather, all_to_all): unknown operation",
         ),
         (
             {"name": "hierarchical", "operation": "all_reduce", "num_ranks": 4},

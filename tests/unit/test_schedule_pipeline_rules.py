@@ -23,7 +23,7 @@ def pipeline(*ranks: str, operation: str = "train", stages: int = 2) -> Program:
 
 
 RULES_AND_LEAST_PROGRAMS = [
-    ("header: the header must say train or infer", pipeline(FIRST, LAST, operation="guess")),
+    ("header: the header must name train or infer", pipeline(FIRST, LAST, operation="guess")),
     ("units: rank 0, action 4: F of stage 7", pipeline(FIRST + " F7.0", LAST)),
     ("units: rank 1, action 4: W of stage 1 in micro-batch 3", pipeline(FIRST, LAST + " W1.3")),
     ("units: rank 1, action 4: F of stage 0 .* not on rank 0", pipeline(FIRST, LAST + " F0.0")),
@@ -37,7 +37,7 @@ RULES_AND_LEAST_PROGRAMS = [
     ("work: rank 0, action 4: W .* beside the same backward", pipeline(FIRST + " W0.0", LAST)),
     ("work: rank 0, action 4: I .* beside the same backward", pipeline(FIRST + " I0.0", LAST)),
     ("work: rank 0, action 2: send_f .* a second", pipeline("F0.0 send_f0.0>1 send_f0.0>1", LAST)),
-    ("work: rank 1, action 2: B .* no part of a program that infers",
+    ("work: rank 1, action 2: B .* not part of a program that infers",
      pipeline("F0.0 send_f0.0>1", "recv_f1.0<0 F1.0 B1.0", operation="infer")),
     ("matching: rank 1, action 3: send_b .* has no receive", pipeline("F0.0 send_f0.0>1 B0.0", LAST)),
     ("matching: rank 1, action 0: recv_f .* has no send", pipeline("F0.0 recv_b0.0<1 B0.0", LAST)),

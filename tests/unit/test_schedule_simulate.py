@@ -230,7 +230,7 @@ def test_a_program_that_deadlocks_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         timeline(*ONE_AFTER_THE_OTHER, "copy0.0/0", network=switch(3))
     assert str(raised.value) == (
-        "the program does not end: ranks 0, 1 wait for ever; validate it first"
+        "the program does not end: ranks 0, 1 wait in a deadlock; validate it first"
     )
 
 

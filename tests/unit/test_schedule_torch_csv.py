@@ -153,8 +153,8 @@ def test_any_text_is_refused_or_valid(text: str):
         ("0F0,0B0\n1F0, 1X0", r"row 2, column 2, cell '1X0' must be stage, F, B, I or W"),
         ("0F0,0F0junk,0B0", "row 1, column 2, cell '0F0junk' must be"),
         ("0F0,(0F1;0Z0)OVERLAP_F_B", r"row 1, column 2, cell '\(0F1;0Z0\)OVERLAP_F_B' must be"),
-        ("0F0,0SEND_F0", "row 1, column 2, cell '0SEND_F0' is no work: messages and reductions"),
-        ("0F0,0B0,0REDUCE_GRAD", "row 1, column 3, cell '0REDUCE_GRAD' is no work"),
+        ("0F0,0SEND_F0", "row 1, column 2, cell '0SEND_F0' is not work: messages and reductions"),
+        ("0F0,0B0,0REDUCE_GRAD", "row 1, column 3, cell '0REDUCE_GRAD' is not work"),
         ("0F0,,0F0,0B0", "row 1, column 3, cell '0F0': F of stage 0 in micro-batch 0 a second"),
         ("0F0,0B0\n0F0,1F0,1B0", "row 2, column 1, cell '0F0': F .* is not on rank 0, which has"),
         ("0F0,0B0\n1F0,1I0", "row 2: ends without W1.0"),
@@ -187,7 +187,9 @@ def test_a_file_is_a_schedule_of_its_own_size_only(tmp_path: Path):
     file.write_text(to_csv(v_half(2, 4)))
     schedule = schedule_named(str(file))
     assert schedule(2, 4) == v_half(2, 4)._replace(header=schedule(2, 4).header)
-    with pytest.raises(ConfigError, match=r"mine.csv is of 2 ranks and 4 micro-batches, got 2 and"):
+    with pytest.raises(
+        ConfigError, match=r"mine.csv is for 2 ranks and 4 micro-batches, got 2 and"
+    ):
         schedule(2, 3)
 
 
@@ -200,5 +202,5 @@ def test_mistakes_in_files_name_the_file(tmp_path: Path):
         schedule_named("nothing.csv")
     with pytest.raises(ConfigError, match=r"infers does not train a pipeline: it is x infer"):
         schedule_named(str(tmp_path / "infers"))
-    with pytest.raises(ConfigError, match=r"there is no schedule 'forward': choose one of gpipe"):
+    with pytest.raises(ConfigError, match=r"unknown schedule 'forward': choose one of gpipe"):
         schedule_named("forward")

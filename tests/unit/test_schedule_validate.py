@@ -294,7 +294,7 @@ def test_a_program_that_infers_has_forwards_only() -> None:
     head = "program pipeline mine infer units 1 indices 1\nrank 0\n"
     assert wrong(from_text(head + "F0.0", VOCABULARIES)) == []
     assert (
-        "is no part of a program that infers"
+        "is not part of a program that infers"
         in wrong(from_text(head + "F0.0 B0.0", VOCABULARIES))[0]
     )
 
@@ -362,7 +362,7 @@ MISTAKEN = {
     [
         (
             "x dance units 1 indices 1",
-            "header: there is no operation 'dance': choose one of all_reduce, reduce,",
+            "header: unknown operation 'dance': choose one of all_reduce, reduce,",
         ),
         (
             "x broadcast units 1 indices 1 root 5",
@@ -394,7 +394,7 @@ def test_headers_that_no_program_can_have_are_said(head: str, text: str) -> None
 def test_pipelines_of_another_size_than_their_ranks_are_said() -> None:
     text = "program pipeline x dance units 5 indices 0 root 7\nrank 0\nrank 1\n"
     found = wrong(from_text(text, VOCABULARIES))
-    assert found[0].startswith("header: the header must say train or infer and no root")
+    assert found[0].startswith("header: the header must name train or infer and no root")
 
 
 def test_rounds_that_the_header_does_not_count_are_said() -> None:

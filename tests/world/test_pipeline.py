@@ -267,7 +267,7 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(world):
     assert "add up to the 8 layers, got [3, 3], which add up to 6" in balance
     assert "1 layers are fewer than 2 stages" in few
     assert "at least 1 stage and 1 micro-batch, got 2 and 0" in none
-    assert "there is no schedule '2f2b': choose one of gpipe, 1f1b" in unknown
+    assert "unknown schedule '2f2b': choose one of gpipe, 1f1b" in unknown
     assert "use pipeline.step(batch, target, loss=...)" in called
     assert "a batch of 0 rows" in empty
     assert "must be equally long, got tensors of [1, 4] rows" in ragged

@@ -356,7 +356,7 @@ def test_a_mesh_has_the_groups_along_its_axes(world):
     assert [own[1] for own in ranks] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     for own in ranks:
         assert own[2:4] == [(0, 1, 2, 3), True]
-        assert "there is no axis pp in dp=2,tp=2" in own[5]
+        assert "unknown axis pp in dp=2,tp=2" in own[5]
         assert "the mesh tp=3 has 3 ranks, and the group 4" in own[6]
         assert "a mesh has no 'size': pass the group along its axes, such as mesh['dp']" in own[7]
     assert ranks[2][4] == {"dp": 1, "tp": 0}

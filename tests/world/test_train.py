@@ -202,7 +202,7 @@ def test_a_mesh_that_cannot_be_trained_on_is_refused(config, mesh, ranks, text, 
     file = tmp_path / "plan.csv"
     file.write_text("0F0,0B0\n1F0,1B0\n")
     piped = replace(config, schedule=str(file), mesh="pp=2")
-    with pytest.raises(ConfigError, match="is of 2 ranks and 1 micro-batches, got 2 and 4"):
+    with pytest.raises(ConfigError, match="is for 2 ranks and 1 micro-batches, got 2 and 4"):
         piped.check_ranks(2)
     assert replace(piped, microbatches=1).check_ranks(2) == 1
     file.write_text("0F0\n1F0,1B0\n")

@@ -60,7 +60,7 @@ def program_s(
     """Return the seconds of a program that goes through the tensor in pieces.
 
     A rank sends without asking whether its peer waits, so its messages of one round and of the next
-    may share its link. A tree whose root sends to two peers needs the link's time for both.
+    may share its link. If the root of a tree sends to two peers, the link is used for both.
 
     Args:
         written: Program.

@@ -52,18 +52,18 @@ def compare(
 
     Args:
         operation: Name of the operation, such as all_reduce.
-        num_ranks: World size, at most that of the cluster.
+        num_ranks: World size, at most the number of ranks of the cluster.
         sizes: Bytes of the largest full buffer of a rank.
         cluster: Network; hierarchical uses the units of its first level as rows.
         sum_s_per_byte: Seconds per byte that is added up.
 
     Raises:
-        ConfigError: There is no algorithm for it, or the cluster has fewer ranks.
+        ConfigError: No algorithm implements the operation, or the cluster has fewer ranks.
     """
     names = [name for name, known in ALGORITHMS if known == operation]
     if not names:
         known = sorted({op for _, op in ALGORITHMS})
-        msg = f"there is no operation {operation!r}: choose one of {', '.join(known)}"
+        msg = f"unknown operation {operation!r}: choose one of {', '.join(known)}"
         raise ConfigError(msg)
     cluster.check_size(num_ranks)
     estimates, left_out = {}, {}

@@ -8,8 +8,8 @@ sends for all-to-all); lg = ceil(log2 p). Counted along the longest chain of mes
 each other. The simulator, which knows none of these, gives the same numbers (tests), so each proves
 the other.
 
-Source: R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005); the terms for other than powers of
-two are those of the programs here.
+Source: R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005). The terms for numbers of ranks that
+are not powers of two are derived from the programs here.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["FORMS", "Cost", "form"]
 
 
 class Cost(NamedTuple):
-    """Cost of steps that are done one after the other.
+    """Cost of steps in sequence.
 
     Attributes:
         messages: Number of messages.
-        nbytes: Bytes sent; not whole where l is no multiple of p.
+        nbytes: Bytes sent; a fraction if l is not a multiple of p.
         flops: Bytes added up.
     """
 
@@ -41,7 +41,7 @@ class Cost(NamedTuple):
         return self.messages * a + self.nbytes * b + self.flops * c
 
     def __add__(self, other: object) -> Cost:
-        """Return the cost of both, one after the other."""
+        """Return the cost of both in sequence."""
         if not isinstance(other, Cost):
             return NotImplemented
         return Cost(
@@ -83,7 +83,7 @@ def _halving_doubling(p: int, l: float) -> Cost:
 
 
 def _hypercube(p: int, l: float) -> Cost:
-    """Return the cost of rank 0, whose half holds most blocks of ranks that are no corner."""
+    """Return the cost of rank 0; its half has most blocks of ranks outside of the hypercube."""
     core = _core(p)
     others, rounds = p - core, _lg(core)
     blocks = sum((1 << i) + min(1 << i, others) for i in range(rounds))
@@ -147,7 +147,7 @@ def form(algorithm: str, operation: str, p: int, l: float, *, row: int = 1) -> C
         row: Number of ranks of a host, for hierarchical.
 
     Raises:
-        ConfigError: There is no such algorithm, or no such number of ranks or bytes.
+        ConfigError: The algorithm is unknown, or a number of ranks or bytes is not valid.
     """
     check_ranks(p)
     if l < 0 or row < 1 or p % row:

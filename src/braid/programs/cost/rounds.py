@@ -1,15 +1,15 @@
-"""Time of an algorithm on a hundred thousand ranks: by rounds, all ranks of a round at once.
+"""Time of an algorithm on a hundred thousand ranks: round by round, vectorized over ranks.
 
-Written out, a ring on 100,000 ranks has 2 * 10^10 messages. But ranks of a class do the same at the
-same time, so arrays suffice: for each kind of round count the messages on every link, compute for
-each message latency + bytes * (messages on its narrowest link), and let
+Written out, a ring on 100,000 ranks has 2 * 10^10 messages. But all ranks of a round do the same at
+the same time, so arrays suffice: for each kind of round, count the messages on every link, compute
+latency + bytes * (messages on its narrowest link) for each message, and set
 
     t[source], t[target]  =  max(t[source], t[target]) + seconds of the message
 
-A round that is repeated is computed until every rank is delayed by the same time per repetition,
-and then multiplied. Where ranks of a round start together, which is what sharing of links supposes
-here, this gives the numbers of the simulator (tests, up to 256 ranks). Messages of different rounds
-do not share links here, though they may overlap.
+A repeated round is computed until every rank is delayed by the same time per repetition, and then
+multiplied. The shared bandwidth is computed as if the ranks of a round start together. If they do,
+the result equals the simulator's (tests, up to 256 ranks). Messages of different rounds do not
+share links here, though they may overlap.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Estimate", "messages_s", "simulate_rounds"]
 
 Seconds = npt.NDArray[np.float64]
 Ranks = npt.NDArray[np.int64]
-EXACT_REPEATS = 512  # repetitions of one round; the rest cost what the slowest rank needs
+EXACT_REPEATS = 512  # repetitions of one round; each further one costs the slowest rank's time
 
 
 class Estimate(NamedTuple):
@@ -49,7 +49,7 @@ def simulate_rounds(
     """Return seconds and bytes of `rounds` on `cluster`.
 
     Args:
-        rounds: Algorithm for at most as many ranks as the cluster has.
+        rounds: Algorithm; its number of ranks is at most the cluster's.
         nbytes: l, bytes of the largest full buffer of a rank.
         cluster: Network.
         sum_s_per_byte: c, seconds per byte that is added up.
@@ -75,12 +75,12 @@ def simulate_rounds(
 
 
 def messages_s(cluster: Cluster, sources: Ranks, targets: Ranks, nbytes: float) -> Seconds:
-    """Return the seconds of each of some messages of one size that are sent at the same time.
+    """Return the seconds of each message, for messages of one size sent at the same time.
 
     Args:
-        cluster: Network, whose links messages share.
-        sources: Sending ranks.
-        targets: Receiving ranks, as many.
+        cluster: Network; messages share its links.
+        sources: Sending rank of each message.
+        targets: Receiving rank of each message.
         nbytes: Bytes of each message.
     """
     return _at_once(cluster, sources, targets, np.full(len(sources), nbytes))[0]

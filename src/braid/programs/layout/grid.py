@@ -11,7 +11,7 @@
     embedding        0 4 | 1 5 | 2 6 | 3 7        first and last stage, which share the embedding
 
 Source: D. Narayanan et al., Efficient large-scale language model training on GPU clusters, SC 2021;
-Megatron-LM's RankGenerator, whose groups these are.
+Megatron-LM's RankGenerator, which makes the same groups.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Grid:
 
     Args:
         sizes: Number of ranks of each kind; 1 where it is left out.
-        order: Kinds from the one that varies fastest; those of size 1 may be left out.
+        order: Kinds, beginning with the one that varies fastest; kinds of size 1 may be omitted.
         first_rank: Rank of the first place.
 
     Raises:
@@ -44,7 +44,7 @@ class Grid:
     ) -> None:
         names = order.lower().split("-")
         unknown = [name for name in (*names, *sizes) if name not in KINDS]
-        problems = [f"there is no kind {name!r}: use {', '.join(KINDS)}" for name in unknown]
+        problems = [f"unknown kind {name!r}: use {', '.join(KINDS)}" for name in unknown]
         twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
         problems += [f"{name} comes twice in the order {order}" for name in twice]
         problems += [
@@ -70,14 +70,14 @@ class Grid:
         their own.
 
         Raises:
-            ConfigError: There is no such kind.
+            ConfigError: A kind is unknown.
         """
         return list(self._groups(kinds))
 
     def group_of(self, kinds: str, rank: int) -> list[int]:
         """Return the group of a rank; see `groups`."""
-        own = self._mesh.peers(kinds.split("-"), rank - self.first_rank)
-        return [self.first_rank + peer for peer in sorted(own)]
+        peers = self._mesh.peers(kinds.split("-"), rank - self.first_rank)
+        return [self.first_rank + peer for peer in sorted(peers)]
 
     def embedding_groups(self) -> list[list[int]]:
         """Return first and last stage of each pipeline, which share the embedding."""

@@ -4,7 +4,7 @@
 
     rows     0   1   2   3   4
     dp      |  dp 0     | dp 1  |       larger parts first
-    tp      | 0     | 1 | 0 | 1 |       each part of dp is divided anew: ranks 0, 1, 2, 3
+    tp      | 0     | 1 | 0 | 1 |       each part of dp is divided again: ranks 0, 1, 2, 3
 
     packed       3*tp on 12 rows      0 0 1 1 | 0 0 1 1 | 0 0 1 1      each of 3 blocks is split
 
@@ -15,12 +15,12 @@ returns wrong elements of a (5, 3) tensor that is split twice along dim 0 on a 2
 
 Along an axis that neither splits nor is partial, ranks hold replicas. If all use theirs for the
 same work, their gradients are equal; if each uses it for a part of the work, as the input of a
-column-parallel layer, their gradients are terms of a sum: the value varies along this axis. Who
-turns the first kind into the second adds the gradients (Megatron's f), so that to forget it is an
-error of types, and no wrong gradient.
+column-parallel layer, their gradients are terms of a sum: the value varies along this axis. The
+conversion from the first kind to the second sums the gradients in backward (Megatron's f). Without
+the conversion the layouts do not match, which is an error instead of a wrong gradient.
 
-Source: the named axes per dim are those of GSPMD (Y. Xu et al., arXiv:2105.04663, 2021); the two
-kinds of replicas are those of JAX's shard_map.
+Source: named axes per dim as in GSPMD (Y. Xu et al., arXiv:2105.04663, 2021); two kinds of replicas
+as in JAX's shard_map.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Layout:
         dims: Axes that split each dim, outermost first.
         partial: Axes over which the values are to be summed, in the order of the mesh.
         varying: Axes along which replicas have different gradients, terms of a sum.
-        blocks: Number of packed blocks of each dim, each of which is split; empty if all are 1.
+        blocks: Number of packed blocks of each dim; each block is split. Empty if all are 1.
 
     Raises:
         ConfigError: Axes are unknown or come twice; all problems are named.
@@ -84,7 +84,7 @@ class Layout:
         if not problems:
             used = [axis for axes in (*self.dims, self.partial, self.varying) for axis in axes]
             problems = [
-                f"there is no axis {axis} in the mesh {self.mesh}"
+                f"unknown axis {axis} in the mesh {self.mesh}"
                 for axis in dict.fromkeys(used)
                 if axis not in self.mesh.axes
             ]
@@ -137,11 +137,11 @@ class Layout:
             rank: Rank in the mesh.
 
         Raises:
-            ConfigError: The shape has another number of dims, there is no such rank, or a dim is of
-                packed blocks, so that there are several boxes: see `pieces`.
+            ConfigError: The shape has another number of dims, the rank is not in the mesh, or a dim
+                has packed blocks, so that a rank has several boxes: see `pieces`.
         """
         if self.blocks:
-            msg = f"layout {self} has packed blocks, so that a rank's part is no box: use pieces"
+            msg = f"layout {self} has packed blocks, so a rank's part is not one box: use pieces"
             raise ConfigError(msg)
         if len(shape) != len(self.dims):
             msg = f"layout {self} has {len(self.dims)} dims, and shape {list(shape)} {len(shape)}"
@@ -159,13 +159,13 @@ class Layout:
             rank: Rank in the mesh.
 
         Raises:
-            ConfigError: See `box`, or a length is no multiple of its number of blocks.
+            ConfigError: See `box`, or a length is not a multiple of its number of blocks.
         """
         if not self.blocks:
             return (self.box(shape, rank),)
         plain = replace(self, blocks=())
         if any(size % count for size, count in zip(shape, self.blocks, strict=False)):
-            msg = f"shape {list(shape)} is no multiple of the packed blocks of layout {self}"
+            msg = f"shape {list(shape)} is not a multiple of the packed blocks of layout {self}"
             raise ConfigError(msg)
         lengths = [size // count for size, count in zip(shape, self.blocks, strict=False)]
         first = plain.box(lengths, rank)

@@ -31,7 +31,8 @@ class Mesh:
         axes: Number of ranks along each axis, by name; the last axis is counted first.
 
     Raises:
-        ConfigError: There is no axis, or a name or number is wrong; all problems are named.
+        ConfigError: `axes` is empty, or a name or size is not valid; the message lists all
+            problems.
 
     >>> mesh = Mesh({"pp": 2, "dp": 3})
     >>> mesh.size, mesh.coordinates(4), mesh.peers(["dp"], 4), mesh.peers(["pp"], 4)
@@ -41,7 +42,7 @@ class Mesh:
     axes: Mapping[str, int]
 
     def __post_init__(self) -> None:
-        problems = [f"{name!r} is no name of an axis" for name in self.axes if not _is_name(name)]
+        problems = [f"{name!r} is not an axis name" for name in self.axes if not _is_name(name)]
         problems += [
             f"axis {name} must have at least 1 rank, got {size!r}"
             for name, size in self.axes.items()
@@ -76,7 +77,7 @@ class Mesh:
         """Return the index of a rank along each axis.
 
         Raises:
-            ConfigError: There is no such rank.
+            ConfigError: The rank is not in the mesh.
         """
         if not 0 <= rank < self.size:
             msg = f"rank {rank} is not in a mesh of {self.size} ranks ({self})"
@@ -106,7 +107,7 @@ class Mesh:
         """Return the ranks that differ from a rank along some axes only, with it, in order.
 
         Raises:
-            ConfigError: There is no such axis or rank.
+            ConfigError: An axis or the rank is not in the mesh.
         """
         names = [axes] if isinstance(axes, str) else list(axes)
         here = self.coordinates(rank)
@@ -124,8 +125,8 @@ class Mesh:
             axes: Text such as `dp=2,ep=4`, or sizes by name; the last axis varies fastest.
 
         Raises:
-            ConfigError: The sizes multiply to another number of ranks, or an axis would cut across
-                those of this mesh.
+            ConfigError: The product of the sizes is another number of ranks, or an axis would cut
+                across axes of this mesh.
 
         >>> str(Mesh.parse("dp=4,tp=2").view("dp=2,ep=4"))
         'dp=2,ep=4'
@@ -150,10 +151,10 @@ class Mesh:
         return other
 
     def split(self, axis: str, into: str | Mapping[str, int]) -> Mesh:
-        """Return a view with one axis replaced by several, whose sizes multiply to its size.
+        """Return a view with one axis replaced by several axes; the product of sizes is equal.
 
         Raises:
-            ConfigError: There is no such axis, a name comes twice, or the sizes do not fit.
+            ConfigError: The axis is unknown, a name occurs twice, or the sizes do not fit.
 
         >>> str(Mesh.parse("dp=8,tp=2").split("dp", "dp=2,fsdp=4"))
         'dp=2,fsdp=4,tp=2'
@@ -172,7 +173,7 @@ class Mesh:
         """Return a view with neighbouring axes replaced by one.
 
         Raises:
-            ConfigError: There is no such axis, axes are no neighbours, or the name comes twice.
+            ConfigError: An axis is unknown, axes are not neighbours, or the name occurs twice.
 
         >>> str(Mesh.parse("pp=2,dp=4,tp=2").join(["dp", "tp"], "ep"))
         'pp=2,ep=8'
@@ -202,7 +203,7 @@ class Mesh:
     def _check_axes(self, names: Mapping[str, int]) -> None:
         unknown = [name for name in names if name not in self.axes]
         if unknown:
-            msg = f"there is no axis {', '.join(unknown)} in {self}"
+            msg = f"unknown axis {', '.join(unknown)} in {self}"
             raise ConfigError(msg)
 
     def __str__(self) -> str:

@@ -23,8 +23,8 @@ A group that is not divided evenly over hosts is one ring. An all-to-all goes in
 further neighbour in turn. The seconds of an axis depend only on its size and its stride, which is
 the number of ranks from one index to the next.
 
-Source: the rule for tensor parallelism inside a host is that of D. Narayanan et al., Efficient
-large-scale language model training on GPU clusters, SC 2021, section 3.
+Source of the rule for tensor parallelism inside a host: D. Narayanan et al., Efficient large-scale
+language model training on GPU clusters, SC 2021, section 3.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Arrangement:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of all collectives of a step, one after the other."""
+        """Predicted seconds of all collectives of a step, without overlap."""
         return math.fsum(cost.seconds for cost in self.axes.values())
 
 
@@ -157,9 +157,9 @@ def place(
 ) -> MeshPlacement:
     """Order the axes of a mesh so that a step's collectives take the least time on a cluster.
 
-    Between orders of equal time, axes with more bytes have the closer ranks, and else the order of
-    the mesh stays. An axis that does not fit into a host is divided over hosts, with as many ranks
-    on each as there is room for.
+    Among orders of equal time, axes with more bytes get the closer ranks; then the order of the
+    mesh is kept. An axis that does not fit into a host is divided over hosts, with the largest
+    number of ranks on each that fits.
 
     Args:
         mesh: Axes, in any order.
@@ -261,7 +261,7 @@ def _levels(cluster: Cluster, num_ranks: int, size: int, stride: int) -> list[tu
 
 
 def _enough(cluster: Cluster, num_ranks: int, block: int) -> int:
-    """Return how many ranks show the slowest message: those of one unit that holds whole groups."""
+    """Return a sufficient number of ranks to find the slowest message: a unit with whole groups."""
     widths = accumulate((level.size for level in cluster.levels), mul)
     return min(num_ranks, next((width for width in widths if width % block == 0), num_ranks))
 

@@ -8,9 +8,9 @@
     dp           all_reduce of gradients                      parameters of a shard
     pp           send of activations, per micro-batch         tokens
 
-The usual sizes are weights rather than a measurement: those of tp lie between layers, where no
-computation hides them, and come first; all others are smaller by an order of magnitude. A program
-that knows its own bytes passes them.
+The usual sizes are weights, not measurements. Collectives of tp come first, because they run
+between layers, where no computation hides them; all others are smaller by an order of magnitude. A
+program that knows its bytes passes them.
 
 Source: for the operations, D. Narayanan et al., Efficient large-scale language model training on
 GPU clusters, SC 2021, section 3.
@@ -46,7 +46,8 @@ class Traffic:
         count: Number of them in a step.
 
     Raises:
-        ConfigError: There is no such operation, or a number is negative; all problems are named.
+        ConfigError: The operation is unknown, or a number is negative; the message lists all
+            problems.
     """
 
     operation: str
@@ -57,7 +58,7 @@ class Traffic:
         problems = []
         if self.operation not in OPERATIONS:
             known = ", ".join(OPERATIONS)
-            problems.append(f"there is no operation {self.operation!r}: use one of {known}")
+            problems.append(f"unknown operation {self.operation!r}: use one of {known}")
         if not 0 <= self.nbytes < math.inf:
             problems.append(f"nbytes must be at least 0, got {self.nbytes}")
         if type(self.count) is not int or self.count < 0:
@@ -101,16 +102,16 @@ def traffic_of(mesh: Mesh, given: Mapping[str, float | Traffic] | None) -> dict[
     Raises:
         ConfigError: An axis is unknown, or one of several ranks has no traffic; all are named.
     """
-    usual, given = usual_traffic(mesh), dict(given or {})
-    problems = [f"there is no axis {name} in {mesh}" for name in given if name not in mesh.axes]
+    usual, known = usual_traffic(mesh), dict(given or {})
+    problems = [f"unknown axis {name} in {mesh}" for name in known if name not in mesh.axes]
     problems += [
         f"axis {name} has no usual traffic: pass its bytes per step, traffic={{{name!r}: 1e9}}"
         for name, size in mesh.axes.items()
-        if size > 1 and name not in given and name not in usual
+        if size > 1 and name not in known and name not in usual
     ]
     made = {}
     for name in mesh.axes:
-        value = given.get(name, usual.get(name, 0.0))
+        value = known.get(name, usual.get(name, 0.0))
         try:
             made[name] = value if isinstance(value, Traffic) else _number(value, usual.get(name))
         except ConfigError as exc:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class SamplerState(NamedTuple):
-    """Position of a run: the next batch is that of `step`, counted from 0, of `epoch`."""
+    """Position of a run: the epoch and the step, both counted from 0, of the next batch."""
 
     epoch: int = 0
     step: int = 0
@@ -45,7 +45,7 @@ class SampleOrder:
         num_samples: Number of samples of the data set.
         batch_size: Number of samples of a global batch.
         seed: Number that chooses the order.
-        shuffles: Whether the order is random; else that of the data set.
+        shuffles: Whether the order is random; otherwise the order of the data set.
     """
 
     num_samples: int
@@ -137,9 +137,9 @@ class OrderedSampler:
         Raises:
             CheckpointError: The state is of another order of samples; lists every difference.
         """
-        given: object = state  # a file may hold anything
-        if not isinstance(given, Mapping):
-            msg = f"state.sampler of the checkpoint is {str(given)[:80]}, not that of a sampler"
+        content: object = state  # a file may hold anything
+        if not isinstance(content, Mapping):
+            msg = f"state.sampler of the checkpoint is {str(content)[:80]}, not a sampler's state"
             raise CheckpointError(msg)
         mine = self.state_dict()
         differing = [
@@ -185,7 +185,7 @@ def share_of(batch: Sequence[T], rank: int, num_replicas: int) -> list[T]:
     """Return the contiguous part of a global batch that belongs to `rank`.
 
     Raises:
-        ConfigError: The batch is not divisible, or there is no such rank.
+        ConfigError: The batch is not divisible, or the rank is not in the group.
     """
     if not 0 <= rank < num_replicas:
         msg = f"rank must be in 0..{num_replicas - 1}, got {rank}"

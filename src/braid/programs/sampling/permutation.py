@@ -78,11 +78,11 @@ class Permutation:
         return f"Permutation(n={self._n})"
 
     def _encipher(self, x: int) -> int:
-        right, left = divmod(x, self._a)
+        high, low = divmod(x, self._a)
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
-            left = (left + _mix(right ^ even)) % self._a
-            right = (right + _mix(left ^ odd)) % self._b
-        return right * self._a + left
+            low = (low + _mix(high ^ even)) % self._a
+            high = (high + _mix(low ^ odd)) % self._b
+        return high * self._a + low
 
 
 def _mix(z: int) -> int:

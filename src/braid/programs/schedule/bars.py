@@ -1,7 +1,7 @@
-"""The plotter: bars on lanes over one time axis, as SVG whose bars show a text under the pointer.
+"""The plotter: bars on lanes over one time axis, as SVG; bars show a text under the pointer.
 
-A lane is a rank. Whoever has spans to show makes `Bar`s of them: simulated programs (`plot`), the
-buckets of a backward pass (`gradients.bucket_times`).
+A lane is a rank. Callers convert their spans into `Bar`s: simulated programs (`plot`), the buckets
+of a backward pass (`gradients.bucket_times`).
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def draw(
     total = seconds or 1.0
     legend = legend or {}
     bottom = TOP + len(lanes) * LANE
-    left = _margin(LEFT, lanes)
-    wide = left + max(width, LEGEND * len(legend)) + _margin(RIGHT, notes)
+    x_low = _margin(LEFT, lanes)
+    wide = x_low + max(width, LEGEND * len(legend)) + _margin(RIGHT, notes)
     high = bottom + (2 if caption else 1) * LANE
     parts = [
         (
@@ -94,11 +94,11 @@ def draw(
     if title:
         parts.append(f'<text x="4" y="16">{escape(title)}</text>')
     for i, (name, colour) in enumerate(legend.items()):
-        x = left + i * LEGEND
+        x = x_low + i * LEGEND
         parts.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 16}" y="14">{escape(name)}</text>')
     for tick in range(NUM_TICKS + 1):
-        x = left + tick * width // NUM_TICKS
+        x = x_low + tick * width // NUM_TICKS
         parts.append(f'<path d="M{x} {TOP - 4}V{bottom}" stroke="#dddddd"/>')
         at = seconds_text(total * tick / NUM_TICKS) if tick else "0"
         parts.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{at}</text>')
@@ -106,11 +106,11 @@ def draw(
         parts.append(f'<text x="4" y="{TOP + lane * LANE + 14}">{escape(name)}</text>')
     for lane, note in enumerate(notes):
         y = TOP + lane * LANE + 14
-        parts.append(f'<text x="{left + width + 6}" y="{y}">{escape(note)}</text>')
+        parts.append(f'<text x="{x_low + width + 6}" y="{y}">{escape(note)}</text>')
     if caption:
-        parts.append(f'<text x="{left}" y="{bottom + LANE + 14}">{escape(caption)}</text>')
+        parts.append(f'<text x="{x_low}" y="{bottom + LANE + 14}">{escape(caption)}</text>')
     for bar in bars:
-        parts += _bar(bar, left, width / total)
+        parts += _bar(bar, x_low, width / total)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -29,7 +29,7 @@ CSV = ".csv"
 
 
 def is_file(name: str) -> bool:
-    """Whether a name that may be an algorithm's is that of a file: it exists, or ends with .csv."""
+    """Return whether a name is a file, not an algorithm: it exists, or ends with .csv."""
     try:
         return name.endswith(CSV) or Path(name).is_file()
     except OSError:  # no name of a file
@@ -53,7 +53,7 @@ def read_program(file: str) -> Program:
     """Read a program; it may break rules, except in CSV.
 
     Raises:
-        ConfigError: The file cannot be read, or is no program; names its place.
+        ConfigError: The file cannot be read, or is not a program; the message has the position.
     """
     text = read_text(file)
     try:
@@ -67,7 +67,7 @@ def valid_program(file: str) -> Program:
     """Read a program that keeps all rules.
 
     Raises:
-        ConfigError: The file cannot be read, is no program, or breaks a rule.
+        ConfigError: The file cannot be read, is not a program, or breaks a rule.
     """
     program = read_program(file)
     violations = validate(program, RULES)
@@ -85,7 +85,7 @@ def check_schedule(name: str) -> str:
     if _known(name) is not None or is_file(name):
         return ""
     return (
-        f"there is no schedule {name!r}: choose one of {', '.join(TRAINING)}; interleaved:4 or "
+        f"unknown schedule {name!r}: choose one of {', '.join(TRAINING)}; interleaved:4 or "
         "breadth_first:4 for four stages on each rank; or a file such as plan.csv"
     )
 
@@ -94,8 +94,8 @@ def schedule_named(name: str) -> Schedule:
     """Return the schedule with a name, or of a file, as a function of ranks and micro-batches.
 
     Raises:
-        ConfigError: There is no such name and no such file, or the file has no valid pipeline that
-            trains.
+        ConfigError: The name is unknown and not a file, or the file does not contain a valid
+            pipeline that trains.
     """
     if problem := check_schedule(name):
         raise ConfigError(problem)
@@ -107,12 +107,12 @@ def schedule_named(name: str) -> Schedule:
         raise ConfigError(msg)
 
     def of_size(num_ranks: int, num_microbatches: int) -> Program:
-        own = program.num_ranks, program.header.num_indices
-        if own != (num_ranks, num_microbatches):
+        sizes = program.num_ranks, program.header.num_indices
+        if sizes != (num_ranks, num_microbatches):
             msg = (
-                f"the schedule in {name} is of {own[0]} ranks and {own[1]} micro-batches, got "
-                f"{num_ranks} and {num_microbatches}: use as many, and batches of at least "
-                f"{own[1]} rows"
+                f"the schedule in {name} is for {sizes[0]} ranks and {sizes[1]} micro-batches, got "
+                f"{num_ranks} and {num_microbatches}: use the numbers of the schedule, and batches "
+                f"of at least {sizes[1]} rows"
             )
             raise ConfigError(msg)
         return program

@@ -1,14 +1,15 @@
-"""Pairs of sends and receives, and the order in which a program can happen.
+"""Pairs of sends and receives, and a possible order of a program's actions.
 
-Sends and receives between two ranks form one first-in, first-out line each way, so matching needs
-no search. An action that is left over is an error of the program, reported here and not by a rank
-that waits for ever.
+Sends and receives between two ranks form one first-in, first-out queue in each direction, so
+matching needs no search. An unmatched action is an error of the program. It is reported here,
+before a rank waits without end.
 
 `order` executes a program without time: it posts the batches of all ranks and ends every action
-that can end. Under *buffered* semantics a send ends at once, and under *sequential* semantics each
-receive ends before the next action begins, too; under *rendezvous* a send ends only when its
-receive has been posted. A program that is right under rendezvous needs no memory for messages under
-way. If some actions cannot end, the program deadlocks, and the circle of waiting ranks is reported.
+that can end. Under *rendezvous* semantics a send ends only when its receive has been posted; under
+*buffered* semantics a send ends immediately. *Sequential* semantics are buffered, and each receive
+ends before the next action begins. A program that is valid under rendezvous needs no memory for
+messages in flight. If some actions cannot end, the program deadlocks, and the cycle of waiting
+ranks is reported.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Matching(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Sends that one rank posts together and whose receives another rank posts together.
+    """Sends that one rank posts together, with receives that another rank posts together.
 
-    They travel as one message.
+    They are sent as one message.
 
     Attributes:
         source: Sending rank.
@@ -83,7 +84,7 @@ class Moment(NamedTuple):
 
 
 class Deadlock(NamedTuple):
-    """Actions that wait for each other for ever.
+    """Actions that wait for each other without end.
 
     Attributes:
         circle: Waiting actions, each for a later action of the next one's rank; the last waits for
@@ -121,7 +122,7 @@ def messages(program: Program, matching: Matching) -> list[Message]:
     """Return all messages of `program`, by source and in the order in which they are sent.
 
     Args:
-        program: Program whose messages all have partners.
+        program: Program without unmatched messages.
         matching: Matching of the program.
     """
     batch_of = [
@@ -147,7 +148,7 @@ def order(
     """Return the moments of a program in a possible order, and its deadlock, if it has one.
 
     Args:
-        program: Program whose messages all have partners.
+        program: Program without unmatched messages.
         matching: Matching of the program.
         buffered: Whether a send ends without its receive.
         sequential: Whether a rank posts its actions one by one, also those posted together.
@@ -172,7 +173,7 @@ class _ProgramRun:
         self._moments: list[Moment] = []
 
     def run(self) -> tuple[list[Moment], Deadlock | None]:
-        fresh = deque(range(self._program.num_ranks))  # ranks whose first batch may be able to end
+        fresh = deque(range(self._program.num_ranks))  # ranks that may be able to end a batch
         for rank in range(self._program.num_ranks):
             self._post(rank)
         while fresh:
@@ -181,7 +182,7 @@ class _ProgramRun:
                 self._moments.append(Moment(rank, self._batches[rank].popleft(), ended=True))
                 self._post(rank)
                 fresh.extend(self._peers_of_head(rank))
-        waiting = [rank for rank, left in enumerate(self._batches) if left]
+        waiting = [rank for rank, batch in enumerate(self._batches) if batch]
         return self._moments, (Deadlock(self._circle(waiting[0])) if waiting else None)
 
     def _post(self, rank: int) -> None:

@@ -21,7 +21,7 @@ from braid.runtime.trace_format import Event, complete
 
 __all__ = ["lanes", "table", "to_svg", "to_trace"]
 
-MOST_COLUMNS = 64  # columns of a table; nobody reads more
+MOST_COLUMNS = 64  # columns of a table; more are not readable
 
 
 def table(program: Program) -> list[list[str]]:

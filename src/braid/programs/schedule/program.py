@@ -47,7 +47,7 @@ class Action(NamedTuple):
 
     kind: str
     unit: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not needed here
     peer: int = -1
     edge: int = -1
     version: int = -1

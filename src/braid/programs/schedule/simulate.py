@@ -10,10 +10,11 @@ slows exactly its users.
     rank 0   |post| latency |======= bytes at the rate of the slowest link =======| add |post| ...
     rank 1        |post ....|=====================================================| add |post| ...
 
-Rates are those of even sharing link by link (no rank gets what another leaves of its share), which
-is close to TCP flows of equal latency. A link may have a token bucket, as clouds limit their
-networks: after a rest it carries a burst above its rate. When the burst is used up, it has its rate
-until it rests again.
+Rates follow from even sharing of each link (a share that one message does not use goes to no other
+message), which is close to TCP flows of equal latency. A link may have a token bucket, as clouds
+limit their networks: after a rest it carries a burst above its rate. When the burst is used up, it
+has its rate until it rests again.
+
 
 Source: the fluid model of network simulators; H. Casanova et al., SimGrid, JPDC 74 (2014).
 """
@@ -200,7 +201,7 @@ class _Simulation:
         stuck = [r for r, at in enumerate(self._at) if at < len(self._lists[r])]
         if stuck:
             ranks = ", ".join(map(str, stuck))
-            msg = f"the program does not end: ranks {ranks} wait for ever; validate it first"
+            msg = f"the program does not end: ranks {ranks} wait in a deadlock; validate it first"
             raise ConfigError(msg)
         self._intervals.sort(key=lambda i: (i.start_s, i.rank))
         return Timeline(self._intervals, self._end_s, dict(self._link_bytes))
@@ -249,8 +250,8 @@ class _Simulation:
         actions = self._program.ranks[rank]
         vocabulary = self._program.vocabulary
         self._open[rank] = 1  # until all have been posted
-        own = (actions[i] for i in positions if vocabulary.role(actions[i]) != SEND)
-        self._work_s[rank] = sum(self._costs.seconds(rank, action) for action in own)
+        batch = (actions[i] for i in positions if vocabulary.role(actions[i]) != SEND)
+        self._work_s[rank] = sum(self._costs.seconds(rank, action) for action in batch)
         _check_cost(self._work_s[rank], "seconds")
         for message in self._messages.get((rank, self._at[rank]), ()):
             self._post(message, is_send=message.ranks[0] == rank)
@@ -335,8 +336,8 @@ class _Simulation:
 class _Buckets:
     """Tokens of the links that have a bucket, in bytes.
 
-    A link is open, and much faster than its rate, while it has tokens. A link whose bucket ran
-    empty opens again after a rest.
+    A link is open, and much faster than its rate, while it has tokens. A link with an empty bucket
+    opens again after a rest.
     """
 
     def __init__(self, rates: Sequence[float], sizes: Iterable[float]) -> None:

@@ -10,8 +10,8 @@
 
 A token is kind, unit, `.`, index, then `>` or `<` and the peer of a send or receive, `/` and the
 edge, `~` and the version where the kind has them. The vocabulary defines whether the actions of one
-line are posted together or one after the other; the printer begins a line where the index changes.
-`#` begins a comment. Errors of the parser name line and column, what it expected and what it got.
+line are posted together or in sequence; the printer begins a line where the index changes. `#`
+begins a comment. Errors of the parser name line, column, and the expected and the actual token.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def from_text(text: str, vocabularies: Mapping[str, Vocabulary]) -> Program:
         vocabularies: Vocabularies that it may use, by name.
 
     Raises:
-        ConfigError: The text is no program; names line and column.
+        ConfigError: The text is not a program; the message names line and column.
     """
     lines = [
         line for number, row in enumerate(text.split("\n"), 1) if (line := _words(row, number))

@@ -10,8 +10,8 @@ The rules build on each other, so a later rule is checked only when those before
                    rendezvous and under buffered ones
     contributions  of the vocabulary's own rules: the promised result is there at the end
 
-A program that deadlocks under rendezvous only needs memory for messages under way: `semantics`
-chooses what is checked.
+A program that deadlocks only under rendezvous needs memory for messages in flight: `semantics`
+selects the checked semantics.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Violation(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Rules of a vocabulary beyond those of all programs.
+    """Rules of a vocabulary, in addition to the rules of all programs.
 
     Attributes:
         before: Checks actions alone.
         after: Checks a program that can be executed, in a possible order of its moments.
-        semantics: Semantics under which programs must not deadlock: those of what executes them.
+        semantics: Semantics under which programs must not deadlock: as their engine executes them.
     """
 
     before: Callable[[Program], list[Violation]]
@@ -78,14 +78,13 @@ def validate(
     Args:
         program: Any program.
         rules: Rules by name of the vocabulary.
-        semantics: Semantics under which the program must not deadlock; those of the rules when
-            None.
+        semantics: Semantics under which the program must not deadlock; `Rules.semantics` when None.
 
     Raises:
         ConfigError: There are no such semantics.
     """
-    own = rules[program.vocabulary.name]
-    semantics = own.semantics if semantics is None else semantics
+    checks = rules[program.vocabulary.name]
+    semantics = checks.semantics if semantics is None else semantics
     if not semantics or set(semantics) - set(SEMANTICS):
         msg = f"semantics must be some of {', '.join(SEMANTICS)}, got {semantics}"
         raise ConfigError(msg)
@@ -96,7 +95,7 @@ def validate(
             f"{header} on {program.num_ranks} ranks"
         )
         return [Violation("size", -1, -1, text)]
-    violations = _check_peers(program) + own.before(program)
+    violations = _check_peers(program) + checks.before(program)
     if violations:
         return violations
     matching = match(program)
@@ -109,7 +108,7 @@ def validate(
         )
         if deadlock is not None:
             return [_deadlocked(program, deadlock, matching, name)]
-    return own.after(program, matching, moments)
+    return checks.after(program, matching, moments)
 
 
 def _check_peers(program: Program) -> list[Violation]:

@@ -10,9 +10,9 @@
 Ranks are numbered host by host, so the place in the tree is arithmetic: unit u of a level holds the
 ranks u * n to (u + 1) * n - 1. A message goes up to the first level that both ends have in common
 and down again, over one link of each child on the way. With full duplex, up and down are separate
-links. Latency is that of the level at which the message turns around; bandwidth is shared, link by
-link (`schedule.simulate`). Oversubscription is the ratio of what the children of a unit can send to
-what the unit's link upwards carries.
+links. The level at which a message turns around defines its latency; bandwidth is shared, link by
+link (`schedule.simulate`). Oversubscription is the total bandwidth of the links of a unit's
+children, divided by the bandwidth of the unit's link upwards.
 
 Source: C. Leiserson, Fat-trees, IEEE ToC 34 (1985), for the shape.
 """
@@ -34,7 +34,7 @@ from braid.programs.topology.device import Device
 
 __all__ = ["Cluster", "Level", "flat"]
 
-MOST_RANKS = 10**6  # for each of which there are two links or more
+MOST_RANKS = 10**6  # each rank has two links or more
 Numbers = npt.NDArray[np.int64]
 
 
@@ -103,7 +103,7 @@ class Cluster:
         device: Device of each rank, if it is described.
 
     Raises:
-        ConfigError: There is no level, or two have one name.
+        ConfigError: `levels` is empty, or two levels have the same name.
     """
 
     def __init__(self, levels: Sequence[Level], device: Device | None = None) -> None:
@@ -203,14 +203,14 @@ class Cluster:
         return limits
 
     def routes(self, sources: Numbers, targets: Numbers) -> tuple[npt.NDArray[np.float64], Numbers]:
-        """Return the routes of many messages at once.
+        """Return the routes of several messages, vectorized.
 
         Args:
-            sources: Sending ranks.
-            targets: Receiving ranks, as many.
+            sources: Sending rank of each message.
+            targets: Receiving rank of each message.
 
         Returns:
-            Latency of each message in seconds, and the links of each in a row, filled up with -1.
+            Latency of each message in seconds, and one row of links for each, padded with -1.
 
         Raises:
             ConfigError: The cluster has no such rank.

@@ -61,8 +61,8 @@ class _Device(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
         Raises:
             ConfigError: It is not in the table and not whole, or a figure is wrong.
         """
-        given = {k: v for k, v in msgspec.structs.asdict(self).items() if v is not None}
-        shares = given.pop("efficiency")
+        fields = {k: v for k, v in msgspec.structs.asdict(self).items() if v is not None}
+        shares = fields.pop("efficiency")
         known = DEVICES.get(self.name)
         problems = [
             f"{name} = {value}"
@@ -79,7 +79,7 @@ class _Device(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
             msg = f"[device] {self.name}: figures must be positive numbers, got {problems[0]}"
             raise ConfigError(msg)
         needed = ("flops_per_s", "bytes_per_s", "memory_bytes")
-        missing = [name for name in needed if name not in given]
+        missing = [name for name in needed if name not in fields]
         if known is None and missing:
             msg = (
                 f"[device] {self.name} is not in the table ({', '.join(DEVICES)}): give "
@@ -87,8 +87,8 @@ class _Device(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
             )
             raise ConfigError(msg)
         if known is None:
-            return Device(**given, efficiency=Efficiency(**shares))
-        return replace(known, **given, efficiency=replace(known.efficiency, **shares))
+            return Device(**fields, efficiency=Efficiency(**shares))
+        return replace(known, **fields, efficiency=replace(known.efficiency, **shares))
 
 
 class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -100,7 +100,7 @@ def from_toml(text: str) -> Cluster:
     """Read the cluster that `text` describes.
 
     Raises:
-        ConfigError: `text` is no TOML, or has wrong tables; names the place.
+        ConfigError: `text` is not TOML, or has wrong tables; the message has the position.
     """
     try:
         file = msgspec.toml.decode(text, type=_File)

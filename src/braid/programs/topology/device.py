@@ -4,7 +4,7 @@
 
 The shares and the constant are an `Efficiency`. The default is fitted on 1,440 iterations of GPTs
 on 2 to 8 A100, which Megatron trained (`python -m benchmarks plan --only device`; vTrain's table);
-for other devices it is a guess, so predictions say "estimated".
+for other devices it is a guess, and predictions are labelled "estimated".
 
 Source: S. Williams et al., Roofline, CACM 52 (2009); sheets of the vendor, as named beside each
 device: peaks are dense, with accumulation in float32.
@@ -21,7 +21,7 @@ from braid.errors import ConfigError
 __all__ = ["DEVICES", "DTYPES", "Device", "Efficiency", "find_device"]
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of an element
-# words of a product's name that say nothing about its speed; other forms of the same chip do
+# words of a product's name that do not affect its speed; other variants of a chip do
 NAME_ONLY = {"nvidia", "tesla", "geforce", "sxm2", "sxm3", "sxm4", "hbm3"}
 
 

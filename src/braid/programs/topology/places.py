@@ -30,7 +30,7 @@ class Rings(NamedTuple):
     Attributes:
         name: Name of a unit of the level.
         size: Number of children of each unit.
-        rings: Ranks, each of which sends to the next of its ring.
+        rings: Rings of ranks; each rank sends to the next one in its ring.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Rings(NamedTuple):
 def rings(places: Sequence[Place]) -> list[Rings]:
     """Return the levels of ranks at these places, from the ranks upwards.
 
-    Levels whose units would have one child are left out.
+    Levels with one child per unit are omitted.
 
     Args:
         places: (host, NUMA node) of each rank; ranks of a unit follow each other.
@@ -59,7 +59,7 @@ def rings(places: Sequence[Place]) -> list[Rings]:
 def levels(paths: Sequence[tuple[int, ...]], names: Sequence[str]) -> list[Rings]:
     """Return the levels of a tree, given the path from its top to each rank.
 
-    Levels whose units would have one child are left out.
+    Levels with one child per unit are omitted.
 
     Args:
         paths: Number of the unit at every level but the highest, from the top.
@@ -83,7 +83,7 @@ def levels(paths: Sequence[tuple[int, ...]], names: Sequence[str]) -> list[Rings
         if len(set(counts)) > 1:
             msg = (
                 f"the units of level {name} have different numbers of children, "
-                f"{', '.join(map(str, counts))}: use as many of each"
+                f"{', '.join(map(str, counts))}: use the same number in each"
             )
             raise ConfigError(msg)
         if _torn(children):
@@ -109,7 +109,7 @@ def cpus_of(listed: str) -> tuple[int, ...]:
     """Parse the processors of /sys/devices/system/node/node0/cpulist: `0-3,8-11`, or nothing.
 
     Raises:
-        ConfigError: The text is no such list.
+        ConfigError: The text is not such a list.
     """
     cpus: list[int] = []
     for part in filter(None, listed.strip().split(",")):
@@ -124,9 +124,10 @@ def cpus_of(listed: str) -> tuple[int, ...]:
 
 
 def node_of(local_rank: int, local_size: int, num_nodes: int) -> int:
-    """Return the NUMA node for a rank of a host: as many on each, neighbours together.
+    """Return the NUMA node for a rank of a host: equal numbers on each, neighbours together.
 
-    All ranks are on the first node if the nodes cannot get as many each.
+    All ranks are on the first node if the nodes cannot get equal numbers.
+
     """
     if num_nodes < 1 or local_size % num_nodes:
         return 0

@@ -1,10 +1,10 @@
 """Bruck: lg p rounds on any number of ranks, for small messages.
 
 all_gather: in round k a rank sends all its blocks to the rank 2^k before it, so the number of
-blocks doubles; the last round sends only what is missing.
+blocks doubles; the last round sends only the missing blocks.
 
-all_to_all: seen from its sender a block has to travel d ranks. It goes 2^k ranks in round k if bit
-k of d is set, together with all other blocks of which that holds. So there are lg p messages of
+all_to_all: a block must move d ranks from its sender. In round k it moves 2^k ranks if bit k of d
+is set, in one message with all other blocks with that bit set. So a rank sends lg p messages of
 about l/2 bytes instead of p-1 of l/p.
 
 Source: J. Bruck et al., Efficient algorithms for all-to-all communications in multiport

@@ -60,10 +60,10 @@ def algorithm(
     if make is None:
         names = sorted(n for n, op in ALGORITHMS if op == operation)
         operations = sorted(op for n, op in ALGORITHMS if n == name)
-        msg = f"{name} is no algorithm for {operation}"
+        msg = f"{name} is not an algorithm for {operation}"
         if operations:
             msg += f" (but for {', '.join(operations)})"
-        msg += f": choose one of {', '.join(names)}" if names else ": there is no such operation"
+        msg += f": choose one of {', '.join(names)}" if names else ": unknown operation"
         raise ConfigError(msg)
     check_ranks(num_ranks)
     if root is not None and operation not in ROOTED:

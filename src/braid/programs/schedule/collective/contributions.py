@@ -1,7 +1,7 @@
 """Rules of collectives: every contribution arrives exactly once, in the right place.
 
-The program is executed with sets instead of numbers: a block holds the ranks whose contributions
-have been added up in it. These mistakes are reported with their action: adding a contribution
+The program is executed with sets instead of numbers: a block holds the set of ranks that its sum
+contains. These mistakes are reported with their action: adding a contribution
 twice, adding numbers of another block, sending a block that holds nothing, ending with too little.
 """
 
@@ -27,8 +27,8 @@ MOST_REPORTED = 20
 def check_slots(program: Program) -> list[Violation]:
     """Check the header, and that all blocks and rounds exist."""
     header = program.header
-    given = (header.operation, program.num_ranks, header.num_units, header.root)
-    violations = [Violation("header", -1, -1, text) for text in header_problems(*given)]
+    arguments = (header.operation, program.num_ranks, header.num_units, header.root)
+    violations = [Violation("header", -1, -1, text) for text in header_problems(*arguments)]
     for rank, actions in enumerate(program.ranks):
         for position, action in enumerate(actions):
             units = [
@@ -51,7 +51,7 @@ def check_contributions(
     """Check every addition in this order, and the result at the end.
 
     Args:
-        program: Program whose messages have partners and do not deadlock.
+        program: Program without unmatched messages and deadlocks.
         matching: Matching of the program.
         moments: All moments of the program, in a possible order.
     """
@@ -65,9 +65,9 @@ class _Ledger:
         self._program = program
         self._partner = matching.partner
         header = program.header
-        given = (header.operation, program.num_ranks, header.num_units, header.root)
-        self._holds = [dict(blocks) for blocks in held_at_start(*given)]
-        self._required = held_at_end(*given)
+        arguments = (header.operation, program.num_ranks, header.num_units, header.root)
+        self._holds = [dict(blocks) for blocks in held_at_start(*arguments)]
+        self._required = held_at_end(*arguments)
         self._read: dict[Place, Held | None] = {}  # contents that sends and copies have read
         self._violations: list[Violation] = []
 

@@ -9,8 +9,8 @@
     recursive doubling    lg p rounds with the whole buffer     for small messages
     halving-doubling      2 lg p rounds, 2 (p-1)/p l bytes      for large ones on separate links
 
-Where p is no power of two, the ranks above the largest one in it first send their whole buffer to a
-partner, and get the result at the end (`folded`): two more rounds with l bytes each.
+If p is not a power of two, the ranks above the largest power of two first send their whole buffer
+to a partner, and get the result at the end (`folded`): two more rounds with l bytes each.
 
     >>> from braid.programs.schedule.collective.rounds import carried_out
     >>> for made in doubling, halving_doubling:
@@ -122,8 +122,8 @@ def _gather(core: int, distance: int, num_blocks: int) -> Round:
 
     def slots(rank: int, _repetition: int) -> Sequence[int]:
         first = rank // distance * distance
-        own = range(first, first + distance)
-        return [*own, *(b + core for b in own if b + core < num_blocks)]
+        blocks = range(first, first + distance)
+        return [*blocks, *(b + core for b in blocks if b + core < num_blocks)]
 
     ranks = np.arange(core)
     firsts = ranks // distance * distance

@@ -1,6 +1,6 @@
-"""The obvious algorithms, for comparison: one rank sends to all ranks, one after the other.
+"""The obvious algorithms, for comparison: one rank sends to all ranks in sequence.
 
-p-1 messages of the whole buffer leave one rank in a broadcast, and as many reach one in a reduce:
+One rank sends p-1 messages of the whole buffer in a broadcast, and receives p-1 in a reduce:
 (p-1)(a + b l) each.
 
     >>> from braid.programs.schedule.collective.rounds import carried_out

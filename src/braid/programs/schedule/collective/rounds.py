@@ -7,7 +7,7 @@ that is repeated with the same pairs (a ring) is written once:
 
 `program` writes it out, action by action, for validation, execution and pictures. `simulate_rounds`
 in `cost` needs only pairs and numbers of blocks, so its work grows with ranks times kinds of rounds
-and not with messages. `carried_out` executes an algorithm on a few numbers, to see what it does:
+and not with messages. `carried_out` executes an algorithm on a few numbers, to show its result:
 
     >>> from braid.programs.schedule.collective.ring import all_gather
     >>> carried_out(all_gather(2), [("a", None), (None, "b")])
@@ -97,7 +97,7 @@ class Rounds(NamedTuple):
 
     @property
     def num_rounds(self) -> int:
-        """Number of rounds one after the other."""
+        """Number of rounds, with repetitions."""
         return sum(step.repeat for step in self.steps if isinstance(step, Round))
 
 

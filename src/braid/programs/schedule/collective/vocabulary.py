@@ -1,8 +1,8 @@
 """Vocabulary of collectives: blocks that are sent, received, added and copied.
 
 The buffer of every rank is divided into blocks, which are the units of its actions. The content of
-a block is written `(block, ranks)`: the ranks whose contributions to which block of the result have
-been added up in it. An operation defines what all ranks hold at the start and what they must hold
+a block is written `(block, ranks)`: a block of the result, and the ranks with a contribution to its
+current sum. An operation defines what all ranks hold at the start and what they must hold
 at the end; between them the validator only adds up (`contributions`).
 
     all_reduce       block b of all ranks        ->  all ranks: block b of all ranks
@@ -38,7 +38,7 @@ COLLECTIVE = Vocabulary(
     name="collective",
     kinds={
         "send": Kind(SEND, "send a block"),
-        "recv": Kind(RECEIVE, "receive a block, in place of what was there"),
+        "recv": Kind(RECEIVE, "receive a block, and overwrite the old one"),
         "reduce": Kind(RECEIVE, "receive a block and add it"),
         "copy": Kind(LOCAL, "copy block `edge` to `unit`", has_edge=True),
     },
@@ -82,16 +82,16 @@ def held_at_start(
 ) -> list[dict[int, Held]]:
     """Return the contents of every rank's blocks at the start; missing blocks hold nothing."""
     _check(operation, num_ranks, num_blocks, root)
-    own = [1 << rank for rank in range(num_ranks)]
+    bits = [1 << rank for rank in range(num_ranks)]
     if operation in {"all_reduce", "reduce", "reduce_scatter"}:
-        return [{b: Held(b, own[r]) for b in range(num_blocks)} for r in range(num_ranks)]
+        return [{b: Held(b, bits[r]) for b in range(num_blocks)} for r in range(num_ranks)]
     if operation in {"broadcast", "scatter"}:
-        full = {b: Held(b, own[root]) for b in range(num_blocks)}
+        full = {b: Held(b, bits[root]) for b in range(num_blocks)}
         return [full if r == root else {} for r in range(num_ranks)]
     if operation in {"all_gather", "gather"}:
-        return [{r: Held(r, own[r])} for r in range(num_ranks)]
+        return [{r: Held(r, bits[r])} for r in range(num_ranks)]
     return [
-        {b: Held(r * num_ranks + b, own[r]) for b in range(num_ranks)} for r in range(num_ranks)
+        {b: Held(r * num_ranks + b, bits[r]) for b in range(num_ranks)} for r in range(num_ranks)
     ]
 
 
@@ -122,9 +122,9 @@ def held_at_end(
 
 
 def header_problems(operation: str, num_ranks: int, num_blocks: int, root: int) -> list[str]:
-    """Return what is wrong with a header."""
+    """Return the problems of a header."""
     if operation not in OPERATIONS:
-        return [f"there is no operation {operation!r}: choose one of {', '.join(OPERATIONS)}"]
+        return [f"unknown operation {operation!r}: choose one of {', '.join(OPERATIONS)}"]
     problems = []
     rooted = operation in ROOTED
     if rooted != (root >= 0) or root >= num_ranks:

@@ -1,11 +1,11 @@
 """Asynchronous pipelines: 1F1B that never waits for the end of a batch, by versions of weights.
 
 Problem: a synchronous pipeline waits at the end of each batch until all its gradients are there,
-and has a bubble. An asynchronous one takes the next micro-batch at once, and steps whenever a
-gradient comes. Weights change between the forward and the backward of a micro-batch.
+and has a bubble. An asynchronous one continues with the next micro-batch, and steps whenever a
+gradient arrives. Weights change between the forward and the backward of a micro-batch.
 
-Idea: weights have versions, and every action names its own. Version v of a stage is what its first
-v steps have made of its weights. A backward uses the version of its forward.
+Idea: weights have versions, and every action names the version that it uses. Version v of a stage
+is its weights after v optimizer steps. A backward uses the version of its forward.
 
     stash           the newest version of each stage (PipeDream)
     vertical_sync   the version that was the newest of stage 0 when the micro-batch entered
@@ -61,7 +61,7 @@ def pipedream_vertical_sync(num_stages: int, num_microbatches: int) -> Program:
 
 
 def pipedream_2bw(num_stages: int, num_microbatches: int) -> Program:
-    """Make a PipeDream-2BW program with a step for as many micro-batches as there are stages."""
+    """Make a PipeDream-2BW program with one step per `num_stages` micro-batches."""
     return asynchronous((1,) * num_stages, num_microbatches, versions="2bw", every=num_stages)
 
 
@@ -88,14 +88,14 @@ def asynchronous(
     placement = placement_of(replicas)
     check_size(len(replicas), num_microbatches)
     _check(replicas, versions, every)
-    ahead = [(sum(replicas[stage:]) - 1) // own for stage, own in enumerate(replicas)]
+    ahead = [(sum(replicas[stage:]) - 1) // count for stage, count in enumerate(replicas)]
     entry: dict[int, int] = {}  # version of stage 0 for each micro-batch
     work: list[list[StageWork]] = []
     for stage, ranks in enumerate(placement):
         num_steps = -(-num_microbatches // (len(ranks) * every))
         for replica in range(len(ranks)):
             mine = range(replica, num_microbatches, len(ranks))
-            steps, own = 0, []
+            steps, items = 0, []
             version: dict[int, int] = {}
             for position in range(-min(ahead[stage], len(mine)), len(mine)):
                 if 0 <= (going := position + min(ahead[stage], len(mine))) < len(mine):
@@ -103,22 +103,22 @@ def asynchronous(
                     version[i] = _version(versions, i, steps, entry, every * len(ranks))
                     if not stage:
                         entry[i] = steps
-                    own.append(StageWork("F", stage, i, version[i]))
+                    items.append(StageWork("F", stage, i, version[i]))
                 if position >= 0:
                     i = mine[position]
-                    own.append(StageWork("B", stage, i, version[i]))
+                    items.append(StageWork("B", stage, i, version[i]))
                     if (position + 1) % every == 0 or position + 1 == len(mine):
                         steps += 1
-                        own.append(StageWork("STEP", stage, i, steps))
+                        items.append(StageWork("STEP", stage, i, steps))
             if steps < num_steps:  # a last round in which others have micro-batches
-                own.append(StageWork("STEP", stage, num_microbatches - 1, steps + 1))
-            work.append(own)
+                items.append(StageWork("STEP", stage, num_microbatches - 1, steps + 1))
+            work.append(items)
     name = "pipedream" if versions == "stash" else f"pipedream_{versions}"
     return pipeline_program(name, work, placement, num_microbatches, vocabulary=ASYNCHRONOUS)
 
 
 def placement_of(replicas: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the ranks of each stage: those of stage 0 first."""
+    """Return the ranks of each stage, in the order of stages."""
     ends = accumulate(replicas, initial=0)
     return [tuple(range(first, end)) for first, end in pairwise(ends)]
 
@@ -138,8 +138,8 @@ def staleness(program: Program) -> dict[int, Counter[int]]:
             if action.kind == "B":
                 waiting.setdefault(action.unit, []).append(action.version)
             elif action.kind == "STEP":
-                own = ages.setdefault(action.unit, Counter())
-                own.update(action.version - 1 - v for v in waiting.pop(action.unit, []))
+                counter = ages.setdefault(action.unit, Counter())
+                counter.update(action.version - 1 - v for v in waiting.pop(action.unit, []))
     return ages
 
 
@@ -149,12 +149,12 @@ def oldest_ages(program: Program) -> tuple[int, ...]:
     >>> oldest_ages(pipedream(3, 6))
     (2, 1, 0)
     """
-    return tuple(max(own) for _, own in sorted(staleness(program).items()))
+    return tuple(max(counter) for _, counter in sorted(staleness(program).items()))
 
 
 def _check(replicas: Sequence[int], versions: str, every: int) -> None:
     problems = []
-    if any(own < 1 for own in replicas) or every < 1:
+    if any(count < 1 for count in replicas) or every < 1:
         problems.append(f"replicas and every must be at least 1, got {list(replicas)} and {every}")
     if versions not in get_args(VersionRule):
         known = ", ".join(get_args(VersionRule))

@@ -8,7 +8,7 @@ speed at which a micro-batch goes through the V: a slow one leaves room for othe
 
     rank 0   F0                   F1 I1                   I0     V-Min: one step per rank, down and
     rank 1      F0             F1       I1             I0        up; activations are held about 4p
-    rank 2         F0       F1             I1       I0           steps, so those of 4p/6 half stages
+    rank 2         F0       F1             I1       I0           steps, so 4p/6 half stages' worth
     rank 3            F0 F1                   I1 I0              at a time
 
 V-Half goes down in 2 steps per rank and up in 1, both forwards and backwards: about 6p/6. The waits
@@ -112,14 +112,14 @@ def _filled(orders: list[list[StageWork]], limit: int) -> tuple[float, list[list
     """Return the steps and the work of each rank: its order, with W where it would wait."""
     last = 2 * len(orders) - 1
     work: list[list[StageWork]] = [[] for _ in orders]
-    waiting: list[list[StageWork]] = [[] for _ in orders]  # W whose I has been done
+    waiting: list[list[StageWork]] = [[] for _ in orders]  # W that can run: their I has ended
     held, position = [0] * len(orders), [0] * len(orders)
-    done: dict[tuple[str, int, int], int] = {}  # step after each work
+    ended: dict[tuple[str, int, int], int] = {}  # step after each work
     step = 0
-    while any(len(own) * 2 < len(order) * 3 for own, order in zip(work, orders, strict=True)):
+    while any(len(items) * 2 < len(order) * 3 for items, order in zip(work, orders, strict=True)):
         for rank, order in enumerate(orders):
             item = order[position[rank]] if position[rank] < len(order) else None
-            if item is None or not _can(item, last, done, step, has_room=held[rank] < limit):
+            if item is None or not _can(item, last, ended, step, has_room=held[rank] < limit):
                 if not waiting[rank]:
                     continue
                 item = waiting[rank].pop(0)
@@ -129,7 +129,7 @@ def _filled(orders: list[list[StageWork]], limit: int) -> tuple[float, list[list
             held[rank] += (item.kind == "F") - (item.kind == "W")
             if item.kind == "I":
                 waiting[rank].append(item._replace(kind="W"))
-            done[item.kind, item.stage, item.microbatch] = step + 1
+            ended[item.kind, item.stage, item.microbatch] = step + 1
         step += 1
     return step, work
 

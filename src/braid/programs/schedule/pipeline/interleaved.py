@@ -2,7 +2,7 @@
 
 With v stages on each of p ranks, stages go round: stage s is on rank s mod p. A stage is v times
 shorter, so the pipeline fills v times faster, and the bubble is (p-1)/(v m) of the work. The price
-is v times as many messages.
+is v times the number of messages.
 
     breadth-first   all forwards of a rank's first stage, then of its second one, ...; then back.
                     Holds the activations of m micro-batches. Parameters of a stage are needed once.
@@ -27,11 +27,11 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
     work = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * num_chunks, num_ranks)
-        own = [StageWork("F", stage, i) for stage in stages for i in range(num_microbatches)]
-        own += [
+        items = [StageWork("F", stage, i) for stage in stages for i in range(num_microbatches)]
+        items += [
             StageWork("B", stage, i) for stage in reversed(stages) for i in range(num_microbatches)
         ]
-        work.append(own)
+        work.append(items)
     placement = looped(num_ranks, num_chunks)
     return pipeline_program("breadth_first", work, placement, num_microbatches)
 
@@ -39,8 +39,8 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Program:
     """Make an interleaved 1F1B program.
 
-    If micro-batches are no multiple of ranks, the last round is that of a full one without those
-    that are missing: an order that can be executed stays so when work is left out.
+    If the number of micro-batches is not a multiple of the number of ranks, the last round is a
+    full round without the missing micro-batches: a valid order stays valid when work is omitted.
     """
     check_size(num_ranks, num_microbatches, num_chunks)
     whole = -(-num_microbatches // num_ranks) * num_ranks
@@ -53,15 +53,15 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> P
         forwards = [StageWork("F", chunk * num_ranks + rank, i) for chunk, i in turns]
         backwards = [StageWork("B", chunk * num_ranks + rank, i) for chunk, i in back]
         ahead = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks
-        own = _in_turns(forwards, backwards, min(ahead, len(forwards)))
-        work.append([item for item in own if item.microbatch < num_microbatches])
+        items = _in_turns(forwards, backwards, min(ahead, len(forwards)))
+        work.append([item for item in items if item.microbatch < num_microbatches])
     placement = looped(num_ranks, num_chunks)
     return pipeline_program("interleaved", work, placement, num_microbatches)
 
 
 def _in_turns(forwards: list[StageWork], backwards: list[StageWork], ahead: int) -> list[StageWork]:
     """Return `ahead` forwards, then forwards and backwards in turns, then the other backwards."""
-    own = forwards[:ahead]
+    items = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        own += [forward, backward]
-    return own + backwards[len(forwards) - ahead :]
+        items += [forward, backward]
+    return items + backwards[len(forwards) - ahead :]

@@ -103,7 +103,7 @@ def rank_of(placement: Placement, stage: int, microbatch: int) -> int:
 
 
 def most_held(program: Program) -> list[int]:
-    """Return the largest number of forwards whose activations each rank holds at a time.
+    """Return, for each rank, the largest number of forwards with activations in memory.
 
     Activations of one stage and micro-batch are held from F to the end of its backward, or from R
     if there is one.
@@ -136,7 +136,9 @@ def _with_messages(
     placement: Placement,
     sends: dict[tuple[int, int], list[Action]],
 ) -> list[Action]:
-    coming = {peer: list(reversed(own)) for (peer, target), own in sends.items() if target == rank}
+    coming = {
+        peer: list(reversed(items)) for (peer, target), items in sends.items() if target == rank
+    }
     received: set[Action] = set()
     actions: list[Action] = []
     for item in items:

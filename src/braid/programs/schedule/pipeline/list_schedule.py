@@ -1,8 +1,8 @@
-"""Schedules made by costs: a rank that is free does the most urgent work that is possible.
+"""Schedules made by costs: an idle rank does the most urgent work that is possible.
 
-Each rank prefers, in this order: I (another rank waits for it), F (of the last stage that can, as
-its backward comes first) while it holds fewer activations than its limit, W (nobody waits for it,
-so it fills what would be idle). What this gives depends on the costs and on the limit alone:
+Each rank prefers, in this order: I (another rank waits for it), F (of the last possible stage,
+because its backward comes first) while it holds fewer activations than its limit, W (no rank waits
+for it, so it fills idle time). The schedule depends only on the costs and on the limit:
 
     costs f = i = w                       limit of rank r       bubble
     vee, 2 stages per rank                2p stages             ZBV
@@ -10,14 +10,15 @@ so it fills what would be idle). What this gives depends on the costs and on the
                                                                 its first and its last work
 
 With several stages per rank, a limit alone leads to a deadlock: forwards of the first stage fill
-the memory of a rank, and its second stage, whose backward would free it, finds none. So a forward
-keeps a reserve: it starts only if every micro-batch under way, the oldest first, can still get
-memory for its stages on this rank, when those before it have ended. That refuses exactly the
-forwards after which a deadlock is certain, so every limit works that holds one micro-batch: as many
-activations as the rank has stages.
+the memory of a rank, and its second stage cannot run the forward that its memory-freeing backward
+needs. So a forward keeps a reserve. It starts only if every unfinished micro-batch, the oldest
+first, can still get memory for its stages on this rank, after the earlier ones have ended. This
+refuses exactly the forwards that lead to a certain deadlock. So every limit works that holds one
+micro-batch: one activation per stage of the rank.
 
-Where the reserve is short, too many micro-batches under way wait for each other. So up to ten
-schedules with fewer of them, from half of the limit on, are made, too, and the fastest is returned.
+If the reserve is small, too many unfinished micro-batches wait for each other. So up to ten
+schedules with fewer of them, from half of the limit on, are made as well, and the fastest is
+returned.
 
 Source: R. Graham, Bounds on multiprocessing timing anomalies, 1969 (list scheduling); E. Dijkstra,
 EWD 623, 1977 (the banker's reserve); P. Qi et al., Zero bubble pipeline parallelism, ICLR 2024, and
@@ -147,7 +148,7 @@ class _ListSchedule:
         self.was_short = False  # whether a forward did not start because of the reserve
 
     def run(self) -> float:
-        left = 3 * len(self._placement) * self._num_microbatches
+        num_left = 3 * len(self._placement) * self._num_microbatches
         while self._events:
             now_s = heapq.heappop(self._events)
             while self._events and self._events[0] == now_s:
@@ -158,8 +159,8 @@ class _ListSchedule:
                 possible = [item for s in self._stages[rank] for item in self._possible(s, now_s)]
                 if possible:
                     self._do(rank, min(possible)[-1], now_s)
-                    left -= 1
-        assert not left  # the reserve excludes deadlocks
+                    num_left -= 1
+        assert not num_left  # the reserve excludes deadlocks
         return max(self._free_s)
 
     def _possible(self, stage: int, now_s: float) -> list[tuple[int, int, int, StageWork]]:
@@ -188,9 +189,9 @@ class _ListSchedule:
             return False
         kept = 1  # activations of micro-batches under way, from the i-th on, and of this forward
         for i in reversed(range(forwards[self._last], forwards[0])):
-            own = sum(forwards[s] > i for s in self._stages[rank])
-            kept += own
-            needed = len(self._stages[rank]) - own
+            num_held = sum(forwards[s] > i for s in self._stages[rank])
+            kept += num_held
+            needed = len(self._stages[rank]) - num_held
             if i < f and kept + needed > self._limits[rank]:
                 self.was_short = True
                 return False

@@ -16,7 +16,7 @@ from braid.programs.schedule.simulate import Timeline
 
 __all__ = ["bubble", "measures_text", "peak_activations"]
 
-MOST_LISTED = 16  # ranks whose peaks stand one by one in a line
+MOST_LISTED = 16  # ranks up to which a line lists the peak of each rank
 
 
 def bubble(timeline: Timeline) -> float:

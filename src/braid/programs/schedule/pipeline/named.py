@@ -1,7 +1,7 @@
 """Schedules by name: `1f1b`, or `interleaved:4` with four stages on each rank.
 
-Schedules whose stages go round the ranks work with any number of stages; a name without a number
-has two.
+Schedules that assign stages to ranks in turns work with any number of stages; a name without a
+number has two.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 TRAINING = tuple(name for name in SCHEDULES if name != "forward")
 
-# with those whose weights have versions, which `braid.Pipeline` does not execute
+# with schedules that use versions of weights, which `braid.Pipeline` does not execute
 ALL_SCHEDULES: Mapping[str, Schedule] = {
     **SCHEDULES,
     "pipedream": pipedream,

@@ -6,8 +6,8 @@
     2        F0 F1 F2 F3 B0 B1 B2 B3            2        F0 B0 F1 B1 F2 B2 F3 B3
 
 Both need (m + p - 1)(f + b): the bubble is (p-1)/m of the work. But GPipe holds the activations of
-m micro-batches, 1F1B on rank r those of min(m, p - r): more forwards in advance than the way back
-of their backward gain nothing.
+m micro-batches; 1F1B on rank r holds only min(m, p - r): further forwards in advance of the first
+backward gain nothing.
 
 Source: Y. Huang et al., GPipe, NeurIPS 2019; D. Narayanan et al., PipeDream, SOSP 2019, and (with
 flushes) Memory-efficient pipeline-parallel DNN training, ICML 2021.
@@ -39,11 +39,13 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Program:
     work = []
     for stage in range(num_stages):
         ahead = min(num_stages - stage - 1, num_microbatches)
-        own = [StageWork("F", stage, i) for i in range(ahead)]
+        items = [StageWork("F", stage, i) for i in range(ahead)]
         for i in range(num_microbatches - ahead):
-            own += [StageWork("F", stage, ahead + i), StageWork("B", stage, i)]
-        own += [StageWork("B", stage, i) for i in range(num_microbatches - ahead, num_microbatches)]
-        work.append(own)
+            items += [StageWork("F", stage, ahead + i), StageWork("B", stage, i)]
+        items += [
+            StageWork("B", stage, i) for i in range(num_microbatches - ahead, num_microbatches)
+        ]
+        work.append(items)
     return pipeline_program("1f1b", work, looped(num_stages), num_microbatches)
 
 

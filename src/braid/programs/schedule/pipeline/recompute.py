@@ -3,7 +3,7 @@
 Recomputation: the mode names the micro-batches that keep their inputs only.
 
     always         all of them: a rank holds inputs, and the activations of one micro-batch
-    except_last    all but the last, whose backward follows its forward at once in GPipe
+    except_last    all but the last: its backward follows its forward directly in GPipe
     never          none
 
 R comes before the gradient of the next stage is received, so it fills what would be waiting.
@@ -34,7 +34,7 @@ def with_recompute(program: Program, mode: str) -> Program:
         mode: `always`, `except_last` or `never`.
 
     Raises:
-        ConfigError: There is no such mode.
+        ConfigError: The mode is unknown.
 
     >>> from braid.programs.schedule.pipeline import gpipe
     >>> with_recompute(gpipe(1, 2), "except_last").ranks[0][2:]  # doctest: +ELLIPSIS

@@ -53,7 +53,7 @@ def to_csv(program: Program) -> str:
     """Write the work of a program as CSV that torch reads.
 
     Raises:
-        ConfigError: The program is no pipeline that trains.
+        ConfigError: The program is not a pipeline that trains.
     """
     if program.vocabulary.name != PIPELINE.name or program.header.operation != TRAIN:
         msg = f"only pipelines that train can be written as torch's CSV, got {program}"
@@ -73,17 +73,18 @@ def from_csv(text: str, name: str = "csv") -> Program:
         name: Name of the program.
 
     Returns:
-        A valid program of as many stages and micro-batches as the cells have.
+        A valid program with the stages and micro-batches that the cells contain.
 
     Raises:
-        ConfigError: A cell is no work, or the program is not valid; names row, column and cell.
+        ConfigError: A cell is not work, or the program is not valid; the message names row, column
+            and cell.
     """
     rows = text.rstrip().split("\n")
     if len(rows) > MOST_RANKS:
         msg = f"a program has at most {MOST_RANKS} rows, one for each rank, got {len(rows)}"
         raise ConfigError(msg)
     cells = [list(_parsed(row, number)) for number, row in enumerate(rows, 1)]
-    work = [[item for item, _ in own] for own in cells]
+    work = [[item for item, _ in row] for row in cells]
     if not any(work):
         msg = "row 1, column 1: a program begins with work such as 0F0, got no work at all"
         raise ConfigError(msg)
@@ -106,7 +107,7 @@ def _parsed(row: str, number: int) -> Iterator[tuple[StageWork, _Cell]]:
                 yield StageWork(match[2], int(match[1]), int(match[3])), cell
             elif _NO_WORK.fullmatch(part.strip()):
                 msg = (
-                    f"{cell} is no work: messages and reductions are added here. Write the file "
+                    f"{cell} is not work: messages and reductions are added here. Write the file "
                     'with _dump_csv(file, format="compute_only")'
                 )
                 raise ConfigError(msg)
@@ -119,9 +120,9 @@ def _parsed(row: str, number: int) -> Iterator[tuple[StageWork, _Cell]]:
 
 
 def _without_messages(name: str, work: Sequence[Sequence[StageWork]]) -> Program:
-    stages = max(item.stage for own in work for item in own) + 1
-    microbatches = max(item.microbatch for own in work for item in own) + 1
-    ranks = tuple(tuple(Action(*item) for item in own) for own in work)
+    stages = max(item.stage for items in work for item in items) + 1
+    microbatches = max(item.microbatch for items in work for item in items) + 1
+    ranks = tuple(tuple(Action(*item) for item in items) for items in work)
     return Program(PIPELINE, Header(name, TRAIN, stages, microbatches), ranks)
 
 
@@ -147,10 +148,10 @@ def _place(
 ) -> str:
     if violation.rank < 0:
         return "file"
-    own = cells[violation.rank]
+    row = cells[violation.rank]
     if violation.position < 0:
         return f"row {violation.rank + 1}"
     before = program.ranks[violation.rank][: violation.position]
     work_before = sum(action.kind in WORK for action in before)
     # messages stand before the work that needs them, or at the end
-    return str(own[min(work_before, len(own) - 1)][1])
+    return str(row[min(work_before, len(row) - 1)][1])

@@ -40,7 +40,7 @@ class _RankVersions:
         self.has_ended: set[int] = set()  # those with a step of other replicas' gradients alone
 
     def problem(self, action: Action) -> str:
-        """Return what is wrong with the version of an action; empty if nothing is."""
+        """Return the problem with the version of an action; empty if it is right."""
         steps = self.steps[action.unit]
         if action.unit in self.has_ended and action.kind in {"F", "B", "R", "STEP"}:
             return "comes after a step without gradients of this rank, which can only be the last"
@@ -73,16 +73,16 @@ def check_versions(program: Program) -> list[Violation]:
     """Check that all work is done once, by versions that are there, and followed by steps."""
     header = program.header
     if header.operation != TRAIN or header.root != -1:
-        text = f"the header must say {TRAIN} and no root, got {header}"
+        text = f"the header must name {TRAIN} and no root, got {header}"
         return [Violation("header", -1, -1, text)]
-    done: set[tuple[str, int, int]] = set()
+    ended: set[tuple[str, int, int]] = set()
     steps: dict[int, set[int]] = defaultdict(set)
     violations: list[Violation] = []
     for rank, actions in enumerate(program.ranks):
-        violations += _check_rank(program, rank, actions, done, steps)
+        violations += _check_rank(program, rank, actions, ended, steps)
     for stage in range(header.num_units):
         wanted = [(kind, stage, i) for i in range(header.num_indices) for kind in "FB"]
-        missing = [f"{kind}{stage}.{i}" for kind, _, i in wanted if (kind, stage, i) not in done]
+        missing = [f"{kind}{stage}.{i}" for kind, _, i in wanted if (kind, stage, i) not in ended]
         if missing:
             violations.append(Violation("work", -1, -1, f"no rank does {', '.join(missing[:5])}"))
         if len(steps[stage]) > 1:
@@ -98,8 +98,8 @@ def _check_rank(
     done: set[tuple[str, int, int]],
     steps: dict[int, set[int]],
 ) -> Iterator[Violation]:
-    """Yield what is wrong on a rank; add what it does to `done` and `steps`."""
-    header, own = program.header, _RankVersions()
+    """Yield the violations of a rank; add its work to `done` and its steps to `steps`."""
+    header, state = program.header, _RankVersions()
     for position, action in enumerate(actions):
         key = (action.kind, action.unit, action.index)
         if not (action.unit < header.num_units and action.index < header.num_indices):
@@ -108,17 +108,17 @@ def _check_rank(
         elif action.kind in {"F", "B", "R"} and key in done:
             rule, problem = "work", "a second time"
         else:
-            rule, problem = "versions", own.problem(action)
+            rule, problem = "versions", state.problem(action)
         if problem:
             yield Violation(rule, rank, position, f"{ASYNCHRONOUS.describe(action)} {problem}")
         done.add(key)
-        own.note(action)
-    for stage in sorted(own.has_gradients):
+        state.note(action)
+    for stage in sorted(state.has_gradients):
         text = f"ends with gradients of stage {stage} that no STEP has used"
         yield Violation("versions", rank, -1, text)
-    for stage, made in own.steps.items():
+    for stage, made in state.steps.items():
         steps[stage].add(made)
 
 
-# messages are those of other pipelines
+# messages follow the rules of other pipelines
 ASYNCHRONOUS_RULES = Rules(check_versions, check_data, PIPELINE_RULES.semantics)

@@ -1,8 +1,8 @@
 """Vocabulary of pipelines: the work of stages on micro-batches, and messages between stages.
 
-A model is cut into stages, and a rank holds one or several of them. A backward is done at once (B),
+A model is cut into stages, and a rank holds one or several of them. A backward runs as a whole (B),
 or in two parts: the gradient of the stage's input (I), which the previous stage waits for, and the
-gradient of its weights (W), which nobody waits for.
+gradient of its weights (W), which no other stage needs.
 
     F    forward of a micro-batch                       needs the output of the previous stage
     B    whole backward                                 needs F, and the gradient of the next stage
@@ -11,10 +11,10 @@ gradient of its weights (W), which nobody waits for.
     R    forward once more, to have what backward needs needs F; before the gradient comes
     STEP optimizer step of the stage                    needs B or W of all micro-batches
 
-Without R an F keeps all that backward needs; with R it keeps the input of the stage only.
+Without R an F keeps all activations for backward; with R it keeps only the input of the stage.
 Messages name the stage that sends or receives: `send_f2.0>3` sends the output of stage 2, and
 `recv_f3.0<2` receives it for stage 3. Stages that follow each other on one rank send nothing.
-Programs train, or infer: these have forwards only.
+Programs train or infer; programs that infer contain only forwards.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PIPELINE = Vocabulary(
         "B": Kind(LOCAL, "backward of a micro-batch"),
         "I": Kind(LOCAL, "backward of a micro-batch to the input of the stage"),
         "W": Kind(LOCAL, "backward of a micro-batch to the weights of the stage"),
-        "R": Kind(LOCAL, "forward of a micro-batch once more, whose F has kept its input only"),
+        "R": Kind(LOCAL, "forward of a micro-batch once more, since F has kept only the input"),
         "STEP": Kind(LOCAL, "optimizer step of a stage, after all of its backwards"),
         "send_f": Kind(SEND, "send the output of F to the next stage"),
         "recv_f": Kind(RECEIVE, "receive the output of F of the previous stage"),
@@ -84,25 +84,25 @@ def check_work(program: Program) -> list[Violation]:
     """Check that all work of each stage is done once for every micro-batch, on one rank."""
     header = program.header
     if header.operation not in {TRAIN, INFER} or header.root != -1:
-        text = f"the header must say {TRAIN} or {INFER} and no root, got {header}"
+        text = f"the header must name {TRAIN} or {INFER} and no root, got {header}"
         return [Violation("header", -1, -1, text)]
     home = stage_ranks(program)
     violations = []
-    done: list[set[tuple[str, int, int]]] = []
+    by_rank: list[set[tuple[str, int, int]]] = []
     for rank, actions in enumerate(program.ranks):
-        own: set[tuple[str, int, int]] = set()
-        done.append(own)
+        ended: set[tuple[str, int, int]] = set()
+        by_rank.append(ended)
         for position, action in enumerate(actions):
             violations += [
                 Violation(rule, rank, position, f"{PIPELINE.describe(action)} {problem}")
-                for rule, problem in _problems(program, home, own, rank, action)
+                for rule, problem in _problems(program, home, ended, rank, action)
             ]
-            own.add((action.kind, action.unit, action.index))
+            ended.add((action.kind, action.unit, action.index))
     for stage in range(header.num_units):
         if stage not in home:
             violations.append(Violation("work", -1, -1, f"no rank does stage {stage}"))
             continue
-        missing = _missing(program, stage, done[home[stage]])
+        missing = _missing(program, stage, by_rank[home[stage]])
         if missing:
             text = f"ends without {', '.join(missing)}"
             violations.append(Violation("work", home[stage], -1, text))
@@ -127,9 +127,9 @@ def _problems(
     if (action.kind, action.unit, action.index) in done:
         problems.append(("work", "a second time"))
     if header.operation == INFER and action.kind not in {"F", "send_f", "recv_f"}:
-        problems.append(("work", "is no part of a program that infers"))
+        problems.append(("work", "is not part of a program that infers"))
     if action.kind == "R" and {(k, *action[1:3]) for k in ("recv_b", "B", "I")} & done:
-        problems.append(("work", "comes too late: what it makes is needed before"))
+        problems.append(("work", "comes too late: its result is needed before"))
     if action.kind == "STEP":
         ends = {i for kind, stage, i in done if kind in {"B", "W"} and stage == action.unit}
         if late := sorted(set(range(header.num_indices)) - ends):

@@ -32,16 +32,16 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Program:
     work = []
     for rank in range(num_stages):
         ahead = min(num_stages - rank - 1, num_microbatches)
-        own = [StageWork("F", rank, i) for i in range(ahead)]
+        items = [StageWork("F", rank, i) for i in range(ahead)]
         for i in range(num_microbatches):
             if ahead + i < num_microbatches:
-                own.append(StageWork("F", rank, ahead + i))
-            own.append(StageWork("I", rank, i))
+                items.append(StageWork("F", rank, ahead + i))
+            items.append(StageWork("I", rank, i))
             if i >= rank:
-                own.append(StageWork("W", rank, i - rank))
+                items.append(StageWork("W", rank, i - rank))
         late = max(0, num_microbatches - rank)
-        own += [StageWork("W", rank, i) for i in range(late, num_microbatches)]
-        work.append(own)
+        items += [StageWork("W", rank, i) for i in range(late, num_microbatches)]
+        work.append(items)
     return pipeline_program("zb_h1", work, looped(num_stages), num_microbatches)
 
 
