@@ -71,7 +71,7 @@ class Lab:
         self._undo = ExitStack()
 
     def where(self, ranks_per_host: int = 1) -> Where:
-        """Return where ranks run if there are so many on each host; the launcher on the first."""
+        """Return where ranks run, by the number on each host; the launcher is on the first."""
         return Where(
             hosts=",".join(f"{host}:{ranks_per_host}" for host in self.hosts),
             rsh=f"ip netns exec {self._tag}{{host}}",

@@ -122,7 +122,7 @@ def warn_of_idle_ranks(group: Group, num_shards: int, *, verifies: bool) -> None
 
 @contextmanager
 def notices(members: Members) -> Iterator[None]:
-    """Make SIGTERM, inside, a request to leave after the step; the death of the launcher, too.
+    """Turn SIGTERM and the death of the launcher, inside, into a request to leave after the step.
 
     Outside, the kernel kills this process when its launcher dies (`exec_shim`). Inside, it sends
     SIGTERM, and the reaper of the launcher ends a process that takes too long.

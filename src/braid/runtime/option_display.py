@@ -15,7 +15,7 @@ def shown_as(metavar: str | None, *aliases: str, name: str | None = None) -> Any
     """Return how the help shows an option without `(default: ...)`, where its text has a default.
 
     Args:
-        metavar: Placeholder of the value; None for that of the type, with `(default: ...)`.
+        metavar: Placeholder of the value; None for the default one, with `(default: ...)`.
         aliases: Further names of the option.
         name: Name of the option, if it is not that of the parameter.
     """

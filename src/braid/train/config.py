@@ -244,8 +244,8 @@ class TrainConfig:
         further = {"spares": 0, "restarts": 3, "batch_per_rank": "", "verify": 0}
         further |= {"replace_slow": 0.0}
         if not self.min_ranks:
-            given = [name for name, default in further.items() if getattr(self, name) != default]
-            return [f"--{name.replace('_', '-')} needs --min-ranks" for name in given]
+            options = [name for name, default in further.items() if getattr(self, name) != default]
+            return [f"--{name.replace('_', '-')} needs --min-ranks" for name in options]
         others = {"strategy": "", "versions": "", "reference_shards": 0, "balance": ""}
         others |= {"recompute": "never", "keep": 3}
         if self.mesh or self.shard:
