@@ -78,7 +78,7 @@ def test_every_bad_file_is_listed_with_its_reason(tmp_path, files):
 
 
 def test_no_files_and_too_little_text_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no files at all"):
+    with pytest.raises(ConfigError, match="no files were given"):
         from_files([])
     (tmp_path / "little").write_bytes(text(1, 100))
     with pytest.raises(ConfigError, match="at least 2560 bytes"):

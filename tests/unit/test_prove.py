@@ -59,7 +59,7 @@ def test_the_worst_number_is_named():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "there is no file at"),
+        (None, "does not exist: name a Python file"),
         ("def model(): ...", "defines no loss:"),
         ("x = 1", "defines no model and no loss:"),
         ("1 / 0", "raises ZeroDivisionError when it is imported: division by zero"),
@@ -117,5 +117,5 @@ def test_ranks_that_drifted_are_told_what_keeps_them_equal():
     show(Proof(3, 1, 8, 99, 1, where, (), (("0.5", "0.5"),)), Console(file=out, width=200))
     text = out.getvalue()
     assert "a[0] is 1.5 on rank 2 and 1.25 on rank 0, 7 ulps apart" in text
-    assert "on rank 1 there are other numbers, too" in text
+    assert "rank 1 also has other numbers" in text
     assert "wrap() returns must average all gradients" in text

@@ -33,7 +33,7 @@ def test_negative_numbers_are_refused(numbers):
 
 
 def test_a_training_without_versions_refuses_it():
-    with pytest.raises(ConfigError, match="stale_lr_steps=5 is of an asynchronous pipeline: add"):
+    with pytest.raises(ConfigError, match="stale_lr_steps=5 needs an asynchronous pipeline: add"):
         TrainConfig(mesh="pp=2", stale_lr_steps=5)
     with pytest.raises(ConfigError, match="stale_lr_steps must be at least 0, got -1"):
         TrainConfig(mesh="pp=2", versions="stash", stale_lr_steps=-1)

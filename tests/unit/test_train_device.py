@@ -61,7 +61,7 @@ def test_unknown_devices_and_dtypes_are_listed():
 
 def test_a_model_of_the_users_own_is_not_moved(capfd):
     assert main(["profile", "train:make", "--dtype", "bf16"]) == 2
-    assert "--device and --dtype are of --model" in capfd.readouterr().err
+    assert "--device and --dtype need --model" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -179,8 +179,8 @@ def test_divided_layers_and_sequences_train_like_one_process_and_are_resumed_wit
     [
         ("pp=2", 3, "--mesh pp=2 has 2 ranks, got -n 3"),
         ("pp=2,dp=2", 2, "--mesh pp=2,dp=2 has 4 ranks, got -n 2"),
-        ("ep=2", 2, "--mesh ep=2: ep is not there yet"),
-        ("cp=2,zz=2", 4, "--mesh cp=2,zz=2: zz is not there yet: use pp=N for a pipeline"),
+        ("ep=2", 2, "--mesh ep=2: ep is not supported"),
+        ("cp=2,zz=2", 4, "--mesh cp=2,zz=2: zz is not supported: use pp=N for pipeline"),
         ("cp=3", 3, "cannot be divided into 6 equal chunks, two of each rank: use --context"),
         ("tp=8", 8, "has . heads, which cannot be divided over 8 ranks; valid: 1, 2"),
         ("pp", 2, "a mesh is written as pp=2,dp=4"),
@@ -189,7 +189,7 @@ def test_divided_layers_and_sequences_train_like_one_process_and_are_resumed_wit
 def test_a_mesh_that_cannot_be_trained_on_is_refused(config, mesh, ranks, text, tmp_path):
     with pytest.raises(ConfigError, match=text):
         replace(config, mesh=mesh).check_ranks(ranks)
-    with pytest.raises(ConfigError, match="--schedule zbv is of a pipeline: add --mesh pp=2"):
+    with pytest.raises(ConfigError, match="--schedule zbv needs a pipeline: add --mesh pp=2"):
         replace(config, schedule="zbv").check_ranks(2)
     with pytest.raises(ConfigError, match="--recompute always is of a pipeline"):
         replace(config, recompute="always").check_ranks(2)
@@ -241,7 +241,7 @@ def test_balanced_stages_train_like_even_ones(world, config, balance):
 def test_a_balance_that_does_not_fit_is_refused(config, balance, text):
     with pytest.raises(ConfigError, match=text):
         replace(config, mesh="pp=2", balance=balance).check_ranks(2)
-    with pytest.raises(ConfigError, match="--balance time is of a pipeline: add --mesh pp=2"):
+    with pytest.raises(ConfigError, match="--balance time needs a pipeline: add --mesh pp=2"):
         replace(config, balance="time").check_ranks(2)
 
 
@@ -309,7 +309,7 @@ def test_another_batch_is_refused_on_resume(world, config):
 
 def test_a_finished_training_has_nothing_to_resume(world, config):
     world(1, train, replace(config, steps=2))
-    with pytest.raises(ConfigError, match=r"has done 2 of 2. Ask for more --steps"):
+    with pytest.raises(ConfigError, match=r"is at step 2 of 2. Ask for more --steps"):
         world(1, train, replace(config, steps=2), config.checkpoints)
 
 
@@ -407,7 +407,7 @@ def test_bad_input_is_refused_before_anything_starts(config, capfd, tmp_path):
         "model must be one of tiny": command(config, "--model", "huge"),
         "does not exist": command(config, "--data", str(tmp_path / "nothing.txt")),
         "no directory of a run at nowhere": command(config, "--resume", "nowhere"),
-        f"{tmp_path} is no checkpoint (incomplete: no manifest.json) and has none": command(
+        f"{tmp_path} is not a checkpoint (incomplete: no manifest.json) and contains none": command(
             config, "--resume", str(tmp_path)
         ),
     }

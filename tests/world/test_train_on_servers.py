@@ -67,7 +67,7 @@ def test_stale_workers_resume_on_another_number_of_servers(tmp_path):
 def test_options_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="strategy must be ps or left out, got 'rpc'"):
         TrainConfig(strategy="rpc")
-    with pytest.raises(ConfigError, match="staleness is of a parameter server: add --strategy ps"):
+    with pytest.raises(ConfigError, match="staleness needs a parameter server: add --strategy ps"):
         TrainConfig(staleness=1)
     with pytest.raises(ConfigError, match="does not go together with --mesh; 1 replicas need 2 s"):
         TrainConfig(strategy="ps", mesh="dp=2", replicas=1)

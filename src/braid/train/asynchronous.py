@@ -1,11 +1,11 @@
 """Training on an asynchronous pipeline: many steps up to each flush.
 
-    steps 1 .. 20       program of 20 micro-batches, each with its own step      flush: losses
-    steps 21 .. 40      another one; then perhaps evaluation, checkpoint         flush: losses
+    steps 1 .. 20       program of 20 micro-batches, one optimizer step each     flush: losses
+    steps 21 .. 40      next program; then evaluation, checkpoint if due         flush: losses
 
-Stages step at other times, so each clips its own gradients, and none waits for the loss. Each has a
-learning rate by the age of its gradients, if asked to. One rank with `reference_shards` stages
-computes the same.
+Stages step at different times, so each stage clips its own gradients, and no stage waits for the
+loss. With `stale_lr_steps`, a stage's learning rate depends on the age of its gradients. One rank
+with `reference_shards` stages computes the same.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = ["AsynchronousStages", "Trained"]
 
 
 class Trained(NamedTuple):
-    """Figures of some steps.
+    """Losses and gradient norms of the steps up to a flush.
 
     Attributes:
         losses: Mean loss of each batch.
-        norms: Norm of the gradients of this rank's stage before each step; of the first stage, if
-            this rank has all.
+        norms: Norm of the gradients of this rank's stage before each step; norm of the first stage
+            if this rank has all stages.
     """
 
     losses: list[float]
@@ -56,7 +56,7 @@ class AsynchronousStages:
 
     Args:
         model: The model, equal on all ranks.
-        optimizer: Its optimizer, of all parameters; each rank steps those of its stage.
+        optimizer: Optimizer of all parameters; each rank updates the parameters of its stage.
         windows: Samples to train on.
         group: All ranks that train.
         config: Stages, versions and micro-batches.
@@ -83,7 +83,7 @@ class AsynchronousStages:
             "balance": balance,
             "seed": config.seed,
         }
-        # a stage has gradients of its own parameters only, and so steps these
+        # a rank has gradients of its stage's parameters only, so the optimizer updates only these
         self._pipeline: AsynchronousPipeline | Emulation
         if config.reference_shards:
             self._pipeline = Emulation(layers, lambda _: optimizer, **options)
@@ -113,7 +113,7 @@ class AsynchronousStages:
 
     @property
     def ages(self) -> tuple[str, ...]:
-        """Ages of the gradients of each stage, and what follows from them, as lines for users."""
+        """Lines for users: ages of gradients, weight versions and learning rates."""
         old, steps = ", ".join(map(str, self._ages)), self._config.stale_lr_steps
         stages = f"stages 0 to {len(self._ages) - 1}"
         line = (
@@ -139,23 +139,23 @@ class AsynchronousStages:
         batches: Sequence[Sequence[int]],
         check: Callable[[float, int], None],
     ) -> Trained:
-        """Take a step for each batch, up to a flush.
+        """Take one optimizer step per batch, then flush the pipeline.
 
         Args:
-            first_step: Number of steps before.
+            first_step: Number of steps taken before this call.
             batches: Samples of each batch.
-            check: Called with the norm of the gradients of a stage and the number of steps before,
-                before the weights change; raises if it is not finite.
+            check: Function of the norm of a stage's gradients and the number of earlier steps,
+                called before the weights change; raises if the norm is not finite.
         """
-        norms: dict[int, float] = {}  # of the first stage that steps here
+        norms: dict[int, float] = {}  # by step; norm of this rank's first stage
         every = self._config.every
 
         def before_step(microbatch: int, optimizer: torch.optim.Optimizer) -> None:
             number = microbatch // every
             age = self._ages[self._pipeline.stage]
             scale = stale_lr_scale(age, number, self._config.stale_lr_steps)
-            for own in optimizer.param_groups:
-                own["lr"] = self._config.lr_at(number) * scale
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = self._config.lr_at(number) * scale
             norm = clip_whole(self._model, self._config.clip)
             check(norm, number)
             norms.setdefault(number, norm)
@@ -167,7 +167,7 @@ class AsynchronousStages:
         means = losses.reshape(len(batches), -1).mean(1)
         norm, of_steps = 0.0, []
         for step in range(first_step, first_step + len(batches)):
-            norm = norms.get(step, norm)  # one for several batches, with replicas
+            norm = norms.get(step, norm)  # replicas: this rank steps for one of several batches
             of_steps.append(norm)
         return Trained(means.tolist(), of_steps)
 
@@ -188,7 +188,7 @@ class AsynchronousStages:
             return float(self._model(inputs, targets))
 
     def checkpoint(self, optimizer: torch.optim.Optimizer) -> tuple[Snapshot, dict[str, Any]]:
-        """See `Shards`: each rank writes what belongs to its stage."""
+        """See `Shards`: each rank writes the tensors of its stage."""
         tensors = training_tensors(self._model, optimizer)
         numbers = training_numbers(self._model, optimizer)
         if isinstance(self._pipeline, Emulation):

@@ -34,14 +34,14 @@ def train(
     Args:
         config: Configuration of the training.
         num_ranks: Number of ranks.
-        out: Console on which progress is drawn.
+        out: Console that shows the progress.
         resume: A checkpoint, a directory of checkpoints, the directory of a run, or "auto" for the
-            last complete checkpoint of the log directory.
+            last complete checkpoint in the log directory.
         threads: Number of threads of each rank; the launcher's choice when None.
 
     Returns:
-        Outcome of the run. Printed, it is the error block, whose resume line is a `braid train`
-        command.
+        Outcome of the run. `str()` of a failed one is the error block, which ends with the
+        `braid train` command that resumes the run.
 
     Raises:
         ConfigError: The training cannot work; nothing was started.
@@ -58,7 +58,7 @@ def launch(
     resume: str = "",
     threads: int | None = None,
 ) -> Outcome:
-    """Check a training and run it to its end; the console receives its reports.
+    """Check a configuration, train to the end, and pass the reports to the console.
 
     Raises:
         ConfigError: The training cannot work; nothing was started.
@@ -94,7 +94,7 @@ def _limits(config: TrainConfig) -> ElasticLimits | None:
 
 
 def _check_resume(path: Path) -> None:
-    """Raise ConfigError unless a path is a checkpoint or has any."""
+    """Raise ConfigError if a path neither is a checkpoint nor contains one."""
     from braid.checkpoint import ls, read_manifest  # noqa: PLC0415 - imports torch
 
     if not path.is_dir():
@@ -106,16 +106,16 @@ def _check_resume(path: Path) -> None:
         read_manifest(path)
     except CheckpointError as exc:
         msg = (
-            f"{path} is no checkpoint ({exc}) and has none: give a checkpoint, or the directory "
-            "of a run that has saved one, such as runs/2026-11-20_a3f"
+            f"{path} is not a checkpoint ({exc}) and contains none: give a checkpoint, or the "
+            "directory of a run that has saved one, such as runs/2026-11-20_a3f"
         )
         raise ConfigError(msg) from exc
 
 
 def choose_log_dir(resume: str, prefix: str = "") -> str:
-    """Choose the directory of a run for which none was given.
+    """Choose a log directory for a run without `--log-dir`.
 
-    With `resume="auto"` it is the directory of the last run, else a new one below ./runs.
+    With `resume="auto"` return the directory of the last run, else a new one in ./runs.
     """
     if resume == "auto" and (last := last_run(Path("runs"))):
         return last
@@ -123,7 +123,7 @@ def choose_log_dir(resume: str, prefix: str = "") -> str:
 
 
 def last_run(runs: Path) -> str:
-    """Path of the run with the latest checkpoint; empty when there is none."""
+    """Return the directory of the run with the latest checkpoint; empty if there is none."""
     from braid.checkpoint import ls  # noqa: PLC0415 - imports torch
 
     runs_by_time: list[tuple[float, str]] = []
@@ -137,7 +137,7 @@ def last_run(runs: Path) -> str:
 def _words(
     config: TrainConfig, num_ranks: int, threads: int | None, *first: str
 ) -> tuple[str, ...]:
-    """Return the words of the command of a training, without options at their default value."""
+    """Return the words of a training's command line, without options at their defaults."""
     words = ["braid", "train", *first, "-n", str(num_ranks)]
     default = TrainConfig()
     for name in TrainConfig.__dataclass_fields__:

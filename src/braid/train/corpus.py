@@ -1,13 +1,13 @@
-"""Text to train on: the user's own files, or the sources that come with every Python.
+"""Text to train on: the user's files, or the sources of Python's standard library.
 
 Problem: a demonstration that downloads a data set fails behind a firewall, and one with random
-numbers shows nothing. Idea: wherever Python runs there are 10 MB of good source code (the standard
-library) and 700 kB of good prose about it (`pydoc_data.topics`). Tokens are bytes: 256 of them, no
-vocabulary file, nothing to train, nothing that can differ.
+numbers shows nothing. Idea: every Python installation has 10 MB of source code (the standard
+library) and 700 kB of prose about it (`pydoc_data.topics`). Tokens are bytes: there are 256 of
+them, without a vocabulary file or a tokenizer to train.
 
 The hash of a file's contents decides whether it is held out for evaluation. So the choice is the
-same on every machine, does not change when files are added, and copies of a file are never on both
-sides. Few files (below `MIN_FILES_TO_SPLIT`) are cut instead: the last tenth of each is held out.
+same on every machine, does not change when files are added, and copies of a file are on the same
+side. Few files (below `MIN_FILES_TO_SPLIT`) are cut instead: the last tenth of each is held out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from braid.errors import ConfigError
 __all__ = ["Corpus", "from_files", "standard_library"]
 
 VOCABULARY = 256
-SEPARATOR = b"\0"  # begins each document; text has no other use for it
+SEPARATOR = b"\0"  # begins each document; text files do not contain it
 HELD_OUT_ONE_IN = 20
 MIN_FILES_TO_SPLIT = 40  # below this, whole files would make a bad sample
 MIN_FILE_BYTES = 64
@@ -44,7 +44,7 @@ class Corpus:
     """Text to train on and text to evaluate with.
 
     Attributes:
-        name: Name of the text, for people.
+        name: Name of the text, for messages.
         train: Bytes to train on.
         held_out: Bytes that are never trained on.
         num_files: Number of files.
@@ -73,12 +73,12 @@ def standard_library() -> Corpus:
     texts = {str(path.relative_to(root)): _text_or_reason(path) for path in paths}
     prose = "\n\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
     documents = [_document("pydoc_data.topics", prose)]
-    # A library is what it is: files that are empty, or in another encoding, are left out.
+    # Files that are empty or in another encoding are skipped: the user cannot change them.
     documents += [_document(name, text) for name, text in texts.items() if isinstance(text, bytes)]
     if len(documents) < MIN_FILES_TO_SPLIT:
         msg = (
             f"the sources of Python's standard library are not in {root}, only "
-            f"{len(documents) - 1} files: pass files of your own with --data"
+            f"{len(documents) - 1} files: pass text files with --data"
         )
         raise ConfigError(msg)
     return _corpus("Python's standard library", documents)
@@ -91,13 +91,13 @@ def from_files(paths: Iterable[str | Path]) -> Corpus:
         paths: Files; their order does not matter.
 
     Raises:
-        ConfigError: Some files cannot be used; lists all of them, with the reason.
+        ConfigError: Some files cannot be used; the message lists all of them with the reason.
     """
     texts = {str(path): _text_or_reason(Path(path)) for path in paths}
     problems = [f"{name}: {reason}" for name, reason in texts.items() if isinstance(reason, str)]
     if problems or not texts:
-        listed = "\n  ".join(problems) or "no files at all"
-        msg = f"cannot train on these files, they must be readable text (UTF-8):\n  {listed}"
+        listed = "\n  ".join(problems) or "no files were given"
+        msg = f"cannot train on these files, which must be readable text (UTF-8):\n  {listed}"
         raise ConfigError(msg)
     documents = [_document(name, text) for name, text in texts.items() if isinstance(text, bytes)]
     name = Path(documents[0].name).name if len(documents) == 1 else f"{len(documents)} files"
@@ -105,7 +105,7 @@ def from_files(paths: Iterable[str | Path]) -> Corpus:
     if len(corpus.held_out) < MIN_HELD_OUT_BYTES:
         total = len(corpus.train) + len(corpus.held_out)
         msg = (
-            f"{total} bytes of text are too few to hold {MIN_HELD_OUT_BYTES} out for "
+            f"{total} bytes of text are too few to hold out {MIN_HELD_OUT_BYTES} for "
             f"evaluation: give at least {10 * MIN_HELD_OUT_BYTES} bytes"
         )
         raise ConfigError(msg)

@@ -1,11 +1,11 @@
-"""The device of a rank: chosen once when a rank starts, then passed to all that computes.
+"""The device of a rank: chosen once when a rank starts, then passed to everything that computes.
 
     --device    no GPU         GPUs g of a host, rank with the local rank r
     auto        cpu            cuda:(r mod g)
     cpu         cpu            cpu
     cuda        ConfigError    cuda:(r mod g)
 
-If a host has fewer GPUs than ranks, ranks share a GPU, and each has its part of the GPU's peak.
+If a host has fewer GPUs than ranks, ranks share a GPU, and its peak is divided by their number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from braid.runtime.clock import Clock
 
 __all__ = ["CPU", "RankDevice", "choose_device", "compute_deterministically"]
 
-PROBE_SIZES = {"cpu": 512, "cuda": 4096}  # a GPU needs longer than its launch of a kernel takes
+PROBE_SIZES = {
+    "cpu": 512,
+    "cuda": 4096,
+}  # a GPU computes longer than a launch takes
 PROBE_RUNS = 12
 MEASURED = "measured with matrix products on all of them"
 
@@ -47,15 +50,15 @@ class RankDevice(NamedTuple):
         return torch.cuda.get_device_name(self.device)
 
     def make_current(self) -> None:
-        """Make a GPU this thread's current one, which owns new streams and pinned memory."""
+        """Make a GPU the current device of this thread."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def peak(self, dtype: str, clock: Clock) -> tuple[float, str]:
         """Return the peak of this rank in operations per second, and its source.
 
-        The peak is the one of the data sheet if `programs.topology` lists the device. Else it is
-        the rate of the fastest matrix product of a few, which all ranks measure at the same time.
+        The peak comes from the data sheet if `programs.topology` lists the device. Else it is the
+        rate of the fastest of several matrix products, which all ranks measure at the same time.
         """
         if known := find_device(self.name):
             return known.peak(dtype) / self.num_ranks, f"{known.source}, {dtype}"
@@ -69,7 +72,7 @@ CPU = RankDevice(torch.device("cpu"))
 
 
 def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> RankDevice:
-    """Return the device of a rank; the module has the table.
+    """Return the device of a rank by the table in the module's docstring.
 
     Args:
         wanted: `auto`, `cpu` or `cuda`.
@@ -93,6 +96,6 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> Rank
 
 
 def compute_deterministically() -> None:
-    """Select algorithms that give the same bits in each run; call it before the first operation."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses without it
+    """Select deterministic algorithms; call it before the first operation."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS raises without it
     torch.use_deterministic_algorithms(True)

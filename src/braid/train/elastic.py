@@ -1,8 +1,8 @@
-"""`braid train --min-ranks`: the same training on ranks that may die and come.
+"""`braid train --min-ranks`: the same training on ranks that may be lost, replaced or added.
 
-The samples of a step, its learning rate and its random numbers are those of `loop`. A step has as
-many micro-batches as there were ranks at first, on any number of ranks (`braid.elastic`), and on a
-mesh (`braid.elastic_mesh`). Whoever is rank 0 now writes the reports.
+Without `batch_per_rank`, samples, learning rate and random numbers of a step are the same as in
+`loop`: a step has one micro-batch for each rank at the start, on any later number of ranks
+(`braid.elastic`), also on a mesh (`braid.elastic_mesh`). The current rank 0 writes the reports.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 class _Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Windows as samples by number."""
+    """Data set that returns the window with a given index."""
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
@@ -66,23 +66,23 @@ class _Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 class _Reports:
-    """Reports of whoever is rank 0 now."""
+    """Writes reports on the rank that currently is rank 0."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self._path = path
         self._clock = clock
         self._reporter: Reporter | None = None
-        self._last = 0  # number of steps before the last report
+        self._last = 0  # step of the last report
 
     def write(self, report: Report, step: int) -> None:
-        """Write a report after `step` steps, on rank 0."""
+        """Write a report of `step` on rank 0; close the file on any other rank."""
         if context.world().rank:
             self.close()
             return
         if self._reporter is None:
             self._reporter = Reporter(self._path, sys.stdout, self._clock)
             self._last = step + 1
-        if step < self._last:  # steps are done again
+        if step < self._last:  # steps are repeated
             self._reporter.rewind(step)
         self._last = step
         self._reporter.write(report)
@@ -95,7 +95,7 @@ class _Reports:
 
 
 class _Elastic:
-    """An elastic training of one rank.
+    """Trains on one rank of an elastic training.
 
     Args:
         config: Configuration of the training.
@@ -115,7 +115,7 @@ class _Elastic:
         self._windows = Windows(corpus.train, config.context, name="training text")
         self._held_out = Windows(corpus.held_out, config.context, name="held-out text")
         self._on_mesh = bool(config.mesh or config.shard)
-        self._norm = 0.0  # of the last gradient, before clipping
+        self._norm = 0.0  # norm of the last gradient, before clipping
         self._before = context.world(), context.world().statistics()
         self._training: ElasticTraining
         self._peak = place.peak(config.dtype, clock)
@@ -130,12 +130,14 @@ class _Elastic:
             if config.batch % num_shards:
                 msg = (
                     f"--batch {config.batch} cannot be divided into {num_shards} micro-batches, "
-                    "which is the number of ranks with which the training began"
+                    "one for each rank at the start of the training"
                 )
                 raise ConfigError(msg)
             size = config.batch // num_shards
             samples = _Samples(self._windows)
-            loader = DataLoader(samples, size, shuffle=True, drop_last=True)  # as `loop` does
+            loader = DataLoader(
+                samples, size, shuffle=True, drop_last=True
+            )  # same order as in `loop`
             if training.num_changes == 0:
                 self._reports.write(self._started(), training.num_steps)
             began_ns = step_ns = self._clock.now_ns()
@@ -169,7 +171,7 @@ class _Elastic:
         self._reports.close()
 
     def _sample(self) -> None:
-        """Report text of the trained model."""
+        """Report text that the trained model generates."""
         config, training = self._config, self._training
         model = training.model
         if self._on_mesh:
@@ -279,7 +281,7 @@ class _Elastic:
             device=self._place.name,
             dtype=config.dtype,
             torch=str(torch.__version__),
-            notes=(f"elastic: goes on with {config.min_ranks} ranks or more",),
+            notes=(f"elastic: continues with {config.min_ranks} ranks or more",),
         )
 
     @property
@@ -307,7 +309,7 @@ class _Elastic:
         )
 
     def _shares(self, seconds: float) -> Shares:
-        """Return how this rank has spent a step; nothing is known of one with other members."""
+        """Return how this rank spent a step; zeros if the members changed during the step."""
         before, now = self._before, (context.world(), context.world().statistics())
         self._before = now
         if before[0] is not now[0]:
@@ -317,7 +319,7 @@ class _Elastic:
 
 
 def train_elastically(config: TrainConfig, corpus: Corpus, place: RankDevice, clock: Clock) -> None:
-    """Train on this rank; Ctrl-C and SIGTERM let it leave after its step.
+    """Train on this rank; after Ctrl-C or SIGTERM the rank leaves at the end of its step.
 
     Raises:
         ConfigError: The data does not suffice.

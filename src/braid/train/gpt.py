@@ -10,8 +10,8 @@
     logits = norm(x) token^T              B T V      0 (tied)     2 V D
 
 Backward costs twice the forward. So a token of training costs 6 N + 12 L T D floating point
-operations with N = 12 L D D + V D. MFU counts these, with the full square of attention, as is
-the custom.
+operations with N = 12 L D D + V D. MFU counts these, with the full square of attention, as in
+the PaLM paper.
 
 Initial values are drawn per parameter from a generator keyed by (seed, name). They are the same on
 every rank and do not depend on the order in which modules are made.
@@ -39,7 +39,7 @@ VOCABULARY = 256
 
 
 class TransformerBlock(nn.Module):
-    """An attention layer, then a perceptron, each added to the residual stream."""
+    """An attention layer, then an MLP, each added to the residual stream."""
 
     def __init__(self, size: ModelSize, dtype: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class TransformerBlock(nn.Module):
 
     def _computed(self, x_btd: Tensor) -> Tensor:
         b, t, _ = x_btd.shape
-        # as many heads as the layer has here: it may be divided over ranks
+        # -1: this rank may have only some of the heads
         qkv = self.attend(self.norm1(x_btd)).view(b, t, 3, -1, self.head_width)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B H T K
         mixed_bhtk = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -76,7 +76,7 @@ class GPT(nn.Module):
         size: Number of layers, width and number of heads.
         context: Length of the longest sequence.
         seed: Seed of the initial values.
-        tied: Whether logits are made with the embedding of tokens; else with a matrix of its own.
+        tied: Whether the output layer shares its weight with the token embedding.
         dtype: Dtype of matrix products: `fp32`, or `bf16` by autocast in each layer.
     """
 
@@ -110,10 +110,10 @@ class GPT(nn.Module):
                 param.normal_(0.0, residual_std if residual else std, generator=generator)
 
     def layers(self) -> list[nn.Module]:
-        """Return the model as modules in a row, of the same parameters, for a pipeline.
+        """Return the model as a list of modules that share its parameters, for a pipeline.
 
-        The first one maps tokens to activations, the last one these to logits; both have the
-        embedding of tokens if it is tied.
+        The first module maps tokens to activations, and the last one maps activations to logits.
+        Both hold the token embedding if it is tied.
         """
         return [_Embed(self), *self.blocks, _Head(self)]
 
@@ -127,9 +127,9 @@ class GPT(nn.Module):
         targets_bt: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, V), or the mean loss in nats per byte when targets are given.
+        """Return logits (B, T, V), or the mean loss in nats per byte if there are targets.
 
-        Tokens are the first T of a sequence, unless `position_ids` has their positions.
+        Without `position_ids`, the tokens have positions 0 to T - 1.
         """
         x_btd = _embedded(self.token, self.position, tokens_bt, position_ids)
         for block in self.blocks:
@@ -146,7 +146,7 @@ class _Embed(nn.Module):
         self.token, self.position = model.token, model.position
 
     def forward(self, tokens_bt: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """Map tokens to activations; with divided sequences tokens and their positions."""
+        """Map tokens, or (tokens, positions) if sequences are sharded, to activations."""
         tokens, positions = tokens_bt if isinstance(tokens_bt, tuple) else (tokens_bt, None)
         return _embedded(self.token, self.position, tokens, positions)
 
@@ -156,7 +156,7 @@ class _Head(nn.Module):
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
-        self.norm, self.token = model.norm, model._of_logits  # noqa: SLF001 - of this module
+        self.norm, self.token = model.norm, model._of_logits  # noqa: SLF001 - same module
         self.dtype = model.dtype
 
     def forward(self, x_btd: Tensor) -> Tensor:
@@ -171,7 +171,8 @@ def mean_loss(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
 def _products_in(dtype: str, x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which matrix products on the device of `x` compute in `dtype`.
 
-    A layer enters it by itself, so any engine may run the layer, also a second time in backward.
+    Each layer enters the context itself, so an engine can run the layer at any time, for example
+    again in backward.
     """
     return torch.autocast(x.device.type, torch.bfloat16) if dtype == "bf16" else nullcontext()
 
@@ -195,14 +196,14 @@ def _embedded(
 
 
 def flops_per_token(size: ModelSize, context: int) -> int:
-    """Number of floating point operations of one token of training; the module has the formula."""
+    """Return the FLOPs per training token, by the formula in the module's docstring."""
     weights = 12 * size.layers * size.width**2 + VOCABULARY * size.width
     return 6 * weights + 12 * size.layers * context * size.width
 
 
 @torch.no_grad()
 def generate(model: GPT, prompt: bytes, count: int, *, seed: int, temperature: float = 0.8) -> str:
-    """Generate `count` bytes that continue `prompt`, as text that a terminal can show."""
+    """Generate `count` bytes that continue `prompt`, as text for a terminal."""
     generator = torch.Generator().manual_seed(text_digest(f"{seed}/sample"))
     device = model.token.weight.device
     tokens = list(prompt)

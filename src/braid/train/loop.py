@@ -1,10 +1,10 @@
-"""The training loop: the same lines for one rank and for many.
+"""The training loop: the same code for one rank and for many.
 
     batch of this step -> shards: forward, backward, average -> all ranks know all losses and
-    whether to stop -> clip, optimizer -> now and then: evaluate, checkpoint
+    whether to stop -> clip, optimizer -> when due: evaluate, checkpoint
 
-Ranks decide together to stop, to write a checkpoint or to give up on NaN. Every such decision
-follows from the same exchanged numbers, so no rank is ever alone in a collective.
+Ranks decide together to stop, to write a checkpoint, or to raise because of NaN. Each decision
+is computed from the same exchanged numbers, so all ranks take part in every collective.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from braid.types import Shares
 
 __all__ = ["PROMPT", "Stopping", "Trainer", "TrainingDivergedError", "adamw"]
 
-PROMPT = b"\0"  # the byte with which each document of a corpus begins
+PROMPT = b"\0"  # the first byte of each document of a corpus
 
 
 class TrainingDivergedError(BraidError, ArithmeticError):
-    """The loss or a gradient is nonfinite."""
+    """Raised when the loss or a gradient is nonfinite."""
 
 
 class Stopping:
-    """The signal that asked this rank to stop, if any; set by a signal handler."""
+    """Signal handler that records the signal that asked this rank to stop."""
 
     def __init__(self) -> None:
         self.signum = 0
@@ -70,15 +70,15 @@ class Stopping:
 
 
 class Trainer:
-    """One training on one rank.
+    """Trains on one rank.
 
     Args:
         config: Configuration of the training.
         corpus: Text; the same on all ranks.
         group: Group of all ranks that train.
         reporter: Writes the reports.
-        stopping: Says whether this rank has been asked to stop.
-        place: Device of this rank, on which model, optimizer and batches are.
+        stopping: Signal handler that records requests to stop.
+        place: Device of model, optimizer and batches.
 
     Raises:
         ConfigError: The data does not suffice for the configuration.
@@ -108,7 +108,7 @@ class Trainer:
         self._sampler = OrderedSampler(
             SampleOrder(num_samples=len(train), batch_size=config.batch, seed=config.seed)
         )
-        tied = not config.versions  # stages that step at other times share no parameters
+        tied = not config.versions  # stages that step at different times cannot share a weight
         self._model = GPT(
             MODELS[config.model], config.context, config.seed, tied=tied, dtype=config.dtype
         ).to(device)
@@ -130,7 +130,7 @@ class Trainer:
         config = self._config
         if config.versions:
             stages = AsynchronousStages(self._model, self._optimizer, windows, self._group, config)
-            note = "each stage clips its own gradients, and figures of steps come with a flush"
+            note = "each stage clips its own gradients, and steps are reported at each flush"
             self._notes += (f"asynchronous pipeline ({config.versions}): {note}", *stages.ages)
             self._notes += (stages.note,) if stages.note else ()
             return stages
@@ -150,7 +150,7 @@ class Trainer:
         """Continue from a checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint is of another model, other data or another order of
+            CheckpointError: The checkpoint has another model, other data or another order of
                 samples.
         """
         state = loaded.manifest.state
@@ -158,7 +158,7 @@ class Trainer:
             msg = (
                 f"{loaded.path} was trained on other data (sha256 "
                 f"{str(state.get('data'))[:12]}) than {self._corpus.name} (sha256 "
-                f"{self._corpus.digest[:12]}): give the same --data, or start anew in another "
+                f"{self._corpus.digest[:12]}): give the same --data, or start a new run in another "
                 "--log-dir"
             )
             raise CheckpointError(msg)
@@ -167,7 +167,7 @@ class Trainer:
         self._step = self._saved_step = loaded.manifest.step
         if self._step >= self._config.steps:
             msg = (
-                f"no steps are left: {loaded.path} has done {self._step} of "
+                f"no steps remain: {loaded.path} is at step {self._step} of "
                 f"{self._config.steps}. Ask for more --steps"
             )
             raise ConfigError(msg)
@@ -184,7 +184,7 @@ class Trainer:
             CheckpointError: A checkpoint could not be written.
         """
         config, clock = self._config, self._group.context.clock
-        self._group.barrier()  # all ranks at once
+        self._group.barrier()  # all ranks measure at the same time
         self._peak, self._peak_source = self._place.peak(config.dtype, clock)
         self._group.barrier()
         self._reporter.rewind(self._step)
@@ -220,19 +220,19 @@ class Trainer:
         return signum
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return what this rank trains, once it has taken a step: parameters, gradients, states."""
+        """Return this rank's parameters, gradients and optimizer states, after its first step."""
         states = self._optimizer.state
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         trained = [p for p in params if p in states]
         kept = [v for p in trained for v in states[p].values() if isinstance(v, torch.Tensor)]
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
-        # ZeRO's optimizer steps parts of parameters, beside which the model has its own
+        # with ZeRO, the optimizer has shards of parameters besides the model's parameters
         whole = list(self._model.parameters()) if self._config.shard else []
         memory = self._shards.memory() if isinstance(self._shards, ParallelShards) else []
         return [*trained, *grads, *kept, *whole, *memory]
 
     def numerics(self) -> dict[str, Any]:
-        """Facts on which the bits of the result depend, besides configuration and data."""
+        """Return settings that affect the bits of the result, besides configuration and data."""
         return {
             "world_size": self._group.size,
             "shards": self._num_shards,
@@ -246,7 +246,7 @@ class Trainer:
         }
 
     def one_step(self) -> int:
-        """Take one optimizer step, or all up to a flush; returns the signal to stop with, or 0."""
+        """Take one optimizer step, or all up to a flush; return the signal to stop, or 0."""
         if isinstance(self._shards, AsynchronousStages):
             return self._steps_to_flush(self._shards)
         config, events, clock = self._config, self._group.context.events, self._group.context.clock
@@ -262,11 +262,11 @@ class Trainer:
             norm = self._shards.clip(config.clip)
             self._refuse_gradient(norm, self._step)
             self._optimizer.step()
-            synchronize(current_stream(self._place.device))  # the clock counts work, not launches
+            synchronize(current_stream(self._place.device))  # so that the time includes GPU work
         wall_ns = clock.now_ns() - start_ns
         shares = _shares(wall_ns, before, self._group.statistics())
         self._report_step(answers.loss, norm, wall_ns / 1e9, shares)
-        # The exchanged flag decides, not a signal that has reached this rank since.
+        # Use the exchanged flag, because this rank may have received a signal after the exchange.
         return (self._stopping.signum or signal.SIGTERM) if answers.stop else 0
 
     def _steps_to_flush(self, stages: AsynchronousStages) -> int:
@@ -337,7 +337,7 @@ class Trainer:
         )
         raise TrainingDivergedError(msg)
 
-    # Now and then
+    # Evaluation, checkpoints, samples
 
     def _evaluate(self) -> None:
         with self._group.context.events.span("evaluate", seq=self._step):
@@ -360,7 +360,7 @@ class Trainer:
             "seed": self._config.seed,
             **numbers,
         }
-        self._report_saved(wait=True)  # the one before
+        self._report_saved(wait=True)  # the previous save
         with group.context.events.span("checkpoint", seq=self._step):
             self._saving = self._saver.save(
                 self._config.checkpoints,
@@ -374,7 +374,7 @@ class Trainer:
         self._saved_step = self._step
 
     def _report_saved(self, *, wait: bool) -> None:
-        """Report the save under way, if it is done or is to be waited for."""
+        """Report the pending save if it is complete; with `wait`, wait for it first."""
         saving = self._saving
         if saving is None or not (wait or saving.done()):
             return
@@ -396,16 +396,16 @@ class Trainer:
             self._reporter.write(Sampled(step=self._step, text=text))
         self._group.barrier()
 
-    # Figures
+    # Reported values
 
     def _choose_eval(self, available: int) -> list[int]:
         """Choose evenly spread samples for evaluations, a multiple of the number of shards."""
         count = min(self._config.eval_samples, available) // self._num_shards * self._num_shards
         if not count:
             msg = (
-                f"the held-out text has {available} sequences to evaluate with (at most "
-                f"{self._config.eval_samples} asked for), fewer than the {self._num_shards} "
-                "shards: give more --data, or a shorter --context"
+                f"the held-out text has {available} sequences (eval_samples is "
+                f"{self._config.eval_samples}), and an evaluation needs {self._num_shards}, one "
+                "per shard: give more --data, or a shorter --context"
             )
             raise ConfigError(msg)
         return [i * available // count for i in range(count)]

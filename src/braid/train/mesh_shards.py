@@ -1,8 +1,8 @@
-"""A mesh of stages, divided layers and divided sequences in place of shards.
+"""Training on a mesh with pipeline, tensor and context parallelism.
 
-The model and the optimizer are made, and resumed, whole; they are divided before the first step. A
-checkpoint has whole tensors, from the ranks that train their parts. So a run on a mesh can be
-resumed on any other, or without one.
+The model and the optimizer are built and resumed unsharded; they are sharded before the first step.
+A checkpoint has whole tensors, which the ranks write shard by shard. So a run on a mesh can be
+resumed on any other mesh, or without one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MeshShards:
 
     Args:
         model: The model, equal on all ranks.
-        optimizer: Its optimizer; states are divided with their parameters.
+        optimizer: Optimizer of the model; its states are sharded like the parameters.
         windows: Samples to train on.
         group: All ranks that train.
         config: Mesh, schedule, micro-batches and recomputation.
@@ -80,11 +80,11 @@ class MeshShards:
         return self._hybrid().checkpoint(optimizer)
 
     def share_weights(self) -> None:
-        """See `Shards`: every rank has the whole model again."""
+        """See `Shards`: gather the whole model on every rank."""
         self._hybrid().make_whole()
 
     def _hybrid(self) -> HybridParallel:
-        """Return the model on the mesh, made once the whole one may have been resumed."""
+        """Return the model on the mesh, built at the first call, after a possible resume."""
         if self._made is None:
             config, every = self._config, self._config.recompute
             is_piped = "pp" in Mesh.parse(config.mesh).axes
@@ -104,7 +104,7 @@ class MeshShards:
         return self._made
 
     def _share(self, indices: Sequence[int]) -> Sequence[int]:
-        """Return the samples of this rank's replica; all of them if there are too few."""
+        """Return the samples of this rank's replica; all samples if there are too few to divide."""
         if len(indices) < self._count:
             return indices
         first, end = (k * len(indices) // self._count for k in (self._number, self._number + 1))

@@ -1,4 +1,4 @@
-"""Models to profile and to plan: GPTs by name, and models of the user's own, as layers in a row."""
+"""Models to profile and to plan, as lists of layers: GPTs by name, and the user's models."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from braid.train.gpt import GPT
 
 __all__ = ["Layers", "captured", "described", "gpt", "gpt_name", "layers_of"]
 
-LARGEST_TENSOR = 16  # ranks that share a layer
+LARGEST_TENSOR = 16  # largest tensor-parallel size to plan with
 
 
 class Layers(NamedTuple):
-    """A model as layers in a row.
+    """A model as a list of layers.
 
     Attributes:
         model: Name of the model.
         named: Layers with their names.
-        sample: Function of a number of rows that returns an input of the first layer.
-        ranks: Ranks that share the layers, if they are divided.
+        sample: Function that returns an input of the first layer with a number of rows.
+        ranks: Ranks over which the layers are sharded, if they are sharded.
     """
 
     model: str
@@ -44,10 +44,10 @@ class Layers(NamedTuple):
 
 
 def gpt_name(model: str) -> str:
-    """Return the name of a GPT in `MODELS`, for one such as gpt2-tiny.
+    """Return the name in `MODELS` of a GPT such as gpt2-tiny.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: `MODELS` does not have it.
     """
     key = model if model in MODELS else model.removeprefix("gpt2-")
     if key not in MODELS:
@@ -72,14 +72,14 @@ def gpt(
     Args:
         model: Name of the model.
         context: Bytes of a sequence.
-        tensor: Number of ranks that share each layer, of which only this one exists.
-        group: Ranks that share each layer.
-        size: Size in place of the model's own.
+        tensor: Tensor-parallel size; only the shard of one rank is built, without a group.
+        group: Ranks over which each layer is sharded.
+        size: Size to use instead of the model's size.
         device: Device of the layers and of the samples.
         dtype: Dtype of matrix products, as in `GPT`.
 
     Raises:
-        ConfigError: There is no such model, or its heads cannot be divided.
+        ConfigError: The model is unknown, or its heads cannot be divided over the ranks.
     """
     key = gpt_name(model)
     whole = GPT(size or MODELS[key], context, tied=False, dtype=dtype).to(device)
@@ -104,12 +104,12 @@ def layers_of(
     device: torch.device | str = "cpu",
     dtype: str = "fp32",
 ) -> Layers:
-    """Return the layers of what a command names: a GPT, or a model of the user's.
+    """Return the layers of the GPT `model` or of the user's model `target`.
 
-    A model of the user's stays on its device, in its dtypes.
+    The user's model keeps its device and its dtypes.
 
     Raises:
-        ConfigError: Neither or both are named, or a model of the user's is to be divided.
+        ConfigError: Neither or both are named.
     """
     if bool(target) == bool(model):
         msg = "give a model: MODULE:FUNCTION, or --model NAME"
@@ -120,10 +120,10 @@ def layers_of(
 
 
 def captured(target: str) -> Layers:
-    """Return a captured model as layers, as many as it can be cut into.
+    """Capture a user's model, and return it cut into the largest possible number of layers.
 
     Args:
-        target: Module and function, or a file and function, which returns a model and its example
+        target: MODULE:FUNCTION or FILE:FUNCTION; the function returns a model and its example
             arguments.
     """
     file, colon, function = target.partition(":")
@@ -139,7 +139,7 @@ def captured(target: str) -> Layers:
 def described(
     target: str, model: str, context: int, device: Device, dtype: str
 ) -> tuple[DescribedModel, list[str]]:
-    """Return the costs of a model on a described device, and the names of its layers."""
+    """Return a model's costs on a device without measuring them, and its layers' names."""
     if not model:
         layers = layers_of(target, model, context)
         operations = _counted(layers, dtype)
@@ -147,7 +147,7 @@ def described(
         return DescribedModel(layers.model, {1: operations}, device, dtype), names
     key = gpt_name(model)
     size = MODELS[key]
-    one = ModelSize(1, size.width, size.heads)  # all blocks are alike
+    one = ModelSize(1, size.width, size.heads)  # all blocks are equal, so one is counted
     by_tensor: dict[int, Sequence[LayerOperations]] = {}
     for tensor in range(1, min(size.heads, LARGEST_TENSOR) + 1):
         if size.heads % tensor == 0:

@@ -1,4 +1,4 @@
-"""Plans as options of a training, and what came of their predictions."""
+"""Conversion of plans to training options, and comparison of predictions with a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from braid.train.profiling import cached_profile
 
 __all__ = ["comparison", "followed", "options_of", "ranking_here"]
 
-WARM_UP = 2  # first steps, which do not count
+WARM_UP = 2  # number of first steps that the comparison skips
 ADAMW_STATES = 2
 SPLITTING = (
     "mesh",
@@ -44,10 +44,10 @@ SPREAD = (4, 2, 1)  # parts of a rank's rows in the micro-batches that are profi
 def ranking_here(
     config: TrainConfig, num_ranks: int, *, threads: int | None = None
 ) -> tuple[Ranking, str]:
-    """Profile a training's GPT on ranks of this host, and return all its splits by time.
+    """Profile a training's GPT on ranks of this host, and return its splits sorted by time.
 
     Returns:
-        The splits, and a note if the profile was kept from before.
+        The splits, and a note if the profile came from the cache.
 
     Raises:
         ConfigError: The batch cannot be divided over the ranks.
@@ -64,16 +64,16 @@ def ranking_here(
         dtype=config.dtype,
     )
     profile, note = cached_profile(request)
-    assert profile.host is not None, "ranks measured together"
+    assert profile.host is not None, "profiles of several ranks have a host"
     machines = MeasuredMachines(profile.host)
     return find_splits(MeasuredModel(profile), machines, Training(batch)), note
 
 
 def options_of(plan: Plan | PipeDreamPlan) -> dict[str, Any]:
-    """Return the options of `TrainConfig` that follow a plan.
+    """Convert a plan to options of `TrainConfig`.
 
     Raises:
-        ConfigError: The plan is of no GPT of `braid train`.
+        ConfigError: The plan's model is not a GPT of `braid train`.
     """
     options: dict[str, Any]
     if isinstance(plan, PipeDreamPlan):
@@ -86,8 +86,8 @@ def options_of(plan: Plan | PipeDreamPlan) -> dict[str, Any]:
         return options | ({"model": plan.model} if plan.model else {})
     if not plan.context:
         msg = (
-            f"the plan is of {plan.model or 'another model'}, which braid train does not train: "
-            "give its sizes to braid.parallel.hybrid.HybridParallel"
+            f"the plan is for {plan.model or 'another model'}, which braid train does not train: "
+            "pass its sizes to braid.parallel.hybrid.HybridParallel"
         )
         raise ConfigError(msg)
     if (plan.dtype, plan.optimizer_states) != ("fp32", ADAMW_STATES):
@@ -119,16 +119,16 @@ def followed(config: TrainConfig, plan: Plan | PipeDreamPlan) -> TrainConfig:
     """Return the configuration of a training that follows a plan.
 
     Raises:
-        ConfigError: Another option says something else than the plan.
+        ConfigError: Another option contradicts the plan.
     """
     options, default = options_of(plan), TrainConfig()
     differing = []
     for name in dict.fromkeys((*options, *SPLITTING)):
-        planned, given = options.get(name, getattr(default, name)), getattr(config, name)
-        if given not in {planned, getattr(default, name)}:
-            differing.append(f"--{name.replace('_', '-')} {given} (the plan has {planned or 'no'})")
+        planned, value = options.get(name, getattr(default, name)), getattr(config, name)
+        if value not in {planned, getattr(default, name)}:
+            differing.append(f"--{name.replace('_', '-')} {value} (the plan has {planned or 'no'})")
     if differing:
-        msg = f"--plan says how to train: leave out {', '.join(differing)}"
+        msg = f"these options contradict --plan, leave them out: {', '.join(differing)}"
         raise ConfigError(msg)
     return replace(config, **options)
 
@@ -137,7 +137,7 @@ def comparison(plan: Plan | PipeDreamPlan, log_dir: str | Path) -> list[str]:
     """Return lines that compare a plan's prediction with the steps of a run.
 
     Args:
-        plan: Plan that the run has followed.
+        plan: Plan of the run.
         log_dir: Directory of the run's metrics.
     """
     predicted = plan.predicted if isinstance(plan, Plan) else None
@@ -171,7 +171,7 @@ def comparison(plan: Plan | PipeDreamPlan, log_dir: str | Path) -> list[str]:
 
 
 def _actions(predicted: Mapping[str, float], log_dir: str | Path) -> Iterator[str]:
-    """Yield a line for each stage: its actions as predicted and as the run recorded them."""
+    """Yield a line for each stage with the predicted and measured times of its actions."""
     if not predicted:
         return
     recorded = passes(read_run(Path(log_dir)).timelines)

@@ -1,4 +1,4 @@
-"""The options of `braid profile`: one frozen value that every rank gets as JSON."""
+"""The options of `braid profile`: one frozen value that is sent to every rank as JSON."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ __all__ = ["ProfileRequest"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileRequest:
-    """Model to measure, how, and where to write the profile.
+    """Options of a profile: the model, the sizes to measure, and the files to write.
 
     Attributes:
-        target: Module and function; or a file and function, such as train.py:make.
-        num_ranks: Number of ranks of this host that measure at once, for `braid plan
-            --profile`; also their messages, collectives and optimizer (default: this process
-            alone).
-        servers: Measure a parameter server, too, with as many servers as the N workers.
-        model: A GPT of `braid train` in its place, such as gpt2-tiny or gpt2-medium.
+        target: Module and function, such as mymodel:make; or file and function, such as
+            train.py:make.
+        num_ranks: Number of ranks of this host that measure at the same time, for `braid plan
+            --profile`; also measures messages, collectives and the optimizer (default: measure
+            the layers in this process).
+        servers: Also measure a parameter server, with N servers for the N workers.
+        model: A GPT of `braid train` instead of a target, such as gpt2-tiny or gpt2-medium.
         context: Bytes of a sequence, with --model.
         rows: Rows of the micro-batches to measure with; two or more numbers.
-        seconds: Seconds to measure for, after first rounds.
-        threads: Threads to measure with, as a rank has them.
+        seconds: Seconds to measure for, after warm-up rounds.
+        threads: Number of threads of each rank.
         out: File for the profile.
         graph: File for PipeDream's graph of the largest micro-batch.
         picture: File for a picture of the layers, coloured by their time.
-        device: Device of --model, as for `braid train`. A model of your own stays where FUNCTION
-            puts it.
+        device: Device of --model, as for `braid train`. A target's model stays on the device that
+            FUNCTION chooses.
         dtype: Dtype of the matrix products of --model: fp32, or bf16 by autocast.
     """
 
@@ -61,10 +62,10 @@ class ProfileRequest:
         if self.num_ranks is not None:
             problems += below(1, **{"-n": self.num_ranks})
         if self.servers and (self.num_ranks is None or self.num_ranks < 2):
-            problems.append("--servers measures workers together: add -n 2, or another number")
+            problems.append("--servers measures several workers: add -n 2, or another number")
         if self.target and (self.device, self.dtype) != ("auto", "fp32"):
             problems.append(
-                "--device and --dtype are of --model: choose both where "
+                "--device and --dtype need --model: choose both where "
                 f"{self.target} makes its model"
             )
         raise_all(problems)

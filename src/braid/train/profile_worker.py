@@ -22,33 +22,33 @@ __all__ = ["main", "measured", "profiled_layers"]
 
 
 def measured(request: ProfileRequest, group: Group, place: RankDevice = CPU) -> Profile:
-    """Return the profile of a model and of the ranks, as rank 0 measures it; a collective."""
+    """Measure a model and the ranks, and return rank 0's profile; a collective."""
     layers = layers_of(request.target, request.model, request.context, device=place.device)
     host = profile_host(group, [layer for _, layer in layers.named])
     return msgspec.structs.replace(profiled_layers(request, group, place), host=host)
 
 
 def profiled_layers(request: ProfileRequest, group: Group, place: RankDevice = CPU) -> Profile:
-    """Return the profile of a model's layers, whole and shared by ranks; a collective."""
+    """Measure a model's layers, unsharded and tensor-parallel; a collective."""
     sizes = [1]
     if request.model:
         heads = MODELS[gpt_name(request.model)].heads
         sizes = [n for n in range(1, group.size + 1) if group.size % n == 0 and heads % n == 0]
-    compute_deterministically()  # as braid train does
+    compute_deterministically()  # the same algorithms as `braid train`
     options: dict[str, Any] = {"device": place.device, "dtype": request.dtype}
     profiles: dict[int, Profile] = {}
     for tensor in sizes:
         layers = layers_of(request.target, request.model, request.context, tensor=tensor, **options)
-        group.barrier()  # all ranks at once
+        group.barrier()  # all ranks measure at the same time
         measure = partial(profile_layers, model=layers.model, rows=request.rows, group=group)
         if tensor == 1:
             seconds = request.seconds / len(sizes)
             profiles[1] = measure(layers.named, layers.sample, seconds=seconds)
             continue
         sized = measure(layers.named, layers.sample, ranks=layers.ranks, seconds=0.0)
-        own = group.split(group.rank // tensor)
-        assert own is not None, "every rank has a color"
-        together = gpt(request.model, request.context, group=own, **options)
+        tensor_group = group.split(group.rank // tensor)
+        assert tensor_group is not None, "every rank has a color"
+        together = gpt(request.model, request.context, group=tensor_group, **options)
         timed = measure(together.named, together.sample, seconds=request.seconds / len(sizes))
         both = zip(sized.layers, timed.layers, strict=True)
         made = tuple(_with_times(layer, other) for layer, other in both)
@@ -63,7 +63,7 @@ def profiled_layers(request: ProfileRequest, group: Group, place: RankDevice = C
 
 
 def _with_times(layer: LayerProfile, other: LayerProfile) -> LayerProfile:
-    """Return a shared layer with times in which its all-reduces are, as they were measured."""
+    """Return a tensor-parallel layer with measured times that include its all-reduces."""
     return msgspec.structs.replace(
         layer,
         forward_s=other.forward_s,
@@ -74,7 +74,7 @@ def _with_times(layer: LayerProfile, other: LayerProfile) -> LayerProfile:
 
 
 def main(request: ProfileRequest) -> None:
-    """Be a rank."""
+    """Run one rank."""
     group, here = context.init(), context.membership().environment
     place = choose_device(request.device, here.local_rank, here.local_world_size)
     place.make_current()

@@ -1,4 +1,4 @@
-"""Starts ranks that profile a model together, and reads what they have measured."""
+"""Starts ranks that profile a model together, and reads their profile."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ HOUR_S = 3600.0
 
 
 def profile_together(request: ProfileRequest) -> Profile:
-    """Profile a model on ranks of this host that all measure at once.
+    """Profile a model on ranks of this host that measure at the same time.
 
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
     """
-    assert request.num_ranks is not None, "ranks are asked for"
+    assert request.num_ranks is not None, "the request has a number of ranks"
     with tempfile.TemporaryDirectory(prefix="braid-profile-") as place:
         out = Path(place, "profile.json")
         _measure(profile_worker.main, request, request.num_ranks, out)
@@ -50,7 +50,7 @@ def profile_together(request: ProfileRequest) -> Profile:
 def _measure(
     worker: Callable[[ProfileRequest], None], request: ProfileRequest, num_ranks: int, out: Path
 ) -> None:
-    """Run ranks that measure and write to `out`, to their end."""
+    """Run ranks that measure and write to `out`, and wait until they end."""
     log_dir = str(out.parent / worker.__module__)
     request, threads = replace(request, out=str(out)), request.threads
     outcome = spawn(
@@ -61,14 +61,14 @@ def _measure(
 
 
 def cached_profile(request: ProfileRequest) -> tuple[Profile, str]:
-    """Return a profile that was kept from before, or measure it and keep it.
+    """Return a profile from the cache, or measure one and cache it.
 
-    Of the same model, sizes, ranks, threads, torch, processor and GPU, in the user's cache
-    directory (`XDG_CACHE_HOME`, else ~/.cache). Models of the user's own may change and are never
-    kept.
+    Profiles are cached by model, sizes, ranks, threads, torch, processor and GPU, in the user's
+    cache directory (`XDG_CACHE_HOME`, else ~/.cache). The user's models may change, so their
+    profiles are not cached.
 
     Returns:
-        The profile, and a note on where it was kept; nothing if it is new.
+        The profile, and a note that names the cache file; an empty note if it was measured.
     """
     device = choose_device(request.device).name
     facts = (request, __version__, torch.__version__, _processor(), device)
@@ -83,13 +83,13 @@ def cached_profile(request: ProfileRequest) -> tuple[Profile, str]:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             profile.write(file)
-        except OSError:  # a cache that cannot be written is no reason not to train
+        except OSError:  # train without a cache if it cannot be written
             return profile, ""
     return profile, ""
 
 
 def _processor() -> str:
-    """Return the model of the processor, where the system tells it."""
+    """Return the processor's model from /proc/cpuinfo; empty if it is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""Reports of a running training: one JSON object a line, in the metrics file and on stdout.
+"""Reports of a running training: one JSON object per line, in the metrics file and on stdout.
 
-Rank 0 appends every report to `metrics.jsonl`, where each step stands once, also after a resume.
-Its standard output carries some of the same lines, so that the parent of `braid train` can draw a
-progress bar without another channel. The log is readable for people as well.
+Rank 0 appends every report to `metrics.jsonl`, which has each step once, also after a resume. It
+also prints some of the reports, so that `braid train` can draw a progress bar without another
+channel.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TrainingStarted(msgspec.Struct, tag_field="kind", tag="start", frozen=True
 class Stepped(
     msgspec.Struct, tag_field="kind", tag="step", frozen=True, kw_only=True, omit_defaults=True
 ):
-    """Report of a completed step; shares, MFU and memory are those of rank 0."""
+    """Report of a completed step, with rank 0's time shares, MFU and memory."""
 
     step: int
     loss: float
@@ -89,7 +89,7 @@ class Evaluated(msgspec.Struct, tag_field="kind", tag="eval", frozen=True, kw_on
 
 
 class Checkpointed(msgspec.Struct, tag_field="kind", tag="checkpoint", frozen=True, kw_only=True):
-    """Report that a checkpoint is complete; the training stood still for a part of the time."""
+    """Report that a checkpoint is complete, with the time during which training was blocked."""
 
     step: int
     path: str
@@ -105,7 +105,7 @@ class Sampled(msgspec.Struct, tag_field="kind", tag="sample", frozen=True, kw_on
 
 
 class TrainingFinished(msgspec.Struct, tag_field="kind", tag="end", frozen=True, kw_only=True):
-    """Report that the training has ended; `stopped_by` is empty when all steps are done."""
+    """Report of the end of the training; `stopped_by` is empty after the last step."""
 
     step: int
     first_loss: float
@@ -137,7 +137,7 @@ def parse_report(line: bytes) -> Report | None:
 
 
 def _is_of_past(report: Report | None, step: int) -> bool:
-    """Whether a report stays true when the training continues from `step`."""
+    """Return whether a report is still valid when the training continues from `step`."""
     if isinstance(report, TrainingStarted):
         return report.first_step < step
     return report is not None and report.step <= step
@@ -153,7 +153,7 @@ def _values_by_name(path: Path) -> Iterator[None]:
 
 
 def _end_last_line(file: BinaryIO) -> None:
-    """End the half line that a killed rank may have left; the next report begins a new one."""
+    """Append a newline if a killed rank has written an incomplete last line."""
     if file.seek(0, SEEK_END):
         file.seek(-1, SEEK_END)
         if file.read(1) != b"\n":
@@ -166,7 +166,7 @@ class Reporter:
     Ranks other than 0 have a reporter that writes nothing.
 
     Args:
-        path: The metrics file, which is appended to. None to write nothing.
+        path: Metrics file to append to; None to write nothing.
         out: Stream for lines that show progress.
         clock: Clock that decides when the next step is shown.
 
@@ -187,7 +187,7 @@ class Reporter:
             _end_last_line(self._file)
 
     def rewind(self, step: int) -> None:
-        """Drop the reports of steps after `step` from the file, because they will be done again.
+        """Remove the reports of steps after `step` from the file; these steps will be repeated.
 
         The file is replaced as a whole or not at all.
 
@@ -210,7 +210,7 @@ class Reporter:
             self._file = path.open("ab+")
 
     def write(self, report: Report) -> None:
-        """Write a report; `out` shows five steps a second at most, and all other reports."""
+        """Write a report; `out` gets at most five steps per second, and all other reports."""
         if self._file is None:
             return
         line = msgspec.json.encode(report) + b"\n"

@@ -3,10 +3,10 @@
     scheduler, servers    serve until the workers are done
     worker k              its share of each batch -> backward -> clip -> step: push, pull
 
-Nobody exchanges losses: a worker that is ahead would otherwise wait for the slowest, whatever the
-staleness. The figures are those of the first worker; its gradient is clipped before it is pushed.
-At staleness 0, and with a norm that is never clipped, workers compute what `braid train` does with
-collectives.
+Workers do not exchange losses: exchanging them would make every worker wait for the slowest,
+whatever the staleness. Reports describe the first worker. A worker clips its gradient before it
+pushes it. At staleness 0, and if the norm stays below the limit, workers compute the same as `braid
+train` with collectives.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def train_on_servers(
     member: Membership,
     place: RankDevice,
 ) -> int:
-    """Train, or serve, on this rank; returns the signal that ended the training early, or 0.
+    """Train or serve on this rank; return the signal that ended the training early, or 0.
 
     Raises:
-        ConfigError: The data does not suffice, or no steps are left.
-        CheckpointError: The checkpoint is of another training.
+        ConfigError: There is too little data, or no steps remain.
+        CheckpointError: The checkpoint has other data or no servers.
     """
     restored, state = _opened(config, corpus, member.environment.resume)
     options = ps.Options(replicas=config.replicas, restore=restored)
     model = GPT(MODELS[config.model], config.context, config.seed, dtype=config.dtype)
     with ps.join(group, config.servers, options) as node:
-        if node.is_worker:  # servers keep tables in memory of the host
+        if node.is_worker:  # servers keep tables in host memory
             model.to(place.device)
         served = ps.ParameterServer(
             model, node, _adamw(model, config), ps.Consistency(staleness=config.staleness)
@@ -93,7 +93,7 @@ def train_on_servers(
 
 
 def _opened(config: TrainConfig, corpus: Corpus, where: str) -> tuple[Path | None, dict[str, Any]]:
-    """Return the checkpoint that `--resume` names, and what it says of the training."""
+    """Return the checkpoint that `--resume` names, and the training state in it."""
     directory = checkpoints_in(config.checkpoints if where == "auto" else where)
     if not where or (where == "auto" and not directory.is_dir()):
         return None, {}
@@ -102,13 +102,13 @@ def _opened(config: TrainConfig, corpus: Corpus, where: str) -> tuple[Path | Non
     if state.get("data") != corpus.digest or "tables" not in state:
         msg = (
             f"{checkpoint.path} cannot be resumed with --strategy ps: it was trained on other data "
-            "or without servers. Give the same --data and --strategy, or start anew in another "
-            "--log-dir"
+            "or without servers. Give the same --data and --strategy, or start a new run in "
+            "another --log-dir"
         )
         raise CheckpointError(msg)
     if checkpoint.manifest.step >= config.steps:
         msg = (
-            f"no steps are left: {checkpoint.path} has done {checkpoint.manifest.step} of "
+            f"no steps remain: {checkpoint.path} is at step {checkpoint.manifest.step} of "
             f"{config.steps}. Ask for more --steps"
         )
         raise ConfigError(msg)
@@ -116,7 +116,7 @@ def _opened(config: TrainConfig, corpus: Corpus, where: str) -> tuple[Path | Non
 
 
 class _Worker:
-    """A worker's training."""
+    """Trains on one worker."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class _Worker:
         return self._node.number == 0
 
     def run(self, restored: Path | None, state: dict[str, Any]) -> int:
-        """Train to the end, or until asked to stop; returns the signal, or 0."""
+        """Train to the end, or until asked to stop; return the signal, or 0."""
         config, clock = self._config, self._group.context.clock
         if restored is not None:
             self._sampler.load_state_dict(state.get("sampler", {}))
@@ -165,7 +165,7 @@ class _Worker:
         asked = False
         while self._step < self._end:
             if self._stopping.signum and not asked:
-                asked = True  # others may be ahead by the staleness, and wait for this worker
+                asked = True  # stop later: other workers may be ahead by the staleness
                 self._node.request_stop(self._step - self._first_step + config.staleness + 2)
             with self._group.context.events.span("step", seq=self._step + 1):
                 self._one_step()
@@ -196,7 +196,7 @@ class _Worker:
 
     @property
     def _end(self) -> int:
-        """Step at which the training ends: its last one, or the one that workers agreed on."""
+        """Step at which the training ends: the configured one, or the one agreed by workers."""
         stop_at = self._node.stop_at
         steps = self._config.steps
         return steps if stop_at is None else min(steps, self._first_step + stop_at)
@@ -204,7 +204,7 @@ class _Worker:
     @property
     def _model(self) -> GPT:
         model = self._served.module
-        assert isinstance(model, GPT), "the model was passed as one"
+        assert isinstance(model, GPT), "the served module is the model"
         return model
 
     def _one_step(self) -> None:
@@ -213,7 +213,7 @@ class _Worker:
         lr = config.lr_at(self._step)
         self._served.set_lr(lr)
         indices = share_of(self._sampler.next_batch(), self._node.number, self._node.num_workers)
-        with self._served.accumulate():  # clipped before it is pushed
+        with self._served.accumulate():  # clip before the push
             loss = self._served(*self._windows.batch(indices))
             loss.backward()
         if not math.isfinite(loss.item()):
@@ -311,7 +311,7 @@ class _Worker:
             notes=(
                 (
                     f"parameter server: {servers}, staleness {config.staleness}, replicas "
-                    f"{config.replicas}; figures are those of worker 0"
+                    f"{config.replicas}; reports describe worker 0"
                 ),
             ),
         )
@@ -322,7 +322,7 @@ def _is_due(every: int, step: int) -> bool:
 
 
 def _adamw(model: GPT, config: TrainConfig) -> list[ps.ParamGroup]:
-    """Return AdamW for servers, which decays matrices only."""
+    """Return AdamW for servers, with weight decay for matrices only."""
     make = partial(torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), fused=True)
     params = list(model.parameters())
     return [

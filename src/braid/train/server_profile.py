@@ -1,8 +1,8 @@
 """A rank of `braid profile -n N --servers`, which measures a parameter server of N servers.
 
-The first worker writes the curve. A step clips and pushes gradients, lets servers step with AdamW,
-and pulls: what a training does after its backward. Half of the model's layers and all of them are
-two points of the curve.
+The first worker writes the curve. A measured step is the part of a training step after backward:
+clip and push gradients, update on the servers with AdamW, pull. The curve has two points: half of
+the model's layers, and all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-6, fused=True)
 
 
 def measured(request: ProfileRequest, group: Group) -> Curve | None:
-    """Return the seconds of a step by bytes of parameters, on the first worker; a collective."""
+    """Return seconds per step by bytes of parameters, on the first worker; a collective."""
     clock = group.context.clock
     torch.manual_seed(0)  # equal values on all nodes
     layers = [layer for _, layer in layers_of(request.target, request.model, request.context).named]
@@ -38,30 +38,30 @@ def measured(request: ProfileRequest, group: Group) -> Curve | None:
     points = {}
     with ps.join(group, group.size // 2) as node:
         served = [
-            ps.ParameterServer(nn.ModuleList(own), node, ADAMW, name=name)
-            for name, own in parts.items()
+            ps.ParameterServer(nn.ModuleList(part), node, ADAMW, name=name)
+            for name, part in parts.items()
         ]
         if not node.is_worker:
             node.serve()
             return None
-        for own in served:
-            params, times = list(own.module.parameters()), []
+        for server in served:
+            params, times = list(server.module.parameters()), []
             for _ in range(RUNS + 1):
                 for param in params:
                     param.grad = torch.ones_like(param)
                 start_ns = clock.now_ns()
                 clip_pieces_([param.grad for param in params if param.grad is not None], CLIP)
-                own.step()
-                own.wait()
+                server.step()
+                server.wait()
                 times.append((clock.now_ns() - start_ns) / 1e9)
             points[float(sum(p.nbytes for p in params))] = statistics.median(times[1:])
     nbytes = sorted(points)
-    seconds = [max(points[each] for each in nbytes[: i + 1]) for i in range(len(nbytes))]
+    seconds = [max(points[size] for size in nbytes[: i + 1]) for i in range(len(nbytes))]
     return Curve(tuple(nbytes), tuple(seconds)) if node.number == 0 else None
 
 
 def main(request: ProfileRequest) -> None:
-    """Be a rank."""
+    """Run one rank."""
     curve = measured(request, context.init())
     if curve is not None:
         Path(request.out).write_bytes(msgspec.json.encode(curve))

@@ -1,8 +1,7 @@
 """The shards of a batch: one on each rank, or all in one process in the order of ranks.
 
-Both leave the same bits in `.grad`, which `braid demo` proves. The rest of a training (order of
-samples, clipping, optimizer, evaluation) is the same code for both. It asks its shards for two
-things only: gradients and losses.
+Both compute the same bits in `.grad`; `braid demo` checks this. The rest of a training (order of
+samples, optimizer, reports) is the same code for both.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class StepAgreement(NamedTuple):
 
     Attributes:
         losses: Loss of each shard, in the order of ranks.
-        stop: Whether some rank wants to stop after this step.
+        stop: Whether any rank was asked to stop after this step.
     """
 
     losses: tuple[float, ...]
@@ -67,31 +66,31 @@ class Shards(Protocol):
         ...
 
     def clip(self, max_norm: float) -> float:
-        """Scale gradients to at most this norm; returns the norm before."""
+        """Scale gradients to at most `max_norm`; return the norm before."""
         ...
 
     def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
-        """Return the tensors that this rank writes, and values that are no tensors."""
+        """Return the tensors that this rank writes, and the values that are not tensors."""
         ...
 
     def share_weights(self) -> None:
-        """Let rank 0 have all weights, to generate text with; a collective."""
+        """Gather all weights on rank 0, so that it can generate text; a collective."""
         ...
 
 
 class ParallelShards:
-    """Shards of which each rank has one; a world of one rank is allowed.
+    """Shards in parallel, one on each rank; a world of one rank is allowed.
 
-    The model and the optimizer are made, and resumed, whole; the engine is made before the first
-    step. A checkpoint can be resumed on another number of ranks, and with another `stage`.
+    The model and the optimizer are built and resumed unsharded; the engine is built before the
+    first step. A checkpoint can be resumed on another number of ranks, and with another `stage`.
 
     Args:
         model: The model, equal on all ranks.
         optimizer: Its optimizer.
         windows: Samples to train on.
         group: Group of all ranks that train.
-        stage: 0 lets ranks have the same (DDP), 1 divides states of the optimizer (ZeRO), 2
-            gradients, too, and 3 parameters, too.
+        stage: 0 replicates everything (DDP), 1 shards optimizer states (ZeRO), 2 also gradients,
+            and 3 also parameters.
     """
 
     def __init__(
@@ -104,11 +103,11 @@ class ParallelShards:
         self._stage = stage
         self._sharding: Sharding | None = None
         self._parallel: nn.Module | None = (
-            None  # what averages gradients, made before the first step
+            None  # module that averages gradients, built before the first step
         )
 
     def _make(self) -> nn.Module:
-        """Divide the model and the states of its optimizer, or wrap it; once."""
+        """Shard the model and its optimizer, or wrap the model in DDP, at the first call."""
         if self._parallel is None and self._stage:
             self._sharding = Sharding(self._model, self._group, ShardingOptions(stage=self._stage))
             attach(self._sharding, self._optimizer)
@@ -137,8 +136,8 @@ class ParallelShards:
         return StepAgreement(tuple(losses), any(stops))
 
     def memory(self) -> list[torch.Tensor]:
-        """Return the memory of divided parameters and gradients, gathered ones included."""
-        return [x for own in memory_of(self._sharding) for x in own] if self._sharding else []
+        """Return the buffers of sharded parameters and gradients, gathered ones included."""
+        return [x for memory in memory_of(self._sharding) for x in memory] if self._sharding else []
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
         """See `Shards`."""
@@ -154,7 +153,7 @@ class ParallelShards:
         return clip_whole(self._model, max_norm)
 
     def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
-        """See `Shards`; a collective if the model is divided."""
+        """See `Shards`; a collective if the model is sharded."""
         if self._stage:
             self._make()
         if (sharding := self._sharding) is not None:
@@ -164,7 +163,7 @@ class ParallelShards:
         return snapshot, training_numbers(self._model, optimizer)
 
     def share_weights(self) -> None:
-        """See `Shards`: every rank has them, or they become whole again."""
+        """See `Shards`: gather sharded weights; replicated weights are complete already."""
         if self._sharding is not None:
             self._sharding.undo()
 
@@ -178,7 +177,7 @@ class ReferenceShards:
     Args:
         model: The model.
         windows: Samples to train on.
-        group: A world of one rank, for its events.
+        group: A world of one rank, which records events.
         num: Number of shards.
     """
 
@@ -213,7 +212,7 @@ class ReferenceShards:
         return snapshot, training_numbers(self._model, optimizer)
 
     def share_weights(self) -> None:
-        """See `Shards`: this rank has them."""
+        """See `Shards`: the one rank has all weights already."""
 
     def _loss_of(
         self, windows: Windows, indices: Sequence[int], rank: int
@@ -229,10 +228,10 @@ class ReferenceShards:
 
 
 def clip_whole(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradients of a model that this rank has whole; returns the norm before.
+    """Scale the gradients of an unsharded model to at most `max_norm`; return the norm before.
 
-    On a CPU the norm has the bits that ranks with parts of the gradients compute together; on a GPU
-    those would take thousands of kernels.
+    On a CPU the norm has the same bits as the norm of sharded gradients over ranks. On a GPU the
+    order of the sum differs, because the same order would take thousands of kernels.
     """
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     if grads and grads[0].is_cuda:

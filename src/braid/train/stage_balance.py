@@ -1,4 +1,4 @@
-"""The layers of each stage of a training: by number, as given, or as rank 0 measures them."""
+"""The number of layers of each stage: even, as configured, or by rank 0's measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from braid.train.config import MEASURED, TrainConfig
 
 __all__ = ["stage_balance"]
 
-PARAM_COPIES = 4.0  # of AdamW: the parameter, its gradient and two moments
+PARAM_COPIES = 4.0  # with AdamW: the parameter, its gradient and two moments
 INDENT = "\n         "
 
 
@@ -25,16 +25,16 @@ def stage_balance(
     layers: Sequence[nn.Module],
     sample: Callable[[int], Any],
 ) -> tuple[Sequence[int] | None, str]:
-    """Return the number of layers of each stage, the same on all ranks; None to have them even.
+    """Return the number of layers of each stage, equal on all ranks; None for even stages.
 
     Args:
         config: Configuration of the training.
-        group: Ranks of the pipeline; the first one measures, while the rest waits.
+        group: Ranks of the pipeline; rank 0 measures while the other ranks wait.
         layers: Layers of the model.
-        sample: Function of a number of rows that returns a batch of the model's input.
+        sample: Function that returns a batch of the model's input with a number of rows.
 
     Returns:
-        The numbers, and on rank 0 a picture of what it has measured.
+        The numbers, and on rank 0 a picture of its measurements.
     """
     if config.balance not in MEASURED:
         return config.stage_sizes, ""

@@ -1,4 +1,4 @@
-"""Tokens cut into samples: sample i is the i-th window, its targets are the tokens one further on.
+"""Tokens cut into samples: sample i is the i-th window, with targets shifted by one token.
 
 tokens    t0 t1 t2 t3 t4 t5 t6 ...        context 3
 sample 0  t0 t1 t2  ->  t1 t2 t3
@@ -17,16 +17,16 @@ __all__ = ["Windows"]
 
 
 class Windows:
-    """A data set of (inputs, targets) over a row of tokens.
+    """A data set of (inputs, targets) over a sequence of tokens.
 
     Args:
         tokens: Tokens of one byte each.
         context: Number of tokens of an input.
         name: Name of the text, for messages.
-        device: Device of the samples; the tokens stay where they are.
+        device: Device of the samples; the tokens stay in host memory.
 
     Raises:
-        ConfigError: There is not one whole window.
+        ConfigError: There are too few tokens for one window.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Windows:
             raise ConfigError(msg)
         self._context, self._device = context, device
         self._num = (len(tokens) - 1) // context
-        # overlapping rows: a view, T+1 tokens every T tokens
+        # a view with overlapping rows of T + 1 tokens, one every T tokens
         whole = torch.frombuffer(bytearray(tokens), dtype=torch.uint8)
         self._rows = whole.as_strided((self._num, context + 1), (context, 1))
 

@@ -1,7 +1,7 @@
 """The program that each rank of `braid train` runs: `python -m braid.train.worker CONFIG_AS_JSON`.
 
 The launcher passes the rank and the checkpoint to resume from in the environment. The
-configuration is the one argument.
+configuration is the only argument.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank; returns the exit code."""
+    """Run one rank; return the exit code."""
     if len(arguments) != 1:
         msg = (
             "a worker of `braid train` takes one argument, the configuration as JSON, got "
@@ -39,18 +39,18 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(msg)
     config = TrainConfig.from_json(arguments[0])
     stopping = Stopping()
-    for number in () if config.min_ranks else SIGNALS:  # there they let a rank leave
+    for number in () if config.min_ranks else SIGNALS:  # else the elastic training handles them
         signal.signal(number, stopping)
     compute_deterministically()
     signum = run(config, context.init(), stopping, context.membership())
-    context.shutdown()  # not after an exception: such a rank has failed, not left
+    context.shutdown()  # not after an exception: other ranks must see a failed rank
     return 128 + signum if signum else 0
 
 
 def run(config: TrainConfig, group: Group, stopping: Stopping, member: Membership) -> int:
-    """Train on this rank; returns the signal that ended the training early, or 0."""
+    """Train on this rank; return the signal that ended the training early, or 0."""
     corpus = from_files(config.data) if config.data else standard_library()
-    here, helpers = member.environment, config.num_helpers  # which have the first ranks
+    here, helpers = member.environment, config.num_helpers  # helpers have the first ranks
     place = choose_device(
         config.device, max(0, here.local_rank - helpers), here.local_world_size - helpers
     )
@@ -77,12 +77,12 @@ def run(config: TrainConfig, group: Group, stopping: Stopping, member: Membershi
 def _resume(
     trainer: Trainer, config: TrainConfig, member: Membership, group: Group
 ) -> tuple[str, tuple[str, ...]]:
-    """Load the checkpoint that `--resume` names; returns its path and notes for the user."""
+    """Load the checkpoint that `--resume` names; return its path and notes for the user."""
     where = member.environment.resume
     if not where:
         return "", ()
     if where == "auto" and not ls(config.checkpoints):
-        return "", (f"no checkpoint in {config.checkpoints} yet, starting anew",)
+        return "", (f"no checkpoint in {config.checkpoints} yet, starting a new run",)
     loaded = load(checkpoints_in(config.checkpoints if where == "auto" else where), group=group)
     bad = {skipped.path for skipped in loaded.skipped}
     later = [
@@ -93,7 +93,7 @@ def _resume(
     if later and loaded.path.resolve().parent == Path(config.checkpoints).resolve():
         msg = (
             f"{config.checkpoints} has {later[-1]}, which is later than the {loaded.path.name} "
-            "that was asked for: use --resume auto, or another --log-dir for the new branch"
+            "that --resume names: use --resume auto, or another --log-dir for the new branch"
         )
         raise ConfigError(msg)
     trainer.resume(loaded)
@@ -101,9 +101,9 @@ def _resume(
         member.control.send(Loaded(loaded.manifest.step, str(loaded.path), where))
     notes = [f"skipped {path}: {reason}" for path, reason in loaded.skipped]
     then, now = loaded.manifest.numerics, trainer.numerics()
-    del now["world_size"]  # the number of shards matters instead
-    del now["algorithms"]  # measured anew in every run; none of them changes the order of sums
-    then = {"device": "cpu", "dtype": "fp32", **then}  # older checkpoints do not name them
+    del now["world_size"]  # the bits depend on the number of shards, not ranks
+    del now["algorithms"]  # measured in every run; no choice changes the order of sums
+    then = {"device": "cpu", "dtype": "fp32", **then}  # missing in older checkpoints
     if differing := [f"{k} {then.get(k)} (now {now[k]})" for k in now if then.get(k) != now[k]]:
         notes.append(f"last bits may differ, the checkpoint was made with {', '.join(differing)}")
     return str(loaded.path), tuple(notes)

@@ -1,1 +1,1 @@
-"""demo: one command that shows, and proves, what braid does on this machine; see README.md."""
+"""demo: one command that trains on this machine and checks the results; see README.md."""

@@ -1,9 +1,9 @@
-"""`braid demo`: train a small GPT alone, then in parallel, and prove that nothing changed.
+"""`braid demo`: train a small GPT in one process and in parallel, and compare the results.
 
     1 reference   one process runs the shards of each batch in turn, in the order of ranks
     2 parallel    one process for each shard
     3 chaos       the same, but a rank is killed, and the training resumes from its last checkpoint
-    4 pipeline    the layers are divided instead of the batch; its idle time beside the schedule's
+    4 pipeline    the layers are divided instead of the batch; measured and predicted idle time
     proof         the last checkpoints, weights and optimizer, are compared bit by bit
 
 All printed figures are measured in this run. The data is Python's own standard library, so nothing
@@ -38,24 +38,24 @@ from braid.types import Shares
 
 __all__ = ["bar", "show"]
 
-STEPS = 480  # some eight seconds for the reference on one core
-CONTEXT = 64  # many short steps teach a small model more than few long ones
-LR = 6e-3  # as high as this model bears
-SEQUENCES = 16  # of a batch, or the next lower multiple of the number of ranks
+STEPS = 480  # about eight seconds for the reference on one core
+CONTEXT = 64  # a small model learns more in many short steps than in few long ones
+LR = 6e-3  # close to the highest stable rate of this model
+SEQUENCES = 16  # sequences per batch, rounded down to a multiple of the number of ranks
 BAR_WIDTH = 40
 SAMPLE_ROWS = 6
-CHECKPOINTS = 5  # of the run in which a rank is killed
-PIPELINE_PART = 6  # of the steps of the others
-KILLED_AFTER = 0.3  # of the steps; the rest leaves time to strike
+CHECKPOINTS = 5  # number of checkpoints of the run with a killed rank
+PIPELINE_PART = 6  # the pipeline run has a sixth of the steps
+KILLED_AFTER = 0.3  # fraction of the steps; the rest leaves time to kill the rank
 PROOF_FAILED_EXIT_CODE = 1
 
 
 class Assassin(TrainConsole):
-    """Shows a training, and kills one of its ranks after a step, by SIGKILL from outside.
+    """Console that shows a training, and kills one of its ranks with SIGKILL after a step.
 
     Args:
         out: Console on which the training is drawn.
-        title: Text before the moving line.
+        title: Text before the progress bar.
         rank: Rank to kill.
         after: Step after which to kill it.
 
@@ -98,12 +98,12 @@ def show(
     """Run the demonstration.
 
     Args:
-        out: Console to show it on.
-        num_ranks: Number of processes of the parallel training; at most two, and no more than
-            cores, when None.
+        out: Console that shows the demonstration.
+        num_ranks: Number of processes of the parallel training; when None, two, or one
+            if there is only one core.
         log_dir: Directory of the runs.
         steps: Number of steps of each training.
-        chaos: Whether to kill a rank, too.
+        chaos: Whether to also run with a killed rank.
 
     Returns:
         0 if the proof holds; 1 if it does not; the exit code of a stage that failed.
@@ -124,7 +124,7 @@ def show(
         eval_every=0,
         checkpoint_every=0,
         log_dir=f"{log_dir}/parallel",
-        device="cpu",  # where sums of ranks have the bits of one process
+        device="cpu",  # on CPUs, sums over ranks have the same bits as in one process
     )
     config.check_ranks(size)
     _print(out, _header(size, cores), style="bold")
@@ -177,7 +177,7 @@ def bar(shares: Shares, width: int = BAR_WIDTH) -> str:
 
 def _header(size: int, cores: int) -> str:
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    load = os.getloadavg()[0]  # cores that other programs use are missing below
+    load = os.getloadavg()[0]  # cores that other programs use make the runs slower
     return (
         f"braid {__version__} | torch {torch.__version__} | {cores} "
         f"core{'s' if cores > 1 else ''} (load {load:.1f}), "
@@ -198,7 +198,7 @@ def _train(
 def _chaos(
     out: Console, config: TrainConfig, size: int, alone: TrainingFinished
 ) -> tuple[bool, int]:
-    """Kill a rank, resume and compare.
+    """Train with a killed rank, resume, and compare with the reference.
 
     Returns:
         Whether the proof holds, and the exit code of a failed training, otherwise 0.
@@ -219,7 +219,7 @@ def _chaos(
     _print(
         out,
         f"  3 chaos       rank {victim} was killed (SIGKILL) after step {assassin.struck_at}; the "
-        "launcher said",
+        "launcher reported",
     )
     for row in block[:2]:
         _print(out, f"    | {row.strip()[:110]}", style="italic")
@@ -238,7 +238,7 @@ def _chaos(
 
 
 def _pipeline(out: Console, config: TrainConfig, size: int) -> int:
-    """Train with layers on several ranks, and show how long they idle; return the exit code."""
+    """Train with a pipeline, and show how long its ranks are idle; return the exit code."""
     size = min(size, MODELS[config.model].layers)
     config = replace(
         config,

@@ -1,8 +1,8 @@
-"""Distance of two tensors, in a unit that tells rounding from mistakes.
+"""Distance of two tensors in ulps, which distinguishes rounding from mistakes.
 
-An absolute difference means nothing without the size of the numbers, and a relative one nothing
-near zero. The count of floating-point numbers between two numbers (ulps, units in the last place)
-does: 0 is the same number, a handful is another order of additions, and millions are a bug.
+An absolute difference depends on the size of the numbers, and a relative one is useless near zero.
+The count of floating-point numbers between two numbers (ulps, units in the last place) works
+everywhere: 0 is the same number, a few come from another order of additions, millions are a bug.
 
 Source: D. Goldberg, "What Every Computer Scientist Should Know About Floating-Point Arithmetic",
 ACM Computing Surveys 23 (1991).
@@ -36,8 +36,8 @@ class Difference(NamedTuple):
         ulps: Number of floating-point numbers between the two.
         differing: Number of elements of the parameter that differ.
         numel: Number of elements of the parameter.
-        ranks: Ranks whose numbers differ from those of rank `usual`, the rank of `value` first.
-            Empty if all ranks agree and differ from one process.
+        ranks: Ranks with other numbers than rank `usual`; the first is the rank of `value`. Empty
+            if all ranks agree and differ from one process.
         usual: Rank of `expected`, if ranks differ from each other.
     """
 
@@ -58,7 +58,7 @@ class Difference(NamedTuple):
         if self.ranks:
             sides = (f"on rank {self.ranks[0]}", f"on rank {self.usual}")
             rest = ", ".join(map(str, self.ranks[1:]))
-            also = f"; on rank {rest} there are other numbers, too" if rest else ""
+            also = f"; rank {rest} also has other numbers" if rest else ""
         return (
             f"{self.parameter}{at} is {self.value} {sides[0]} and {self.expected} {sides[1]}, "
             f"{self.ulps:,} ulps apart; "
@@ -67,10 +67,10 @@ class Difference(NamedTuple):
 
 
 def ulps_between(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Count the floating-point numbers between each two elements, as int64.
+    """Return the element-wise number of floating-point steps from `a` to `b`, as int64.
 
-    For dtypes without a point it is the absolute difference. Both zeros are the same number. NaN is
-    at the largest distance from all numbers but NaN.
+    For integer dtypes this is the absolute difference. Both zeros are the same number. NaN has the
+    largest distance from every number, and the distance 0 from NaN.
 
     >>> a, b = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1.0 + 2**-23, -0.0, -2.0])
     >>> ulps_between(a, b).tolist()

@@ -1,11 +1,11 @@
 """Take the same steps on N ranks and in one process, and compare them after each.
 
-The ranks train as they would. The first rank also runs the shares of all ranks, one after the
-other, in one process with the same number of threads (`data_parallel.accumulate`). After each step
-it compares the parameters bit by bit. So the proof names the first step, and the first parameter
-in the order of the module, at which the two runs differ, and by how much. Parameters that differ
-among ranks are reported in the same way. `shares` checks that the shares make up the whole batch,
-which both runs would get wrong alike. Loss weights that shares set count in both runs.
+The ranks train in parallel. The first rank also runs the shares of all ranks in turn in one process
+with the same number of threads (`data_parallel.accumulate`). After each step it compares the
+parameters bit by bit. So the proof names the first step, and the first parameter in the order of
+the module, at which the two runs differ, and by how much. Parameters that differ among ranks are
+reported in the same way. `shares` checks that the shares make up the whole batch, because both runs
+would compute the same wrong result. Both runs apply the loss weights that shares set.
 
 Memory: two models and their optimizers' state on the first rank.
 """
@@ -46,12 +46,13 @@ class Proof(NamedTuple):
         steps: Number of compared steps, including the differing one.
         num_params: Number of parameters.
         numel: Number of elements of all parameters.
-        step: First step (from 1) after which a parameter differed; 0 if none did.
+        step: First step (from 1) after which a parameter differs; 0 if all are equal.
         difference: Difference of the first such parameter of the module.
         others: Names of further parameters that differ after this step.
         losses: Losses of the first rank's share (parallel run, one process), by step, as text.
-        gap: First shares whose mean is not the loss of the whole batch; None if there are none.
-        is_split: Whether some share is not the whole batch.
+        gap: First step in which the mean loss of the shares is not the loss of the whole batch;
+            None if there is none.
+        is_split: Whether any share is not the whole batch.
     """
 
     ranks: int
@@ -67,12 +68,12 @@ class Proof(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether all numbers were the same after every step, and shares make up the whole."""
+        """Whether both runs were equal after every step, and the shares make up the batch."""
         return self.difference is None and self.gap is None
 
 
 def prove(group: Group, task: Task, steps: int) -> Proof | None:
-    """Train in parallel and in one process, and compare; a collective.
+    """Train in parallel and in one process, and compare after each step; a collective.
 
     Args:
         group: Group of all ranks.
@@ -133,7 +134,7 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
 
 
 class _Alone:
-    """The run in one process, which begins with the same parameters as the ranks.
+    """The run in one process, which starts with the same parameters as the ranks.
 
     Attributes:
         model: Model of this run.
@@ -145,14 +146,16 @@ class _Alone:
         self.model = task.model()
         self.model.load_state_dict(begin.state_dict())
         self._optimizer = task.optimizer(self.model.parameters())
-        self._weights: list[float | None] = [None] * size  # by share
-        self._weight: float | None = None  # of the share whose backward is next
+        self._weights: list[float | None] = [None] * size  # loss weight of each share
+        self._weight: float | None = None  # loss weight of the current share
         for param in self.model.parameters():
-            if param.requires_grad:  # as `DistributedDataParallel` does it, so that bits are equal
+            if (
+                param.requires_grad
+            ):  # same order of operations as `DistributedDataParallel`, for equal bits
                 param.register_hook(self._weighted)  # type: ignore[no-untyped-call]
 
     def step(self, number: int) -> float:
-        """Take one step; returns the loss of the first share."""
+        """Take one step; return the loss of the first share."""
         shares = [lambda rank=rank: self._loss(rank, number) for rank in range(self._size)]
         losses = accumulate(self.model, shares)
         total = sum(1.0 if weight is None else weight for weight in self._weights)
@@ -183,7 +186,7 @@ class _Alone:
 
 
 def _whole(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a block in which a model has whole parameters, also if it is sharded."""
+    """Return a context manager in which the model's parameters are unsharded."""
     sharding = sharding_of(model)
     return nullcontext() if sharding is None else sharding.gathered()
 

@@ -1,15 +1,14 @@
 """Checks that the shares of a batch make up the whole batch.
 
 Problem: a proof compares N ranks with one process that runs the same shares. If the shares are
-wrong, such as `x[rank:]` for `x[rank::size]`, both runs are wrong alike, and every bit is equal.
+wrong, such as `x[rank:]` for `x[rank::size]`, both runs compute the same wrong result.
 
-Idea: `loss(model, 0, 1, step)` is the loss of the whole batch, from the same function of the user.
-For a mean over samples, the mean of the shares' losses is the same number, up to rounding: by the
-weights that the shares set with `model.set_loss_weight`, if they do. Dropout and batch statistics
-would differ for good reasons, so the model is compared in evaluation mode.
+Idea: `loss(model, 0, 1, step)` is the loss of the whole batch, from the same user function.
+If the loss is a mean over samples, the mean of the shares' losses is the same number, up to
+rounding. The mean uses the weights that shares set with `model.set_loss_weight`. Dropout and batch
+statistics would differ without an error, so the model is compared in evaluation mode.
 
-Shares that are all the whole batch have the right mean, too. They are recognized by the inputs of
-the model.
+If every share is the whole batch, the mean is right as well. The inputs of the model reveal this.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from braid.train.prove.task import Task
 
 __all__ = ["CHECKED_STEPS", "ShareCheck", "ShareGap", "check_shares", "noting_weights"]
 
-CHECKED_STEPS = 2  # number of first steps in which shares are checked: each costs size + 1 forwards
-# relative; the rounding of float32 sums of a million samples stays below, a wrong share above
+CHECKED_STEPS = 2  # number of first steps with a check; each check costs size + 1 forwards
+# relative; rounding of float32 sums of a million samples is smaller, a wrong share is larger
 TOLERANCE = 1e-3
 WEIGHT = "set_loss_weight"
 
 
 class ShareGap(NamedTuple):
-    """Shares whose mean is not the loss of the whole batch.
+    """A step in which the mean loss of the shares is not the loss of the whole batch.
 
     Attributes:
-        step: Step (from 1) at which both were computed.
+        step: Step (from 1).
         mean: Mean of the losses of the shares, as text.
         whole: Loss of the whole batch, as text.
         losses: Loss of each share, as text.
@@ -58,7 +57,7 @@ class ShareGap(NamedTuple):
 
 
 class ShareCheck(NamedTuple):
-    """Shares of one step, compared with the whole batch.
+    """Result of comparing the shares of one step with the whole batch.
 
     Attributes:
         gap: Difference of the mean of the shares' losses from the loss of the whole batch; None if
@@ -71,7 +70,7 @@ class ShareCheck(NamedTuple):
 
 
 class _ShareRun(NamedTuple):
-    """Evaluation of one share: its loss and weight, and the tensors that the model was given."""
+    """Evaluation of one share: its loss and weight, and the input tensors of the model."""
 
     loss: float
     weight: float | None
@@ -82,29 +81,29 @@ def check_shares(task: Task, model: nn.Module, size: int, step: int) -> ShareChe
     """Compare the shares of a step with the whole batch.
 
     Args:
-        task: Task whose loss is computed.
+        task: Task with the loss function.
         model: Model; a copy in evaluation mode is used.
         size: Number of shares.
         step: Step (from 0).
 
     Returns:
-        The comparison; one without differences if the model cannot be evaluated.
+        The comparison; without a difference if the model cannot be evaluated.
     """
     evaluated = copy.deepcopy(model).eval()
     try:
         with torch.no_grad():
             shares = [_run(task, evaluated, rank, size, step) for rank in range(size)]
             whole = _run(task, evaluated, 0, 1, step)
-    except Exception:  # noqa: BLE001 - models may have no loss in evaluation mode
+    except Exception:  # noqa: BLE001 - a model may raise in evaluation mode
         return ShareCheck()
     return ShareCheck(_gap(shares, whole.loss, step), _are_whole(shares, whole))
 
 
 @contextlib.contextmanager
 def noting_weights(model: nn.Module, note: Callable[[float | None], None]) -> Iterator[None]:
-    """Give a model `set_loss_weight`, which `DistributedDataParallel` has, while the context lasts.
+    """Add the method `set_loss_weight` of `DistributedDataParallel` to a model temporarily.
 
-    A model that has the attribute keeps its own.
+    A model with this attribute stays unchanged.
     """
     if hasattr(model, WEIGHT):
         yield

@@ -1,4 +1,4 @@
-"""A proof as text for people."""
+"""Printing of a proof."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def show(proof: Proof, console: Console | None = None) -> None:
     if proof.gap is not None:
         console.print(f"[bold red]wrong shares[/bold red]  {proof.gap}", soft_wrap=True)
         console.print(
-            "         the ranks and one process run the same shares, so their bits cannot show it: "
+            "         the ranks and one process run the same shares, so their bits are equal: "
             "shares must be equally large (or set model.set_loss_weight(len(share)) before their "
             "forward), cover the batch once (x[rank::size], not x[rank:]), come from a batch that "
             "does not depend on size, and the loss must be their mean",
@@ -34,7 +34,7 @@ def show(proof: Proof, console: Console | None = None) -> None:
     if not proof.is_split:
         console.print(
             "[bold yellow]not split[/bold yellow]  every share is the whole batch, so each of the "
-            f"{proof.ranks} ranks computes what one process would and nothing is gained",
+            f"{proof.ranks} ranks does the work of one process and nothing is gained",
             soft_wrap=True,
         )
         console.print(
@@ -58,7 +58,7 @@ def show(proof: Proof, console: Console | None = None) -> None:
     if proof.others:
         more = len(proof.others) - MAX_NAMES
         names = ", ".join(proof.others[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
-        console.print(f"         likewise {names}", soft_wrap=True)
+        console.print(f"         also {names}", soft_wrap=True)
     if proof.difference.ranks:
         console.print(
             "         the ranks' parameters differ from each other: the module that wrap() returns "

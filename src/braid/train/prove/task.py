@@ -1,11 +1,11 @@
 """The task of a proof: a user's Python file with a few functions.
 
-    def model(): ...                            # built anew, equal in every process
+    def model(): ...                            # a new model, equal in every process
     def loss(model, rank, size, step): ...      # forward on the share of `rank`; the mean over it
     def optimizer(params): ...                  # default: torch.optim.SGD(params, lr=0.1)
     def wrap(model, group): ...                 # default: braid.DistributedDataParallel
 
-Every share of every step begins with the same state of the default random generator in the parallel
+In every step, the default random generator of a share starts with the same state in the parallel
 run and in one process.
 """
 
@@ -37,7 +37,7 @@ def _replicate(model: nn.Module, group: Group) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The functions that describe a training; see the module.
+    """The functions of a training to prove; see the module's docstring.
 
     Attributes:
         model: Function that makes the model.
@@ -53,14 +53,14 @@ class Task:
 
 
 def load_task(path: Path) -> Task:
-    """Load the task in a file.
+    """Load a task from a Python file.
 
     Raises:
-        ConfigError: There is no such file, it raises, or lacks a function.
+        ConfigError: The file does not exist, raises at import, or lacks a function.
     """
     if not path.is_file():
         msg = (
-            f"there is no file at {path}: name a Python file with model() and loss(model, "
+            f"{path} does not exist: name a Python file with model() and loss(model, "
             "rank, size, step)"
         )
         raise ConfigError(msg)
