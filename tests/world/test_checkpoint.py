@@ -285,7 +285,7 @@ REASONS = {
     "truncate": "rank-00001.safetensors is truncated or extended: ",
     "missing": "rank-00001.safetensors is missing",
     "link": "rank-00001.safetensors is a symbolic link",
-    "pipe": "rank-00001.safetensors is no regular file",
+    "pipe": "rank-00001.safetensors is not a regular file",
     "manifest": "incomplete: no manifest.json",
     "altered": "sha256 mismatch in manifest.json",
 }
@@ -312,7 +312,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(world, tmp_path, how):
 
 def test_nothing_to_load_is_the_same_error_on_every_rank(world, tmp_path):
     with pytest.raises(
-        CheckpointError, match=r"holds no readable checkpoint: does not exist"
+        CheckpointError, match=r"has no readable checkpoint: does not exist"
     ) as caught:
         world(2, _load_and_say, str(tmp_path / "nothing"))
     assert len(caught.value.rank_errors) == 2
@@ -325,7 +325,7 @@ def test_every_bad_checkpoint_is_listed_when_none_is_left(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         run_threads(1, _load_and_say, str(tmp_path))
     assert str(caught.value).split("\n") == [
-        f"{tmp_path} holds no complete checkpoint:",
+        f"{tmp_path} has no complete checkpoint:",
         f"  {tmp_path}/step-00000002: incomplete: no manifest.json",
         f"  {tmp_path}/step-00000001: sha256 mismatch in rank-00001.safetensors",
     ]
@@ -402,7 +402,7 @@ def test_another_model_is_a_table_of_what_differs(tmp_path):
 
     (text,) = run_threads(1, main)
     assert text.split("\n") == [
-        f"{tmp_path}/step-00000003 is no checkpoint of this model: 3 tensors differ:",
+        f"{tmp_path}/step-00000003 is not a checkpoint of this model: 3 tensors differ:",
         "  tensor          checkpoint     here",
         "  model/0.bias    float32[4]     float32[5]",
         "  model/0.weight  float32[4, 3]  float32[5, 3]",
@@ -427,8 +427,8 @@ def test_another_optimizer_is_refused(tmp_path):
             restore_training(loaded, net, _groups(net))
         assert str(caught.value) == (
             f"the optimizer is AdamW with 2 groups of 2 and 4 parameters, but the state in "
-            f"{tmp_path}/step-00000003 is that of SGD with 1 group of 6 parameters: make the "
-            "optimizer as it was made then, or load the model without it"
+            f"{tmp_path}/step-00000003 is from SGD with 1 group of 6 parameters: make the "
+            "same optimizer as for the checkpoint, or load the model without it"
         )
 
     run_threads(1, main)
@@ -450,7 +450,7 @@ def test_a_parameter_of_another_group_is_named(tmp_path):
         )
         loaded = load(tmp_path, group=group)
         with pytest.raises(
-            CheckpointError, match=r"3 and 3 parameters, whose group 0 has no 2\.bias:"
+            CheckpointError, match=r"3 and 3 parameters, and group 0 there has no 2\.bias:"
         ):
             restore_training(loaded, net, here)
 
@@ -481,16 +481,24 @@ def _forged(change: dict[str, object]) -> dict[str, object]:
         ("optimizer.groups.0.names", 7, r"state.optimizer.groups\[0\].names of"),
         ("optimizer.groups.0.names", [[]], r"state.optimizer.groups\[0\].names of"),
         ("optimizer.groups.0.lr", "high", r"groups\[0\].lr of .*: Expected a number, got 'high'"),
-        ("optimizer.groups.0.lr", {"x": 1}, "which is no tensor, float, tuple, dict or counter"),
-        ("optimizer.groups.0.lr", {"pairs": [[[], 1]]}, "which is no tensor, float, tuple, dict"),
-        ("optimizer.groups.0.lr", {"counter": [7]}, "which is no tensor, float, tuple, dict"),
+        ("optimizer.groups.0.lr", {"x": 1}, "which is not a tensor, float, tuple, dict or counter"),
+        (
+            "optimizer.groups.0.lr",
+            {"pairs": [[[], 1]]},
+            "which is not a tensor, float, tuple, dict",
+        ),
+        ("optimizer.groups.0.lr", {"counter": [7]}, "which is not a tensor, float, tuple, dict"),
         ("optimizer.numbers", {"nobody": {}}, "optimizer.numbers of .* has 'nobody'"),
-        ("optimizer.numbers", {"0.weight": {"step": "x"}}, "AdamW does not take state.optimizer"),
+        ("optimizer.numbers", {"0.weight": {"step": "x"}}, "AdamW cannot load state.optimizer"),
         ("optimizer.rest", "x", "state.optimizer.rest of"),
         ("generators", 1.5, "state.generators of"),
-        ("generators.data", 9, "state.generators.data of .*: it is no state of a generator"),
-        ("generators.data", "AAAA", "state.generators.data of .*: it is no state of a generator"),
-        ("generators.data", "&", "state.generators.data of .*: it is no state of a generator"),
+        ("generators.data", 9, "state.generators.data of .*: it is not a state of a generator"),
+        (
+            "generators.data",
+            "AAAA",
+            "state.generators.data of .*: it is not a state of a generator",
+        ),
+        ("generators.data", "&", "state.generators.data of .*: it is not a state of a generator"),
     ],
 )
 def test_a_state_that_was_forged_is_an_error_with_the_name_of_the_field(
@@ -571,8 +579,8 @@ def test_a_run_whose_directory_another_run_uses_names_it(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError) as caught:
         run_threads(1, save_all, str(tmp_path), 2)
     assert str(caught.value).endswith(
-        "another run (pid 812 on host a) saves to this directory, too: give each run a directory "
-        "of its own. Earlier checkpoints are untouched"
+        "another run (pid 812 on host a) also saves to this directory: give each run a separate "
+        "directory. Earlier checkpoints are untouched"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
     assert sorted(path.name for path in (tmp_path / "step-00000005").iterdir()) == [
@@ -587,7 +595,7 @@ def test_a_checkpoint_of_another_step_than_its_name_is_passed_over(world, tmp_pa
     (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")
     for step, ((_, reason),) in world(2, _load_and_say, str(tmp_path)):
         assert step == 1
-        assert reason == "manifest.json is of step 2, but the directory is named step-00000009"
+        assert reason == "manifest.json has step 2, but the directory is named step-00000009"
 
 
 def test_checkpoints_are_compared_bit_by_bit(tmp_path):

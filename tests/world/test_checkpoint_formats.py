@@ -73,7 +73,7 @@ def test_a_checkpoint_is_written_anew_by_any_number_of_ranks(run, world, tmp_pat
         reshard(run, tmp_path / "3", 2)
     with pytest.raises(ConfigError, match="at least 1 rank, got 0"):
         reshard(run, tmp_path / "0", 0)
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint or a directory"):
         reshard(tmp_path / "nothing", tmp_path / "0", 1)
 
 
@@ -146,11 +146,11 @@ def test_what_is_no_model_is_named(run, tmp_path):
         ("evil.pt", "cannot read the model in .*UnpicklingError"),
         ("cut.safetensors", "cannot read the model in .*cut.safetensors"),
         ("gone.pt", "cannot read the model in .*FileNotFoundError"),
-        ("notes.txt", "is no model that is known here: give a file"),
+        ("notes.txt", "is not a model in a known format: give a file"),
     ]:
         with pytest.raises(CheckpointError, match=text):
             read_model(tmp_path / name)
-    with pytest.raises(ConfigError, match="there is no form 'onnx': choose out of safetensors"):
+    with pytest.raises(ConfigError, match="form 'onnx' is unknown: choose one of safetensors"):
         export_model(run, tmp_path / "x", "onnx")
 
 

@@ -185,7 +185,7 @@ def test_another_number_of_ranks_says_whose_it_takes(world, tmp_path):
     world(2, _written, tmp_path, 4)
     for text, _ in world(3, _elsewhere, tmp_path, None):
         assert "was written by" in text
-        assert "was written by 2 ranks, each with its own of" in text
+        assert "was written by 2 ranks with different values of" in text
         assert "load(..., own_of=0)" in text
     assert "own_of must be from 0 to 1" in run_threads(1, _elsewhere, tmp_path, 2)[0][0]
     ((text, first),) = run_threads(1, _elsewhere, tmp_path, 0)
@@ -309,7 +309,7 @@ def test_what_cannot_be_filed_is_refused_by_name_before_anything_is_written(
 
 def test_tensors_that_are_not_filed_by_parameter_need_the_same_order(tmp_path):
     assert _remembered(tmp_path, 3, swapped=True) == 3
-    with pytest.raises(CheckpointError, match=r"'optimizer_state_dict/memory' is not filed by"):
+    with pytest.raises(CheckpointError, match=r"'optimizer_state_dict/memory' is stored by position, not by"):
         _remembered(tmp_path, torch.ones(2), swapped=True)
 
 

@@ -166,7 +166,7 @@ def _refusals(group: Group, directory: str) -> list[str]:
 @pytest.mark.procs
 def test_a_state_of_another_model_is_refused(procs, tmp_path: Path):
     parts = [
-        "is no checkpoint of this model",
+        "is not a checkpoint of this model",
         "the optimizer is SGD",
         "norm.weight are missing",
         "norm.weight has the shape [3], the model's is [24]; strange are not in the model",

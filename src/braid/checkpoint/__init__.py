@@ -1,4 +1,4 @@
-"""Checkpoints of safetensors files and a manifest: complete, or not there."""
+"""Checkpoints of safetensors files and a manifest: complete, or absent."""
 
 from __future__ import annotations
 

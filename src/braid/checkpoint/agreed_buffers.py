@@ -1,11 +1,12 @@
-"""Buffers of a model as a checkpoint keeps them, where each rank has changed its own.
+"""Averages buffers that differ between ranks, such as batch norm statistics, for a checkpoint.
 
 Problem: batch normalization on each rank follows the rank's own samples. A checkpoint has one value
-of each buffer, and one rank's statistics are of its samples only.
+for each buffer, and the statistics of one rank cover its samples only.
 
-Idea: running means and variances that differ are averaged over ranks. Means are then those of all
-samples; variances lack what means of ranks differ by, as with any average of local statistics. For
-other buffers no rule is known: the first rank's are kept, and a warning names them.
+Idea: running means and variances that differ are averaged over ranks. The averaged mean is the mean
+of all samples. The averaged variance lacks the variance of the means over ranks, as with any
+average of local statistics. Other buffers have no such rule: the first rank's are stored, and a
+warning names them.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ __all__ = ["agreed_buffers"]
 
 
 def agreed_buffers(model: nn.Module, groups: Sequence[Group]) -> dict[str, torch.Tensor]:
-    """Return the buffers that `state_dict` would hold, the same on all ranks; a collective.
+    """Return the persistent buffers with equal values on all ranks; a collective.
 
-    Buffers that are equal on all ranks are returned as they are. The model is not changed.
+    Buffers that are equal on all ranks are returned unchanged. The model is not changed.
 
     Args:
         model: Model with the same buffers on all ranks, up to values.
-        groups: Ranks that train it; several groups if along several axes.
+        groups: Ranks that train the model; one group per mesh axis.
 
-    Cost: two all_reduces of 8 bytes a buffer, and one of each running statistic that differs.
+    Cost: two all_reduces of 8 bytes per buffer, and one of each running statistic that differs.
     """
-    own = kept_buffers(model)
-    buffers = {name: buffer.detach() for name, buffer in own.items()}
+    originals = kept_buffers(model)
+    buffers = {name: buffer.detach() for name, buffer in originals.items()}
     if not buffers:
         return buffers
     sums = torch.tensor([zlib.crc32(bytes_of(x)) if x.numel() else 0 for x in buffers.values()])
@@ -55,7 +56,7 @@ def agreed_buffers(model: nn.Module, groups: Sequence[Group]) -> dict[str, torch
     for (name, buffer), differs in zip(list(buffers.items()), (low != high).tolist(), strict=True):
         if not differs:
             continue
-        if id(own[name]) in statistics:
+        if id(originals[name]) in statistics:
             wide = buffer.double()
             for group in groups:
                 wide = group.all_reduce(wide, "avg")
@@ -67,8 +68,9 @@ def agreed_buffers(model: nn.Module, groups: Sequence[Group]) -> dict[str, torch
                 group.broadcast(buffers[name], 0)
     if unknown:
         warnings.warn(
-            f"buffers {first_few(unknown)} differ between ranks: a checkpoint and a whole state "
-            "have those of the first rank. Make them equal before, or compute them from all ranks",
+            f"buffers {first_few(unknown)} differ between ranks: a checkpoint and a gathered state "
+            "dict have the first rank's values. Make the buffers equal before you save, or compute "
+            "them from all ranks",
             UserWarning,
             stacklevel=2,
         )

@@ -1,8 +1,8 @@
-"""Reports of all ranks, from which each draws the same conclusion.
+"""Exchange of problem reports, so that all ranks raise the same error or none.
 
-Problem: when rank 2's disk is full, rank 2 raises and the others wait in the next collective. Idea:
-every phase of a save or load ends with an exchange of small reports; an error in any of them makes
-every rank raise the same CheckpointError.
+Problem: when rank 2's disk is full, rank 2 raises, and the other ranks wait in the next collective.
+Idea: every phase of a save or load ends with an exchange of small reports; an error in any of them
+makes every rank raise the same CheckpointError.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["RankReport", "exchange", "problem_of", "raise_problems"]
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """Fields of every report.
+    """Report of a rank; base class of all reports.
 
     Attributes:
-        problem: Reason why this rank cannot go on; empty when it can.
+        problem: Reason why this rank cannot continue; empty if it can.
     """
 
     problem: str = ""
@@ -31,7 +31,7 @@ class RankReport(msgspec.Struct, frozen=True):
 
 R = TypeVar("R", bound=RankReport)
 
-# msgspec (0.22) crashes where two threads make the first decoder of a type at the same time
+# msgspec (0.22) crashes if two threads make the first decoder of a type at the same time
 _decoder_lock = threading.Lock()
 
 
@@ -40,7 +40,9 @@ def exchange(group: Group, report: R) -> list[R]:
 
     Cost: two all_gathers, of 8 bytes and of the longest report.
     """
-    problem = report.problem.encode(errors="replace").decode()  # such as names of files
+    problem = report.problem.encode(
+        errors="replace"
+    ).decode()  # file names can have undecodable bytes
     data = msgspec.msgpack.encode(msgspec.structs.replace(report, problem=problem))
     reports = group.objects.all_gather(data)
     with _decoder_lock:
@@ -49,15 +51,15 @@ def exchange(group: Group, report: R) -> list[R]:
 
 
 def problem_of(exc: Exception) -> str:
-    """Return what an exception says, also one that cannot be printed."""
+    """Return an exception's text, also if its `__str__` raises."""
     return "".join(traceback.format_exception_only(exc)).strip()
 
 
 def raise_problems(action: str, problems: list[str], *, size: int, remedy: str) -> None:
-    """Raise unless every problem is empty; the same text on all ranks.
+    """Raise the same error on all ranks if any rank has a problem.
 
     Raises:
-        CheckpointError: A rank has a problem; the message lists ranks with the same one together.
+        CheckpointError: A rank has a problem; the message groups ranks by problem.
     """
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(problems):

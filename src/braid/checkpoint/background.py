@@ -1,11 +1,11 @@
-"""Saving behind the training: a copy is taken, and written while the next steps are computed.
+"""Saving in the background: a thread writes a copy of the state while training continues.
 
     training    step 200 │ copy │ step 201 │ step 202 │ step 203 ...
     thread                      └ write, hash, fsync, manifest, rename ┘
 
-The training stands still for the copy only. What is written is as safe as by `save`: the same
-phases on all ranks, and nothing to be seen before the rename. The copy is kept for the next save,
-so it costs its memory once.
+Training is blocked only while the state is copied. The write is as safe as `save`: it has the same
+phases on all ranks, and the checkpoint is visible only after the rename. The memory of the copy is
+reused by the next save, so it is allocated once.
 
 Source: J. Mohan et al., CheckFreq: frequent, fine-grained DNN checkpointing, FAST 2021.
 """
@@ -31,12 +31,12 @@ __all__ = ["BackgroundSaver", "Saving"]
 
 
 class Saving:
-    """A save that may be under way.
+    """Handle of a save in the background.
 
     Attributes:
         step: Number of completed steps.
-        stall_s: Seconds for which the caller waited: for the save before, and for the copy.
-        write_s: Seconds of the write; 0 while it is under way.
+        stall_s: Seconds for which the caller was blocked, by the previous save and by the copy.
+        write_s: Seconds of the write; 0 until it is complete.
     """
 
     def __init__(self, step: int, stall_s: float) -> None:
@@ -48,11 +48,11 @@ class Saving:
         self._done = threading.Event()
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self._done.is_set()
 
     def wait(self) -> Path:
-        """Wait for the end, and return the path of the checkpoint.
+        """Wait until the save ends, and return the path of the checkpoint.
 
         Raises:
             CheckpointError: Saving failed, with the same message on every rank.
@@ -65,23 +65,23 @@ class Saving:
         return self._path
 
     def finish(self, path: Path | None, error: BaseException | None, write_s: float) -> None:
-        """Note the end."""
+        """Record the result and wake waiting threads."""
         self._path, self._error, self.write_s = path, error, write_s
         self._done.set()
 
 
 class BackgroundSaver(AbstractContextManager["BackgroundSaver"]):
-    """Saves checkpoints of a group while its ranks train; one at a time.
+    """Saves checkpoints of a group while its ranks train, one at a time; making it is a collective.
 
     Args:
-        group: Ranks whose snapshots make up a checkpoint. A group of their own is made of them,
-            so that messages of a save and of the training are not mixed up; a collective.
+        group: Ranks that write a checkpoint. The saver splits off another group with the same
+            ranks, so that messages of saves and of the training are separate.
     """
 
     def __init__(self, group: Group) -> None:
-        own = group.split(0)
-        assert own is not None, "all ranks are in the group"
-        self._group = own
+        save_group = group.split(0)
+        assert save_group is not None, "every rank has a color"
+        self._group = save_group
         self._last: Saving | None = None
         self._copies: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
@@ -96,23 +96,23 @@ class BackgroundSaver(AbstractContextManager["BackgroundSaver"]):
         keep: int = 3,
         on_saved: OnSaved | None = None,
     ) -> Saving:
-        """Begin to write a checkpoint; see `braid.checkpoint.save` for the arguments.
+        """Copy the snapshot and start to write it; see `braid.checkpoint.save`.
 
-        Waits for the save before, whose failure is raised here.
+        Waits for the previous save first, and raises its error if it failed.
 
         Args:
             directory: Directory of the run's checkpoints.
-            snapshot: Tensors that this rank owns; they may change as soon as this returns.
+            snapshot: Tensors that this rank owns; they may change after this returns.
             step: Number of completed steps.
-            state: Values that are no tensors.
-            numerics: Settings on which bits depend.
+            state: Values that are not tensors.
+            numerics: Settings that affect the bits of the result.
             keep: Number of checkpoints to keep.
             on_saved: Called in the background thread.
 
         Raises:
-            CheckpointError: The save before failed; nothing of this one has begun.
+            CheckpointError: The previous save failed; this one was not started.
 
-        Cost: a copy of the owned bytes, in memory of the host.
+        Cost: a copy of the owned bytes, in host memory.
         """
         began = time.perf_counter()
         self.wait()
@@ -122,7 +122,7 @@ class BackgroundSaver(AbstractContextManager["BackgroundSaver"]):
         try:
             copies = _Copies(self._copied(snapshot))
             values, facts = copy.deepcopy(dict(state or {})), copy.deepcopy(dict(numerics or {}))
-        except Exception as exc:  # noqa: BLE001 - the other ranks wait in this save
+        except Exception as exc:  # noqa: BLE001 - reported to all ranks by the save
             copies = FailedSnapshot(exc)
         saving = Saving(step, time.perf_counter() - began)
 
@@ -140,26 +140,26 @@ class BackgroundSaver(AbstractContextManager["BackgroundSaver"]):
                     keep=keep,
                     on_saved=on_saved,
                 )
-            except BaseException as exc:  # noqa: BLE001 - raised where the save is waited for
+            except BaseException as exc:  # noqa: BLE001 - raised by `Saving.wait`
                 error = exc
             saving.finish(path, error, time.perf_counter() - start)
 
         self._last = saving
-        # no daemon: a program that ends has its checkpoint first
+        # not a daemon: the process completes its checkpoint before it exits
         threading.Thread(target=write, name="braid-checkpoint").start()
         return saving
 
     def wait(self) -> Path | None:
-        """Wait for the save under way, and return its path; None if there is none.
+        """Wait for the last save, and return its path; None if there is none.
 
         Raises:
-            CheckpointError: It failed, with the same message on every rank.
+            CheckpointError: The save failed, with the same message on every rank.
         """
         last, self._last = self._last, None
         return None if last is None else last.wait()
 
     def close(self) -> None:
-        """Wait for the save under way, and free the copy."""
+        """Wait for the last save, and free the copy."""
         self._copies.clear()
         self.wait()
 
@@ -167,13 +167,13 @@ class BackgroundSaver(AbstractContextManager["BackgroundSaver"]):
         self.close()
 
     def _copied(self, snapshot: Snapshot) -> list[Slice]:
-        """Return pieces with copies of their values, in the memory of the last copies if it fits.
+        """Copy the pieces to host memory, reusing the memory of the last copies if sizes match.
 
         All copies from a GPU are queued first; then the host waits once.
         """
         pieces, devices = [], set()
         for piece in snapshot.pieces():
-            # torch would conjugate or negate the copy on the CPU before the numbers have arrived
+            # torch would conjugate or negate the copy on the CPU before the transfer is complete
             source = piece.tensor.detach().resolve_conj().resolve_neg()
             key = piece.name, piece.offset
             kept = self._copies.get(key)
@@ -190,7 +190,7 @@ class BackgroundSaver(AbstractContextManager["BackgroundSaver"]):
 
 
 class _Copies:
-    """Pieces that were taken."""
+    """Snapshot of copied pieces."""
 
     def __init__(self, pieces: list[Slice]) -> None:
         self._pieces = pieces

@@ -1,14 +1,14 @@
-"""Directory of a run's checkpoints: their names, and which are complete or can be removed.
+"""Directory of a run's checkpoints: names, creation, publication and removal.
 
     checkpoints/
         step-00000100/            complete: its manifest was written last, then it was renamed
         step-00000200/
-        .step-00000300.partial/   being written, or left by a crash; the next save removes it
-        .step-00000200.old/       its successor of the same step is taking its place; used until
-                                  that is there
+        .step-00000300.partial/   being written, or interrupted; the next save removes it
+        .step-00000200.old/       being replaced by a checkpoint of the same step; used until the
+                                  replacement is complete
         .step-00000050.gone/      being removed
 
-The last complete one wins. Names are the only index: nothing else has to be kept in step with them.
+The last complete checkpoint is used. The names are the only index.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from pathlib import Path
 __all__ = ["CheckpointDirectory", "sync_directory"]
 
 STEP_NAME = re.compile(r"step-(\d{8,18})")
-WRITER_NAME = "writer"  # in a hidden directory that is being written
+WRITER_NAME = "writer"  # file that names the writer of a hidden directory
 HIDDEN_NAME = re.compile(r"\.step-(\d{8,18})\.(partial|old|gone)")
 
 
 class CheckpointDirectory:
-    """Checkpoints of one run, on a file system that all its ranks see.
+    """Checkpoints of one run, on a file system shared by all ranks.
 
     Args:
-        path: Directory; it need not exist.
+        path: Directory; may be missing.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def final(self, step: int) -> Path:
-        """Return the path of the checkpoint of `step` once it is complete."""
+        """Return the path of the complete checkpoint of `step`."""
         return self.path / f"step-{step:08d}"
 
     def partial(self, step: int) -> Path:
-        """Return the hidden path where the checkpoint of `step` is written."""
+        """Return the hidden path of the checkpoint of `step` while it is written."""
         return self._hidden(step, "partial")
 
     def steps(self) -> list[int]:
-        """Return the steps that have a directory, ascending; complete or not."""
+        """Return the steps that have a directory, complete or not, in ascending order."""
         steps = set()
         for entry in self._entries():
             match = STEP_NAME.fullmatch(entry.name)
@@ -57,25 +57,25 @@ class CheckpointDirectory:
         return sorted(steps)
 
     def locate(self, step: int) -> Path:
-        """Return the path where the checkpoint of `step` is now."""
+        """Return the current path of the checkpoint of `step`."""
         final, old = self.final(step), self._hidden(step, "old")
         return old if old.exists() and not final.exists() else final
 
     @staticmethod
     def step_of(path: Path) -> int | None:
-        """Return the step in the name of a checkpoint's directory; None in any other name."""
+        """Return the step in the name of a checkpoint's directory; None for any other name."""
         match = STEP_NAME.fullmatch(path.name) or HIDDEN_NAME.fullmatch(path.name)
         return None if match is None else int(match[1])
 
     def begin(self, step: int, writer: str = "") -> Path:
-        """Make the hidden directory of a new checkpoint; remove what crashes have left.
+        """Create the hidden directory of a new checkpoint; remove remains of crashes.
 
         Args:
             step: Step of the checkpoint.
-            writer: Process that writes it, for another run that does the same.
+            writer: Name of this process, for the error message of another run that saves here.
 
         Raises:
-            OSError: The directory cannot be made.
+            OSError: The directory cannot be created.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for entry in self._entries():
@@ -88,12 +88,12 @@ class CheckpointDirectory:
             if writer:
                 (path / WRITER_NAME).write_text(writer)
         except OSError:
-            self.discard(step)  # nobody else does: for all that a caller knows, it was never made
+            self.discard(step)  # the caller does not know that the directory exists
             raise
         return path
 
     def writers(self) -> list[str]:
-        """Return the processes that are writing a checkpoint here, or have left a part of one."""
+        """Return the names of processes with a hidden directory here, running or crashed."""
         writers = []
         for entry in self._entries():
             if HIDDEN_NAME.fullmatch(entry.name):
@@ -102,7 +102,7 @@ class CheckpointDirectory:
         return writers
 
     def publish(self, step: int) -> Path:
-        """Rename the hidden directory to its final name; from here on the checkpoint exists.
+        """Rename the hidden directory to its final name, which makes the checkpoint visible.
 
         Raises:
             OSError: The directory cannot be renamed.
@@ -119,22 +119,22 @@ class CheckpointDirectory:
         return final
 
     def discard(self, step: int) -> None:
-        """Remove the hidden directory; never fails."""
+        """Remove the hidden directory; ignore errors."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def prune(self, keep: int, newest: int) -> None:
-        """Remove all but the last `keep` checkpoints up to step `newest`; never fails.
+        """Remove all but the last `keep` checkpoints up to step `newest`; ignore errors.
 
-        Later ones are left alone: they belong to a run that went further.
+        Checkpoints after `newest` belong to an earlier run with more steps, and stay.
         """
         for step in [step for step in self.steps() if step <= newest][:-keep]:
             gone = self._hidden(step, "gone")
             with contextlib.suppress(OSError):
-                self.locate(step).rename(gone)  # at once, whatever happens meanwhile
+                self.locate(step).rename(gone)  # atomic; the removal below is not
                 shutil.rmtree(gone)
 
     def free_bytes(self) -> int:
-        """Return the bytes that can be written here.
+        """Return the number of free bytes on the disk of the directory.
 
         Raises:
             OSError: The directory cannot be read.
@@ -156,10 +156,10 @@ class CheckpointDirectory:
 
 
 def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to the disk.
+    """Flush the names in a directory to disk.
 
     Raises:
-        OSError: The directory cannot be synchronised.
+        OSError: The directory cannot be flushed.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

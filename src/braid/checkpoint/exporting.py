@@ -1,13 +1,13 @@
-"""Writes the model of a checkpoint as one safetensors file, which other programs read.
+"""Writes the model of a checkpoint as one file for other programs.
 
-A checkpoint has one file per rank, in which tensors are cut at rows. Other programs expect a file
-with whole tensors under the model's own names: `safetensors.torch.load_file`, then
+A checkpoint has one file per rank, in which tensors are split by rows. Other programs expect a file
+with whole tensors under the names in the model's `state_dict`: `safetensors.torch.load_file`, then
 `model.load_state_dict`, or `from_pretrained` of Hugging Face with the model's `config.json` beside
 the file as `model.safetensors`.
 
-A checkpoint holds tied tensors once. The file has them under each of their names, which costs their
-bytes again: torch's `load_state_dict` demands every name, and Hugging Face accepts them. It refuses
-files without the entry `format`, in which libraries tell each other whose tensors they are.
+A checkpoint has tied tensors once. The file has a copy under each of their names, because torch's
+`load_state_dict` requires every name, and Hugging Face accepts copies. Hugging Face refuses files
+without the metadata entry `format`, which names the library of the tensors.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ METADATA = {"format": "pt"}
 def export_model(
     where: str | os.PathLike[str], out: str | os.PathLike[str], form: str = "safetensors"
 ) -> int:
-    """Write the model's parameters and buffers, and return the number of their names.
+    """Write the model's parameters and buffers; return the number of names written.
 
     Args:
-        where: A checkpoint, a directory of checkpoints, or a run; the last one is taken.
-        out: File to write, such as `model.safetensors`, or directory for `dcp`; it must not exist.
+        where: A checkpoint, a directory of checkpoints, or a run; the last checkpoint is used.
+        out: File to write, such as `model.safetensors`, or directory for `dcp`; must not exist.
         form: `safetensors`, `torch` (a state dict, for `torch.load`) or `dcp` (torch's distributed
             checkpoint, with the model under `model`).
 
     Raises:
         CheckpointError: The checkpoint is damaged or has no model, or the file cannot be written;
-            then no part of it is left.
-        ConfigError: There is no such form.
+            no part of the file remains.
+        ConfigError: `form` is unknown.
 
     Cost: one pass over the checkpoint to verify it, one over the model; the model is in memory.
     """
     if form not in FORMS:
-        msg = f"there is no form {form!r}: choose out of {', '.join(FORMS)}"
+        msg = f"form {form!r} is unknown: choose one of {', '.join(FORMS)}"
         raise ConfigError(msg)
     target = Path(out)
     tensors = model_tensors(open_last(where))
@@ -72,10 +72,10 @@ def export_model(
 
 
 def model_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the model's tensors, tied ones under each of their names.
+    """Return the model's tensors by name, with tied tensors under each name.
 
     Raises:
-        CheckpointError: There is no model.
+        CheckpointError: The checkpoint has no model.
     """
     names = [name for name in checkpoint.names() if name.startswith(ROOT)]
     if not names:
@@ -100,7 +100,7 @@ def _write_dcp(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415 - slow
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it saves from one process
+        warnings.simplefilter("ignore", UserWarning)  # torch warns about saving from one process
         save({"model": tensors}, checkpoint_id=path, no_dist=True)
 
 
@@ -121,11 +121,11 @@ def _tied(checkpoint: Checkpoint) -> dict[str, str]:
     try:
         return msgspec.convert(checkpoint.manifest.state.get(TIED, {}), dict[str, str])
     except msgspec.ValidationError as exc:
-        msg = f"state.{TIED} of {checkpoint.path} must have a name for each name: {exc}"
+        msg = f"state.{TIED} of {checkpoint.path} must map names to names: {exc}"
         raise CheckpointError(msg) from exc
 
 
 def _wide_first(item: tuple[str, torch.Tensor]) -> tuple[int, str]:
-    """Order by element size, so that every value is aligned."""
+    """Return a sort key with large elements first, which aligns every value."""
     name, tensor = item
     return -tensor.element_size(), name

@@ -1,10 +1,10 @@
-"""Reads the tensors of a model from the formats of other programs.
+"""Reads the tensors of a model from files of braid, safetensors, torch and Hugging Face.
 
 model.load_state_dict(read_model("model.safetensors"))
 
-.safetensors                     a file, or a directory of Hugging Face with an index or without
-.pt .pth .bin                    torch.save of a state dict, also inside of a larger dict
-a directory with manifest.json   a checkpoint of braid, or a directory of them
+.safetensors                     a file, or a Hugging Face directory with or without an index
+.pt .pth .bin                    torch.save of a state dict, or of a dict that contains it
+a directory with manifest.json   a checkpoint of braid, or a directory of checkpoints
 format="dcp"                     a directory of torch's distributed checkpoint
 """
 
@@ -28,44 +28,49 @@ from braid.errors import CheckpointError, ConfigError
 __all__ = ["read_model"]
 
 TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
-ROOTS = ("model", "state_dict", "model_state_dict", "module")  # of a model in a larger dict
+ROOTS = (
+    "model",
+    "state_dict",
+    "model_state_dict",
+    "module",
+)  # keys of the model's state dict in a larger dict
 INDEX = "model.safetensors.index.json"
 
 
 def read_model(
     source: str | os.PathLike[str],
     *,
-    format: Literal["auto", "dcp"] = "auto",  # noqa: A002 - the field's word
+    format: Literal["auto", "dcp"] = "auto",  # noqa: A002 - the usual name
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a model by name, on the CPU, for `load_state_dict`.
 
-    Nothing in a file is executed: files of torch are read with `weights_only=True`, and the
-    description of a distributed checkpoint by an unpickler that knows its classes only.
+    No code from a file is executed: torch files are read with `weights_only=True`, and the metadata
+    of a distributed checkpoint is unpickled with an allow list of classes.
 
     Args:
         source: File or directory in one of the formats above.
-        format: `dcp` for a distributed checkpoint of torch; any other format is recognised.
+        format: `dcp` for a distributed checkpoint of torch; `auto` detects any other format.
 
     Raises:
-        CheckpointError: It is in none of them, damaged, or has no model.
-        ConfigError: There is no such format.
+        CheckpointError: The source has another format, is damaged, or has no model.
+        ConfigError: `format` is unknown.
     """
     path = Path(source)
     if format not in {"auto", "dcp"}:
-        msg = f"there is no format {format!r}: choose auto or dcp"
+        msg = f"format {format!r} is unknown: choose auto or dcp"
         raise ConfigError(msg)
     try:
         tensors = _distributed(path) if format == "dcp" else _read(path)
     except CheckpointError:
         raise
-    except Exception as exc:  # a file may hold anything, and its readers raise anything
+    except Exception as exc:  # readers raise any exception for a damaged file
         msg = f"cannot read the model in {path}: {type(exc).__name__}: {exc}"
         raise CheckpointError(msg) from exc
     if tensors is not None:
         return tensors
     if not path.is_dir():
         known = ", ".join(sorted({".safetensors", *TORCH_SUFFIXES}))
-        msg = f"{path} is no model that is known here: give a file ({known}) or a directory"
+        msg = f"{path} is not a model in a known format: give a file ({known}) or a directory"
         raise CheckpointError(msg)
     if (path / METADATA_NAME).exists() and not _is_own(path):
         msg = f"{path} is a distributed checkpoint of torch: pass format='dcp'"
@@ -74,7 +79,7 @@ def read_model(
 
 
 def _read(path: Path) -> dict[str, torch.Tensor] | None:
-    """Return the model in a file or directory of another program; None if it is in neither."""
+    """Return the model in a file or directory of another program; None for other formats."""
     if path.suffix == ".safetensors":
         return load_file(regular_file(path.parent, path.name))
     if path.suffix in TORCH_SUFFIXES:
@@ -90,7 +95,7 @@ def _read(path: Path) -> dict[str, torch.Tensor] | None:
 
 
 def _indexed(path: Path) -> list[str]:
-    """Return the names of files in an index of Hugging Face."""
+    """Return the file names in a Hugging Face index."""
     with path.open("rb") as file:
         raw = file.read(MAX_MANIFEST_BYTES)
     return sorted(set(json.loads(raw)["weight_map"].values()))
@@ -120,7 +125,7 @@ def _distributed(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _model_in(path: Path, stored: Any) -> dict[str, torch.Tensor]:
-    """Return the state dict in what was stored."""
+    """Return the state dict in an object read from a file."""
     model = _state_dict_in(stored)
     if not isinstance(model, Mapping):
         msg = f"{path} has no state dict, but {type(model).__name__}"
@@ -129,7 +134,7 @@ def _model_in(path: Path, stored: Any) -> dict[str, torch.Tensor]:
 
 
 def _state_dict_in(stored: Any) -> Any:
-    """Return the state dict inside of a larger dict; what was stored if it is inside of none."""
+    """Return the state dict inside a larger dict; return any other object unchanged."""
     for root in ROOTS:
         if isinstance(stored, Mapping) and isinstance(stored.get(root), Mapping):
             return stored[root]

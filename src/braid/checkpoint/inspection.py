@@ -1,4 +1,4 @@
-"""Listing of checkpoints and comparison of their bits, without loading them into a model."""
+"""Functions that list checkpoints and compare their bits, without a model."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["CheckpointComparison", "Listed", "compare", "ls"]
 
 
 class Listed(NamedTuple):
-    """One line of a listing.
+    """A checkpoint in a listing.
 
     Attributes:
         path: Path of the checkpoint.
         step: Step of the checkpoint.
         num_tensors: Number of tensors.
-        nbytes: Bytes of its files.
+        nbytes: Total bytes of the files.
         world_size: Number of ranks that wrote it.
-        problem: Reason why it cannot be used; empty when it is complete.
+        problem: Reason why the checkpoint cannot be used; empty if it is complete.
     """
 
     path: str
@@ -42,9 +42,9 @@ class CheckpointComparison(NamedTuple):
 
     Attributes:
         num_tensors: Number of tensors that were compared.
-        differing: Names of tensors whose bits are not the same, or that only one checkpoint has.
-        max_diff: Largest absolute difference of two elements; inf when something is missing or not
-            finite.
+        differing: Names of tensors with different bits, or in only one of the checkpoints.
+        max_diff: Largest absolute difference of two elements; inf if a tensor is missing or an
+            element is not finite.
     """
 
     num_tensors: int
@@ -58,7 +58,7 @@ class CheckpointComparison(NamedTuple):
 
 
 def ls(directory: str | os.PathLike[str]) -> list[Listed]:
-    """Return the checkpoints of a directory, oldest step first; files are not hashed."""
+    """Return the checkpoints in a directory by ascending step, without hashing files."""
     home = CheckpointDirectory(directory)
     lines = []
     for step in home.steps():
@@ -86,12 +86,12 @@ def ls(directory: str | os.PathLike[str]) -> list[Listed]:
 def compare(
     ours: str | os.PathLike[str], theirs: str | os.PathLike[str], *, prefix: str = ""
 ) -> CheckpointComparison:
-    """Compare the tensors of two checkpoints bit by bit, whatever pieces they are stored in.
+    """Compare the tensors of two checkpoints bit by bit, independent of their sharding.
 
     Args:
         ours: Path of a checkpoint.
-        theirs: Path of another one.
-        prefix: Beginning of the names to compare.
+        theirs: Path of the other checkpoint.
+        prefix: Prefix of the names of the tensors to compare.
 
     Raises:
         CheckpointError: One of them cannot be read.
@@ -115,7 +115,7 @@ def _open(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         return Checkpoint(Path(path), read_manifest(path))
     except CheckpointError as exc:
-        msg = f"{path} holds no readable checkpoint: {exc}"
+        msg = f"{path} has no readable checkpoint: {exc}"
         raise CheckpointError(msg) from exc
 
 

@@ -1,9 +1,9 @@
-"""Loading: find the last complete checkpoint, and read only what a rank needs.
+"""Loading: find the last complete checkpoint, and read the tensors that a rank needs.
 
-A checkpoint is verified before anything is used: manifest against its own digest, files against the
-manifest's. Tensors are then assembled from the pieces that overlap with the wanted box, so the
-number of ranks that wrote it does not matter. A rank that has parts of tensors cuts each tensor
-when it reads it.
+A checkpoint is verified before it is used: the manifest by the digest in it, and the files by the
+digests in the manifest. Tensors are assembled from the pieces that overlap with the requested box,
+so any number of ranks can load the checkpoint. A rank with sharded parameters takes its shard of
+each tensor when it reads it.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ __all__ = [
 
 LOG = logging.getLogger(__name__)
 
-MAX_ROWS = 10  # of the table of differences
+MAX_ROWS = 10  # largest number of rows in the table of differences
 NAMES = {dtype_name(dtype): dtype for dtype in DTYPES}
 
 
 class Skipped(NamedTuple):
-    """A checkpoint that was passed over.
+    """A checkpoint that was skipped.
 
     Attributes:
         path: Path of the checkpoint.
-        reason: Reason why it cannot be used.
+        reason: Reason why the checkpoint cannot be used.
     """
 
     path: str
@@ -63,14 +63,13 @@ class Skipped(NamedTuple):
 
 
 class Checkpoint:
-    """A checkpoint that has been verified.
+    """A verified checkpoint.
 
     Attributes:
         path: Directory of the checkpoint.
         manifest: Contents of the checkpoint.
         skipped: Later checkpoints that could not be used, with reasons.
-        own_of: Rank whose tensors are read where each rank wrote its own; None to read none of
-            these.
+        own_of: Rank from which per-rank tensors are read; None to ignore per-rank tensors.
 
     Args:
         path: See above.
@@ -93,26 +92,26 @@ class Checkpoint:
         self.own_of = own_of
 
     def names(self) -> dict[str, str]:
-        """Return name -> name in the manifest, which differs for a rank's own tensors."""
+        """Return names in the manifest by name; both differ for per-rank tensors only."""
         names = ((*owner_of(full), full) for full in self.manifest.tensors)
         return {name: full for rank, name, full in names if rank in {None, self.own_of}}
 
     def require_own(self, roots: Sequence[str]) -> None:
-        """Check that it is known whose tensors to read, if ranks wrote their own.
+        """Check that `own_of` is known if the checkpoint has per-rank tensors.
 
         Raises:
             CheckpointError: The checkpoint was written by another number of ranks.
         """
         owned = [owner_of(full) for full in self.manifest.tensors]
-        own = {name for rank, name in owned if rank is not None}
-        wanted = sorted(name for name in own if name.partition("/")[0] in roots)
+        per_rank = {name for rank, name in owned if rank is not None}
+        wanted = sorted(name for name in per_rank if name.partition("/")[0] in roots)
         if wanted and self.own_of is None:
             num_owners = _num_owners(self.manifest)
             msg = (
-                f"{self.path} was written by {num_owners} ranks, each with its own of "
+                f"{self.path} was written by {num_owners} ranks with different values of "
                 f"{len(wanted)} tensors ({', '.join(wanted[:3])}, ...), and cannot be loaded "
-                "by another number: load(..., own_of=0) takes those of rank 0, or of the rank "
-                "that is named"
+                "by another number of ranks: choose the rank to read them from, such as "
+                "load(..., own_of=0)"
             )
             raise CheckpointError(msg)
 
@@ -120,16 +119,16 @@ class Checkpoint:
         """Return a tensor, or a part of it.
 
         Args:
-            name: Name of the tensor, without `own/` and rank where it is the one of `own_of`.
-            box: A slice per dim, step 1; None for all of it.
+            name: Name of the tensor; for a per-rank tensor of `own_of`, without `own/` and rank.
+            box: A slice per dim, step 1; None for the whole tensor.
 
         Returns:
             A new tensor.
 
         Raises:
-            CheckpointError: There is no such tensor, or a file is not what the manifest says.
+            CheckpointError: The tensor does not exist, or a file does not match the manifest.
 
-        Cost: reads the bytes of the box, from a mapped file.
+        Cost: reads the bytes of the box, from a memory-mapped file.
         """
         entry = self.manifest.tensors.get(name)
         if entry is None and self.own_of is not None:
@@ -148,15 +147,15 @@ class Checkpoint:
         return out
 
     def require(self, expected: Mapping[str, TensorSpec]) -> None:
-        """Check that the checkpoint holds these tensors, and no others with the same roots.
+        """Check that the checkpoint has exactly these tensors under their roots.
 
         Args:
-            expected: Name -> shape and dtype. The root of a name is its first part (`model/...`,
-                `optimizer/...`).
+            expected: Shape and dtype by name. The root of a name is its first part, such as `model`
+                in `model/weight`.
 
         Raises:
-            CheckpointError: Tensors are missing, unexpected or differ; the message has a table of
-                them.
+            CheckpointError: Tensors are missing or unexpected, or shapes or dtypes differ; the
+                message has a table.
         """
         roots = {name.partition("/")[0] for name in expected}
         entries = {name: self.manifest.tensors[full] for name, full in self.names().items()}
@@ -173,15 +172,15 @@ class Checkpoint:
         ]
         if not rows:
             return
-        width, left = (max(len(row[i]) for row in rows[:MAX_ROWS]) for i in (0, 1))
+        width, stored_width = (max(len(row[i]) for row in rows[:MAX_ROWS]) for i in (0, 1))
         table = [
-            f"  {name:<{width}}  {a:<{max(left, 10)}}  {b}"
+            f"  {name:<{width}}  {a:<{max(stored_width, 10)}}  {b}"
             for name, a, b in [("tensor", "checkpoint", "here"), *rows[:MAX_ROWS]]
         ]
         if len(rows) > MAX_ROWS:
             table.append(f"  ... and {len(rows) - MAX_ROWS} more")
         msg = (
-            f"{self.path} is no checkpoint of this model: {len(rows)} tensors differ:\n"
+            f"{self.path} is not a checkpoint of this model: {len(rows)} tensors differ:\n"
             + "\n".join(table)
         )
         raise CheckpointError(msg)
@@ -216,20 +215,20 @@ class _Choice(RankReport, frozen=True):
 
 
 def load(where: str | os.PathLike[str], *, group: Group, own_of: int | None = None) -> Checkpoint:
-    """Open a checkpoint, or the last complete one of a directory; collective.
+    """Open a checkpoint, or the last complete one in a directory; a collective.
 
-    Rank 0 chooses and verifies; all ranks open the same one or raise the same error.
+    Rank 0 chooses and verifies; all ranks open the same checkpoint or raise the same error.
 
     Args:
         where: A checkpoint (`.../step-00000200`), or the directory of a run's checkpoints.
         group: The ranks that load together.
-        own_of: Rank whose tensors this one reads where each rank wrote its own; its own rank's when
-            None, if as many ranks load as have written.
+        own_of: Rank from which this rank reads per-rank tensors. None for the same rank, if the
+            number of ranks is the same as when saving.
 
     Raises:
-        CheckpointError: There is no complete checkpoint; each one that was looked at, with its
-            reason.
-        ConfigError: No rank `own_of` has written any.
+        CheckpointError: No checkpoint is complete; the message lists the incomplete ones with the
+            reasons.
+        ConfigError: Rank `own_of` did not write the checkpoint.
 
     Cost: rank 0 reads and hashes all files once.
     """
@@ -240,7 +239,7 @@ def load(where: str | os.PathLike[str], *, group: Group, own_of: int | None = No
     if choice.problem:
         raise CheckpointError(choice.problem)
     for skipped in choice.skipped:
-        LOG.info("passed over %s: %s", skipped.path, skipped.reason)
+        LOG.info("skipped %s: %s", skipped.path, skipped.reason)
     path = Path(choice.path)
     LOG.info("opened %s", path)
     manifest = read_manifest(path)
@@ -256,7 +255,7 @@ def load(where: str | os.PathLike[str], *, group: Group, own_of: int | None = No
 
 
 def verify(path: str | os.PathLike[str]) -> Manifest:
-    """Check one checkpoint completely; return its manifest.
+    """Check the manifest and all files of a checkpoint; return the manifest.
 
     Raises:
         CheckpointError: Files are missing, truncated or altered; the message names every problem.
@@ -267,13 +266,13 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
     named = CheckpointDirectory.step_of(path)
     if named is not None and named != manifest.step:
         problems.append(
-            f"{MANIFEST_NAME} is of step {manifest.step}, but the directory is named {path.name}"
+            f"{MANIFEST_NAME} has step {manifest.step}, but the directory is named {path.name}"
         )
     for name, expected in sorted(manifest.files.items()):
         try:
             file = _file_in(path, name)
             nbytes = file.stat().st_size
-            # a file of another length need not be read
+            # a file with the wrong length is not hashed
             actual = FileEntry(nbytes, "") if nbytes != expected.nbytes else hash_file(file)
         except FileNotFoundError:
             problems.append(f"{name} is missing")
@@ -294,14 +293,14 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
 
 
 def open_last(where: str | os.PathLike[str]) -> Checkpoint:
-    """Return a checkpoint, or the last one of a directory, with all files verified.
+    """Verify and return a checkpoint, or the last one in a directory.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: The checkpoint does not exist or is damaged.
     """
     path = Path(where)
     if not path.is_dir():
-        msg = f"there is no checkpoint, and no directory of checkpoints, at {path}"
+        msg = f"{path} is not a checkpoint or a directory of checkpoints"
         raise CheckpointError(msg)
     inner = path / "checkpoints"
     path = inner if inner.is_dir() else path
@@ -319,14 +318,14 @@ def open_last(where: str | os.PathLike[str]) -> Checkpoint:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Return the manifest of a checkpoint, checked against its own digest; files are not checked.
+    """Return a checkpoint's manifest after a check of its digest, without checking files.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: The manifest does not exist or is damaged.
     """
     try:
         with _file_in(Path(path), MANIFEST_NAME).open("rb") as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)  # one too many is refused, whatever follows
+            data = file.read(MAX_MANIFEST_BYTES + 1)  # one more byte shows that it is too large
     except FileNotFoundError as exc:
         msg = f"incomplete: no {MANIFEST_NAME}" if Path(path).is_dir() else "does not exist"
         raise CheckpointError(msg) from exc
@@ -337,7 +336,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def _num_owners(manifest: Manifest) -> int:
-    """Return the number of ranks that wrote tensors of their own."""
+    """Return the number of ranks that wrote per-rank tensors."""
     return len({rank for rank, _ in map(owner_of, manifest.tensors) if rank is not None})
 
 
@@ -347,7 +346,7 @@ def _choose(where: Path) -> _Choice:
         try:
             verify(where)
         except CheckpointError as exc:
-            problem = f"{where} holds no readable checkpoint: {exc}"
+            problem = f"{where} has no readable checkpoint: {exc}"
             return _Choice(problem=problem)
         return _Choice(path=str(where))
     skipped: list[Skipped] = []
@@ -360,7 +359,7 @@ def _choose(where: Path) -> _Choice:
         else:
             return _Choice(path=str(path), skipped=tuple(skipped))
     listed = "\n".join(f"  {path}: {reason}" for path, reason in skipped)
-    return _Choice(problem=(f"{where} holds no complete checkpoint:\n{listed}"))
+    return _Choice(problem=(f"{where} has no complete checkpoint:\n{listed}"))
 
 
 def _ranges(entry: TensorEntry, box: tuple[slice, ...] | None) -> list[tuple[int, int]]:
@@ -374,35 +373,35 @@ def _ranges(entry: TensorEntry, box: tuple[slice, ...] | None) -> list[tuple[int
 
 
 def _file_in(directory: Path, name: str) -> Path:
-    """Return a file of the checkpoint; refuse a link to elsewhere, or a pipe."""
+    """Return a file of the checkpoint; raise if it is a link or not a regular file."""
     path = directory / name
     if path.is_symlink():
         msg = f"{name} is a symbolic link; a checkpoint's files are in its directory"
         raise CheckpointError(msg)
     if path.exists() and not path.is_file():
-        msg = f"{name} is no regular file"
+        msg = f"{name} is not a regular file"
         raise CheckpointError(msg)
     return path
 
 
 class Parts(Protocol):
-    """Knows which part of a tensor a rank has; engines implement this."""
+    """Interface of engines that shard tensors: returns this rank's shard of a tensor."""
 
     def whole_shape(self, name: str, part: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a tensor's whole shape from its name in the checkpoint and the shape of a part."""
+        """Return a tensor's global shape from its name in the checkpoint and a shard's shape."""
         ...
 
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole tensor."""
+        """Return this rank's shard of a whole tensor."""
         ...
 
 
 class PartedCheckpoint(Checkpoint):
-    """A checkpoint whose tensors are this rank's parts.
+    """A checkpoint that returns this rank's shard of each tensor.
 
     Args:
-        checkpoint: The checkpoint, of whole tensors.
-        parts: Parts of this rank.
+        checkpoint: The checkpoint, with whole tensors.
+        parts: Selects this rank's shards.
     """
 
     def __init__(self, checkpoint: Checkpoint, parts: Parts) -> None:
@@ -412,12 +411,12 @@ class PartedCheckpoint(Checkpoint):
         self._parts = parts
 
     def read(self, name: str, box: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Return this rank's part of a tensor; a box is one of the whole tensor."""
+        """Return this rank's shard of a tensor, or a box of the whole tensor."""
         tensor = super().read(name, box)
         return tensor if box is not None else self._parts.part_of(name, tensor)
 
     def require(self, expected: Mapping[str, TensorSpec]) -> None:
-        """Check that the checkpoint holds the whole tensors of these parts; see `Checkpoint`."""
+        """Check that the checkpoint has the whole tensors of these shards; see `Checkpoint`."""
         super().require(
             {
                 name: spec._replace(shape=self._parts.whole_shape(name, spec.shape))

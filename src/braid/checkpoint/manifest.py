@@ -1,19 +1,18 @@
 """Manifest of a checkpoint: one JSON file that is written last.
 
-Problem: formats whose index is a pickle run whatever code is in it when they are looked at, and
-shards without digests are loaded with their flipped bits. Idea: a manifest without code that names
-every file with its length and SHA-256 and every tensor with the pieces that it is made of; it
-carries a digest of its own. Where there is no manifest there is no checkpoint, so a crash at any
-moment leaves a complete checkpoint or none.
+Problem: a pickled index can execute code when it is read, and shards without digests are loaded
+with flipped bits. Idea: a JSON manifest that lists every file with its length and SHA-256, and
+every tensor with its pieces. The manifest contains a digest of itself. A directory without a
+manifest is not a checkpoint, so a crash at any time leaves a complete checkpoint or none.
 
     step-00000200/
         manifest.json           {"sha256": "...",
                                  "manifest": {step, tensors, files, state, numerics, braid}}
-        rank-00000.safetensors  pieces that rank 0 owned
+        rank-00000.safetensors  pieces of rank 0
         rank-00001.safetensors  ...
 
-A manifest is input from outside: sizes, names and shapes are checked before anything is allocated
-or opened.
+A manifest is untrusted input: sizes, names and shapes are checked before memory is allocated or
+files are opened.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ __all__ = [
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
-MAX_MANIFEST_BYTES = 64 << 20  # some 300,000 tensors
-MAX_STEP = 10**18 - 1  # names of directories have up to 18 digits
+MAX_MANIFEST_BYTES = 64 << 20  # about 300,000 tensors
+MAX_STEP = 10**18 - 1  # directory names have up to 18 digits
 MAX_DIMS = 16
-MAX_CORNERS = 1 << 20  # of all pieces of a tensor: 260,000 pieces in two dims
+MAX_CORNERS = 1 << 20  # corners of all pieces of a tensor: 260,000 pieces in two dims
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -59,7 +58,7 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         file: Name of a file of the checkpoint.
-        key: Name of the tensor in it.
+        key: Name of the tensor in the file.
         offset: First index of the box, per dim.
         shape: Extent of the box, per dim.
     """
@@ -71,11 +70,11 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole tensor.
+    """Manifest entry of a whole tensor.
 
     Attributes:
         shape: Global shape.
-        dtype: Data type by torch's name without the prefix.
+        dtype: Dtype by torch's name without the prefix.
         pieces: Boxes that tile the tensor.
     """
 
@@ -85,7 +84,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of the checkpoint.
+    """Manifest entry of a file.
 
     Attributes:
         nbytes: Length in bytes.
@@ -102,7 +101,8 @@ class Origin(msgspec.Struct, frozen=True):
     Attributes:
         version: Version of braid.
         format: Version of the format.
-        writer: Process that wrote the manifest, as `pid 812 on host a`; empty in older ones.
+        writer: Process that wrote the manifest, as `pid 812 on host a`; empty in older
+            manifests.
     """
 
     version: str = __version__
@@ -117,11 +117,11 @@ class Manifest(msgspec.Struct, frozen=True):
         step: Number of completed steps.
         tensors: Tensors by name.
         files: Files by name.
-        state: Values that are no tensors: position in the data, optimizer's numbers, seeds, digest
+        state: Values that are not tensors: position in the data, optimizer's numbers, seeds, digest
             of the data.
-        numerics: Settings on which bits depend: threads, order of sums, algorithms, world size,
-            torch's version.
-        braid: Program that wrote it.
+        numerics: Settings that affect the bits of the result: threads, order of sums, algorithms,
+            world size, torch's version.
+        braid: Version of braid that wrote the checkpoint.
     """
 
     step: int
@@ -133,7 +133,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
         return sum(entry.nbytes for entry in self.files.values())
 
 
@@ -143,16 +143,16 @@ class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON with its own digest.
+    """Return the manifest as JSON with its digest.
 
     Raises:
-        CheckpointError: The manifest is inconsistent, or holds values that JSON does not know.
+        CheckpointError: The manifest is inconsistent, or has values that are not JSON values.
     """
     _refuse(problems_of(manifest))
     try:
         raw = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     except (TypeError, ValueError) as exc:
-        msg = f"state and numerics of a checkpoint must be values that JSON knows: {exc}"
+        msg = f"state and numerics of a checkpoint must be JSON values: {exc}"
         raise CheckpointError(msg) from exc
     if len(raw) > MAX_MANIFEST_BYTES - 256:
         msg = f"manifest must be smaller than {MAX_MANIFEST_BYTES:,} bytes, got {len(raw):,}"
@@ -161,11 +161,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Return the manifest that `encode_manifest` encoded.
+    """Decode JSON from `encode_manifest`, and check it.
 
     Raises:
-        CheckpointError: The data is no manifest, altered, of a newer format, or inconsistent; the
-            message names all problems.
+        CheckpointError: The data is not a manifest, was altered, has a newer format, or is
+            inconsistent; the message names all problems.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         msg = f"{MANIFEST_NAME} is larger than {MAX_MANIFEST_BYTES:,} bytes"
@@ -178,7 +178,7 @@ def decode_manifest(data: bytes) -> Manifest:
         origin = _HEAD.decode(sealed.manifest).braid
         if origin.format > FORMAT:
             msg = (
-                f"written by braid {origin.version} in format {origin.format}; this braid knows "
+                f"written by braid {origin.version} in format {origin.format}; this braid reads "
                 f"{FORMAT}"
             )
             raise CheckpointError(msg)
@@ -194,21 +194,21 @@ class _ManifestHead(msgspec.Struct):
     braid: Origin
 
 
-# made here: msgspec (0.22) crashes where two threads make the first decoder of a type at once
+# at import: msgspec (0.22) crashes if two threads make the first decoder of a type concurrently
 _SEALED = msgspec.json.Decoder(_Sealed)
 _HEAD = msgspec.json.Decoder(_ManifestHead)
 _MANIFEST = msgspec.json.Decoder(Manifest)
 
 
 def problems_of(manifest: Manifest) -> list[str]:
-    """Return everything in a manifest that contradicts itself or could leave its directory."""
+    """Return all contradictions in a manifest, and all unsafe file names."""
     fits = 0 <= manifest.step <= MAX_STEP
     problems = [] if fits else [f"step is not from 0 to {MAX_STEP:,}"]
     for name, file in manifest.files.items():
         if not FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
             problems.append(f"file name {name[:80]!r} is not allowed")
         if file.nbytes < 0 or not SHA256.fullmatch(file.sha256):
-            problems.append(f"file {name[:80]} has a length or digest that cannot be")
+            problems.append(f"file {name[:80]} has an invalid length or digest")
     for name, entry in manifest.tensors.items():
         if problem := _problem_of(entry, manifest.files):
             problems.append(f"tensor {name[:80]!r} {problem}")
@@ -221,7 +221,7 @@ def _problem_of(entry: TensorEntry, files: dict[str, FileEntry]) -> str:
         return f"has the impossible shape {list(shape[:MAX_DIMS])}"
     for piece in entry.pieces:
         if piece.file not in files:
-            return f"has a piece in {piece.file[:80]!r}, which is no file of the checkpoint"
+            return f"has a piece in {piece.file[:80]!r}, which is not a file of the checkpoint"
         inside = len(piece.offset) == len(piece.shape) == len(shape) and all(
             min(low, extent) >= 0 and low + extent <= full
             for low, extent, full in zip(piece.offset, piece.shape, shape, strict=True)
@@ -236,14 +236,14 @@ def _problem_of(entry: TensorEntry, files: dict[str, FileEntry]) -> str:
 
 
 def _overlap(entry: TensorEntry) -> str:
-    """Return the problem of boxes that have the volume of a tensor but do not tile it.
+    """Return a problem if boxes with the volume of a tensor do not tile the tensor.
 
-    A box is known by its corners with signs, + - in one dim and + - - + in two (they are what is
-    left of its indicator function after one derivative per dim). Corners of neighbours cancel, so
-    boxes tile the tensor if and only if nothing but its own corners is left, whatever their number
-    and order.
+    A box is represented by its corners with signs: + - in one dim, + - - + in two. These are the
+    derivative of the box's indicator function by all dims. Corners of neighbouring boxes cancel. So
+    boxes in any number and order tile the tensor if and only if the remaining corners are the
+    corners of the tensor.
 
-    Cost: pieces x 2^(dims that are cut).
+    Cost: pieces x 2^(number of cut dims).
     """
     shape = entry.shape
     cut = [dim for dim, full in enumerate(shape) if any(p.shape[dim] != full for p in entry.pieces)]

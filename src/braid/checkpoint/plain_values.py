@@ -1,14 +1,13 @@
-"""Nested values as JSON and tensors, and back, for what optimizers keep besides tensors.
+"""Conversion of nested optimizer values to JSON and tensors, and back.
 
-JSON knows no tensors, tuples or infinities, and would return them as something else or not at all.
-So each stands behind a tag:
+JSON has no tensors, tuples or infinities. So each of these values is stored under a tag:
 
     {"start": [x], "step": 3, "betas": (0.9, 0.99)}
 
     {"dict": {"start": [{"tensor": "NAME/start/0"}], "step": 3, "betas": {"tuple": [0.9, 0.99]}}}
-    and x under NAME/start/0
+    and x is stored under NAME/start/0
 
-Dicts with other keys than text, and counters (of MultiStepLR), are lists of pairs behind a tag.
+Dicts with keys that are not text, and counters (in MultiStepLR), are tagged lists of pairs.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ __all__ = ["from_plain", "to_plain"]
 
 
 def to_plain(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a value as JSON; its tensors are added to `tensors`, under names in `name`.
+    """Convert a value to JSON; add its tensors to `tensors`, under names that begin with `name`.
 
     Raises:
-        ConfigError: The value holds something that cannot be stored.
+        ConfigError: The value contains an object that cannot be stored.
     """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # not what a class derived from it prints, such as an Enum
-    if isinstance(value, Integral):  # also numpy's
+        return str.__str__(value)  # plain text, also for a subclass such as an Enum
+    if isinstance(value, Integral):  # includes numpy's integers
         return int(value)
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else {"float": str(float(value))}
@@ -58,22 +57,22 @@ def to_plain(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     kind = type(value).__name__
     kind = "a second tensor of this name" if isinstance(value, torch.Tensor) else kind
     msg = (
-        f"a state has {kind} as {name!r}, which a checkpoint cannot hold: let "
-        "state_dict() return tensors, numbers, text, lists, tuples and dicts, or leave it out "
-        "there"
+        f"a state has {kind} as {name!r}, which a checkpoint cannot store: return "
+        "tensors, numbers, text, lists, tuples and dicts from state_dict(), or leave this value "
+        "out"
     )
     raise ConfigError(msg)
 
 
 def from_plain(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
-    """Return the value of which `to_plain` made this JSON.
+    """Convert JSON from `to_plain` back to the original value.
 
     Args:
-        value: Value out of JSON.
-        read: Function that returns the tensor of a name.
+        value: JSON value.
+        read: Function that returns the tensor with a name.
 
     Raises:
-        CheckpointError: `to_plain` does not make such JSON.
+        CheckpointError: The JSON is not in the format of `to_plain`.
     """
     if isinstance(value, list):
         return [from_plain(item, read) for item in value]
@@ -89,11 +88,11 @@ def from_plain(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
         case [("dict", dict(items))]:
             return {key: from_plain(item, read) for key, item in items.items()}
         case [("pairs" | "counter" as kind, list(items))]:
-            with contextlib.suppress(TypeError, ValueError):  # no pairs, or no keys
+            with contextlib.suppress(TypeError, ValueError):  # invalid pairs or keys
                 pairs = {from_plain(key, read): from_plain(item, read) for key, item in items}
                 return Counter(pairs) if kind == "counter" else pairs
     msg = (
-        f"optimizer's state in the checkpoint has {str(value)[:80]!r}, which is no tensor, "
-        "float, tuple, dict or counter"
+        f"optimizer's state in the checkpoint has {str(value)[:80]!r}, which is not a "
+        "tensor, float, tuple, dict or counter"
     )
     raise CheckpointError(msg)

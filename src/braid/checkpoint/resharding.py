@@ -1,7 +1,7 @@
-"""Writes a checkpoint anew, as another number of ranks would have written it.
+"""Rewrites a checkpoint with the files that another number of ranks would write.
 
-Any number of ranks reads what any number wrote, so nobody has to: it helps where files are to have
-another size, or to lie on as many disks as there will be hosts.
+Loading does not require this, because any number of ranks can load a checkpoint. Use it to change
+the size of the files, or to spread them over one disk per host.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["reshard"]
 def reshard(
     where: str | os.PathLike[str], directory: str | os.PathLike[str], num_ranks: int
 ) -> Path:
-    """Write a checkpoint into another directory, as files of this many ranks.
+    """Copy a checkpoint to another directory, with one file for each of `num_ranks` ranks.
 
     Args:
-        where: A checkpoint, a directory of checkpoints, or a run; the last one is taken.
+        where: A checkpoint, a directory of checkpoints, or a run; the last checkpoint is used.
         directory: Directory of checkpoints to write to.
         num_ranks: Number of files.
 
@@ -39,7 +39,7 @@ def reshard(
         are in memory.
     """
     if num_ranks < 1:
-        msg = f"a checkpoint has files of at least 1 rank, got {num_ranks}"
+        msg = f"a checkpoint needs files of at least 1 rank, got {num_ranks}"
         raise ConfigError(msg)
     checkpoint = open_last(where)
     manifest = checkpoint.manifest
@@ -53,7 +53,7 @@ def reshard(
 
 
 class _Part:
-    """The rows of shared tensors that a rank writes, and the own tensors of some ranks."""
+    """Snapshot of a new rank: its rows of shared tensors, and per-rank tensors of old ranks."""
 
     def __init__(self, checkpoint: Checkpoint, rank: int, num_ranks: int) -> None:
         self._checkpoint = checkpoint
@@ -61,7 +61,7 @@ class _Part:
         self._num_ranks = num_ranks
 
     def pieces(self) -> Iterable[Slice]:
-        """Yield them; tensors are read when they are asked for."""
+        """Yield the slices; each tensor is read when its slice is yielded."""
         checkpoint, rank = self._checkpoint, self._rank
         owned = {full: owner_of(full)[0] for full in checkpoint.manifest.tensors}
         shared = {name: checkpoint.read(name) for name, owner in owned.items() if owner is None}

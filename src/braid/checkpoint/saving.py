@@ -1,14 +1,14 @@
-"""Saving: every rank writes its pieces, the manifest comes last, a rename makes it a checkpoint.
+"""Saving: every rank writes its pieces, rank 0 writes the manifest and renames the directory.
 
     all ranks   prepare                rank 0 makes the hidden directory and reads the free space
-    exchange    needs, problems        any problem: all raise the same error, nothing has changed
+    exchange    needs, problems        any problem: all ranks raise the same error
     all ranks   write, hash, fsync     one file each
     exchange    digests, problems
     rank 0      manifest, fsync, rename, remove older ones
     exchange    problem or none
 
-Whatever fails, and whenever a process is killed, earlier checkpoints are untouched and no half
-checkpoint can be seen.
+If anything fails, or a process is killed at any time, earlier checkpoints are untouched and no
+incomplete checkpoint is visible.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = ["REMEDY", "OnSaved", "Written", "publish", "save", "save_alone", "wri
 LOG = logging.getLogger(__name__)
 
 OnSaved = Callable[[int, Path, bool], object]
-# of files that have gone, or that another run puts there meanwhile
+# errors if another run removes or creates files in the same directory
 OF_OTHERS = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY}
 MANIFEST_RESERVE_BYTES = 1 << 20
 REMEDY = "Earlier checkpoints are untouched"
@@ -64,11 +64,11 @@ class _Plan(RankReport, frozen=True):
 
 
 class Written(RankReport, frozen=True):
-    """Report of a rank whose file is written.
+    """Report of a rank after it wrote its file.
 
     Attributes:
-        file: Entry of the file; None where it could not be written.
-        tensors: Pieces in it, by name of the tensor.
+        file: Entry of the file; None if it could not be written.
+        tensors: Pieces in the file, by tensor name.
     """
 
     file: FileEntry | None = None
@@ -89,12 +89,12 @@ def save(
     """Write a checkpoint; a collective.
 
     Args:
-        directory: Directory of the run's checkpoints, on a file system that all ranks see.
+        directory: Directory of the run's checkpoints, on a file system shared by all ranks.
         snapshot: Tensors that this rank owns.
         step: Number of completed steps.
-        group: Ranks whose snapshots make up the checkpoint.
-        state: Values that are no tensors, as JSON knows them; rank 0's are stored.
-        numerics: Settings on which bits depend; rank 0's are stored.
+        group: Ranks that write the checkpoint.
+        state: Values that are not tensors, as JSON values; rank 0's are stored.
+        numerics: Settings that affect the bits of the result; rank 0's are stored.
         keep: Number of checkpoints to keep, this one included; older ones are removed after it is
             complete.
         on_saved: Called on every rank with step, path, and whether the files carry digests.
@@ -104,8 +104,8 @@ def save(
 
     Raises:
         ConfigError: `keep` or `step` is out of range.
-        CheckpointError: Saving failed, with the same message on every rank; nothing but the attempt
-            is lost.
+        CheckpointError: Saving failed, with the same message on every rank; earlier checkpoints are
+            untouched.
         PeerLostError: A rank died; its files are hidden, and removed by the next save.
 
     Cost: one pass over the owned bytes (hash and write), six small all_gathers.
@@ -120,7 +120,7 @@ def save(
     pieces: list[Slice] = []
 
     def prepare() -> _Plan:
-        # wide dtypes first: every value is aligned
+        # wide dtypes first, which aligns every value
         pieces.extend(
             sorted(snapshot.pieces(), key=lambda p: (-p.tensor.element_size(), p.name, p.offset))
         )
@@ -131,7 +131,7 @@ def save(
     space = ""
     if plans[0].free < need:
         space = (
-            f"it needs {need:,} bytes, {plans[0].free:,} are free on this disk: remove something "
+            f"it needs {need:,} bytes, {plans[0].free:,} are free on this disk: remove files "
             "there, "
             "or choose another directory"
         )
@@ -141,12 +141,12 @@ def save(
         write = partial(write_pieces, home, pieces, step, group.rank, plans[0].writer)
         written = exchange(group, _attempt(write, Written))
         raise_problems(action, [w.problem for w in written], size=group.size, remedy=REMEDY)
-        done = RankReport()
+        report = RankReport()
         if group.rank == 0:
-            done = _attempt(
+            report = _attempt(
                 lambda: publish(home, written, step, state or {}, numerics or {}), RankReport
             )
-        reports = exchange(group, done)
+        reports = exchange(group, report)
         raise_problems(action, [r.problem for r in reports], size=group.size, remedy=REMEDY)
     except CheckpointError:
         if group.rank == 0:
@@ -175,15 +175,16 @@ def save_alone(
         directory: Directory of checkpoints.
         parts: Tensors of each file.
         step: Number of completed steps.
-        state: Values that are no tensors, as JSON knows them.
-        numerics: Settings on which bits depend.
+        state: Values that are not tensors, as JSON values.
+        numerics: Settings that affect the bits of the result.
         keep: Number of checkpoints to keep, this one included; all when None.
 
     Returns:
         Path of the checkpoint.
 
     Raises:
-        CheckpointError: There is one of this step, or it cannot be written; nothing is left.
+        CheckpointError: A checkpoint of this step exists, or it cannot be written; no part of it
+            remains.
     """
     home = CheckpointDirectory(directory)
     action = f"cannot write {home.final(step)}"
@@ -203,14 +204,14 @@ def save_alone(
             written.append(write_pieces(home, pieces, step, rank))
         problems = [report.problem for report in written if report.problem]
         if not problems:
-            done = publish(home, written, step, state or {}, numerics or {})
-            problems = [done.problem] if done.problem else []
+            report = publish(home, written, step, state or {}, numerics or {})
+            problems = [report.problem] if report.problem else []
     except OSError as exc:
         problems = [exc.strerror or errno.errorcode.get(exc.errno or 0, str(exc))]
-    except Exception as exc:  # noqa: BLE001 - nothing is left, whatever it is
+    except Exception as exc:  # noqa: BLE001 - clean up after any error
         problems = [problem_of(exc)]
     if problems:
-        if began:  # else the hidden directory is that of another run
+        if began:  # else the hidden directory belongs to another run
             home.discard(step)
         raise CheckpointError(f"{action}: {'; '.join(problems)}. {REMEDY}")
     if keep is not None:
@@ -219,11 +220,11 @@ def save_alone(
 
 
 def _attempt(action: Callable[[], R], failed: Callable[[str], R]) -> R:
-    """Return the report of an action, or one of any exception: the other ranks wait for it."""
+    """Return the report of an action, or a report of its exception for the other ranks."""
     try:
         return action()
     except Exception as exc:  # noqa: BLE001 - see above
-        # as text: a record that keeps the traceback would keep its frames, and all that they hold
+        # as text, because a log record with the traceback would keep its frames alive
         text = traceback.format_exc().encode(errors="backslashreplace").decode()
         LOG.warning("saving failed on this rank:\n%s", text)
         return failed(problem_of(exc))
@@ -246,7 +247,7 @@ def _prepare(home: CheckpointDirectory, pieces: list[Slice], step: int, *, first
 def write_pieces(
     home: CheckpointDirectory, pieces: list[Slice], step: int, rank: int, writer: str = ""
 ) -> Written:
-    """Write the file of a rank; the report has its entry, or the problem."""
+    """Write a rank's file; return a report with its entry or the problem."""
     tensors = _named(pieces)
     name = f"rank-{rank:05d}.safetensors"
     try:
@@ -278,7 +279,7 @@ def publish(
     state: Mapping[str, Any],
     numerics: Mapping[str, Any],
 ) -> RankReport:
-    """Write the manifest of all ranks' files, and make the checkpoint visible."""
+    """Write the manifest for all ranks' files, and rename the directory."""
     tensors: dict[str, TensorEntry] = {}
     files: dict[str, FileEntry] = {}
     for rank, part in enumerate(written):
@@ -318,12 +319,12 @@ def publish(
 
 
 def this_process() -> str:
-    """Return the name of this process for other runs, such as `pid 812 on host a`."""
+    """Return a name of this process for messages of other runs, such as `pid 812 on host a`."""
     return f"pid {os.getpid()} on host {socket.gethostname()}"
 
 
 def _other_run(home: CheckpointDirectory, exc: OSError, writer: str) -> str:
-    """Return a clause that names the other run that uses this directory; empty if there is none."""
+    """Return a clause that names another run that uses this directory, if there is one."""
     if exc.errno not in OF_OTHERS:
         return ""
     others = [other for other in home.writers() if other != writer]
@@ -335,13 +336,13 @@ def _other_run(home: CheckpointDirectory, exc: OSError, writer: str) -> str:
     if not others:
         return ""
     return (
-        f": another run ({others[0]}) saves to this directory, too: give each run a directory of "
-        "its own"
+        f": another run ({others[0]}) also saves to this directory: give each run a separate "
+        "directory"
     )
 
 
 def _named(pieces: list[Slice]) -> dict[str, torch.Tensor]:
-    """Return key in the file -> values; a tensor with several boxes here has a key for each."""
+    """Return values by key in the file, with one key for each box of a tensor."""
     keys: dict[str, torch.Tensor] = {}
     for piece in pieces:
         key, number = piece.name, 1

@@ -1,17 +1,16 @@
-"""Snapshots: the boxes of tensors that a rank owns and hands to `save`.
+"""Snapshots: the boxes of tensors that a rank passes to `save`.
 
-The checkpoint knows no engine. The owner of parameters, sharded in any way, says which pieces of
-which global tensors are here; together the ranks' pieces tile each tensor exactly once.
-`ReplicatedSnapshot` is for data parallelism, where every rank has everything: each writes an n-th
-of the bytes.
+This package does not depend on an engine. An engine describes its shards as boxes of global
+tensors; together the ranks' boxes tile each tensor exactly once. `ReplicatedSnapshot` is for data
+parallelism, where every rank has all tensors: each of n ranks writes 1 / n of the bytes.
 
     bytes of all tensors   |--- a ---|------------- b -------------|-- c --|
     ranks                  |      0      |      1      |      2      |
-                           boundaries are moved to whole rows (dim 0)
+                           boundaries are rounded to whole rows (dim 0)
 
-Tensors that differ from rank to rank, such as the moments of an optimizer that takes steps alone,
-cannot be divided like that. Each rank writes all of its own, and says so by a name: `own/model/w`
-here is `own/00001/model/w` of rank 1 in the checkpoint.
+Per-rank tensors differ between ranks, such as the moments of an optimizer with local steps, and
+cannot be divided in this way. Each rank writes all of its per-rank tensors. Their names begin with
+`own/`: `own/model/w` on rank 1 is `own/00001/model/w` in the checkpoint.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ OWN_NAME = re.compile(r"own/(\d{5,})/(.+)", re.DOTALL)
 
 
 def own_name(rank: int, name: str) -> str:
-    """Return the name of a rank's own tensor in a checkpoint."""
+    """Return the name in a checkpoint of a rank's per-rank tensor."""
     return f"{OWN}{rank:05d}/{name}"
 
 
 def owner_of(name: str) -> tuple[int | None, str]:
-    """Return the rank, and the name without it, of a tensor in a checkpoint.
+    """Split the name of a tensor in a checkpoint into rank and name.
 
-    The rank is None if the tensor is no rank's own.
+    The rank is None if the tensor is not a per-rank tensor.
 
     >>> owner_of("own/00001/model/w"), owner_of("model/w")
     ((1, 'model/w'), (None, 'model/w'))
@@ -58,7 +57,7 @@ def owner_of(name: str) -> tuple[int | None, str]:
 
 
 def param_of(name: str) -> str:
-    """Return the parameter's name of a tensor `model/NAME` or `optimizer/NAME/STATE`.
+    """Return NAME, the parameter's name in `model/NAME` or `optimizer/NAME/STATE`.
 
     >>> param_of("model/head.weight"), param_of("optimizer/head.weight/exp_avg")
     ('head.weight', 'head.weight')
@@ -84,18 +83,18 @@ class Slice(NamedTuple):
 
 
 class Snapshot(Protocol):
-    """State of a rank that a checkpoint keeps."""
+    """Tensors of a rank that a checkpoint stores."""
 
     def pieces(self) -> Iterable[Slice]:
-        """Return the slices that this rank owns; all ranks together own every element once."""
+        """Return this rank's slices; the slices of all ranks contain every element once."""
         ...
 
 
 class FailedSnapshot:
-    """State that this rank could not collect, which a save reports to all ranks.
+    """Snapshot of a rank that failed to collect its tensors; `save` reports it to all ranks.
 
     Args:
-        error: Exception that ended the attempt.
+        error: Exception that was raised.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -107,7 +106,7 @@ class FailedSnapshot:
 
 
 class JoinedSnapshot:
-    """Several snapshots of a rank, of which each has other tensors.
+    """Union of several snapshots of a rank, with different tensors.
 
     Args:
         snapshots: The snapshots.
@@ -117,17 +116,17 @@ class JoinedSnapshot:
         self._snapshots = snapshots
 
     def pieces(self) -> Iterable[Slice]:
-        """Yield the slices of one after the other."""
+        """Yield the slices of all snapshots."""
         for snapshot in self._snapshots:
             yield from snapshot.pieces()
 
 
 class ReplicatedSnapshot:
-    """Tensors that every rank has; ownership is divided by bytes.
+    """Tensors that every rank has; each rank writes an equal share of the bytes.
 
     Args:
-        tensors: Tensors by name; the same names, shapes and dtypes on every rank, and the same
-            values, except for names that begin with `own/`.
+        tensors: Tensors by name; the same names, shapes and dtypes on every rank. Values must be
+            equal too, except for names that begin with `own/`.
         rank: This rank.
         size: Number of ranks.
     """
@@ -140,7 +139,7 @@ class ReplicatedSnapshot:
         self._size = size
 
     def pieces(self) -> Iterable[Slice]:
-        """Yield this rank's rows, and its own tensors."""
+        """Yield this rank's rows of shared tensors, and its per-rank tensors."""
         for name in sorted(name for name in self._tensors if name.startswith(OWN)):
             tensor = self._tensors[name].detach()
             full = own_name(self._rank, name.removeprefix(OWN))
@@ -160,15 +159,15 @@ class ReplicatedSnapshot:
             if low == high:
                 continue
             shape = tuple(tensor.shape)
-            if rows == 1:  # also zero-dim tensors and empty ones: all or nothing
+            if rows == 1:  # zero-dim and empty tensors are not split either
                 yield Slice(name, shape, (0,) * len(shape), tensor)
             else:
                 yield Slice(name, shape, (low, *(0,) * (len(shape) - 1)), tensor[low:high])
 
     def _first_row(self, rank: int, start: int, row_bytes: int, rows: int, total: int) -> int:
-        """Return the first row that begins at or behind the first byte of `rank`."""
+        """Return the first row that begins at or after the first byte of `rank`."""
         if rank == self._size:
-            return rows  # empty tensors at the very end have an owner, too
+            return rows  # empty tensors at the end also need an owner
         boundary = -(-total * rank // self._size)
         if not row_bytes:
             return 0 if start >= boundary else rows

@@ -1,7 +1,7 @@
-"""Checks the values of a checkpoint's `state` that were made of an optimizer and of generators.
+"""Validates the values of optimizers and generators in a checkpoint's `state`.
 
-A manifest's digest shows that it is unchanged, not that braid wrote it. Whatever stands in its
-`state`, a program gets the values or a `CheckpointError` with the name of the field.
+A manifest's digest shows that it is unchanged, not that braid wrote it. For any content of `state`,
+a program gets valid values or a `CheckpointError` with the name of the field.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = [
 
 
 class StoredOptimizer(msgspec.Struct, frozen=True):
-    """Values of an optimizer that are no tensors.
+    """Values of an optimizer that are not tensors.
 
     Attributes:
         type: Name of the optimizer's class; empty if no optimizer was saved.
         groups: Values of each parameter group, with the `names` of its parameters.
-        numbers: Values of the state of each parameter, by its name.
-        rest: Further entries of `state_dict()`.
+        numbers: State values of each parameter, by parameter name.
+        rest: Other entries of `state_dict()`.
     """
 
     type: str = ""
@@ -43,15 +43,15 @@ class StoredOptimizer(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> list[Any]:
-        """Names of the parameters of each group; a list of text after `stored_optimizer`."""
+        """Names of the parameters of each group; `stored_optimizer` checks that they are text."""
         return [group.get("names", []) for group in self.groups]
 
 
 def stored_optimizer(path: object, state: Mapping[str, Any]) -> StoredOptimizer:
-    """Return the `optimizer` of a checkpoint's `state`.
+    """Return the validated `optimizer` entry of a checkpoint's `state`.
 
     Raises:
-        CheckpointError: A field has a type that it cannot have.
+        CheckpointError: A field has the wrong type.
     """
     try:
         stored = msgspec.convert(state.get("optimizer", {}), StoredOptimizer)
@@ -70,7 +70,7 @@ def generator_states(
     """Return the state of each of `generators` in a checkpoint's `state`.
 
     Raises:
-        CheckpointError: There is none for one of them, or it is no state of such a generator.
+        CheckpointError: A generator's state is missing or invalid.
     """
     kept = state.get("generators", {})
     if not isinstance(kept, dict):
@@ -78,23 +78,23 @@ def generator_states(
     states = {}
     for name, generator in generators.items():
         if name not in kept:
-            msg = f"{path} has no state of generator {name!r}, but of {sorted(kept)}"
+            msg = f"{path} has no state of generator {name!r}; it has states of {sorted(kept)}"
             raise CheckpointError(msg)
         try:
             raw = bytearray(base64.b64decode(kept[name], validate=True))
             states[name] = torch.frombuffer(raw, dtype=torch.uint8)
             torch.Generator(generator.device).set_state(states[name])
         except (binascii.Error, TypeError, ValueError, RuntimeError) as exc:
-            problem = f"it is no state of a generator on {generator.device}: {exc}"
+            problem = f"it is not a state of a generator on {generator.device}: {exc}"
             raise unloadable(path, f"generators.{name}", problem) from exc
     return states
 
 
 def require_like(path: object, field: str, stored: Any, current: Any) -> None:
-    """Check that a stored value is a number if the present one is.
+    """Check that a stored value is a number if the current value is a number.
 
     Raises:
-        CheckpointError: It is something else.
+        CheckpointError: The stored value has another type.
     """
     numbers = (Real, torch.Tensor)
     if isinstance(current, numbers) and not (stored is None or isinstance(stored, numbers)):

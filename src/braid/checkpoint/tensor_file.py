@@ -1,9 +1,9 @@
-"""One safetensors file: hashed while it is written, mapped when it is read.
+"""One safetensors file: hashed while it is written, memory-mapped when it is read.
 
 The format is 8 bytes with the length of a JSON header, the header (name -> dtype, shape, byte
-range), and the values. The library's own writer takes no hash on the way and builds the file in
-memory first; this one streams, so that saving needs no second copy of the model. Reading is the
-library's: it maps the file and checks the header.
+range), and the values. The library's writer computes no hash and builds the file in memory first.
+This writer streams, so saving needs no second copy of the model. The library reads the files: it
+maps them and checks the header.
 
 Source: safetensors format, github.com/huggingface/safetensors (README, "Format").
 """
@@ -45,23 +45,23 @@ CHUNK_BYTES = 8 << 20
 
 
 def tensor_file_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the length of the file of these tensors."""
+    """Return the number of bytes of the file for these tensors."""
     return len(_header(tensors)) + sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def write_tensor_file(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Write a new file and bring it to the disk.
+    """Write a new file and flush it to disk with fsync.
 
     Args:
         path: Path of the file, which must not exist.
         tensors: Tensors by name, in the order of the file.
-        metadata: Texts for the header; none when None.
+        metadata: Text entries of the header, if any.
 
     Raises:
-        OSError: The file cannot be written; a part may be there.
-        CheckpointError: The format does not know a dtype.
+        OSError: The file cannot be written; a part of it may remain.
+        CheckpointError: The format does not support a dtype.
     """
     digest = hashlib.sha256()
     nbytes = 0
@@ -98,17 +98,17 @@ def hash_file(path: Path) -> FileEntry:
 def read_piece(
     path: Path, key: str, shape: tuple[int, ...], dtype: str, box: tuple[slice, ...]
 ) -> torch.Tensor:
-    """Return a box of the tensor `key`; only its pages are read.
+    """Return a box of the tensor `key`, reading only the pages of the box.
 
     Args:
         path: Path of the file.
         key: Name of the tensor in the file.
-        shape: Shape that it must have.
-        dtype: Data type that it must have, by torch's name.
+        shape: Expected shape of the stored tensor.
+        dtype: Expected dtype, by torch's name.
         box: A slice per dim, relative to the stored tensor.
 
     Raises:
-        CheckpointError: The file does not hold such a tensor.
+        CheckpointError: The file has no such tensor.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -138,11 +138,11 @@ def _header(
     for key, tensor in tensors.items():
         name = DTYPES.get(tensor.dtype)
         if name is None:
-            msg = f"tensor {key!r} has dtype {tensor.dtype}, which safetensors does not know"
+            msg = f"tensor {key!r} has dtype {tensor.dtype}, which safetensors does not support"
             raise CheckpointError(msg)
         end = start + tensor.numel() * tensor.element_size()
         entries[key] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # values begin aligned
+    text += b" " * (-len(text) % 8)  # align the values
     return struct.pack("<Q", len(text)) + text

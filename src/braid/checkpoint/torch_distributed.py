@@ -1,12 +1,12 @@
-"""Reads torch's distributed checkpoint (DCP), and runs nothing that is in it.
+"""Reads torch's distributed checkpoint (DCP) without executing code from its files.
 
-Problem: its description, the file `.metadata`, is a pickle, and torch reads it with an unpickler
-that runs code. torch also unpickles the values that are not tensors.
+Problem: its metadata, the file `.metadata`, is a pickle, and torch reads it with an unpickler that
+executes code. torch also unpickles the values that are not tensors.
 
-Idea: an unpickler that knows the names of the description's classes, and nothing else. Instead of
-torch's classes it makes objects without methods of ours, made for each file, so that a file cannot
-change torch's. Tensors are read by `torch.load(weights_only=True)`, from the described part of a
-file in the same directory. Other values are not read.
+Idea: an unpickler with an allow list of the metadata's classes. It creates plain stand-in classes
+for each file instead of torch's classes, so that a file cannot change torch's classes. Tensors are
+read with `torch.load(weights_only=True)` from a byte range of a file in the same directory. Other
+values are not read.
 
 Source: torch.distributed.checkpoint.metadata and .filesystem (torch 2.10 to 2.14).
 """
@@ -35,7 +35,7 @@ _CLASSES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"Path", "PosixPath", "WindowsPath"},
-    "pathlib._local": {"Path", "PosixPath", "WindowsPath"},  # of Python 3.13
+    "pathlib._local": {"Path", "PosixPath", "WindowsPath"},  # the module's name in Python 3.13
 }  # fmt: skip
 _VALUES: dict[str, Any] = {"collections.OrderedDict": dict, "builtins.set": set}
 
@@ -44,8 +44,8 @@ class StoredTensor(NamedTuple):
     """A tensor of a distributed checkpoint.
 
     Attributes:
-        path: Keys of the dictionaries in which it was saved.
-        read: Function that reads it; None for a value that is not a tensor.
+        path: Keys of the nested dicts in which the tensor was saved.
+        read: Function that reads the tensor; None for a value that is not a tensor.
     """
 
     path: tuple[str, ...]
@@ -53,13 +53,13 @@ class StoredTensor(NamedTuple):
 
 
 def regular_file(directory: Path, name: object) -> Path:
-    """Return a file that a description names, if it is a regular one in `directory` itself.
+    """Return the path of a file named in the metadata, if it is a regular file in `directory`.
 
     Raises:
-        CheckpointError: The name leads elsewhere, or to a directory, a pipe or a device.
+        CheckpointError: The file is outside of `directory`, or is not a regular file.
     """
     if not isinstance(name, str) or Path(name).name != name or "\0" in name or name == "..":
-        msg = f"{directory} names the file {str(name)[:80]!r}, which is not one of its own"
+        msg = f"{directory} names the file {str(name)[:80]!r}, which is outside of the directory"
         raise CheckpointError(msg)
     path = directory / name
     if path.exists() and not path.is_file():
@@ -72,7 +72,7 @@ def stored_tensors(directory: Path) -> Iterator[StoredTensor]:
     """Yield the entries of a distributed checkpoint.
 
     Raises:
-        Exception: The description is not one; the caller names the checkpoint.
+        Exception: The metadata is invalid; the caller adds the checkpoint's path.
     """
     metadata = _read_metadata(regular_file(directory, METADATA_NAME))
     places = {(index.fqn, _sizes(index)): info for index, info in metadata.storage_data.items()}
@@ -87,7 +87,7 @@ def stored_tensors(directory: Path) -> Iterator[StoredTensor]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in pieces, and their places in files."""
+    """A tensor's metadata: its pieces, and their positions in files."""
 
     directory: Path
     name: str
@@ -95,7 +95,7 @@ class _Stored(NamedTuple):
     places: Mapping[tuple[str, tuple[int, ...] | None], Any]
 
     def read(self) -> torch.Tensor:
-        """Return the tensor."""
+        """Read all pieces and return the whole tensor."""
         shape, dtype = tuple(self.entry.size), self.entry.properties.state[0]
         chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in self.entry.chunks]
         infos = [self.places[self.name, offsets] for offsets, _ in chunks]
@@ -103,7 +103,7 @@ class _Stored(NamedTuple):
             msg = f"the pieces of {self.name} do not add up to its shape {list(shape)}"
             raise CheckpointError(msg)
         pieces = [self._piece(i, sizes, dtype) for i, (_, sizes) in zip(infos, chunks, strict=True)]
-        out = torch.empty(shape, dtype=dtype)  # no larger than what has been read
+        out = torch.empty(shape, dtype=dtype)  # not larger than the pieces that were read
         for (offsets, sizes), piece in zip(chunks, pieces, strict=True):
             ranges = zip(offsets, sizes, shape, strict=True)
             if any(low < 0 or low + extent > full for low, extent, full in ranges):
@@ -136,7 +136,7 @@ def _read_metadata(path: Path) -> Any:
     kinds: dict[str, type] = {}
 
     class Described:
-        """An object of a class of the description; classes of their own for each file."""
+        """Base of the stand-in classes, which are created for each file."""
 
         def __new__(cls, *args: Any) -> Described:
             made = super().__new__(cls)
@@ -161,7 +161,7 @@ def _read_metadata(path: Path) -> Any:
             if value is None and name in _CLASSES.get(module, ()):
                 value = kinds.setdefault(name, type(name, (Described,), {}))
             if value is None:
-                msg = f"it asks for {module}.{name}, which is not of a distributed checkpoint"
+                msg = f"it contains {module}.{name}, which a distributed checkpoint does not use"
                 raise pickle.UnpicklingError(msg)
             return value
 

@@ -1,4 +1,4 @@
-"""Model and optimizer as named tensors and numbers, and back.
+"""Conversion of a model and an optimizer to named tensors and numbers, and back.
 
 Problem: `optimizer.state_dict()` numbers parameters, so a model whose parameters are created in
 another order silently gets the wrong moments. Idea: everything is stored under the parameter's
@@ -7,7 +7,7 @@ name.
     model/blocks.0.attention.weight                parameters (tied ones once), persistent buffers
     optimizer/blocks.0.attention.weight/exp_avg    tensors of the optimizer's state
     optimizer_state_dict/diloco/start/0            other tensors in its state_dict(), also in lists
-    own/...                                        those of the above with another value elsewhere
+    own/...                                        any of the above, if values differ between ranks
 
     state: {"optimizer": {"groups": [{"names": [...], "lr": 0.001, ...}],
                           "numbers": {name: {...}},
@@ -15,8 +15,8 @@ name.
     state: {"generators": {name: base64 of its state}}
     state: {"tied": {"head.weight": "token.weight"}}    further name of a tensor -> its stored name
 
-An optimizer whose ranks take steps alone has a method `is_own(name, tensor)`, which returns for one
-of these names whether the tensor is this rank's own.
+An optimizer with local steps has a method `is_own(name, tensor)`. It returns whether the tensor
+with one of these names can differ between ranks.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ TIED = "tied"
 def training_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return parameters, buffers and the optimizer's tensors by name; not copied.
+    """Return parameters, buffers and the optimizer's tensors by name, without a copy.
 
-    Names of this rank's own tensors begin with `own/`, as `ReplicatedSnapshot` knows them.
+    Names of tensors that differ between ranks begin with `own/`; see `ReplicatedSnapshot`.
 
     Raises:
-        ConfigError: The optimizer holds a parameter that the model does not, or something that
-            cannot be stored.
+        ConfigError: The optimizer has a parameter that is not in the model, or a value that cannot
+            be stored.
     """
     tensors = {f"model/{name}": tensor for name, tensor in _model_tensors(model).items()}
     if optimizer is not None:
@@ -72,7 +72,7 @@ def training_tensors(
 
 
 def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that `state_dict` would hold, by name."""
+    """Return the persistent buffers by name."""
     kept = model.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
@@ -83,9 +83,9 @@ def training_numbers(
     *,
     generators: Generators | None = None,
 ) -> dict[str, Any]:
-    """Return values of a training that are no tensors, for a checkpoint's `state`.
+    """Return the values of a training that are not tensors, for a checkpoint's `state`.
 
-    They are the same on all ranks.
+    The values are equal on all ranks.
 
     Raises:
         ConfigError: As for `training_tensors`.
@@ -104,32 +104,34 @@ def training_numbers(
 
 
 def merged_numbers(numbers: dict[str, Any], group: Group) -> dict[str, Any]:
-    """Return the numbers of ranks whose optimizers hold states of other parameters; a collective.
+    """Merge `training_numbers` of ranks with states of different parameters; a collective.
 
     Args:
-        numbers: Result of `training_numbers`; the same on all ranks but for the states.
-        group: The ranks; the first one that has the state of a parameter counts.
+        numbers: Result of `training_numbers`; equal on all ranks except for the states.
+        group: The ranks; if several ranks have the state of a parameter, the first one is used.
 
     Raises:
-        ConfigError: The optimizers have other parameters.
+        ConfigError: The ranks' optimizers have different parameters.
     """
     if "optimizer" not in numbers:
         return numbers
-    own = numbers["optimizer"]
-    names = [sorted(one["names"]) for one in own["groups"]]
+    optimizer_numbers = numbers["optimizer"]
+    names = [sorted(one["names"]) for one in optimizer_numbers["groups"]]
     merged: dict[str, dict[str, Any]] = {}
     all_names = []
-    for theirs_names, theirs in reversed(group.objects.all_gather((names, own["numbers"]))):
+    for theirs_names, theirs in reversed(
+        group.objects.all_gather((names, optimizer_numbers["numbers"]))
+    ):
         all_names.append(theirs_names)
         merged.update(theirs)
     if any(theirs != names for theirs in all_names):
         counts = [sum(map(len, theirs)) for theirs in reversed(all_names)]
         msg = (
             f"the optimizers of ranks {list(group.ranks)} have {counts} parameters, and a "
-            "checkpoint holds one optimizer: make it of model.parameters() on each rank"
+            "checkpoint has one optimizer: make it from model.parameters() on each rank"
         )
         raise ConfigError(msg)
-    return {**numbers, "optimizer": {**own, "numbers": merged}}
+    return {**numbers, "optimizer": {**optimizer_numbers, "numbers": merged}}
 
 
 def restore_training(
@@ -139,13 +141,12 @@ def restore_training(
     *,
     generators: Generators | None = None,
 ) -> None:
-    """Put a checkpoint's values into a model, an optimizer and generators.
+    """Load a checkpoint into a model, an optimizer and generators.
 
     Raises:
-        CheckpointError: The checkpoint is of another model or optimizer (the message has a table of
-            the differences), ranks wrote tensors of their own and other numbers of ranks load, or a
-            field of its state cannot be (it is named). Nothing has been changed, unless the message
-            says so.
+        CheckpointError: The checkpoint has another model or optimizer (the message has a table of
+            the differences), has per-rank tensors of another number of ranks, or has an invalid
+            field (the message names it). Nothing has changed, except where the message mentions it.
     """
     params = _model_tensors(model)
     checkpoint.require_own(["model", *ROOTS] if optimizer is not None else ["model"])
@@ -162,9 +163,9 @@ def restore_training(
             optimizer.load_state_dict(loaded)
         except (AttributeError, IndexError, LookupError, TypeError, ValueError) as exc:
             msg = (
-                f"{type(optimizer).__name__} does not take state.optimizer of {checkpoint.path} "
-                f"({type(exc).__name__}: {message_of(exc)}) and may have taken a part of it: make "
-                "it anew, and use another checkpoint of this run"
+                f"{type(optimizer).__name__} cannot load state.optimizer of {checkpoint.path} "
+                f"({type(exc).__name__}: {message_of(exc)}) and may have loaded a part of it: make "
+                "a new optimizer, and use another checkpoint of this run"
             )
             raise CheckpointError(msg) from exc
     with torch.no_grad():
@@ -177,25 +178,25 @@ def restore_training(
 def _optimizer_state(
     checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Return the argument of `load_state_dict`, in the order of the optimizer that is here."""
+    """Return the argument of `load_state_dict`, in the current optimizer's order."""
     kept = stored_optimizer(checkpoint.path, checkpoint.manifest.state)
     names = _names_of(model, optimizer)
     mine = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     theirs = kept.names
     kind = type(optimizer).__name__
     if kept.type != kind or list(map(sorted, mine)) != list(map(sorted, theirs)):
-        saved = f"that of {kept.type} with {_groups_text(theirs)}" if kept.type else "none"
+        saved = f"from {kept.type} with {_groups_text(theirs)}" if kept.type else "empty"
         msg = (
             f"the optimizer is {kind} with {_groups_text(mine)}, but the state in "
-            f"{checkpoint.path} is {saved}{_first_other(mine, theirs)}: make the optimizer as it "
-            "was made then, or load the model without it"
+            f"{checkpoint.path} is {saved}{_first_other(mine, theirs)}: make the same "
+            "optimizer as for the checkpoint, or load the model without it"
         )
         raise CheckpointError(msg)
     order = {name: index for index, name in enumerate(n for group in mine for n in group)}
     if strangers := sorted(kept.numbers.keys() - order.keys()):
         msg = (
-            f"state.optimizer.numbers of {checkpoint.path} has {strangers[0]!r}, which is no "
-            f"parameter of {kind}: use another checkpoint of this run"
+            f"state.optimizer.numbers of {checkpoint.path} has {strangers[0]!r}, which is not "
+            f"a parameter of {kind}: use another checkpoint of this run"
         )
         raise CheckpointError(msg)
     state: dict[int, dict[str, Any]] = {
@@ -232,15 +233,15 @@ def _optimizer_state(
     if in_order and mine != theirs:
         msg = (
             f"parameters of {kind} are in another order than in {checkpoint.path}, where "
-            f"{in_order[0]!r} is not filed by parameter: make the model and the optimizer as "
-            "they were made then"
+            f"{in_order[0]!r} is stored by position, not by parameter: make the model and the "
+            "optimizer in the same order as for the checkpoint"
         )
         raise CheckpointError(msg)
     return {**rest, "state": state, "param_groups": groups}
 
 
 def _groups_text(groups: Sequence[Sequence[str]]) -> str:
-    """Describe groups of parameters, such as `2 groups of 3 and 1 parameters`."""
+    """Describe parameter groups as text, such as `2 groups of 3 and 1 parameters`."""
     sizes = [str(len(group)) for group in groups]
     if len(sizes) > 4:
         return f"{len(sizes)} groups of {sum(map(len, groups))} parameters in all"
@@ -250,18 +251,18 @@ def _groups_text(groups: Sequence[Sequence[str]]) -> str:
 
 
 def _first_other(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> str:
-    """Name a parameter that is not in the same group, where groups have the same sizes."""
+    """Return a clause that names a parameter in another group, if groups have equal sizes."""
     if list(map(len, mine)) != list(map(len, theirs)):
         return ""
     pairs = enumerate(zip(mine, theirs, strict=True))
     other = next(((n, sorted({*a} - {*b})) for n, (a, b) in pairs if {*a} != {*b}), None)
-    return f", whose group {other[0]} has no {other[1][0]}" if other else ""
+    return f", and group {other[0]} there has no {other[1][0]}" if other else ""
 
 
 def _filed(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the optimizer's tensors by name, and its other values as JSON."""
+    """Return the optimizer's tensors by name, and its other values for JSON."""
     names = _names_of(model, optimizer)
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -293,12 +294,12 @@ def _filed(
 
 
 def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters, tied ones once, and the buffers that `state_dict` would hold."""
+    """Return parameters and persistent buffers by name; tied parameters occur once."""
     return {**dict(model.named_parameters()), **kept_buffers(model)}
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Return further names of tensors in `state_dict`, with the names under which they are kept."""
+    """Return the other names of tied tensors in `state_dict`, with their stored names."""
     kept = _model_tensors(model)
     names = {id(tensor): name for name, tensor in reversed(kept.items())}
     return {
@@ -321,5 +322,5 @@ def _names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.
 
 
 def _tuples(value: Any) -> Any:
-    """Return betas as a tuple; they are lists in older checkpoints."""
+    """Convert lists to tuples, because older checkpoints have betas as a list."""
     return tuple(value) if isinstance(value, list) else value
