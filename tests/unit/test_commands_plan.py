@@ -62,7 +62,7 @@ def test_the_fastest_split_is_shown_explained_and_written(
         (["--cluster", "cluster.toml"], "give a model"),
         (["--model", "gpt9", "--cluster", "cluster.toml"], "must be one of gpt2-tiny"),
         ([*MODEL, "--cluster", "missing.toml"], "cannot be read"),
-        ([*MODEL, "--cluster", "bare.toml"], "does not say what computes"),
+        ([*MODEL, "--cluster", "bare.toml"], "does not name a device"),
         ([*MODEL, "--cluster", "bare.toml", "--device", "abacus"], "--device must be one of"),
         ([*MODEL, "--cluster", "cluster.toml", "-n", "9"], "the cluster has 8 ranks"),
         ([*MODEL, "--cluster", "cluster.toml", "-n", "0"], "-n must be at least 1"),

@@ -122,7 +122,7 @@ def test_a_program_that_is_not_valid_is_not_simulated(text, words, tmp_path, cap
 def test_options_that_a_file_answers_itself_are_refused(tmp_path, capsys):
     (tmp_path / "mine").write_text(ends(capsys, "show", "ring")[1])
     code, text = ends(capsys, "simulate", str(tmp_path / "mine"), "--operation", "reduce")
-    assert (code, "which says what it does" in " ".join(text.split())) == (2, True)
+    assert (code, "which defines the operation" in " ".join(text.split())) == (2, True)
 
 
 def test_a_file_with_the_name_of_an_algorithm_is_in_nobodys_way(tmp_path, capsys, monkeypatch):
@@ -169,7 +169,7 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("show", "rong"), "no file rong"),
+        (("show", "rong"), "rong is not an algorithm or a file"),
         (("show", "1f1b", "--csv", "--table"), "--table and --csv are two forms"),
         (("show", "ring", "--csv"), "only pipelines that train can be written as torch's CSV"),
         (("show", "none.csv"), "none.csv cannot be read"),
@@ -197,10 +197,10 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
             ("simulate", "1f1b", "--backward-ms", "-5"),
             "--backward-ms takes milliseconds from 0, got -5",
         ),
-        (("simulate", "1f1b", "--root", "7"), "--operation and --root do not go with 1f1b"),
+        (("simulate", "1f1b", "--root", "7"), "--operation and --root are not for the pipeline 1f1b"),
         (("simulate", "ring", "--root", "1"), "all_reduce has no root, got 1"),
         (("simulate", "ring", "--ranks", "1000000000"), "may have at most 1,000,000 ranks"),
-        (("simulate", "x" * 3000), "there is no algorithm and no file"),
+        (("simulate", "x" * 3000), "is not an algorithm or a file"),
     ],
 )
 def test_mistakes_are_named(arguments, words, capsys):

@@ -218,7 +218,7 @@ def test_nodes_are_trusted_by_a_file_or_by_an_explicit_word():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"hosts": "a", "nnodes": 2}, "-H a lets braid reach the hosts, --nnodes means that you start"),
+        ({"hosts": "a", "nnodes": 2}, "-H a starts braid on the hosts, --nnodes means that you start"),
         ({"hosts": "a", "hostfile": "f"}, "-H and --hostfile both name the hosts"),
         ({"rsh": "ssh {host}"}, "--rsh ssh {host} needs hosts: name them with -H"),
         ({"network_interface": "eth0"}, "--network-interface needs several hosts"),

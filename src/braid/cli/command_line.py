@@ -1,8 +1,8 @@
-"""The command `braid`: one small function per subcommand, each importing its package when it runs.
+"""The command `braid`: one small function per subcommand, which imports its package when it runs.
 
-`braid --help` must be quick and `braid run` must not import torch, so this module imports only the
+`braid --help` must be fast and `braid run` must not import torch, so this module imports only the
 standard library and tyro. tyro makes options and help from the functions' signatures and
-docstrings. A new command is a function, here or with its family in `commands/`, and a line of
+docstrings. A new command is a function, in this module or in `commands/`, and an entry of
 `COMMANDS`.
 """
 
@@ -58,38 +58,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
     Args:
-        arguments: Arguments after `braid`; those of this process when None.
+        arguments: Arguments after `braid`; `sys.argv[1:]` if None.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return ending_well(lambda: _answer(given))
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return ending_well(lambda: _answer(words))
 
 
-def _answer(given: list[str]) -> int:
-    """Run the command that `given` names, or print why it cannot run."""
-    if given[:1] in (["--version"], ["-V"]):
+def _answer(arguments: list[str]) -> int:
+    """Run the command that `arguments` names, or print why it cannot run."""
+    if arguments[:1] in (["--version"], ["-V"]):
         print(f"braid {__version__}")
         return 0
 
     def run() -> int:
-        if given[:1] == ["run"]:
-            given[1:] = separate_command(translated(given[1:]))
-        elif given[:1] == ["chaos"]:
-            given[1:] = separate_command(given[1:])
-        elif given[:2] in (["slurm", "script"], ["k8s", "manifest"]):
-            given[2:] = separate_command(joined(given[2:], "--options"))
-        return _dispatch(given)
+        if arguments[:1] == ["run"]:
+            arguments[1:] = separate_command(translated(arguments[1:]))
+        elif arguments[:1] == ["chaos"]:
+            arguments[1:] = separate_command(arguments[1:])
+        elif arguments[:2] in (["slurm", "script"], ["k8s", "manifest"]):
+            arguments[2:] = separate_command(joined(arguments[2:], "--options"))
+        return _dispatch(arguments)
 
     return answer(
-        run, "started" if given[:1] in (["run"], ["train"], ["demo"], ["chaos"]) else "done"
+        run, "started" if arguments[:1] in (["run"], ["train"], ["demo"], ["chaos"]) else "done"
     )
 
 
 def answer(command: Callable[[], int], what: str = "done") -> int:
-    """Run a command, and turn its mistakes into an error block and an exit code.
+    """Run a command, and convert a ConfigError to an error block and an exit code.
 
     Args:
-        command: Returns the exit code.
-        what: Word for what a wrong command has not done, `done` or `started`.
+        command: Function that returns the exit code.
+        what: `done` or `started`, for the message "nothing was done" or "nothing was started".
     """
     try:
         return command()
@@ -100,19 +100,19 @@ def answer(command: Callable[[], int], what: str = "done") -> int:
         return INTERRUPTED_EXIT_CODE
 
 
-def _dispatch(given: list[str]) -> int:
-    """Run the command that `given` names, or list those that begin with its first word."""
+def _dispatch(arguments: list[str]) -> int:
+    """Run the command that `arguments` names, or print the help of its family."""
     for words in (2, 1):
-        name = " ".join(given[:words])
+        name = " ".join(arguments[:words])
         if name in COMMANDS:
-            prog, rest = f"braid {name}", given[words:]
+            prog, rest = f"braid {name}", arguments[words:]
             command = COMMANDS[name]
             target = command.load() if isinstance(command, Lazy) else command
             if callable(target):
                 return int(tyro.cli(target, prog=prog, args=rest, config=TYRO_CONFIG))
             options = tyro.cli(target.options, prog=prog, args=rest, config=TYRO_CONFIG)
             return int(target.run(options))
-    family, *rest = given or [""]
+    family, *rest = arguments or [""]
     asked = not rest or rest[0] in HELP_OPTIONS
     if family in HELP_OPTIONS:
         print(overview(COMMANDS, __version__))
@@ -127,7 +127,7 @@ def _dispatch(given: list[str]) -> int:
 
 
 def _check_command(first: str, rest: Sequence[str]) -> None:
-    """Refuse a command that does not exist, and name the one that may be meant."""
+    """Raise ConfigError for an unknown command, with a similar one."""
     families = {command.split(" ")[0] for command in COMMANDS}
     prefix, word = "", first
     if first in families:
@@ -145,7 +145,7 @@ def _check_command(first: str, rest: Sequence[str]) -> None:
 
 
 def joined(arguments: Sequence[str], option: str) -> list[str]:
-    """Join an option and its value, which may begin with dashes as an option does."""
+    """Join an option and its value with =, because the value may begin with dashes."""
     words = list(arguments)
     if option in words[:-1]:
         index = words.index(option)
@@ -166,11 +166,11 @@ def run(
 ) -> int:
     """Run a program on N ranks of one or several hosts, and name the rank that made it fail.
 
-    Programs written for torchrun run unchanged. Standard input is empty but for --stdin.
+    Programs written for torchrun run unchanged. Standard input is empty without --stdin.
 
     Args:
         command: Script and its arguments: everything after SCRIPT belongs to it.
-        n: Number of ranks (default: 1); with -H of all hosts (default: all slots), with --nnodes of
+        n: Number of ranks (default: 1); with -H on all hosts (default: all slots), with --nnodes on
             this host.
         module: SCRIPT is the name of a Python module.
         no_python: SCRIPT is a program of any kind.
@@ -212,7 +212,7 @@ def run(
             exit_code, text = outcome.exit_code, str(outcome)
         else:
             exit_code, text = run_on(where, job, console)
-    drop_unwritten()  # the logs have it all; the exit code is that of the job
+    drop_unwritten()  # the logs are complete; keep the job's exit code
     if text:
         print(text, file=sys.stderr, flush=True)
     return exit_code
@@ -245,17 +245,17 @@ def report(
 ) -> int:
     """Write a run's report (one HTML file) and its trace, or a page that compares runs.
 
-    Exit code 1 means that both are written, but some file of the run could not be read.
+    Exit code 1 means that both are written, but a file of the run could not be read.
 
     Args:
         run_directory: Directory of the run, as `braid run` printed it.
-        others: Further runs, to be compared with the first one (up to 3).
-        out: File to write the report to; the trace lies beside it (default: RUN/report.html, or
-            compare.html in the directory of the last of several runs).
+        others: Further runs to compare with the first one (up to 3).
+        out: File for the report; the trace is written to the same directory (default:
+            RUN/report.html, or compare.html in the directory of the last of several runs).
         show: Open the report in a browser.
         to: Send the run's numbers to tensorboard, mlflow, wandb or trackio instead.
         place: Directory (tensorboard), experiment (mlflow) or project to send to (default: braid).
-        follow: With --to, go on until the run has ended.
+        follow: With --to, continue until the run ends.
     """
     import webbrowser
     from pathlib import Path
@@ -313,11 +313,11 @@ def doctor(
 
 
 class Lazy(NamedTuple):
-    """A command that is imported when it runs, as its options need more than the list of commands.
+    """A command that is imported when it runs, so that `braid --help` stays fast.
 
     Attributes:
         module: Module below `braid.cli`.
-        name: Function or `Benchmark` in it.
+        name: Function or `Benchmark` in the module.
         summary: First line of the help.
     """
 
@@ -340,7 +340,7 @@ COMMANDS: Mapping[str, Callable[..., int] | Lazy] = {
     "bench ddp": Lazy(
         "bench.ddp",
         "BENCH",
-        "Measure data parallel training: torch's DDP over Gloo and over braid, and braid's own.",
+        "Measure data parallel training: torch's DDP over Gloo and over braid, and braid's DDP.",
     ),
     "slurm script": slurm_script,
     "k8s manifest": k8s_manifest,
@@ -360,7 +360,7 @@ COMMANDS: Mapping[str, Callable[..., int] | Lazy] = {
     "status": Lazy(
         "commands.status",
         "status",
-        "Show the ranks of a run while it goes on: states, members, steps, faults.",
+        "Show the ranks of a running job: states, members, steps, faults.",
     ),
     "chaos": Lazy(
         "commands.chaos",

@@ -1,1 +1,1 @@
-"""bench: measurements whose figures matter; each compares candidates within one run, in turns."""
+"""bench: benchmarks that compare several candidates in one run, in turns."""

@@ -1,9 +1,9 @@
 """`braid bench comm`: compare collectives with Gloo and MPI, as a table, as JSON and as a plot.
 
-The same processes run all libraries in one run (`workers.comm`): braid's `Group` called directly,
-on ordinary tensors and on registered ones (`Group.empty`), and torch.distributed over braid. They
-are compared with torch.distributed over Gloo and, where mpi4py and mpiexec are installed, MPI
-(`workers.candidates`). Bytes are those of the largest full buffer of a rank.
+The same processes measure all libraries in one run (`workers.comm`): braid's `Group` called
+directly, on ordinary tensors and on registered ones (`Group.empty`), and torch.distributed over
+braid. They are compared with torch.distributed over Gloo and, if mpi4py and mpiexec are installed,
+MPI (`workers.candidates`). Sizes are the bytes of the largest full buffer of a rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
     "table",
 ]
 
-SHORT = 20  # figures above are shown without decimals, which are noise
+SHORT = 20  # numbers above are shown without decimals, because decimals are noise
 OPERATIONS = (
     "all_reduce",
     "broadcast",
@@ -84,7 +84,7 @@ class CommReport(Report, kw_only=True):
     """Measurements of collectives.
 
     Attributes:
-        mpi: Name of the measured MPI; empty if there was none.
+        mpi: Name of the measured MPI; empty without MPI.
         explained: Text about the algorithms that braid chose, by number of ranks.
         rows: Measurements.
     """
@@ -99,14 +99,14 @@ class CommBench:
     """Measure collectives against Gloo and MPI, in turns in one run: table, JSON, plot.
 
     Attributes:
-        ranks: World sizes, measured one after the other.
-        operations: Names out of `OPERATIONS`.
+        ranks: World sizes, measured in this order.
+        operations: Names in `OPERATIONS`.
         sizes_bytes: Bytes of the largest full buffer of a rank.
         dtypes: torch's names.
         rounds: Number of alternating rounds for each row.
-        budget_s: Seconds of one library in one round, about.
+        budget_s: Approximate seconds of one library in one round.
         out: Directory for `comm.json`, `comm.png` and the run's logs.
-        no_plot: Do not draw `comm.png`, which is drawn where matplotlib is installed.
+        no_plot: Do not draw `comm.png`. It is drawn if matplotlib is installed.
     """
 
     ranks: Annotated[tuple[int, ...], tyro.conf.arg(name="num-ranks", aliases=["-n"])] = (2,)
@@ -128,7 +128,7 @@ class CommBench:
 
 
 class _Bar:
-    """Collects the rows that rank 0 prints, and moves a progress bar by one for each."""
+    """Collects the rows that rank 0 prints, and advances a progress bar for each row."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self.explained = ""
@@ -137,7 +137,7 @@ class _Bar:
         self._task = progress.add_task("measuring", total=total)
 
     def on_line(self, text: str) -> None:
-        """Advance the bar for a JSON object."""
+        """Parse a JSON object of rank 0, and advance the bar."""
         if text.startswith('{"explained"'):
             self.explained = str(msgspec.json.decode(text)["explained"])
         else:
@@ -164,11 +164,11 @@ def _measure_comm(bench: CommBench, console: RichConsole) -> CommReport:
 
 
 def mpi_version() -> str:
-    """Return the name of the installed MPI; empty when mpi4py or mpiexec is missing."""
+    """Return the name of the installed MPI; empty if mpi4py or mpiexec is missing."""
     if importlib.util.find_spec("mpi4py") is None or shutil.which("mpiexec") is None:
         return ""
-    done = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, check=False)
-    return done.stdout.splitlines()[0].strip() if done.stdout else ""
+    printed = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, check=False)
+    return printed.stdout.splitlines()[0].strip() if printed.stdout else ""
 
 
 def _run_ranks(
@@ -204,11 +204,11 @@ def _run_ranks(
 def _run_under_mpi(arguments: tuple[str, ...], ranks: int, bar: _Bar) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    given = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     options = ["--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
     command = ["mpiexec", *options, sys.executable, "-m", *arguments]
-    environment = {**os.environ, **given, **allowed}
+    environment = {**os.environ, **variables, **allowed}
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, env=environment
@@ -230,7 +230,7 @@ def table(report: CommReport) -> Table:
     libraries = [name for name in LIBRARIES[1:] if any(name in row.seconds for row in report.rows)]
     title = (
         f"{report.machine}, torch {report.torch}{', ' + report.mpi if report.mpi else ''}\n"
-        "median us, x = Gloo's time / this one's. Group: called directly; registered: likewise, "
+        "median us, x = Gloo's time / this one's. Group: called directly; registered: the same "
         "on tensors of Group.empty; "
         "torch: torch.distributed over braid"
     )
@@ -251,7 +251,7 @@ def table(report: CommReport) -> Table:
 
 
 def _short(figure: float) -> str:
-    """Format a figure with its significant digits."""
+    """Format a number with its significant digits."""
     return f"{figure:.1f}" if figure < SHORT else f"{figure:,.0f}"
 
 

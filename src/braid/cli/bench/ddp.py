@@ -1,8 +1,7 @@
 """`braid bench ddp`: measure the cost of data parallel training over one process, by wrapper.
 
-Torch's wrapper over Gloo is the usual choice; over the backend "braid" it takes a change of one
-word; braid's own wrapper is the third. The same processes run all of them in one run
-(`workers.ddp`).
+The wrappers are torch's DistributedDataParallel over Gloo, the same over the backend "braid", and
+braid's DistributedDataParallel. The same processes measure all of them in one run (`workers.ddp`).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ CASES = (
     Case("conv", 8),
 )
 LEAST_GONE, LEAST_GONE_LOADED = 0.75, 0.6
-AS_FAST = 0.98  # means of equal steps differ by as much as 2%
+AS_FAST = 0.98  # means of equal steps differ by up to 2%
 LEAST_SPEEDUP = {"mlp": 1.2, "gpt": 1.1}
 HEADINGS = {
     "alone": "none",
@@ -64,7 +63,7 @@ HEADINGS = {
 
 
 class DdpReport(Report, kw_only=True):
-    """Figures of all models; `busy` processes computed at the same time."""
+    """Results of all models, measured while `busy` processes computed at the same time."""
 
     models: list[MeasuredCase]
     busy: int = 0
@@ -72,16 +71,16 @@ class DdpReport(Report, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpBench:
-    """Measure data parallel training: torch's DDP over Gloo and over braid, and braid's own.
+    """Measure data parallel training: torch's DDP over Gloo and over braid, and braid's DDP.
 
     Attributes:
         ranks: World size.
         cases: Models with the batch of a rank: mlp and gpt (25 million parameters), conv (11
             million, with batch norm).
-        rounds: Largest number of steps of each wrapper, in turns; figures are medians over them.
+        rounds: Largest number of steps of each wrapper, in turns; results are medians over steps.
         budget_s: Seconds for a case, after which only the least number of rounds is completed.
-        busy: Number of processes that compute at the same time, one core each, to measure on a
-            machine that others use, too.
+        busy: Number of other processes that compute at the same time, one core each, to measure on
+            a busy machine.
         out: Directory for `ddp.json` and the run's logs.
     """
 
@@ -112,7 +111,7 @@ def _measure_ddp(bench: DdpBench, console: RichConsole) -> DdpReport:
 
 @contextmanager
 def _busy(count: int) -> Iterator[None]:
-    """Run processes that compute without end during the block."""
+    """Run processes that compute during the `with` block."""
     with ExitStack() as running:
         for _ in range(count):
             process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -122,7 +121,7 @@ def _busy(count: int) -> Iterator[None]:
 
 
 def ddp_verdicts(report: DdpReport) -> list[BenchVerdict]:
-    """Judge whether braid's wrapper keeps its promises."""
+    """Return the verdicts on the claims about braid's wrapper."""
     verdicts = []
     least_gone = LEAST_GONE_LOADED if report.busy else LEAST_GONE
     for model in report.models:
@@ -135,11 +134,13 @@ def ddp_verdicts(report: DdpReport) -> list[BenchVerdict]:
             )
         ]
         least = LEAST_SPEEDUP.get(model.model)
-        most = model.step_s["gloo"] / model.step_s["silent"]  # sending nothing is the bound
+        most = (
+            model.step_s["gloo"] / model.step_s["silent"]
+        )  # the bound is a step that sends nothing
         if least and most >= least and not report.busy:
             held.append((f"step at least {least} x Gloo's", model.speedup["braid"], least))
         beside = fmean(model.rounds_s["torch"]) / fmean(model.rounds_s["braid"])
-        held.append(("not slower than torch's DDP over braid, but for noise", beside, AS_FAST))
+        held.append(("not slower than torch's DDP over braid, except for noise", beside, AS_FAST))
         for text, figure, floor in held:
             shown = "too little is exposed" if figure is None else f"measured {figure:.2f}"
             holds = None if figure is None else figure >= floor
@@ -148,7 +149,7 @@ def ddp_verdicts(report: DdpReport) -> list[BenchVerdict]:
 
 
 def ddp_lines(report: DdpReport) -> Iterator[object]:
-    """Yield the verdicts, and warnings of models for which other programs slowed the machine."""
+    """Yield the verdicts, and a warning for each model with an unsteady measurement."""
     yield from ddp_verdicts(report)
     for model in [] if report.busy else report.models:
         label, seconds = f"{model.model}, batch {model.batch}", model.rounds_s["alone"]
@@ -156,7 +157,7 @@ def ddp_lines(report: DdpReport) -> Iterator[object]:
 
 
 def share_text(model: MeasuredCase, variant: str) -> str:
-    """Format the share of Gloo's exposed communication that `variant` saves, and its certainty."""
+    """Format the share of Gloo's exposed communication that `variant` saves, with its range."""
     if variant not in model.gone:
         return ""
     if variant not in model.gone_between:

@@ -1,9 +1,9 @@
-"""Measured latency and bandwidth between ranks, level by level, as a cluster.
+"""Converts measured latency and bandwidth between ranks to a cluster description, by level.
 
-The measured message is one from `Group.send` to `Group.recv`. `braid schedule simulate --cluster`
-and `compare` read the file. Levels are NUMA nodes where there are several, the host, and the
-network. Collectives inside a host do not send messages, so the selector uses costs of its own for
-them (`Group.engine.explain`).
+A measured message goes from `Group.send` to `Group.recv`. `braid schedule simulate --cluster` and
+`compare` read the file. Levels are NUMA nodes if there are several, the host, and the network.
+Collectives inside a host do not send messages, so the selector uses other costs for them
+(`Group.engine.explain`).
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from braid.programs.topology import LEVEL_NAMES, Cluster, Level
 __all__ = ["as_cluster", "level_of"]
 
 NETWORK = LEVEL_NAMES[-1]
-LEAST_S = 1e-7  # time of bytes that is hardly more than latency
-LEAST_BURST = 0.05  # least share of a message in a bucket that is reported
-LEAST_LATENCIES = 1.5  # least time of a message that shows bandwidth, in latencies
-HALF_DUPLEX = 1.6  # time of both ways over that of one way, from which both share a link
+LEAST_S = 1e-7  # a smaller time difference is noise of the latency
+LEAST_BURST = 0.05  # smallest reported bucket, as a share of a message
+LEAST_LATENCIES = 1.5  # a message shows bandwidth from this number of latencies on
+HALF_DUPLEX = 1.6  # from this ratio of two-way to one-way time on, both ways share a link
 
 
 def as_cluster(probed: Probed) -> Cluster:
-    """Make a cluster of the measured levels."""
+    """Return a cluster with the measured levels."""
     return Cluster([level_of(level) for level in probed.levels])
 
 
 def level_of(measured: MeasuredLevel) -> Level:
-    """Return the level of a cluster that explains the measured times.
+    """Fit the latency and bandwidth of a level to the measured times.
 
-    No message is quicker than an empty one, so latency is the least of all times. A network's link
-    has one rate: that of the bytes by which the two longest messages differ. After a rest a link
-    passes some bytes faster, from a token bucket; the rate shows how many of them a message's time
-    contains. The rate of memory is that of its best size.
+    The latency is the smallest of all times. The rate of a network link is computed from the
+    difference of the two longest messages. After a rest, a link with a token bucket passes some
+    bytes faster; the rate shows how many. The rate of memory is the rate of the fastest size.
     """
     times = sorted(measured.seconds.items())
     latency_s = min(measured.latency_s, *measured.seconds.values())
@@ -43,7 +42,7 @@ def level_of(measured: MeasuredLevel) -> Level:
     burst_bytes = 0.0
     if measured.name == NETWORK:
         bytes_per_s, burst_bytes = _bucket(times, latency_s)
-        if burst_bytes:  # times below those of the link are due to the bucket
+        if burst_bytes:  # times shorter than the link's are due to the bucket
             quick = [n for n, _ in times if n <= burst_bytes]
             rates = [(float(n), _rate(n, measured.seconds[n] - latency_s)) for n in quick[-1:]]
         else:
@@ -60,7 +59,7 @@ def level_of(measured: MeasuredLevel) -> Level:
 
 
 def _bucket(times: Sequence[tuple[int, float]], latency_s: float) -> tuple[float, float]:
-    """Compute rate and bucket of a link from times of messages by size, each after a rest."""
+    """Return rate and bucket of a link from times of messages by size, each after a rest."""
     nbytes, seconds = times[-1]
     whole = _rate(nbytes, seconds - latency_s)
     if len(times) == 1:
@@ -68,7 +67,7 @@ def _bucket(times: Sequence[tuple[int, float]], latency_s: float) -> tuple[float
     shorter, sooner = times[-2]
     rate = _rate(nbytes - shorter, seconds - sooner)
     burst = shorter - rate * (sooner - latency_s)
-    # a small difference of two large numbers is their noise
+    # a small difference of two large numbers is noise
     return (rate, burst) if burst > LEAST_BURST * shorter else (whole, 0.0)
 
 

@@ -23,8 +23,8 @@ def chaos(
 ) -> int:
     """Strike the ranks of a run with faults, and write a page on how the run survived.
 
-    The run is one of braid.elastic, or of braid train, with --min-ranks. Exit code 1 means that the
-    run failed, lost finished steps, or named a wrong cause or none.
+    The run uses braid.elastic, or is a braid train, with --min-ranks. Exit code 1 means that the
+    run failed, lost finished steps, or reported a wrong cause or no cause.
 
     Args:
         command: Command line of the run, as after braid.

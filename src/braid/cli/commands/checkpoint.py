@@ -27,7 +27,7 @@ def checkpoint_ls(
     from braid.checkpoint import ls
 
     if not Path(directory).is_dir():
-        msg = f"there is no directory of a run or of its checkpoints at {directory}"
+        msg = f"{directory} is not a directory of a run or of its checkpoints"
         raise ConfigError(msg)
     inner = Path(directory) / "checkpoints"
     checkpoints = ls(inner if inner.is_dir() else directory)
@@ -45,8 +45,8 @@ def checkpoint_verify(
     """Check every file of checkpoints against its sha256.
 
     Args:
-        paths: Checkpoints, such as runs/2026-01-01_abc/checkpoints/step-00000200, or runs, whose
-            checkpoints are all checked.
+        paths: Checkpoints, such as runs/2026-01-01_abc/checkpoints/step-00000200, or runs, to
+            check all of their checkpoints.
     """
     from pathlib import Path
 
@@ -80,7 +80,7 @@ def checkpoint_export(
     """Write the model of a checkpoint for other programs.
 
     Args:
-        where: Checkpoint, directory of checkpoints, or run, of which the last one is taken.
+        where: Checkpoint; or directory of checkpoints, or run, to use the last one.
         out: File to write, such as model.safetensors, or directory for dcp; it must not exist.
         form: safetensors, torch (for torch.load), or dcp (torch's distributed checkpoint).
     """
@@ -101,12 +101,13 @@ def checkpoint_reshard(
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIRECTORY")],
     n: Ranks = 1,
 ) -> int:
-    """Write a checkpoint anew, as another number of ranks would have written it.
+    """Rewrite a checkpoint with the files that another number of ranks would write.
 
-    Any number of ranks resumes from what any number wrote: this is for the size of files only.
+    Resuming does not require this: any number of ranks can load a checkpoint. Use it to change the
+    size of the files.
 
     Args:
-        where: Checkpoint, directory of checkpoints, or run, of which the last one is taken.
+        where: Checkpoint; or directory of checkpoints, or run, to use the last one.
         out: Directory of checkpoints to write to.
         n: Number of files.
     """

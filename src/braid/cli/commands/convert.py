@@ -1,4 +1,4 @@
-"""`braid convert`: write a model as stages of a pipeline that a person can read."""
+"""`braid convert`: write a model as readable source code of pipeline stages."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def convert(
     from braid.parallel.graph.conversion import load_model
 
     if "" not in sys.path:
-        sys.path.insert(0, "")  # modules of this directory, as for `python -m`
-    done = write(
+        sys.path.insert(0, "")  # modules in the current directory, as for `python -m`
+    conversion = write(
         load_model(model), stages, Path(out), schedule=schedule, num_microbatches=microbatches
     )
-    ends = [*done.cuts[1:], len(done.graph.nodes)]
-    for number, (begin, end) in enumerate(zip(done.cuts, ends, strict=True)):
-        nodes = done.graph.nodes[begin:end]
+    ends = [*conversion.cuts[1:], len(conversion.graph.nodes)]
+    for number, (begin, end) in enumerate(zip(conversion.cuts, ends, strict=True)):
+        nodes = conversion.graph.nodes[begin:end]
         modules = [node.name for node in nodes if node.kind == "module"]
         size = sum(
             p.numel()
-            for p in {p for name in modules for p in done.graph.modules[name].parameters()}
+            for p in {p for name in modules for p in conversion.graph.modules[name].parameters()}
         )
         print(
             f"{out}/stage{number}.py: {modules[0]} to {modules[-1]}, {len(nodes)} calls, "
             f"{size:,} parameters"
         )
-    print(f"{out}/README.md: how to train them; the stages return what the model does, bit by bit")
+    print(f"{out}/README.md: how to train them; the stages return the same bits as the model")
     return 0

@@ -1,4 +1,4 @@
-"""Commands on engines of clusters: files for Slurm and Kubernetes."""
+"""Commands that write files for Slurm and Kubernetes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["k8s_manifest", "slurm_script"]
 
 
 def slurm_script(script: Annotated[BatchScript, tyro.conf.arg(name="")], *, out: Text = "") -> int:
-    """Write a batch script for Slurm whose job saves, is requeued and resumes.
+    """Write a batch script for Slurm, for a job that saves, is requeued and resumes.
 
     Two minutes before its time limit, and when it is preempted, ranks get SIGTERM, save a
-    checkpoint and end; the job is requeued and goes on from there (`--resume auto`).
+    checkpoint and end; the job is requeued and resumes from there (`--resume auto`).
 
     Args:
         script: Job to write.
@@ -56,7 +56,7 @@ def _write(text: str, out: str, hint: str) -> int:
     try:
         fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
-            os.fchmod(fd, 0o600)  # also of a file that was there
+            os.fchmod(fd, 0o600)  # also for an existing file
             file.write(text)
     except OSError as exc:
         msg = f"{out} cannot be written: {exc.strerror}"

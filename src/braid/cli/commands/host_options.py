@@ -20,20 +20,20 @@ class HostOptions:
         on: Run on the nodes of an engine: ray, slurm or mpi.
         engine_options: Words for the engine of --on: "--partition=gpu --time=60" for slurm,
             "--strategy=spread --resources=CPU=2,GPU=1" for ray, "--bind-to none" for mpi.
-        hosts: Run on these hosts, with so many ranks each; braid must be installed there.
+        hosts: Run on these hosts, such as a:2,b:2 for two ranks each, with braid installed.
         hostfile: File that lists the hosts, in lines such as `a slots=2`.
-        rsh: Command that reaches {host} (default: ssh without questions).
+        rsh: Command that runs a program on {host} (default: ssh without prompts).
         remote_python: Interpreter on the hosts (default: the path of this one).
-        env: Names of environment variables to copy from here to ranks on hosts, with commas.
+        env: Names of environment variables to copy from this host to the ranks, with commas.
         nnodes: Number of hosts on which you start `braid run` yourself, with the same command.
         node_rank: Number of this host; 0 shows the output of all of them.
         rdzv: Meeting place of the hosts: tcp://HOST:PORT of node 0, file:///SHARED/PATH, or env://
             (default).
-        rdzv_timeout: Longest time for hosts to answer (default: 60), or for nodes to come (default:
+        rdzv_timeout: Longest time for hosts to answer (default: 60), or for nodes to join (default:
             300), in seconds.
-        insecure_network: Trust every node that comes, without BRAID_SECRET_FILE.
+        insecure_network: Trust every node that joins, without BRAID_SECRET_FILE.
         no_frame_mac: Send frames between ranks of several hosts without message authentication
-            codes: faster, and whoever is on the way can change them.
+            codes: faster, but anyone on the network path can change them.
         network_interface: Interfaces (eth0) or networks (10.0.0.0/8) that ranks of several hosts
             may use, with commas.
         listen: Address on which the launcher listens for other hosts, such as 0.0.0.0 (default: the

@@ -17,7 +17,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 FAMILIES: Mapping[str, str] = {
     "bench": "Measure braid against other libraries, in turns in one run.",
-    "checkpoint": "Look at checkpoints, check them, and give their model to other programs.",
+    "checkpoint": "List, verify, export and reshard checkpoints.",
     "k8s": "Files for Kubernetes.",
     "plan": "Choose how to split a model over machines.",
     "schedule": "Show, check, simulate and compare collectives and pipelines as programs.",
@@ -28,7 +28,7 @@ Commands = Mapping[str, Callable[..., int] | tuple[str, ...]]
 
 
 def overview(commands: Commands, version: str) -> str:
-    """Return the help of `braid`: every command with one line, in groups."""
+    """Return the help of `braid`: one line per command, in groups."""
     lines = [
         "usage: braid COMMAND [OPTIONS ...]",
         "",
@@ -50,7 +50,7 @@ def overview(commands: Commands, version: str) -> str:
 
 
 def family_text(family: str, commands: Commands) -> str:
-    """Return the help of the commands whose first word is `family`; empty if there are none."""
+    """Return the help of the commands that begin with `family`; empty if there are none."""
     inside = {name: call for name, call in commands.items() if name.startswith(f"{family} ")}
     if not inside:
         return ""

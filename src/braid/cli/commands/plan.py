@@ -1,4 +1,4 @@
-"""`braid plan`: which way of splitting a training is fastest."""
+"""`braid plan`: predict the fastest way to split a training over ranks."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ __all__ = ["PlanRequest", "plan"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """Training to plan, machines, and what to write.
+    """Options of `braid plan`: training, machines, and files to write.
 
     Attributes:
-        target: Model of your own, as `braid profile` takes it.
-        num_ranks: Number of ranks (default: all of the cluster, or those of the profile).
+        target: Your model, as for `braid profile`.
+        num_ranks: Number of ranks (default: all ranks of the cluster or the profile).
         model: A GPT of `braid train`, such as gpt2-medium.
         cluster: TOML file of a cluster, with a [device]; see `docs/handbook`.
-        device: Device of the table in place of the cluster's, such as a100-40gb.
+        device: Built-in device to use instead of the cluster's, such as a100-40gb.
         memory: Memory of a rank, such as 16GB (default: the device's).
         training: Batch and optimizer.
-        context: Bytes of a sequence, with --model and --cluster; a profile has its own.
-        asynchronous: Consider asynchronous pipelines, too (PipeDream): their gradients are stale,
-            so losses are others.
-        profile: Profile of `braid profile -n N`, in place of model and cluster.
+        context: Bytes of a sequence, with --model and --cluster; a profile has its context.
+        asynchronous: Also consider asynchronous pipelines (PipeDream): their gradients are stale,
+            so losses differ.
+        profile: Profile of `braid profile -n N`, instead of model and cluster.
         top: Number of splits to list.
         plan: File for the fastest split, as `braid train --plan` reads it.
-        timeline: File for a picture of its predicted timeline.
+        timeline: File for a picture of the fastest split's predicted timeline.
         picture: File for a picture that compares the kinds of splits.
-        export: Directory for the split as torchgpipe, torch's pipelining and Megatron take it.
-        steps: Steps of the training, for its time to solution.
+        export: Directory for the split in the formats of torchgpipe, torch's pipelining and
+            Megatron.
+        steps: Steps of the training, to predict its total time.
         failures: Rate of failures of ranks.
     """
 
@@ -79,11 +80,11 @@ class PlanRequest:
 def plan(request: Annotated[PlanRequest, tyro.conf.arg(name="")]) -> int:
     """Predict which way of splitting a training over ranks is fastest.
 
-    Considers replicas, ZeRO, pipelines with all schedules, divided layers, parameter servers and
-    their combinations. Costs are those of a described cluster, or of a profile of this machine.
+    Considers replicas, ZeRO, pipelines with all schedules, tensor parallelism, parameter servers
+    and their combinations. Costs come from a cluster description or a profile of this machine.
 
     Args:
-        request: Training to plan, machines, and what to write.
+        request: Training to plan, machines, and files to write.
     """
     from braid.plan.described import DescribedMachines
     from braid.plan.exports import exports
@@ -125,7 +126,7 @@ def plan(request: Annotated[PlanRequest, tyro.conf.arg(name="")]) -> int:
 
 
 def _draw(ranking: Ranking, request: PlanRequest) -> None:
-    """Write the pictures that were asked for."""
+    """Write the requested pictures."""
     from pathlib import Path
 
     from braid.plan.search import timeline_of
@@ -143,7 +144,7 @@ def _draw(ranking: Ranking, request: PlanRequest) -> None:
 
 
 def _show(ranking: Ranking, request: PlanRequest) -> None:
-    """Print the table, what is too large, and why the first split is the first."""
+    """Print the table, the splits that are too large, and why the first split is the fastest."""
     from rich.console import Console
 
     from braid.plan.search import flips, reasons
@@ -161,7 +162,7 @@ def _show(ranking: Ranking, request: PlanRequest) -> None:
 
 
 def _hint(made: Plan, file: str, products: str) -> str:
-    """Return the command that follows a plan, if it is of a GPT.
+    """Return the command that trains by a plan, if its model is a GPT of `braid train`.
 
     Args:
         made: The plan.
@@ -175,7 +176,7 @@ def _hint(made: Plan, file: str, products: str) -> str:
 
 
 def _export(directory: str, texts: Mapping[str, str]) -> None:
-    """Write the texts for other systems."""
+    """Write a plan's files for other systems."""
     from pathlib import Path
 
     for name, text in texts.items():
@@ -185,7 +186,7 @@ def _export(directory: str, texts: Mapping[str, str]) -> None:
 
 
 def _cluster(file: str, name: str) -> tuple[Cluster, Device]:
-    """Return the cluster of a file, and its device or the one of the table that is named."""
+    """Return the cluster in a file, and its device or the built-in device `name`."""
     from braid.programs.topology import DEVICES, read_cluster
 
     cluster = read_cluster(file)
@@ -195,7 +196,7 @@ def _cluster(file: str, name: str) -> tuple[Cluster, Device]:
     device = DEVICES[name] if name else cluster.device
     if device is None:
         msg = (
-            f"{file} does not say what computes: add a [device] with a name, or give --device, "
+            f"{file} does not name a device: add a [device] with a name, or give --device, "
             f"one of {', '.join(DEVICES)}"
         )
         raise ConfigError(msg)
@@ -203,7 +204,7 @@ def _cluster(file: str, name: str) -> tuple[Cluster, Device]:
 
 
 def _profile_of(request: PlanRequest) -> Profile:
-    """Return a profile of ranks of this host, checked."""
+    """Read and check a profile of ranks of this host."""
     from braid.plan.profiling import read_profile
     from braid.train.models import gpt_name
 
@@ -214,9 +215,6 @@ def _profile_of(request: PlanRequest) -> Profile:
         raise ConfigError(msg)
     if read.host is None or (request.num_ranks or read.host.ranks) != read.host.ranks:
         wanted = request.num_ranks or 2
-        msg = (
-            f"{file} was not measured with {wanted} ranks at once: make it with braid profile "
-            f"-n {wanted}"
-        )
+        msg = f"{file} was not measured on {wanted} ranks: make it with braid profile -n {wanted}"
         raise ConfigError(msg)
     return read

@@ -31,20 +31,20 @@ def plan_pipedream(
     """Divide a profiled graph of PipeDream into the stages of its asynchronous pipeline.
 
     Prints the stages, and how much faster the pipeline is than one machine and than data
-    parallelism, by PipeDream's own model of time.
+    parallelism, by PipeDream's cost model.
 
     Args:
-        profile: Profile of `braid profile`; or a graph as PipeDream's profiler writes it, whose
-            stages are ignored.
-        machines: Number of machines; or of the GPUs of a server and of servers, such as 4 2.
-        bandwidth: Bytes per second between two machines; of each level, if there are several.
-        recurrence: Program of the paper, or that of the released code.
+        profile: Profile of `braid profile`; or a graph of PipeDream's profiler (stages in it are
+            ignored).
+        machines: Number of machines; or GPUs per server and number of servers, such as 4 2.
+        bandwidth: Bytes per second between two machines; one value per level.
+        recurrence: Dynamic program in the paper, or in the released code.
         straight: Give each stage one machine.
         memory: Memory of a machine, such as 16G (default: any).
         optimizer_states: States of the optimizer for each parameter: 1 for momentum, 2 for Adam.
         rows: Rows of a micro-batch, for a profile of `braid profile`.
-        plan: File for the plan, as `braid train --plan` reads it; of a profile of `braid profile`.
-        out: File for the graph with the stage of each node, as PipeDream's code generator reads it.
+        plan: File for the plan, for `braid train --plan`; needs a profile of `braid profile`.
+        out: File for the graph with the stage of each node, for PipeDream's code generator.
     """
     from pathlib import Path
 
@@ -77,15 +77,15 @@ def plan_pipedream(
     limit = MemoryLimit(bytes_in(memory), optimizer_states) if memory else None
     graph, model = _graph_of(profile, rows)
     if plan and not model:
-        msg = f"--plan needs a profile of `braid profile`, which has layers; {profile} is none"
+        msg = f"--plan needs a profile of `braid profile`, which has layers; {profile} has none"
         raise ConfigError(msg)
     states = states_of(graph)
-    done = partition(states, levels, recurrence=recurrence, straight=straight, memory=limit)
-    given = " x ".join(f"{m} at {b / 1e9:g} GB/s" for m, b in levels)
-    table = Table(title=f"{profile}, {recurrence}\nmachines: {given}")
+    split = partition(states, levels, recurrence=recurrence, straight=straight, memory=limit)
+    described = " x ".join(f"{m} at {b / 1e9:g} GB/s" for m, b in levels)
+    table = Table(title=f"{profile}, {recurrence}\nmachines: {described}")
     for title in ("stage", "machines", "nodes", "compute ms", "parameters MB", "first", "last"):
         table.add_column(title, justify="left" if title in {"first", "last"} else "right")
-    for number, stage in enumerate(done.stages):
+    for number, stage in enumerate(split.stages):
         nodes = [graph.nodes[name] for name in graph.order() if name in stage.nodes]
         seconds = sum(node.forward_s + node.backward_s for node in nodes)
         table.add_row(
@@ -99,18 +99,18 @@ def plan_pipedream(
         )
     console = Console()
     console.print(table)
-    if done.seconds:
+    if split.seconds:
         print(
-            f"{1e3 * done.seconds:.2f} ms per minibatch: {done.one_machine_s / done.seconds:.2f} "
-            f"times as fast as one machine, {done.data_parallel_s / done.seconds:.2f} times as "
-            "fast as data parallelism"
+            f"{1e3 * split.seconds:.2f} ms per minibatch: "
+            f"{split.one_machine_s / split.seconds:.2f} times as fast as one machine, "
+            f"{split.data_parallel_s / split.seconds:.2f} times as fast as data parallelism"
         )
     if plan:
-        PipeDreamPlan.of(done, model).write(plan)
+        PipeDreamPlan.of(split, model).write(plan)
         hint = f"; train with braid train --model {model} --plan {plan}" if model in MODELS else ""
         print(f"{plan}: the plan{hint}")
     if out:
-        stage_of = {name: n for n, stage in enumerate(done.stages) for name in stage.nodes}
+        stage_of = {name: n for n, stage in enumerate(split.stages) for name in stage.nodes}
         staged = graph._replace(
             nodes={
                 name: node._replace(stage=stage_of.get(name, 0))
@@ -123,7 +123,7 @@ def plan_pipedream(
 
 
 def _graph_of(profile: str, rows: int) -> tuple[ProfiledGraph, str]:
-    """Return the graph in a file, and the name of its model if `braid profile` made the file."""
+    """Return the graph in a file, and the model's name if `braid profile` wrote the file."""
     from pathlib import Path
 
     from braid.errors import ConfigError

@@ -13,24 +13,24 @@ from braid.runtime.option_types import Ranks, Text, shown_as
 
 __all__ = ["ProbeOptions", "probe"]
 
-# 64 KiB, below which latency is most of the time, to 64 MiB
+# 64 KiB to 64 MiB; the time of smaller messages is mostly latency
 SIZES = tuple(1 << power for power in range(16, 27, 2))
 NETWORK_SIZES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeOptions:
-    """Ranks to measure between, and how long.
+    """Options of `braid probe`: ranks and number of rounds.
 
     Attributes:
         num_ranks: Number of ranks of this host, all sending at the same time.
-        hosts: Measure between these hosts instead, with so many ranks each; braid must be installed
-            there.
-        rsh: Command that reaches {host} (default: ssh without questions).
+        hosts: Measure between these hosts instead, such as a:2,b:2 for two ranks each; braid
+            must be installed there.
+        rsh: Command that runs a program on {host} (default: ssh without prompts).
         remote_python: Interpreter on the hosts (default: the path of this one).
         out: File that `braid schedule simulate --cluster` and `compare` read.
-        rounds: Least number of turns through all sizes; results are medians over them.
-        no_pin: Let ranks run on any processor, rather than on those of one NUMA node each.
+        rounds: Smallest number of turns through all sizes; results are medians over turns.
+        no_pin: Do not pin each rank to the processors of one NUMA node.
         log_dir: Directory for the logs of the ranks.
     """
 

@@ -1,4 +1,4 @@
-"""`braid profile`: what each layer of a model costs."""
+"""`braid profile`: measure the costs of each layer of a model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ __all__ = ["profile"]
 def profile(request: Annotated[ProfileRequest, tyro.conf.arg(name="")]) -> int:
     """Measure the layers of a model: time of forward and backward, bytes, operations.
 
-    FUNCTION returns the model and its example arguments, whose dim 0 are the rows: a tuple, or a
-    dict of keyword arguments. The model is captured, and cut wherever it can be.
+    FUNCTION returns the model and its example arguments: a tuple, or a dict of keyword arguments,
+    with the rows of a batch in dim 0. The model is captured, and cut into as small layers as
+    possible.
 
     Args:
-        request: Model to measure, and how.
+        request: Model to measure, sizes and files.
     """
     from pathlib import Path
 
@@ -41,7 +42,7 @@ def profile(request: Annotated[ProfileRequest, tyro.conf.arg(name="")]) -> int:
     if request.num_ranks is None:
         measured, follow_up = _alone(request), f"pipedream {request.out} --machines 2"
     else:
-        with Console(stderr=True).status(f"measuring on {request.num_ranks} ranks at once"):
+        with Console(stderr=True).status(f"measuring on {request.num_ranks} ranks"):
             measured = profile_together(request)
         follow_up = f"--profile {request.out} --batch 16"
     measured.write(request.out)
@@ -58,7 +59,7 @@ def profile(request: Annotated[ProfileRequest, tyro.conf.arg(name="")]) -> int:
 
 
 def _alone(request: ProfileRequest) -> Profile:
-    """Return what this process measures by itself."""
+    """Measure the layers in this process, without other ranks."""
     import torch
     from msgspec.structs import replace
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Reads the options of `braid run` that give roles to ranks: a parameter server's, or others."""
+"""Options of `braid run` that assign roles to ranks."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from braid.runtime.variables import ON_WORKER_LOSS, REPLICAS, ROLES, SERVERS, SP
 
 __all__ = ["Roles"]
 
-# read by programs for PS-Lite; braid.compat.pslite makes DMLC_ROLE of the rank
+# for programs for PS-Lite; braid.compat.pslite computes DMLC_ROLE from the rank
 DMLC_SERVERS, DMLC_WORKERS = "DMLC_NUM_SERVER", "DMLC_NUM_WORKER"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roles:
-    """Numbers of servers and workers.
+    """Numbers of servers, workers and ranks of other roles.
 
     Attributes:
-        servers: Ranks that serve a parameter server's tables: those after rank 0, which schedules.
-            With --workers in the place of -n.
-        workers: Ranks that train: the last ones.
-        replicas: Copies of each shard on other servers. With at least one, the run goes on when a
-            server dies.
-        spares: Ranks that take the places of workers that die; with --min-ranks, of any rank. The
-            run goes on when one dies.
-        role: Name and number of ranks of a role, such as `ps:1`; once for each role, in the order
-            of ranks. In the place of -n, for programs of remote calls.
-        expendable_role: Name of a role, such as `actor`, without whose ranks the others go on when
-            a signal ends these; once for each.
-        on_worker_loss: Policy for workers that die: fail, wait for a new process of its number, or
-            shrink to the others.
-        min_ranks: Number of ranks with which `braid.elastic` still goes on (default: all).
-        max_ranks: Number of ranks that it takes at most (default: -n).
-        restarts: Number of processes that are started for ranks that die, with --min-ranks.
+        servers: Number of ranks that serve a parameter server's tables; they follow rank 0, the
+            scheduler. Use with --workers instead of -n.
+        workers: Number of ranks that train; they have the last ranks.
+        replicas: Number of copies of each shard on other servers. With at least one, the run
+            continues if a server dies.
+        spares: Number of idle ranks that replace workers that die; with --min-ranks, any rank.
+        role: Name and number of ranks of a role, such as `ps:1`; repeat for each role, in the order
+            of ranks. Use instead of -n, for programs with remote calls.
+        expendable_role: Name of a role, such as `actor`; the run continues if a signal ends a rank
+            of this role. Repeat for each role.
+        on_worker_loss: Policy for a worker that dies: fail, wait for a new process with its number,
+            or shrink to the remaining workers.
+        min_ranks: Smallest number of ranks with which `braid.elastic` continues (default: all).
+        max_ranks: Largest number of ranks of `braid.elastic` (default: -n).
+        restarts: Largest number of processes started to replace dead ranks, with --min-ranks.
     """
 
     servers: int = 0
@@ -54,10 +53,10 @@ class Roles:
     restarts: int = 3
 
     def num_ranks(self, n: int | None) -> int | None:
-        """Return the number of ranks that all options together mean.
+        """Return the total number of ranks.
 
         Raises:
-            ConfigError: They contradict each other, or a role has no rank.
+            ConfigError: Options contradict each other, or a role has no rank.
         """
         if not self.min_ranks and self.max_ranks:
             msg = f"--max-ranks {self.max_ranks} needs --min-ranks"
@@ -101,20 +100,20 @@ class Roles:
         return total
 
     def environ(self, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the environment of ranks, which know the number of servers by it."""
-        own = dict(os.environ if environ is None else environ)
+        """Return the environment of ranks, with variables for these options."""
+        variables = dict(os.environ if environ is None else environ)
         if self.servers:
-            own[REPLICAS], own[SPARES] = str(self.replicas), str(self.spares)
-            own[ON_WORKER_LOSS] = self.on_worker_loss
-            own[SERVERS] = own[DMLC_SERVERS] = str(self.servers)
-            own[DMLC_WORKERS] = str(self.workers)
+            variables[REPLICAS], variables[SPARES] = str(self.replicas), str(self.spares)
+            variables[ON_WORKER_LOSS] = self.on_worker_loss
+            variables[SERVERS] = variables[DMLC_SERVERS] = str(self.servers)
+            variables[DMLC_WORKERS] = str(self.workers)
         if self.role:
-            own[ROLES] = ",".join(self.role)
-        return own
+            variables[ROLES] = ",".join(self.role)
+        return variables
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The options that repeat the choice, without those at their default value."""
+        """Words of a command line with these options, except options at their defaults."""
         words = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -125,7 +124,7 @@ class Roles:
 
     @property
     def elastic(self) -> ElasticLimits | None:
-        """Limits of an elastic run; None where members are fixed."""
+        """Limits of an elastic run; None without --min-ranks."""
         if not self.min_ranks:
             return None
         return ElasticLimits(
@@ -137,7 +136,7 @@ class Roles:
 
     @property
     def _counts(self) -> list[tuple[str, int]]:
-        """Names of roles with their numbers of ranks."""
+        """Return names of roles with their numbers of ranks."""
         counts = []
         for role in self.role:
             name, _, count = role.partition(":")
@@ -149,9 +148,9 @@ class Roles:
 
     @property
     def needed(self) -> tuple[frozenset[int], ...]:
-        """Sets of expendable ranks; one of each must remain: all servers, all workers.
+        """Sets of expendable ranks; the run ends when no rank of a set remains.
 
-        Not the workers where new processes may take their places.
+        Workers are not a set if new processes may replace them.
         """
         if self.min_ranks:
             return ()
@@ -163,7 +162,7 @@ class Roles:
 
     @property
     def expendable(self) -> frozenset[int]:
-        """Ranks without which the others can go on."""
+        """Ranks that the run can lose."""
         if self.role:
             ranks = [name for name, count in self._counts for _ in range(count)]
             return frozenset(n for n, name in enumerate(ranks) if name in self.expendable_role)

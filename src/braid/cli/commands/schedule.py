@@ -23,21 +23,21 @@ __all__ = ["schedule_check", "schedule_compare", "schedule_show", "schedule_simu
 Name = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
 Explained = Annotated[str, shown_as("STR")]
 NO_TERMINAL_WIDTH = 120
-MOST_DRAWN = 256  # ranks; more are computed by rounds, without a timeline
+MOST_DRAWN = 256  # largest number of ranks with a timeline; for more, only rounds are computed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramOptions:
-    """A program, by the name of its algorithm or in a file.
+    """A program: the name of an algorithm, or a file.
 
     Attributes:
         name: Name of the algorithm, or a file: a program as `braid schedule show` prints it, or
             CSV of torch's pipelining.
-        ranks: World size, or number of stages; a file has its own.
-        operation: Collective to carry out (default: all_reduce if the algorithm can, else its own).
-        root: Rank that sends or receives everything, for operations that have one (default: 0).
-        row: Ranks of a host, for hierarchical (default of `simulate`: those of the first level of
-            the cluster).
+        ranks: World size, or number of stages; not used with a file.
+        operation: Collective to run (default: all_reduce if the algorithm supports it).
+        root: Root rank, for operations with a root (default: 0).
+        row: Ranks per host, for hierarchical (default of `simulate`: size of the cluster's first
+            level).
         microbatches: Number of micro-batches, for pipelines such as 1f1b.
     """
 
@@ -49,7 +49,7 @@ class ProgramOptions:
     microbatches: int = 8
 
     def is_in_file(self) -> bool:
-        """Return whether `name` is a file, which has no options; names of algorithms go first."""
+        """Return whether `name` is a file; an algorithm of the same name has priority."""
         from braid.programs.schedule.collective import ALGORITHMS
         from braid.programs.schedule.files import is_file
         from braid.programs.schedule.pipeline import find_schedule
@@ -59,8 +59,8 @@ class ProgramOptions:
             return False
         if self.operation or self.root is not None or self.row is not None:
             msg = (
-                f"--operation, --root and --row do not go with the file {self.name}, which says "
-                "what it does: leave them out"
+                f"--operation, --root and --row do not go with the file {self.name}, which "
+                "defines the operation: leave them out"
             )
             raise ConfigError(msg)
         return True
@@ -74,7 +74,7 @@ class ProgramOptions:
         if not operations:
             names = sorted({known for known, _ in ALGORITHMS})
             msg = (
-                f"there is no algorithm and no file {self.name}: choose out of {', '.join(names)}, "
+                f"{self.name} is not an algorithm or a file: choose one of {', '.join(names)}, "
                 f"{', '.join(ALL_SCHEDULES)}, or name a file"
             )
             raise ConfigError(msg)
@@ -90,7 +90,7 @@ class ProgramOptions:
         if pipeline is None:
             return program(self.rounds(row))
         if self.operation or self.root is not None:
-            msg = f"--operation and --root do not go with {self.name}, which trains: leave them out"
+            msg = f"--operation and --root are not for the pipeline {self.name}: leave them out"
             raise ConfigError(msg)
         return pipeline(self.ranks, self.microbatches)
 
@@ -100,7 +100,8 @@ class ClusterOptions:
     """Costs of messages.
 
     Attributes:
-        cluster: TOML file of the cluster (default: all ranks at one switch, with the next two).
+        cluster: TOML file of the cluster (default: all ranks at one switch, with the latency and
+            bandwidth below).
         latency_us: Microseconds before the first byte.
         gbytes_per_s: Bandwidth of a rank's link, in 10^9 bytes per second.
     """
@@ -132,8 +133,7 @@ def schedule_show(
     Args:
         options: Program to print.
         table: Draw a table of rounds instead.
-        csv: Print CSV for torch's pipelining instead; `--schedule FILE.csv` of `braid train` reads
-            it, too.
+        csv: Print CSV for torch's pipelining instead, also for `braid train --schedule FILE.csv`.
     """
     from braid.programs.schedule import to_text
     from braid.programs.schedule.files import read_program
@@ -192,8 +192,8 @@ def schedule_simulate(
             of a micro-batch.
         cluster: Costs of messages.
         forward_ms: Milliseconds of the forward pass of a micro-batch on a rank.
-        backward_ms: Milliseconds of the backward pass of a micro-batch on a rank; half of them are
-            for the weights where a schedule splits it.
+        backward_ms: Milliseconds of the backward pass of a micro-batch on a rank; schedules that
+            split backward use half of it for the weights.
         svg: File for a picture.
         trace: File for Perfetto (ui.perfetto.dev) or chrome://tracing.
     """
@@ -290,7 +290,7 @@ def _costs(program: Program, nbytes: int, forward_s: float, backward_s: float) -
     from braid.programs.schedule.collective import collective_costs
 
     if _is_pipeline(program):
-        share = program.num_ranks / program.header.num_units  # of a rank's work, for each stage
+        share = program.num_ranks / program.header.num_units  # share of a rank's work in each stage
         half_s = backward_s / 2
         whole = {"F": forward_s, "B": backward_s, "I": half_s, "W": half_s}
         work = {kind: seconds * share for kind, seconds in whole.items()}
@@ -310,7 +310,7 @@ def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) ->
     from braid.programs.schedule.plot import lanes, to_svg, to_trace
     from braid.runtime.text import seconds_text
 
-    is_pipeline = _is_pipeline(program)  # whose sends wait for no receive
+    is_pipeline = _is_pipeline(program)  # sends of pipelines do not wait for a receive
     timeline = simulate(program, costs, net, buffered=is_pipeline)
     print(f"{program}: {seconds_text(timeline.seconds)}")
     for line in lanes(timeline, program.num_ranks):
@@ -355,7 +355,7 @@ def _print_bytes(by_level: dict[str, float]) -> None:
 
 
 def _wide_console() -> Console:
-    """Console of the terminal's width, or wide enough for tables without a terminal."""
+    """Return a console with the terminal's width, or a wide one without a terminal."""
     from rich.console import Console
 
     console = Console()

@@ -19,25 +19,25 @@ from braid.runtime.variables import NO_FRAME_MAC
 __all__ = ["choose_where", "run_on"]
 
 HOSTS_LIMIT_S = 60.0  # a cold start of the interpreter from a shared file system
-NODES_LIMIT_S = 300.0  # a person at another keyboard, a batch system
+NODES_LIMIT_S = 300.0  # time for a person or a batch system to start other nodes
 NO_FRAME_MAC_WARNING = (
     "--no-frame-mac: anyone on the way between the hosts of this job can change what its ranks "
-    "send each other. Use it only on a network of your own"
+    "send each other. Use it only on a private network"
 )
 
 
 def choose_where(
     options: HostOptions, num_ranks: int | None, environ: Mapping[str, str] | None = None
 ) -> tuple[Hosts | Nodes | EngineOptions | None, tuple[str, ...]]:
-    """Choose the hosts to run on, None for this host, and the options that repeat the choice.
+    """Return the hosts to run on (None for this host), and words that repeat the options.
 
     Args:
         options: Options as typed.
         num_ranks: Value of -n.
-        environ: The environment; that of this process when None.
+        environ: Environment variables; `os.environ` if None.
 
     Raises:
-        ConfigError: Options exclude or need each other.
+        ConfigError: Options exclude each other, or an option needs another one.
     """
     if options.no_frame_mac:
         where, repeated = choose_where(replace(options, no_frame_mac=False), num_ranks, environ)
@@ -61,8 +61,8 @@ def choose_where(
     _refuse_contradictions(reached, how, ways, [name for name, value in by_hand.items() if value])
     if any(reached.values()):
         again = {"-n": str(num_ranks or ""), **reached, **how, **ways}
-        given = tuple(part for name, value in again.items() if value for part in (name, value))
-        return _hosts(o, num_ranks), given
+        repeated = tuple(part for name, value in again.items() if value for part in (name, value))
+        return _hosts(o, num_ranks), repeated
     if any(by_hand.values()):
         return _nodes(
             o, 1 if num_ranks is None else num_ranks, os.environ if environ is None else environ
@@ -96,17 +96,17 @@ def run_on(where: Hosts | Nodes | EngineOptions, job: JobSpec, console: Console)
 def _refuse_contradictions(
     reached: Mapping[str, str], how: Mapping[str, str], ways: Mapping[str, str], by_hand: list[str]
 ) -> None:
-    given = [f"{name} {value}" for name, value in {**reached, **how}.items() if value]
+    typed = [f"{name} {value}" for name, value in {**reached, **how}.items() if value]
     is_reached = any(reached.values())
     problems = []
     if is_reached and by_hand:
         problems.append(
-            f"{given[0]} lets braid reach the hosts, {by_hand[0]} means that you start it there"
+            f"{typed[0]} starts braid on the hosts, {by_hand[0]} means that you start it there"
         )
     if all(reached.values()):
         problems.append("-H and --hostfile both name the hosts")
     if any(how.values()) and not is_reached:
-        problems.append(f"{given[0]} needs hosts: name them with -H or --hostfile")
+        problems.append(f"{typed[0]} needs hosts: name them with -H or --hostfile")
     if any(ways.values()) and not is_reached and not by_hand:
         named = " and ".join(name for name, value in ways.items() if value)
         problems.append(f"{named} needs several hosts")
@@ -156,7 +156,7 @@ def _nodes(
 def _engine(
     options: HostOptions, num_ranks: int | None, refused: list[str]
 ) -> tuple[EngineOptions, tuple[str, ...]]:
-    """Return the options of `--on`, and those that repeat them."""
+    """Return the options of `--on`, and words that repeat them."""
     o = options
     if not o.on:
         msg = f"--engine-options {o.engine_options!r} needs an engine: add --on ray, slurm or mpi"
@@ -203,7 +203,7 @@ def _read_hostfile(name: str) -> tuple[Host, ...]:
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        why = exc.strerror if isinstance(exc, OSError) else "it is no text"
+        why = exc.strerror if isinstance(exc, OSError) else "it is not a text file"
         msg = f"the file that names hosts, {name}, cannot be read: {why}"
         raise ConfigError(msg) from exc
     return parse_hostfile(text, name)

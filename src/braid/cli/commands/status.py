@@ -1,4 +1,4 @@
-"""`braid status`: the present state of a run."""
+"""`braid status`: the current state of a run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def status(
     every_s: float = 1.0,
     prometheus: Annotated[str, shown_as("FILE|PORT")] = "",
 ) -> int:
-    """Show the ranks of a run while it goes on: states, members, steps, faults.
+    """Show the ranks of a running job: states, members, steps, faults.
 
     Args:
         run_directory: Directory of the run (default: the last one in ./runs).
         once: Print the state once.
-        every_s: Seconds between two looks.
-        prometheus: Give the state to Prometheus instead: a file for the textfile collector of
+        every_s: Seconds between two updates.
+        prometheus: Export the state to Prometheus instead: a file for the textfile collector of
             node_exporter, such as /var/lib/node_exporter/braid.prom, or a port on 127.0.0.1.
     """
     from pathlib import Path

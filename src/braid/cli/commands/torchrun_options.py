@@ -3,8 +3,9 @@
     --nproc-per-node 2        -n 2            --standalone, --rdzv-backend ...      nothing
     --master-port 29500       --port 29500    --rdzv-endpoint a:29400               --rdzv tcp://a:29400
 
-Names may be written with underscores, as torchrun permits. What braid cannot do is refused by name,
-with the option to use instead. Options of the script, which stand behind it, are not touched.
+Names may be written with underscores, as torchrun permits. An option that braid does
+not support is refused, with the option to use instead. Options of the script come after the script
+and stay unchanged.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from braid.launch.process.job import RunOptions
 __all__ = ["separate_command", "translated"]
 
 RENAMED: Mapping[str, str] = {"--nproc-per-node": "--num-ranks", "-np": "--num-ranks"}
-TORCHRUNS_PORT = 29400  # of a meeting place that names none
+TORCHRUNS_PORT = 29400  # default port of a rendezvous endpoint
 NUMBERS_OF_DEVICES = ("auto", "gpu", "cpu")  # values of --nproc-per-node
-WITHOUT_EFFECT = frozenset(  # each rank has a log and is shown; hosts meet in one way
+WITHOUT_EFFECT = frozenset(  # every rank is logged and shown; there is one rendezvous
     {
         "--rdzv-backend", "--rdzv-id", "--rdzv-conf", "--monitor-interval", "--start-method",
         "-r", "--redirects", "-t", "--tee", "--local-addr", "--event-log-handler",
@@ -33,9 +34,9 @@ WITHOUT_EFFECT = frozenset(  # each rank has a log and is shown; hosts meet in o
 )  # fmt: skip
 FLAGS_WITHOUT_EFFECT = frozenset({"--standalone"})
 REFUSED: Mapping[str, str] = {
-    "--local-ranks-filter": "all ranks are shown; each has a log of its own in --log-dir",
+    "--local-ranks-filter": "all ranks are shown; each has a separate log in --log-dir",
     "--run-path": "give the script itself, or -m MODULE",
-    "--node-failure-timeout": "hosts that fall silent are named after 30 s",
+    "--node-failure-timeout": "hosts that stop answering are reported after 30 s",
 }
 
 
@@ -44,8 +45,10 @@ def _defaults(options: type) -> dict[str, object]:
     hints = get_type_hints(options, include_extras=True)
     names = {}
     for field in fields(options):
-        given = [getattr(arg, "name", "") for arg in getattr(hints[field.name], "__metadata__", ())]
-        names[f"--{next(filter(None, given), field.name).replace('_', '-')}"] = field.default
+        aliases = [
+            getattr(arg, "name", "") for arg in getattr(hints[field.name], "__metadata__", ())
+        ]
+        names[f"--{next(filter(None, aliases), field.name).replace('_', '-')}"] = field.default
     return names
 
 
@@ -75,13 +78,13 @@ def translated(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of `braid run` with torchrun's options replaced.
 
     Args:
-        arguments: Arguments after `run`, with the script and its own.
+        arguments: Arguments after `run`, with the script and its arguments.
 
     Returns:
-        Options of braid, then the script and its arguments as they are.
+        Options of braid, then the script and its arguments unchanged.
 
     Raises:
-        ConfigError: An option is unknown, or braid cannot do what it says.
+        ConfigError: An option is unknown or not supported.
 
     >>> translated(["--standalone", "--nproc_per_node=2", "train.py", "--lr", "1"])
     ['--num-ranks', '2', 'train.py', '--lr', '1']
@@ -90,17 +93,17 @@ def translated(arguments: Sequence[str]) -> list[str]:
     kept: list[str] = []
     index = 0
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "--":
-        given, has_value, value = arguments[index].partition("=")
-        name = given.replace("_", "-") if given.startswith("--") else given
+        option, has_value, value = arguments[index].partition("=")
+        name = option.replace("_", "-") if option.startswith("--") else option
         name = RENAMED.get(name, name)
         index += 1
         if name in OWN_FLAGS or name in FLAGS_WITHOUT_EFFECT:
             kept += [name] if name in OWN_FLAGS else []
             continue
-        _refuse(given, name)
+        _refuse(option, name)
         if not has_value:
             if index == len(arguments):
-                msg = f"{given} needs a value: `braid run --help` lists the options"
+                msg = f"{option} needs a value: `braid run --help` lists the options"
                 raise ConfigError(msg)
             value = arguments[index]
             index += 1
@@ -115,9 +118,9 @@ def translated(arguments: Sequence[str]) -> list[str]:
     return [*kept, *arguments[index:]]
 
 
-def _refuse(given: str, name: str) -> None:
+def _refuse(option: str, name: str) -> None:
     if name in REFUSED:
-        msg = f"braid run has no {given} of torchrun: {REFUSED[name]}"
+        msg = f"braid run has no {option} of torchrun: {REFUSED[name]}"
         raise ConfigError(msg)
     torchs = {"--max-restarts", "--master-addr", "--master-port", "--rdzv-endpoint"}
     known = {*OWN, *OWN_FLAGS, *WITHOUT_EFFECT, *RENAMED, *torchs}
@@ -126,12 +129,12 @@ def _refuse(given: str, name: str) -> None:
         begin = [one for one in names if one.startswith(name)]
         similar = begin or difflib.get_close_matches(name, names, 1)
         hint = f"did you mean {similar[0]}? " if similar else ""
-        msg = f"braid run has no option {given}: {hint}`braid run --help` lists them all"
+        msg = f"braid run has no option {option}: {hint}`braid run --help` lists them all"
         raise ConfigError(msg)
 
 
 def _meet(options: dict[str, str]) -> None:
-    """Replace torchrun's meeting places by braid's; one host needs none."""
+    """Replace torchrun's rendezvous options by braid's; one host needs none."""
     nodes = options.get("--nnodes", "1")
     low, _, high = nodes.partition(":")
     if high and low != high:
@@ -162,10 +165,12 @@ def _check_values(options: dict[str, str]) -> None:
     if restarts != "0":
         msg = (
             f"--max-restarts {restarts}: braid run does not restart ranks. Start it again with "
-            "--resume auto, which goes on from the last checkpoint"
+            "--resume auto, which continues from the last checkpoint"
         )
         raise ConfigError(msg)
     number = options.get("--num-ranks", "1")
     if number in NUMBERS_OF_DEVICES:
-        msg = f"--nproc-per-node {number} asks braid to count: give the number of ranks, -n 2"
+        msg = (
+            f"--nproc-per-node {number} asks braid to count devices: give the number of ranks, -n 2"
+        )
         raise ConfigError(msg)

@@ -31,16 +31,16 @@ def train(
 ) -> int:
     """Train a GPT on bytes, on N ranks of this host.
 
-    Ctrl-C and SIGTERM save a checkpoint at the next step (or flush) and print the line that resumes
-    from it.
+    Ctrl-C and SIGTERM save a checkpoint at the next step (or flush) and print the command that
+    resumes from it.
 
     Args:
-        config: Model, data, and how to train.
-        n: Number of ranks (default: those of --mesh, else 1).
+        config: Model, data and training.
+        n: Number of ranks (default: size of --mesh, else 1).
         resume: Checkpoint or run to resume from; auto for the last complete one.
-        threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
-        plan: Plan of `braid plan` or `braid plan pipedream`, in place of all options of splitting;
-            auto to profile the model on N ranks and to follow the fastest.
+        threads: OMP_NUM_THREADS of each rank (default: its current value, or physical cores / N).
+        plan: Plan of `braid plan` or `braid plan pipedream`, instead of all options that split the
+            training; auto to profile the model on N ranks and use the fastest plan.
     """
     from rich.console import Console
 
@@ -55,7 +55,7 @@ def train(
         from braid.train.planned import followed
 
         planned = _planned(plan, config, n, threads)
-        whole_rates = replace(config, stale_lr_steps=0)  # the plan has the pipeline
+        whole_rates = replace(config, stale_lr_steps=0)  # the plan defines the pipeline
         config = replace(followed(whole_rates, planned), stale_lr_steps=config.stale_lr_steps)
         n = planned.num_ranks if n is None else n
     num_ranks = (Mesh.parse(config.mesh).size if config.mesh else 1) if n is None else n
@@ -75,7 +75,7 @@ def train(
 def _planned(
     plan: str, config: TrainConfig, n: int | None, threads: int | None
 ) -> Plan | PipeDreamPlan:
-    """Return the plan of a file, or the one that is predicted to be the fastest here."""
+    """Return the plan in a file, or with `auto` the plan with the fastest prediction."""
     from rich.console import Console
 
     from braid.plan.plan_file import Plan, read_plan
@@ -93,6 +93,6 @@ def _planned(
         return Plan.of(ranking.estimator, ranking.best, context=config.context)
     read = read_plan(plan)
     if isinstance(read, Plan) and n not in {None, read.num_ranks}:
-        msg = f"{plan} is for {read.num_ranks} ranks, got -n {n}: make one for as many"
+        msg = f"{plan} is for {read.num_ranks} ranks, got -n {n}: make a plan for {n} ranks"
         raise ConfigError(msg)
     return read

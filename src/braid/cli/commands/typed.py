@@ -1,4 +1,4 @@
-"""Arguments as people type them: numbers of bytes, files to write."""
+"""Parsing and checks of arguments: numbers of bytes, files to write."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bytes_in(text: str) -> int:
 
 
 def check_place(file: str, *, is_directory: bool = False) -> None:
-    """Refuse a file, or a directory for files, that cannot be written before it is computed."""
+    """Raise ConfigError if a file, or a directory for files, cannot be written."""
     import os
     from pathlib import Path
 
@@ -44,7 +44,7 @@ def check_place(file: str, *, is_directory: bool = False) -> None:
         path = next(place for place in (path, *path.parents) if place.exists())
         problem = "" if path.is_dir() else f"{path} is a file"
     if not problem and not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = "there is no such directory, or no permission to write to it"
+        problem = "the directory does not exist, or you have no permission to write to it"
     if problem:
         msg = f"{file} cannot be written: {problem}"
         raise ConfigError(msg)

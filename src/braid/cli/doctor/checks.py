@@ -48,7 +48,7 @@ OLDEST_KERNEL = (5, 3)  # pidfd_open
 LITTLE_MEMORY = 2 * GIB  # torch alone takes 0.3 GiB per rank
 NO_MEMORY = GIB // 2
 LITTLE_SHM = 256 << 20  # a container's default is 64 MiB: one batch of images
-FEW_FILES = 1024  # a rank has some 10 open, and 4 for each peer
+FEW_FILES = 1024  # a rank has about 10 open files, and 4 for each peer
 FEW_PROCESSES = 256
 FEW_PORTS = 1000
 SLOW_NAME_S = 1.0
@@ -81,7 +81,7 @@ def ok(check: str, fact: str) -> Finding:
 
 
 def note(check: str, fact: str, advice: str) -> Finding:
-    """Return a finding of which the user should know."""
+    """Return a finding with advice that does not prevent runs."""
     return Finding(check, "note", fact, advice)
 
 
@@ -141,14 +141,14 @@ def check_system(facts: System) -> Finding:
     if _numbers(facts.kernel)[:2] < OLDEST_KERNEL:
         advice = (
             f"use a kernel from {'.'.join(map(str, OLDEST_KERNEL))} on, which lets ranks notice "
-            "the death of a peer at once"
+            "the death of a peer immediately"
         )
         return note("system", fact, advice)
     return ok("system", fact)
 
 
 def check_engines(facts: Engines) -> Finding:
-    """Tell under which engine this process runs, and what that gave."""
+    """Report the cluster engine of this process, and the rank that it assigned."""
     if facts.problem:
         advice = "unset these variables, or start the program in one way only"
         return problem("engine", facts.problem, advice)
@@ -210,21 +210,21 @@ def check_memory(facts: MemoryFacts) -> Finding:
         if facts.swap_total
         else "no swap"
     )
-    left = facts.available
+    remaining = facts.available
     if facts.limit:
-        left = min(left, max(0, facts.limit - facts.used))
+        remaining = min(remaining, max(0, facts.limit - facts.used))
         fact += f", control group {bytes_text(facts.used)} of {bytes_text(facts.limit)}"
-    if left < NO_MEMORY:
+    if remaining < NO_MEMORY:
         return problem(
             "memory",
             fact,
             "end other programs, or raise the container's memory limit: no rank fits",
         )
-    if left < LITTLE_MEMORY:
+    if remaining < LITTLE_MEMORY:
         return note(
             "memory",
             fact,
-            f"each rank needs 0.3 GiB besides its model; {bytes_text(left)} are left",
+            f"each rank needs 0.3 GiB besides its model; {bytes_text(remaining)} are available",
         )
     return ok("memory", fact)
 
@@ -235,8 +235,8 @@ def check_shared_memory(facts: SharedMemory) -> Finding:
         fact = "no /dev/shm; braid itself does not need it, torch's DataLoader workers do"
         return note("shared memory", fact, "mount a tmpfs there, or use DataLoader(num_workers=0)")
     fact = (
-        f"{bytes_text(facts.free)} free of {bytes_text(facts.size)} in /dev/shm, where only "
-        "tensors that torch shares lie"
+        f"{bytes_text(facts.free)} free of {bytes_text(facts.size)} in /dev/shm, used only "
+        "for tensors that torch shares"
     )
     if facts.free < LITTLE_SHM:
         return note(
@@ -260,7 +260,7 @@ def check_kernel_permissions(facts: Permissions) -> list[Finding]:
         _tried(
             "pidfd_open",
             facts.pidfd,
-            "ranks notice the death of a peer at once",
+            "ranks notice the death of a peer immediately",
             "allow pidfd_open in the seccomp profile; until then only the launcher notices deaths",
         ),
     ]
@@ -351,7 +351,7 @@ def check_clock(facts: Clocks) -> Finding:
 
 
 def check_gpus(facts: Accelerators) -> Finding:
-    """Check the GPUs; braid works without."""
+    """Check the GPUs; braid works without GPUs."""
     if facts.error:
         return note(
             "GPUs",

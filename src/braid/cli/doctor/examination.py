@@ -59,7 +59,7 @@ def examine(selected: Mapping[str, Check] = CHECKS) -> Examination:
     Args:
         selected: Checks to run, by name.
 
-    Cost: about that of importing torch; two child processes live for some 50 ms.
+    Cost: about the time of importing torch; two child processes run for about 50 ms.
     """
     findings: list[Finding] = []
     for name, check in selected.items():

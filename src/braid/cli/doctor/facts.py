@@ -1,4 +1,4 @@
-"""Facts about a machine, from which the checks are computed; tests make up their own."""
+"""Facts about a machine: the input of the checks."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class System(NamedTuple):
 
 
 class Engines(NamedTuple):
-    """Engines of clusters that this process sees.
+    """Cluster engines that this process sees.
 
     Attributes:
-        rank: Rank that srun, mpirun or Kubernetes has given this process, in words; empty for none.
-        problem: Reason why its variables make no sense.
-        allocation: Allocation that this process is in without being a rank, in words.
-        installed: Engines whose programs or packages are here.
+        rank: Text with the rank of this process under srun, mpirun or Kubernetes; empty for none.
+        problem: Reason why the engine's variables are inconsistent.
+        allocation: Text with the allocation that contains this process, if it is not a rank.
+        installed: Engines with installed programs or packages.
     """
 
     rank: str = ""
@@ -87,7 +87,7 @@ class Threads(NamedTuple):
 
 
 class MemoryFacts(NamedTuple):
-    """Memory in bytes; `limit` and `used` are those of the control group, 0 without a limit."""
+    """Memory in bytes; `limit` and `used` describe the control group, 0 without a limit."""
 
     total: int
     available: int

@@ -80,19 +80,19 @@ def versions() -> Versions:
 
 
 def engines() -> Engines:
-    """Return the engines of clusters that this process sees."""
+    """Return the cluster engines that this process sees."""
     environ = os.environ
     try:
         engine, values = as_torchrun(environ, name_of_job(), shared_networks())
-        own = engine_rank(environ) if engine else None
+        here = engine_rank(environ) if engine else None
     except ConfigError as exc:
         return Engines(problem=str(exc))
     rank = allocation = ""
-    if own is not None:
+    if here is not None:
         address = {"MASTER_ADDR": "?", "MASTER_PORT": "?", **environ, **values}
         rank = (
-            f"{engine}, rank {own.rank} of {own.world_size}, local rank {own.local_rank} of "
-            f"{own.local_world_size}, ranks meet at {address['MASTER_ADDR']}:"
+            f"{engine}, rank {here.rank} of {here.world_size}, local rank {here.local_rank} of "
+            f"{here.local_world_size}, ranks meet at {address['MASTER_ADDR']}:"
             f"{address['MASTER_PORT']}"
         )
     elif "SLURM_JOB_ID" in environ:
@@ -115,7 +115,7 @@ def system() -> System:
     except ConfigError:
         portable = None
     has_shared_counters = True
-    if _torch() is not None:  # which `braid.runtime.transport` imports
+    if _torch() is not None:  # `braid.runtime.transport` imports torch
         has_shared_counters = importlib.import_module(
             "braid.runtime.transport.atomic"
         ).is_atomic_between_processes()

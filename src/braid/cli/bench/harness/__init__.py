@@ -1,1 +1,1 @@
-"""Starts the ranks of a benchmark, on this host or several, and takes turns between candidates."""
+"""Starts the ranks of a benchmark, on one or several hosts, and alternates between candidates."""

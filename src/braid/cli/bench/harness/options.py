@@ -1,4 +1,4 @@
-"""Options of benchmarks as text of a command line, where types do not say it."""
+"""Parsers for options of benchmarks that types alone do not define."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ GBIT = 1e9
 
 
 def read_fields(kind: type[T], text: str) -> T:
-    """Return the struct whose fields a text has, separated by colons, such as gpt:4.
+    """Parse text such as gpt:4, with fields separated by colons, as a struct.
 
     Raises:
-        ConfigError: The text has other fields.
+        ConfigError: The text does not match the fields.
     """
     names = kind.__struct_fields__
     try:
@@ -34,7 +34,7 @@ def read_fields(kind: type[T], text: str) -> T:
 
 
 def in_fields(kind: type[T]) -> tyro.constructors.PrimitiveConstructorSpec[T]:
-    """Return how tyro reads a struct: its fields, separated by colons."""
+    """Return a tyro specification of a struct as fields separated by colons."""
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=":".join(kind.__struct_fields__).upper(),
@@ -45,10 +45,10 @@ def in_fields(kind: type[T]) -> tyro.constructors.PrimitiveConstructorSpec[T]:
 
 
 def read_size(text: str) -> int:
-    """Return the bytes of a text such as 16KiB, 4MiB or 512.
+    """Parse a size such as 16KiB, 4MiB or 512 as a number of bytes.
 
     Raises:
-        ConfigError: It is no size.
+        ConfigError: The text is not a size.
     """
     units = {"MiB": MIB, "KiB": KIB}
     unit = next((unit for unit in units if text.endswith(unit)), "")

@@ -1,7 +1,7 @@
-"""Runs the ranks of a benchmark, here by braid's launcher or on several hosts by `braid run -H`.
+"""Runs the ranks of a benchmark on this host, or on several hosts with `braid run -H`.
 
-Ranks import a function by its name, and its plan is sent as JSON. Over several hosts the first rank
-may be on another host than the user, so figures return as output of the job, not as a file.
+Ranks import a function by its name, and receive its argument as JSON. With several hosts the first
+rank may be on another host than the user, so it prints its results; it does not write a file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Where", "figures_in", "figures_of", "figures_there", "run_here"]
 
 P = TypeVar("P", bound=msgspec.Struct)
 T = TypeVar("T")
-END_S = 15.0  # until a job is killed after Ctrl-C, with its hosts
+END_S = 15.0  # seconds from Ctrl-C until a job on several hosts is killed
 FIRST = "[rank 0] {"
 
 
@@ -48,7 +48,7 @@ def run_here(
         plan: Its argument.
         log_dir: Directory for the run's logs.
         on_line: Called with each JSON object that the first rank prints.
-        results: File for the figures that one rank returns.
+        results: File for the result that one rank returns.
 
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
@@ -76,15 +76,15 @@ def figures_of(
     out: Path,
     run: str = "run",
 ) -> T:
-    """Call a function on ranks of this host, and return the figures that one of them returns.
+    """Call a function on ranks of this host, and return the result that one rank returns.
 
     Args:
         num_ranks: World size.
         function: Function of a module.
         plan: Its argument.
-        kind: Type of the figures.
-        out: Directory of the benchmark, made if it is not there.
-        run: Name of the run's directory in it.
+        kind: Type of the result.
+        out: Directory of the benchmark, created if it is missing.
+        run: Name of the run's directory in `out`.
 
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
@@ -98,7 +98,7 @@ def figures_of(
 
 
 class _LineConsole(QuietConsole):
-    """A console that passes on the first rank's JSON lines."""
+    """A console that passes the first rank's JSON lines to a function."""
 
     def __init__(self, on_line: Callable[[str], None] | None) -> None:
         super().__init__()
@@ -116,9 +116,9 @@ class Where:
 
     Attributes:
         hosts: Hosts as for `braid run -H`, such as a:2,b:2.
-        rsh: Command that reaches a host; ssh when empty.
-        remote_python: Interpreter on the hosts; the same path as here when empty.
-        inside: Words that precede the launcher's own command.
+        rsh: Command that runs a program on a host; ssh if empty.
+        remote_python: Interpreter on the hosts; the same path as on this host if empty.
+        inside: Words before the launcher's command.
     """
 
     hosts: str
@@ -149,17 +149,17 @@ def figures_there(
     *,
     log_dir: Path,
 ) -> Iterator[T]:
-    """Call a function on ranks of several hosts, and yield the figures that the first rank prints.
+    """Call a function on ranks of several hosts, and yield the results that the first rank prints.
 
     Args:
         where: Hosts to run on.
-        function: Function of a module that the hosts have, too.
+        function: Function of a module that is installed on all hosts.
         plan: Its argument.
-        kind: Type of the figures.
+        kind: Type of the results.
         log_dir: Directory for the run's logs.
 
     Raises:
-        ConfigError: A rank failed, or a host could not be reached; the message is the launcher's.
+        ConfigError: A rank failed, or a host could not be reached; has the launcher's message.
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -176,26 +176,23 @@ def figures_there(
                 if text := figures_in(line):
                     yield msgspec.json.decode(text, type=kind)
         except BaseException:
-            process.send_signal(signal.SIGINT)  # so that it ends its ranks on all hosts
+            process.send_signal(signal.SIGINT)  # the launcher then ends its ranks on all hosts
             _end(process)
             raise
         code = _end(process)
         errors.seek(0)
         if code:
-            msg = (
-                f"the ranks on {where.hosts} did not end well (exit {code}):\n"
-                f"{errors.read().strip()}"
-            )
+            msg = f"the ranks on {where.hosts} failed (exit {code}):\n{errors.read().strip()}"
             raise ConfigError(msg)
 
 
 def figures_in(line: str) -> str:
-    """Return the JSON object in a line of a job; empty for other lines and other ranks."""
+    """Return the JSON object in a line of the first rank; empty for any other line."""
     return line[len(FIRST) - 1 :].strip() if line.startswith(FIRST) else ""
 
 
 def _end(process: subprocess.Popen[str]) -> int:
-    """Wait for the launcher to end, then kill it."""
+    """Wait for the launcher to end; kill it after `END_S`."""
     with process:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(END_S)

@@ -1,7 +1,7 @@
-"""Reports of benchmarks: figures are judged, shown and saved.
+"""Reports of benchmarks: results are compared with claims, shown and saved.
 
-A bench fills a `Report`, whose first fields are the same everywhere. It draws one table of the
-report and compares it with promises (`BenchVerdict`). `Benchmark.measure` writes JSON,
+A benchmark fills a subclass of `Report`, makes tables of it, and compares it with claims
+(`BenchVerdict`). `Benchmark.measure` writes JSON,
 `Benchmark.show` prints the table and the verdicts.
 """
 
@@ -35,11 +35,11 @@ __all__ = [
     "unsteady",
 ]
 
-STEADY = 1.3  # ratio of times of equal work, below which a machine is idle
+STEADY = 1.3  # ratio of times of equal work below this value: the machine is idle
 
 
 def load_per_core() -> float:
-    """Return the load per core over the last minute; above some tenths it distorts figures."""
+    """Return the load per core over the last minute; above about 0.3 it distorts results."""
     return psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
 
 
@@ -55,13 +55,13 @@ def machine() -> str:
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """The machine on which figures were measured; each bench adds its own figures.
+    """Base class of reports, with the machine; each benchmark adds its results.
 
     Attributes:
         braid: Version of braid.
         torch: Version of torch.
         machine: Cores and model of the processor.
-        load: Load per core by other processes, just before; `Benchmark.measure` fills it in.
+        load: Load per core before the measurement; set by `Benchmark.measure`.
     """
 
     braid: str = __version__
@@ -71,7 +71,7 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def place(self) -> str:
-        """Machine, version of torch and load, for titles of tables."""
+        """Machine, torch version and load, for titles of tables."""
         return f"{self.machine}, torch {self.torch}, load before {self.load:.1f} a core"
 
 
@@ -81,16 +81,16 @@ ReportT = TypeVar("ReportT", bound=Report)
 
 @dataclass(frozen=True)
 class Benchmark(Generic[Options, ReportT]):
-    """One benchmark.
+    """A benchmark: its options, measurement and output.
 
     Attributes:
-        name: Name of the file of its figures.
-        options: Dataclass of its options, which tyro reads; `out` is the directory of the figures.
-        take: Function of the options that returns the report; it shows its progress on a console.
-        tables: Makes tables of a report.
-        lines: Makes verdicts of a report, and other lines.
-        draw: Draws pictures of a report into the directory, if matplotlib is installed.
-        width: Number of columns of the tables where the output is no terminal.
+        name: Name of the results file, without its suffix.
+        options: Dataclass of the options, which tyro parses; `out` is the directory of the results.
+        take: Function of options and console that measures and returns the report.
+        tables: Function that returns tables of a report.
+        lines: Function that returns verdicts on a report, and other lines.
+        draw: Function that draws a report into the directory, if matplotlib is installed.
+        width: Number of columns of the tables if the output is not a terminal.
     """
 
     name: str
@@ -102,17 +102,17 @@ class Benchmark(Generic[Options, ReportT]):
     width: int = 120
 
     def measure(self, options: Options, console: Console | None = None) -> ReportT:
-        """Measure in fresh processes, and write the figures to the directory of the options.
+        """Measure in new processes, and write the report to the directory in the options.
 
         Args:
             options: Options of the measurement.
-            console: Console for a sign of progress; standard error when None.
+            console: Console for the progress bar; standard error if None.
 
         Raises:
-            ConfigError: It cannot be measured here, or a rank failed; the message is the
-                launcher's error block.
+            ConfigError: The options cannot be measured on this machine, or a rank failed; the
+                message is the launcher's error block.
         """
-        out: Path = options.out  # type: ignore[attr-defined]  # each dataclass has it
+        out: Path = options.out  # type: ignore[attr-defined]  # each dataclass has `out`
         out.mkdir(parents=True, exist_ok=True)
         load = load_per_core()
         report = self.take(options, console or Console(stderr=True))
@@ -121,16 +121,16 @@ class Benchmark(Generic[Options, ReportT]):
         return report
 
     def run(self, options: Options) -> int:
-        """Measure and show, and return the exit code."""
+        """Measure, print the report, and return the exit code."""
         out: Path = options.out  # type: ignore[attr-defined]
         self.show(self.measure(options), out)
         return 0
 
     def show(self, report: ReportT, out: Path) -> None:
-        """Print the tables, the lines below them, and the paths of pictures and figures.
+        """Print the tables, the lines below them, and the paths of pictures and results.
 
         Args:
-            report: The figures.
+            report: Report to print.
             out: Directory to which the report was written.
         """
         console = Console()
@@ -149,12 +149,12 @@ class Benchmark(Generic[Options, ReportT]):
 
 
 class BenchVerdict(NamedTuple):
-    """A promise, and whether it holds.
+    """A claim about performance, and whether it holds.
 
     Attributes:
-        claim: Text of the promise.
-        figure: Text of the measured figure.
-        held: Whether it holds; None if too little was measured to decide.
+        claim: Text of the claim.
+        figure: Text of the measured value.
+        held: Whether the claim holds; None if the measurement cannot decide.
     """
 
     claim: str
@@ -169,21 +169,21 @@ class BenchVerdict(NamedTuple):
 def check_minimums(
     values: Iterable[tuple[str, float, float]], problems: Sequence[str] = ()
 ) -> None:
-    """Refuse options that are too small.
+    """Raise ConfigError if options are too small.
 
     Args:
         values: Name, value and least value of each option.
         problems: Texts of other problems.
 
     Raises:
-        ConfigError: Some value is too small, or there are other problems; names all of them.
+        ConfigError: A value is too small, or `problems` is not empty; names all problems.
     """
     small = [problem for name, value, least in values for problem in below(least, **{name: value})]
     raise_all([*small, *problems])
 
 
 def unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return a problem for each name that is not known, for `check_minimums`."""
+    """Return a problem for each unknown name, for `check_minimums`."""
     choices = ", ".join(known := tuple(known))
     return [
         f"there is no {kind} {name}: choose out of {choices}" for name in names if name not in known
@@ -197,7 +197,7 @@ def unsteady(label: str, work: str, seconds: Sequence[float], least_rounds: int)
         label: Name of the measured case.
         work: Name of the work, which takes equal times on an idle machine.
         seconds: Times of the work by round.
-        least_rounds: Number of rounds below which nothing is known.
+        least_rounds: Smallest number of rounds that gives a warning.
     """
     if len(seconds) < least_rounds:
         return []
@@ -206,7 +206,7 @@ def unsteady(label: str, work: str, seconds: Sequence[float], least_rounds: int)
         return []
     text = (
         f"unsteady  {label}: {work} took {low_s * 1e3:.0f} to {high_s * 1e3:.0f} ms (tenth and "
-        "ninetieth percentile): something else has slowed the machine down; measure again"
+        "ninetieth percentile): other programs slowed the machine down; measure again"
     )
     return [text]
 

@@ -1,7 +1,7 @@
-"""Time several steps in rounds: in each round each takes one, in an order drawn anew.
+"""Times several functions in rounds: each round calls every function once, in a random order.
 
-Caches favour what ran before, so no step has a fixed place. Ranks begin a step together, and it
-lasts until the slowest rank is done.
+Caches favour the function that ran before, so the order changes. Ranks begin a call together, and
+the call lasts until the slowest rank is finished.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from braid.comm import Group
 
 __all__ = ["LEAST_ROUNDS", "in_rounds"]
 
-LEAST_ROUNDS = 12  # for a median and quartiles
+LEAST_ROUNDS = 12  # enough for a median and quartiles
 
 
 def in_rounds(
@@ -28,14 +28,14 @@ def in_rounds(
     least_rounds: int = LEAST_ROUNDS,
     budget_s: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Return the seconds of every step, of the slowest rank, by name.
+    """Return the slowest rank's seconds for every call, by name.
 
     Args:
         group: Group of all ranks; each calls this with the same names.
-        steps: Steps to time, by name; they have warmed up.
+        steps: Functions to time, by name, after their warm-up.
         rounds: Largest number of rounds.
-        least_rounds: Least number of them, where steps are so long that `budget_s` ends earlier.
-        budget_s: Seconds for all rounds, about.
+        least_rounds: Smallest number of rounds, even if `budget_s` is exceeded.
+        budget_s: Approximate seconds for all rounds.
     """
     shuffler, names = random.Random(0), list(steps)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -51,7 +51,7 @@ def in_rounds(
             start = time.perf_counter()
             steps[name]()
             times[name].append(time.perf_counter() - start)
-    for name, own in times.items():
-        slowest = group.all_reduce(torch.tensor(own, dtype=torch.float64), "max")
+    for name, seconds in times.items():
+        slowest = group.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max")
         times[name] = slowest.tolist()
     return times

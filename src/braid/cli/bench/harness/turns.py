@@ -1,9 +1,10 @@
-"""Time several functions in turns on all ranks, under the same conditions.
+"""Times several functions in turns on all ranks, under the same conditions.
 
-Each function runs once, untimed, behind a barrier, so that buffers exist. Then it runs some times,
-of which the least counts: on a shared machine, longer times are due to other programs. Among ranks
-the slowest counts. A turn goes through all functions before the next begins. A network that passes
-more after a rest is given one before each time, so that it is always in the same state.
+In each turn, each function runs once, untimed, after a barrier, so that buffers exist. Then it runs
+several times, and the smallest time is used: on a shared machine, longer times are due to other
+programs. The time of the slowest rank is used. A turn goes through all functions before the next
+turn begins. Some networks are faster after a rest; then each run begins with a rest, so that the
+network is always in the same state.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["in_turns"]
 Run = Callable[[], object]
 LEAST_COUNT, MOST_COUNT = 3, 50
 MOST_RESTED = 10
-WORTH_S = 10e-3  # for one function in one turn: enough to lift short ones out of the noise
+WORTH_S = 10e-3  # seconds for one function in one turn: enough to measure short functions
 
 
 def in_turns(
@@ -31,15 +32,16 @@ def in_turns(
     rest_s: float = 0.0,
     rested: Collection[str] = (),
 ) -> dict[str, list[float]]:
-    """Time `run()` of each name in each turn: the least seconds of the slowest rank.
+    """Return the smallest seconds of each function in each turn, for the slowest rank.
 
     Args:
         group: Group of all ranks; each calls this with the same names.
-        runs: Functions to time, by name; a rank without a part in one does nothing in it.
-        turns: Number of turns through all of them.
-        rest_s: Seconds of rest, in which nothing is sent, before each run of `rested`.
-        rested: Names of functions that send so much that a rest matters. A rank that rests must
-            wake up, too, which is no cost of a message.
+        runs: Functions to time, by name; a rank that does not take part passes a function that
+            returns immediately.
+        turns: Number of turns through all functions.
+        rest_s: Seconds without messages before each run of a function in `rested`.
+        rested: Names of functions that send enough bytes for a rest to matter. For other functions,
+            waking up after a rest would distort the time.
 
     Returns:
         The seconds by name and turn, the same on all ranks.
@@ -54,14 +56,14 @@ def in_turns(
             group.all_reduce(once[-1].contiguous(), "max").tolist(), rests, strict=True
         )
     ]
-    own = [
+    local_seconds = [
         [
             _seconds(group, run, count, rest_s)
             for run, count in zip(runs.values(), counts, strict=True)
         ]
         for _ in range(turns)
     ]
-    slowest = group.all_reduce(torch.tensor(own, dtype=torch.float64), "max").T.tolist()
+    slowest = group.all_reduce(torch.tensor(local_seconds, dtype=torch.float64), "max").T.tolist()
     return dict(zip(runs, slowest, strict=True))
 
 

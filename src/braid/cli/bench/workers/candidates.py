@@ -1,4 +1,4 @@
-"""The same operations by every library on the same buffers, for `braid bench comm`.
+"""The same operations with every library on the same buffers, for `braid bench comm`.
 
 gloo         torch.distributed over Gloo                 the choice of torch users on CPUs today
 braid        Group called directly, ordinary tensors     raw
@@ -57,7 +57,7 @@ def runs_of(
     """Return, for each library that has `operation`, a function that runs it once.
 
     Args:
-        libraries: Names out of `LIBRARIES`.
+        libraries: Names in `LIBRARIES`.
         operation: Name of the operation.
         dtype: Dtype of the elements.
         nbytes: Bytes of the largest full buffer of a rank.

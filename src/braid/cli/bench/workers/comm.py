@@ -1,6 +1,6 @@
-"""One rank of `braid bench comm`: every operation by every library, in turns.
+"""One rank of `braid bench comm`: every operation with every library, in turns.
 
-Absolute times on a shared machine are worth little: they drift within seconds. So all libraries run
+Absolute times on a shared machine drift within seconds. So all libraries run
 in the same processes, on the same tensors, in short alternating rounds. A ratio is computed within
 each round, and the report shows the median of the rounds' ratios.
 """
@@ -31,11 +31,11 @@ class CommPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         operations: Names, as in `candidates`.
-        libraries: Names, as in `candidates`; the others are compared with the first.
+        libraries: Names, as in `candidates`; all libraries are compared with the first.
         sizes_bytes: Bytes of the largest full buffer of a rank.
         dtypes: torch's names.
         rounds: Number of alternating rounds for each row.
-        budget_s: Seconds of one library in one round, about.
+        budget_s: Approximate seconds of one library in one round.
     """
 
     operations: tuple[str, ...]
@@ -61,9 +61,9 @@ class Row(msgspec.Struct, kw_only=True):
         nbytes: Bytes of the largest full buffer of a rank.
         ranks: World size.
         seconds: Median seconds by library.
-        ratio: Gloo's time over the library's, median of the rounds.
+        ratio: Gloo's time divided by the library's time, median of the rounds.
         spread: Lowest and highest of these ratios.
-        over_mpi: MPI's time over the library's, where MPI was measured.
+        over_mpi: MPI's time divided by the library's time, if MPI was measured.
     """
 
     operation: str
@@ -110,8 +110,8 @@ def _measure(
 
     def over(base: str) -> dict[str, list[float]]:
         return {
-            name: [b / t for b, t in zip(times[base], own, strict=True)]
-            for name, own in times.items()
+            name: [b / t for b, t in zip(times[base], seconds, strict=True)]
+            for name, seconds in times.items()
             if name != base and base in times
         }
 
@@ -129,7 +129,7 @@ def _measure(
 
 
 def _from_mpi(environment: Any) -> None:
-    """Set the environment of a job of mpiexec as a launcher of torch would."""
+    """Set the variables of torch's launcher from the variables of mpiexec."""
     names = {"OMPI_COMM_WORLD_RANK": "RANK", "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE"}
     for theirs, ours in names.items():
         if theirs in environment:
@@ -137,7 +137,7 @@ def _from_mpi(environment: Any) -> None:
 
 
 def _count(group: Group, run: Run, budget_s: float) -> int:
-    """Number of repetitions that fill the budget; the same on all ranks."""
+    """Return the number of repetitions that fill the budget; the same on all ranks."""
     run()
     start = time.perf_counter()
     run()

@@ -4,13 +4,13 @@
     silent       torch's DistributedDataParallel with gradient views and a hook that sends nothing
     gloo         the same over Gloo
     torch        the same over the backend "braid"
-    braid        braid's own DistributedDataParallel
+    braid        braid's DistributedDataParallel
 
 The exposed communication of a wrapper is its extra time over `silent`. (The extra time of `silent`
 over `alone`, copying gradients into buckets, is the same in torch's wrapper for every backend.)
-Each wrapper has its own copy of the model, so that buckets, hooks and optimizer state stay its own.
-In every round each takes one step, in an order drawn anew, because caches favour what ran before.
-Ranks begin a step together, and it lasts until the slowest rank is done.
+Each wrapper has a separate copy of the model, with separate buckets, hooks and optimizer state. In
+every round each wrapper takes one step, in a random order, because caches favour the wrapper that
+ran before. Ranks begin a step together, and it lasts until the slowest rank is finished.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Case(msgspec.Struct, frozen=True):
     """One model with one batch.
 
     Attributes:
-        model: Name out of `ddp_models.MODEL_NAMES`.
+        model: Name in `ddp_models.MODEL_NAMES`.
         batch: Number of samples, sequences or images of a rank in a step.
     """
 
@@ -59,7 +59,7 @@ class DDPPlan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cases: Models and batches.
         rounds: Largest number of steps of each wrapper.
-        budget_s: Seconds for a case, about.
+        budget_s: Approximate seconds for a case.
     """
 
     cases: tuple[Case, ...]
@@ -77,11 +77,11 @@ class MeasuredCase(msgspec.Struct, kw_only=True):
         ranks: World size.
         step_s: Median seconds of a step, by variant; of the slowest rank.
         speedup: Gloo's step over the variant's, median of the rounds.
-        gone: Share of Gloo's exposed communication that the variant saves; empty when Gloo had
-            none.
-        gone_between: The 5th and 95th percentile of `gone` over rounds drawn from these with
-            replacement, which shows how much of it is chance. Empty where Gloo's exposed
-            communication is itself hardly more than chance.
+        gone: Share of Gloo's exposed communication that the variant saves; empty if Gloo has no
+            exposed communication.
+        gone_between: The 5th and 95th percentile of `gone` over rounds resampled with replacement,
+            an uncertainty interval. Empty if Gloo's exposed communication is hardly more than
+            noise.
         exposed_s: Seconds that a variant takes longer than `silent`, mean of the rounds.
         spread: Lowest and highest speed-up of the rounds.
         rounds_s: Seconds of every step, by variant, from which the other figures are computed.
@@ -152,7 +152,7 @@ def _measure(
         least_rounds=LEAST_ROUNDS,
         budget_s=plan.budget_s,
     )
-    mean = {variant: statistics.fmean(own) for variant, own in times.items()}
+    mean = {variant: statistics.fmean(seconds) for variant, seconds in times.items()}
     speedup = {}
     for variant in COMPARED:
         pairs = zip(times[variant], times["gloo"], strict=True)
@@ -175,11 +175,11 @@ def _measure(
 def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
     """Compute the share of Gloo's extra time per step that each variant saves.
 
-    It is computed from means, since the time of a run is the sum of its steps, slow ones included;
-    so the saved and the remaining share add up to 1. In a single round noise would dominate the
-    quotient. None where Gloo has no extra time.
+    The share is computed from means, because the time of a run is the sum of its steps, slow ones
+    included. So the saved and the remaining share add up to 1. In a single round noise would
+    dominate the quotient. Empty if Gloo has no extra time.
     """
-    mean = {variant: statistics.fmean(own) for variant, own in times.items()}
+    mean = {variant: statistics.fmean(seconds) for variant, seconds in times.items()}
     exposed = mean["gloo"] - mean["silent"]
     if exposed <= 0:
         return {}
@@ -189,7 +189,7 @@ def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
 def shares_between(times: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
     """Return percentiles 5 and 95 of `shares_gone` over resampled rounds, by variant.
 
-    None where Gloo has no extra time in some of the samples, which then determine no share.
+    Empty if Gloo has no extra time in any of the samples.
     """
     numbers, rounds = random.Random(0), range(len(times["gloo"]))
     samples: dict[str, list[float]] = {variant: [] for variant in COMPARED}
@@ -205,7 +205,7 @@ def shares_between(times: dict[str, list[float]]) -> dict[str, tuple[float, floa
 
 
 def _send_nothing(_state, bucket):  # type: ignore[no-untyped-def]
-    """Communication hook of torch with which every rank keeps its own gradients."""
+    """DDP communication hook that sends nothing: every rank keeps its local gradients."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -57,7 +57,7 @@ def job_of(name: str, batch: int, seed: int) -> Job:
     """Make a model and its inputs.
 
     Args:
-        name: Name out of `MODEL_NAMES`.
+        name: Name in `MODEL_NAMES`.
         batch: Number of samples, sequences or images.
         seed: Seed of the inputs.
     """

@@ -1,8 +1,8 @@
-"""One rank of `braid probe`: time messages by size, for each level of the cluster.
+"""One rank of `braid probe`: times messages by size, for each level of the cluster.
 
-Ranks that stand for the children of a unit (`topology.places`) send to each other in pairs, all
-pairs at the same time, there and back. Half of that is one message while nothing comes the other
-way. The largest message also goes both ways at once, which shows whether a link is full duplex.
+One rank for each child of a unit (`topology.places`) sends to another in pairs, all pairs at the
+same time, there and back. Half of that time is one message in one direction. The largest message is
+also sent in both directions at the same time, which shows whether a link is full duplex.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
 
 NODES = Path("/sys/devices/system/node")
 REST_S = 3e-3  # time in which a token bucket of a fast network fills
-LONG_BYTES = 64 << 10  # size of messages from which such a bucket matters
-SMALL_BYTES = 4  # size of a message whose time is all latency
+LONG_BYTES = 64 << 10  # size from which a message can drain a bucket
+SMALL_BYTES = 4  # size of a message that measures latency
 
 
 class ProbePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,11 +60,12 @@ class MeasuredLevel(msgspec.Struct, kw_only=True):
     """Figures of one level.
 
     Attributes:
-        name: Name of its unit.
+        name: Name of the level's unit.
         size: Number of children of each unit.
         latency_s: Seconds of the smallest message.
         seconds: Seconds of a message, by its bytes.
-        both_ways_s: Seconds of the largest message, while another goes the other way.
+        both_ways_s: Seconds of the largest message while another one is sent in the other
+            direction.
     """
 
     name: str
@@ -106,19 +107,23 @@ def stand(group: Group, *, pin: bool) -> list[Rings]:
     if len(nodes) > 1:
         try:
             psutil.Process().cpu_affinity(list(nodes[node]))
-        except (OSError, ValueError, AttributeError) as exc:  # a container has other processors
+        except (
+            OSError,
+            ValueError,
+            AttributeError,
+        ) as exc:  # a container may forbid these processors
             msg = (
                 f"rank {group.rank} cannot stay on the processors {nodes[node]} of NUMA node "
-                f"{node}: {exc}; say --no-pin"
+                f"{node}: {exc}; use --no-pin"
             )
             raise ConfigError(msg) from exc
-    own = torch.tensor([hosts[group.rank], node])
-    places = group.all_gather(own).view(-1, 2).tolist()
+    place = torch.tensor([hosts[group.rank], node])
+    places = group.all_gather(place).view(-1, 2).tolist()
     return rings([(host, node) for host, node in places])
 
 
 def _nodes() -> list[tuple[int, ...]]:
-    """List the usable processors of each NUMA node that has some."""
+    """Return the usable processors of each NUMA node with any."""
     allowed = set(os.sched_getaffinity(0))
     nodes = [
         tuple(cpu for cpu in cpus_of(file.read_text()) if cpu in allowed)
@@ -149,13 +154,13 @@ def message_runs(
 
 
 def rested_of(levels: list[Rings], sizes: tuple[int, ...]) -> list[str]:
-    """Names of messages that are sent after a rest: long ones over a network."""
+    """Return the names of messages that are sent after a rest: long ones over a network."""
     remote = [level.name for level in levels if level.name == LEVEL_NAMES[-1]]
     return [f"{name} {size}" for name in remote for size in sizes if size >= LONG_BYTES]
 
 
 def measured(levels: list[Rings], sizes: tuple[int, ...], times: dict[str, list[float]]) -> Probed:
-    """Compute medians, by level."""
+    """Return the medians of the times, by level."""
     medians = {name: statistics.median(every) for name, every in times.items()}
     levels_ = [
         MeasuredLevel(
@@ -173,7 +178,7 @@ def measured(levels: list[Rings], sizes: tuple[int, ...], times: dict[str, list[
 def _there_and_back(
     group: Group, ring: tuple[int, ...], sent: torch.Tensor, received: torch.Tensor
 ) -> None:
-    """Send a message from every even place of a ring to the next, and one of the same size back."""
+    """Send a message from every even place of a ring to the next place, and an equal one back."""
     at = ring.index(group.rank) if group.rank in ring else -1
     if at % 2 and at > 0:
         group.recv(received, ring[at - 1])
@@ -186,7 +191,7 @@ def _there_and_back(
 def _both_ways(
     group: Group, ring: tuple[int, ...], sent: torch.Tensor, received: torch.Tensor
 ) -> None:
-    """Send the same messages, both at the same time."""
+    """Send both messages of a pair at the same time."""
     at = ring.index(group.rank) if group.rank in ring else -1
     if at < 0 or (at == len(ring) - 1 and not at % 2):
         return
