@@ -69,7 +69,7 @@ def test_the_fastest_split_is_shown_explained_and_written(
         ([*MODEL, "--cluster", "cluster.toml", "--batch", "0"], "must be at least 1"),
         ([*MODEL, "--cluster", "cluster.toml", "--memory", "1M"], "does not fit on 8 ranks"),
         ([*MODEL, "--cluster", "cluster.toml", "--plan", "/nowhere/p"], "cannot be written"),
-        (["--profile", "cluster.toml"], "is no profile"),
+        (["--profile", "cluster.toml"], "is not a profile"),
     ],
 )
 def test_mistakes_are_named(

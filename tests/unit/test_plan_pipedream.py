@@ -258,9 +258,9 @@ def test_what_cannot_be_divided_is_refused():
     with pytest.raises(ConfigError, match="inputs only"):
         states_of(only_input)
     states = states_of(parse_graph(LINE))
-    with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs as many states"):
+    with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs 2 states"):
         partition(states, [MachineLevel(2, 1e9)], straight=True)
-    with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs as many states"):
+    with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs 2 states"):
         partition(states, [MachineLevel(2, 1e9)], straight=True, memory=MemoryLimit(1e15))
     with pytest.raises(
         ConfigError, match=r"machines >= 1 and a bandwidth on each level, got \[\(0, "

@@ -112,7 +112,7 @@ def test_a_line_is_fitted_exactly_and_never_below_zero(constant, per_row, rows):
 def test_what_is_no_profile_is_named(tmp_path, text, problem):
     file = tmp_path / "profile.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match="is no profile") as raised:
+    with pytest.raises(ConfigError, match="is not a profile") as raised:
         read_profile(file)
     assert problem in str(raised.value)
 
@@ -156,17 +156,17 @@ def test_the_commands_make_a_plan_that_training_reads(tmp_path, capsys):
     assert read == PipeDreamPlan.of(done, "tiny")
     assert "braid train --model tiny --plan" in capsys.readouterr().out
     assert main(["train", "--plan", plan, "--model", "mini"]) == 2
-    assert "leave out --model mini (the plan has tiny)" in capsys.readouterr().err
+    assert "leave them out: --model mini (the plan has tiny)" in capsys.readouterr().err
     assert main(["train", "--plan", plan, "--mesh", "dp=2"]) == 2
-    assert "leave out --mesh dp=2 (the plan has pp=2)" in capsys.readouterr().err
+    assert "leave them out: --mesh dp=2 (the plan has pp=2)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{", "is no plan"),
-        ('{"kind": "other", "replicas": [1], "balance": [2]}', "is no plan"),
-        ('{"replicas": [1], "balance": [2, 2]}', "is no plan"),
+        ("{", "is not a plan"),
+        ('{"kind": "other", "replicas": [1], "balance": [2]}', "is not a plan"),
+        ('{"replicas": [1], "balance": [2, 2]}', "is not a plan"),
         ('{"kind": "pipedream", "replicas": [1], "balance": [2, 2]}', "a number of at least 1"),
         ('{"kind": "pipedream", "replicas": [1, 0], "balance": [2, 2]}', "a number of at least 1"),
     ],
@@ -185,7 +185,7 @@ def test_what_is_no_plan_is_refused(tmp_path, text, problem):
         (["--model", "gpt9"], "must be one of gpt2-tiny"),
         (["nowhere:make"], "No module named 'nowhere'"),
         (["--model", "gpt2-tiny", "--rows", "2"], "at least two different"),
-        (["--model", "gpt2-tiny", "--out", "nowhere/p.json"], "cannot be written: there is no"),
+        (["--model", "gpt2-tiny", "--out", "nowhere/p.json"], "cannot be written: the directory does not exist"),
     ],
 )
 def test_what_cannot_be_profiled_is_named(tmp_path, monkeypatch, capsys, arguments, problem):

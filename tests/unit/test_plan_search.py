@@ -352,13 +352,13 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: object) -> None:
     PipeDreamPlan(replicas=(1, 1), balance=(2, 2)).write(file)
     assert isinstance(read_plan(file), PipeDreamPlan)
     for text, problem in (
-        ("{}", "no plan"),
+        ("{}", "is not a plan"),
         (
             '{"kind": "split", "batch": 4, "ranks": 3, "mesh": "pp=2"}',
             "has 2 ranks, and ranks is 3",
         ),
-        ('{"kind": "split", "batch": 0, "ranks": 3}', "no plan"),
-        ('{"kind": "other"}', "no plan"),
+        ('{"kind": "split", "batch": 0, "ranks": 3}', "is not a plan"),
+        ('{"kind": "other"}', "is not a plan"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=problem):

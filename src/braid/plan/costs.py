@@ -1,10 +1,10 @@
-"""Costs that a planner asks for: those of a model's layers, and those of the machines.
+"""Interfaces for the costs that a planner needs: a model's layers, and machines.
 
     model      layers(rows, tensor) -> time, bytes and all-reduces of each layer of a micro-batch
     machines   seconds of a collective over an axis of ranks, of a message, of an optimizer step
 
-Two sources answer alike: a profile that was measured here, or operations that were counted and a
-device that is described. Every figure carries its origin to the end.
+Two sources implement them: a measured profile, or counted operations with a described device. Every
+prediction carries its origin, measured or estimated.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class MicrobatchCost(NamedTuple):
         forward_s: Seconds of the forward, without communication.
         input_s: Seconds of the backward to the layer's inputs.
         weight_s: Seconds of the backward to its weights.
-        saved_bytes: Bytes kept from forward to backward, those of the output among them.
+        saved_bytes: Bytes kept from forward to backward, including the output.
         output_bytes: Bytes of the output.
         param_bytes: Bytes of the parameters of this rank.
-        params: Numbers of its parameters, by which shared ones are known.
+        params: Numbers of its parameters, which identify tied parameters.
         reduces: Number of all-reduces of a forward over the ranks that share the layer; a backward
-            has as many.
-        reduced_bytes: Bytes of all of these.
-        workspace_bytes: Most bytes of a backward besides what is kept.
+            has the same number.
+        reduced_bytes: Total bytes of these all-reduces.
+        workspace_bytes: Peak bytes of a backward in addition to the saved bytes.
     """
 
     forward_s: float
@@ -141,7 +141,7 @@ class Machines(Protocol):
 
     @property
     def ranks_per_core(self) -> float:
-        """Number of ranks that share a core, whose times were measured with all of them at work."""
+        """Number of ranks that share a core; times were measured while all of them computed."""
         ...
 
     @property
@@ -155,7 +155,7 @@ class Machines(Protocol):
         ...
 
     def collective_s(self, operation: str, axis: Axis, nbytes: float) -> float:
-        """Return the seconds of a collective on `nbytes`, in all groups along the axis at once."""
+        """Return the seconds of a collective on `nbytes`, concurrent in all groups of the axis."""
         ...
 
     def message_s(self, axis: Axis, nbytes: float) -> float:

@@ -1,12 +1,12 @@
-"""A plan in the words of other systems.
+"""Export of a plan to other systems.
 
 torchgpipe    GPipe(model, balance=[...], chunks=m), for one stage on each device
 torch         split points of torch.distributed.pipelining, and its schedule; a CSV of the actions
-              where it has none of that name
+              if torch does not have the schedule
 Megatron      sizes on the command line
 PipeDream     its graph with the stage of each node (`braid plan pipedream --out`)
 
-What a system does not have is said in a comment of its file.
+A comment in the file lists the parts of the plan that a system does not support.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _needs_csv(plan: Plan) -> bool:
 def _torch_schedule(plan: Plan) -> str:
     """Return the lines that make torch's schedule."""
     split = plan.split
-    own = "stages" if split.num_stages > split.pp else "stage"
+    stage_word = "stages" if split.num_stages > split.pp else "stage"
     sizes = f"n_microbatches={plan.microbatches}"
     if plan.versions:
         return f"# torch has no asynchronous pipeline\nschedule = Schedule1F1B(stage, {sizes})\n"
@@ -73,7 +73,7 @@ def _torch_schedule(plan: Plan) -> str:
             f"schedule = _PipelineScheduleRuntime(stages, {sizes})\n"
             f'schedule._load_csv("{CSV}")\n'
         )
-    return f"schedule = {TORCH_SCHEDULES[plan.schedule.partition(':')[0]]}({own}, {sizes})\n"
+    return f"schedule = {TORCH_SCHEDULES[plan.schedule.partition(':')[0]]}({stage_word}, {sizes})\n"
 
 
 def _megatron(plan: Plan) -> str:

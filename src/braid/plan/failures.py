@@ -40,8 +40,8 @@ class Failures:
     recovery_s: float = 300.0
 
     def __post_init__(self) -> None:
-        given = (self.rank_mean_hours, self.checkpoint_s, self.recovery_s)
-        if not all(0 <= figure < math.inf for figure in given) or not self.checkpoint_s:
+        figures = (self.rank_mean_hours, self.checkpoint_s, self.recovery_s)
+        if not all(0 <= figure < math.inf for figure in figures) or not self.checkpoint_s:
             msg = f"times of failures, checkpoints and recovery must be positive, got {self}"
             raise ConfigError(msg)
 

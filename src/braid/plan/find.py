@@ -1,10 +1,10 @@
-"""Plans for a user's own model, from a program of their own.
+"""Plans for a user's model, from the user's program.
 
     plan = braid.find_plan(model, images, batch=256, cluster="cluster.toml")
     print(plan.split, plan.predicted.seconds)
 
-The model is captured, cut wherever one value leads on, and its operations are counted; nothing is
-trained. Give the plan's sizes to `braid.parallel.hybrid.HybridParallel` or `braid.Pipeline`.
+The model is captured, cut wherever a single value crosses, and its operations are counted; nothing
+is trained. Pass the plan's sizes to `braid.parallel.hybrid.HybridParallel` or `braid.Pipeline`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CapturedLayers(NamedTuple):
 
 
 def captured_layers(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedLayers:
-    """Capture a model, and return as many layers in a row as it can be cut into.
+    """Capture a model, and cut it into the largest possible number of layers.
 
     Args:
         model: The model.
@@ -70,8 +70,8 @@ def captured_layers(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedLaye
     cuts = [0, *(i for i in modules[1:] if i not in refused)]
     labels = graph.labels()
     parts = segments(graph, len(cuts), cuts)
-    given = args if not kwargs else (*args, kwargs)
-    batch = given[0] if len(given) == 1 else given
+    inputs = args if not kwargs else (*args, kwargs)
+    batch = inputs[0] if len(inputs) == 1 else inputs
 
     def sample(rows: int) -> Any:
         return map_tensors(batch, lambda x: _of_rows(x, rows))
@@ -100,19 +100,19 @@ def find_plan(
         args: Example arguments of its forward.
         batch: Rows of a step over all ranks.
         cluster: Cluster with a device, or its TOML file.
-        num_ranks: Number of ranks; all of the cluster when None.
-        memory_bytes: Memory of a rank in place of the device's.
+        num_ranks: Number of ranks; all ranks of the cluster if None.
+        memory_bytes: Memory of a rank, if it differs from the device's.
         dtype: Dtype of parameters and activations: `fp32`, `bf16` or `fp16`.
         optimizer_states: States of the optimizer for each parameter: 2 for Adam, 1 for momentum.
-        asynchronous: Whether pipelines with stale gradients are considered, too.
+        asynchronous: Whether to also consider pipelines with stale gradients.
         kwargs: Example arguments of the forward, by name.
 
     Returns:
-        The plan, with predicted time and memory; `plan.write(file)` keeps it.
+        The plan, with predicted time and memory; `plan.write(file)` stores it.
 
     Raises:
-        ConfigError: The model cannot be captured, the cluster does not say what computes, the batch
-            cannot be divided, or nothing fits; the message says what would.
+        ConfigError: The model cannot be captured, the cluster has no device, the batch cannot be
+            divided, or no split fits; the message names the missing memory.
 
     Cost: seconds; nothing is trained.
     """
@@ -124,10 +124,10 @@ def find_plan(
         raise ConfigError(msg)
     device = cluster.device
     if device is None:
-        msg = "the cluster does not say what computes: add a [device] with a name, such as t4"
+        msg = "the cluster has no device: add a [device] with a name, such as t4"
         raise ConfigError(msg)
     layers = captured_layers(model, *args, **kwargs)
-    on_meta = _without_memory(layers.named)  # counting moves what it counts
+    on_meta = _without_memory(layers.named)  # counting moves the layers
     operations = count_operations(on_meta, layers.sample, dtype=DTYPES[dtype])
     machines = DescribedMachines(
         cluster, device, num_ranks=num_ranks, memory_bytes=memory_bytes, dtype=dtype
@@ -138,7 +138,7 @@ def find_plan(
 
 
 def _without_memory(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Return copies of layers whose parameters and buffers are on the meta device."""
+    """Return copies of layers on the meta device."""
     memo: dict[int, Any] = {}
     for _, layer in named:
         for param in layer.parameters():

@@ -1,7 +1,7 @@
-"""A group of which one rank exists: layers that are divided run as on one of many ranks.
+"""A group with only one existing rank, to run one rank's shard of sharded layers.
 
-Its collectives move nothing and note what they would. So parts of layers can be measured, or their
-operations counted, without the other ranks.
+Its collectives send nothing and record the bytes that they would send. So shards of layers can be
+measured, or their operations counted, without the other ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class _Done:
     """Work that has ended."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class LoneRank(Group):
-    """Rank 0 of a group whose other members do not exist.
+    """Rank 0 of a group in which the other ranks do not exist.
 
     Args:
         size: Number of ranks.
@@ -53,7 +53,7 @@ class LoneRank(Group):
         return torch.cat([x] * self.size)
 
     def starting(self, **_: Any) -> Any:
-        """Return the group, whose operations end at once."""
+        """Return the group; its operations complete immediately."""
         return self
 
     def __repr__(self) -> str:

@@ -160,7 +160,7 @@ def read_plan(path: str | Path) -> Plan | PipeDreamPlan:
     """Read a plan.
 
     Raises:
-        ConfigError: The file cannot be read, or is no plan; the wrong part is named.
+        ConfigError: The file cannot be read, or is not a plan; the message names the error.
     """
     try:
         plan = msgspec.json.decode(Path(path).read_bytes(), type=Plan | PipeDreamPlan)
@@ -168,7 +168,7 @@ def read_plan(path: str | Path) -> Plan | PipeDreamPlan:
         msg = f"cannot read {path}: {exc.strerror}"
         raise ConfigError(msg) from exc
     except msgspec.MsgspecError as exc:
-        msg = f"{path} is no plan: {exc}. Make one with `braid plan --plan {path}`"
+        msg = f"{path} is not a plan: {exc}. Make one with `braid plan --plan {path}`"
         raise ConfigError(msg) from exc
     if isinstance(plan, PipeDreamPlan):
         plan.check(str(path))
@@ -182,7 +182,8 @@ def _actions(estimator: Estimator, split: Split) -> dict[str, float]:
     """Return the seconds of each kind of work of each stage of a pipeline."""
     if split.pp == 1:
         return {}
-    works = {(a.kind, a.unit) for own in program_of(split).ranks for a in own if a.kind in WORK}
+    actions = [action for program in program_of(split).ranks for action in program]
+    works = {(action.kind, action.unit) for action in actions if action.kind in WORK}
     return {f"{k}{stage}": action_s(estimator, split, k, stage) for k, stage in sorted(works)}
 
 
@@ -225,4 +226,4 @@ def _problems(plan: Plan) -> Iterator[str]:
         for name, part in (("parts", StepTimeEstimate), ("memory", MemoryEstimate)):
             unknown = set(getattr(plan.predicted, name)) - set(part._fields)
             if unknown:
-                yield f"predicted.{name} has {', '.join(sorted(unknown))}, which is no part of it"
+                yield f"predicted.{name} has {', '.join(sorted(unknown))}, which is unknown"

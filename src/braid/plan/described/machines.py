@@ -1,4 +1,4 @@
-"""Machines from a cluster's description: links by levels, and a device of the table.
+"""Costs of machines from a cluster description: links by levels, and a device.
 
 Ranks of one axis of a mesh form rings. A ring that leaves a unit, such as a host, shares the unit's
 link with the rings of its neighbours:
@@ -7,9 +7,9 @@ link with the rings of its neighbours:
                                       dp ring 1   1  3 | 5  7
                                       tp rings    0-1 2-3 4-5 6-7      none
 
-Collectives are those of rings, or by halving and doubling where these are faster (`cost.forms`).
-Messages go along a row of ranks, all at once; the slowest hop counts. A parameter server is all to
-all: each rank sends to the servers beside all others.
+Collectives use rings, or halving and doubling if faster (`cost.forms`). Messages go along a row of
+ranks, all at the same time; the slowest hop determines the time. A parameter server is an
+all-to-all: every rank has a server, and each rank sends to the servers of all ranks.
 
 Source: R. Thakur et al., IJHPCA 19 (2005); D. Narayanan et al., SC 2021, section 3 (axes of meshes
 and levels of clusters).
@@ -37,13 +37,13 @@ TOUCHES = 7  # reads and writes of each parameter by Adam: gradient, parameter, 
 
 
 class DescribedMachines:
-    """Ranks of a cluster that is described.
+    """Costs of the ranks of a described cluster.
 
     Args:
         cluster: Levels of links.
         device: Device of each rank.
-        num_ranks: Number of ranks, the first ones of the cluster; all when None.
-        memory_bytes: Memory of a rank in place of the device's.
+        num_ranks: Number of ranks, the first ones of the cluster; all if None.
+        memory_bytes: Memory of a rank, if it differs from the device's.
         dtype: Dtype of parameters.
     """
 
@@ -96,7 +96,7 @@ class DescribedMachines:
         return {level.name: rows * sent for level, rows in self._crossed(axis)}
 
     def _seconds(self, cost: Cost, axis: Axis, message_s: float | None = None) -> float:
-        """Return the seconds of messages along an axis, which all its rows send at once."""
+        """Return the seconds of messages along an axis, sent by all rows at the same time."""
         share, own_s = self.device.efficiency.link, self.device.efficiency.message_s
         crossed = self._crossed(axis)
         size = np.array([cost.nbytes / cost.messages])

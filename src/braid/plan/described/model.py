@@ -1,4 +1,4 @@
-"""A model whose operations were counted, on a device that is described."""
+"""Costs of a model with counted operations on a described device."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class DescribedModel:
             layer.params,
             layer.reduces,
             layer.reduced_bytes.of(rows),
-            # gradients of what the largest operation reads and writes
+            # gradients of the inputs and outputs of the largest operation
             max((op.nbytes.of(rows) for op in layer.operations), default=0.0),
         )
 

@@ -1,8 +1,8 @@
 """Operations of a model's layers, counted on the meta device: no memory, no time, any size.
 
-Each operation of a forward is counted with two and with three rows, which tells what grows with the
-rows. Views cost nothing, and attention is one operation, as its kernels compute it: it never writes
-the matrix of scores.
+Each operation of a forward is counted with two and with three rows, which shows the part that grows
+with the rows. Views cost nothing, and attention is one operation, as its kernels compute it: it
+never writes the matrix of scores.
 
     x (rows, 16, 64) @ weight (64, 192)      393,216 FLOPs a row, 16 KiB a row and 48 KiB
 """
@@ -47,7 +47,7 @@ class DescribedOperation(NamedTuple):
         name: Name of torch's operator.
         flops: Floating point operations of its matrix products.
         nbytes: Bytes that it reads and writes.
-        has_weight: Whether it multiplies with a parameter, whose gradient costs as much again.
+        has_weight: Whether it multiplies with a parameter; its gradient costs the same again.
     """
 
     name: str
@@ -83,17 +83,17 @@ def count_operations(
     dtype: torch.dtype = torch.float32,
     ranks: LoneRank | None = None,
 ) -> list[LayerOperations]:
-    """Count the operations of layers in a row.
+    """Count the operations of a list of layers.
 
     Args:
-        named: Layers with their names, each of which takes what the one before returns; they are
-            moved to the meta device.
-        sample: Function of a number of rows that returns an input of the first layer.
+        named: Layers with their names; each layer takes the output of the previous one. The layers
+            are moved to the meta device.
+        sample: Function that returns an input of the first layer with a number of rows.
         dtype: Dtype of parameters and activations.
-        ranks: Ranks that the layers have been divided over.
+        ranks: Ranks over which the layers are sharded.
 
     Raises:
-        ConfigError: A layer does other operations with more rows.
+        ConfigError: A layer runs different operations with more rows.
     """
     shared: dict[int, nn.Parameter] = {}
     numbers: dict[int, int] = {}
@@ -103,10 +103,10 @@ def count_operations(
             numbers.setdefault(id(param), len(numbers))
     counts: list[list[_Counted]] = []
     for rows in ROWS:
-        own: list[_Counted] = []
+        counted: list[_Counted] = []
         x = map_tensors(sample(rows), lambda t: t.to("meta"))
-        run_all(named, x, torch.device("meta"), _counting(own, ranks))
-        counts.append(own)
+        run_all(named, x, torch.device("meta"), _counting(counted, ranks))
+        counts.append(counted)
     return [
         _layer(name, layer, both, numbers)
         for (name, layer), both in zip(named, zip(*counts, strict=True), strict=True)
@@ -154,7 +154,7 @@ def _counting(
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
-    """Notes each operator that is no view, with its FLOPs and bytes."""
+    """Records each operator that is not a view, with its FLOPs and bytes."""
 
     def __init__(self, operations: list[tuple[str, float, float, bool]], layer: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -258,6 +258,6 @@ def _storage(x: torch.Tensor) -> int:
 
 
 def _line(few: float, many: float) -> PerRows:
-    """Return the cost whose values with the two numbers of rows are these."""
+    """Return the linear cost through the values at both numbers of rows."""
     per_row = max(0.0, (many - few) / (ROWS[1] - ROWS[0]))
     return PerRows(max(0.0, few - ROWS[0] * per_row), per_row)

@@ -3,8 +3,8 @@ r"""Cuts of a graph, as a DAG of antichains, over which a partition is a path.
 Problem: a graph with branches has no single order of layers, and a cut between two stages may
 cross several of its edges.
 
-Idea: a state is an antichain: nodes of which none depends on another one. A stage ends
-with all that lies before a state; the next states advance one of its nodes to a consumer. In a row
+Idea: a state is an antichain: a set of nodes that do not depend on each other. A stage ends
+with all nodes up to a state; the next states advance one of its nodes to a consumer. In a row
 of layers, states are layers. A state hands on what later stages need: the outputs of all nodes up
 to it that have a consumer behind it.
 
@@ -38,11 +38,11 @@ class States(NamedTuple):
     """States of a graph, each after its predecessors.
 
     Attributes:
-        handed_on: Names of the nodes whose outputs each state hands on.
+        handed_on: Names of the nodes with outputs that each state passes to later stages.
         compute_s: Seconds of all nodes up to each state, forward and backward.
-        saved_bytes: Sizes of what all nodes up to each state keep for backward.
+        saved_bytes: Bytes that all nodes up to each state keep for backward.
         param_bytes: Sizes of the parameters of all nodes up to each state.
-        output_bytes: Size of what each state hands on.
+        output_bytes: Bytes that each state passes to later stages.
         before: Whether state k lies before state j, [j, k].
         members: Names of all nodes up to each state.
     """
@@ -57,9 +57,9 @@ class States(NamedTuple):
 
 
 def states_of(graph: ProfiledGraph) -> States:
-    """Return the states of a graph, whose inputs belong to the first one.
+    """Return the states of a graph; its inputs belong to the first state.
 
-    Nodes whose description begins with "Input" are left out, as are unused items of tuples.
+    Nodes with a description that begins with "Input" are skipped; so are unused items of tuples.
 
     Raises:
         ConfigError: Nothing is left, or there are more than 20,000 states.
@@ -81,18 +81,18 @@ def states_of(graph: ProfiledGraph) -> States:
         for follower in after[state]:
             before[place[follower]] |= before[place[state]]
             before[place[follower], place[state]] = True
-    handed_on = tuple(_handed_on(graph, own) for own in members)
+    handed_on = tuple(_handed_on(graph, names) for names in members)
     nodes = graph.nodes
 
     def totals(key: str) -> NDArray[np.float64]:
-        return np.array([sum(getattr(nodes[n], key) for n in own) for own in members])
+        return np.array([sum(getattr(nodes[n], key) for n in names) for names in members])
 
     return States(
         handed_on,
         totals("forward_s") + totals("backward_s"),
         totals("kept_bytes"),
         totals("param_bytes"),
-        np.array([sum(nodes[n].output_bytes for n in own) for own in handed_on]),
+        np.array([sum(nodes[n].output_bytes for n in names) for names in handed_on]),
         before,
         tuple(members),
     )
@@ -104,7 +104,7 @@ def _ancestors(graph: ProfiledGraph) -> dict[str, frozenset[str]]:
     for name in graph.order():
         for target in graph.edges[name]:
             ancestors[target] |= ancestors[name] | {name}
-    return {name: frozenset(own) for name, own in ancestors.items()}
+    return {name: frozenset(names) for name, names in ancestors.items()}
 
 
 def _search(graph: ProfiledGraph) -> dict[frozenset[str], list[frozenset[str]]]:
@@ -136,24 +136,24 @@ def _search(graph: ProfiledGraph) -> dict[frozenset[str], list[frozenset[str]]]:
 
 def _order(after: dict[frozenset[str], list[frozenset[str]]]) -> list[frozenset[str]]:
     """Return the states such that each stands before those that follow it."""
-    left = dict.fromkeys(after, 0)
+    num_waiting = dict.fromkeys(after, 0)
     for followers in after.values():
         for follower in set(followers):
-            left[follower] += 1
-    ready = deque(state for state, count in left.items() if not count)
+            num_waiting[follower] += 1
+    ready = deque(state for state, count in num_waiting.items() if not count)
     ordered = []
     while ready:
         state = ready.popleft()
         ordered.append(state)
         for follower in dict.fromkeys(after[state]):
-            left[follower] -= 1
-            if not left[follower]:
+            num_waiting[follower] -= 1
+            if not num_waiting[follower]:
                 ready.append(follower)
     return ordered
 
 
 def _handed_on(graph: ProfiledGraph, members: frozenset[str]) -> tuple[str, ...]:
-    """Return the members whose output is consumed by others, or by nobody."""
+    """Return the members with an output that later nodes consume, or that is not consumed."""
     return tuple(
         name
         for name in graph.nodes

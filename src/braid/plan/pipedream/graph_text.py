@@ -9,7 +9,7 @@ milliseconds of one minibatch, sizes bytes; the stage is optional. A reader of t
 activation sizes of nodes with several outputs, which are written as a list.
 
 Source: D. Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP
-2019, section 3.1; the format is that of its released code.
+2019, section 3.1; its released code defines the format.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ProfiledNode(NamedTuple):
         output_bytes: Size of its output.
         param_bytes: Size of its parameters.
         stage: Stage that it belongs to; None before it is planned.
-        saved_bytes: Size of what it keeps for backward, its output among them; that of its output
-            when None, as in the text.
+        saved_bytes: Bytes kept for backward, including the output; `output_bytes` if None, as in
+            the text.
     """
 
     name: str
@@ -58,7 +58,7 @@ class ProfiledNode(NamedTuple):
 
     @property
     def kept_bytes(self) -> float:
-        """Size of what it keeps for backward."""
+        """Bytes kept for backward."""
         return self.output_bytes if self.saved_bytes is None else self.saved_bytes
 
 
@@ -97,21 +97,21 @@ class ProfiledGraph(NamedTuple):
         Raises:
             ConfigError: The graph has a cycle.
         """
-        left = dict.fromkeys(self.nodes, 0)
+        num_waiting = dict.fromkeys(self.nodes, 0)
         for targets in self.edges.values():
             for target in targets:
-                left[target] += 1
-        ready = [name for name, count in left.items() if not count]
+                num_waiting[target] += 1
+        ready = [name for name, count in num_waiting.items() if not count]
         ordered = []
         while ready:
             name = ready.pop()
             ordered.append(name)
             for target in self.edges[name]:
-                left[target] -= 1
-                if not left[target]:
+                num_waiting[target] -= 1
+                if not num_waiting[target]:
                     ready.append(target)
         if len(ordered) < len(self.nodes):
-            stuck = ", ".join(sorted(name for name, count in left.items() if count)[:5])
+            stuck = ", ".join(sorted(name for name, count in num_waiting.items() if count)[:5])
             msg = f"the graph has a cycle, through or before {stuck}"
             raise ConfigError(msg)
         return ordered

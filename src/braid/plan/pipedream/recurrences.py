@@ -7,8 +7,8 @@
     released   stage = (compute + 4 (n - 1) w / (n B) / q) / n      it does not
 
 B is bytes per second of a link, w bytes of parameters. An input of a stage takes 2 a / B, there and
-back, and is spread over its n machines in the released program. `released` is that of the code,
-whose results `paper` does not always give.
+back, and is spread over its n machines in the released program. `released` is the recurrence in
+the code; its results can differ from `paper`.
 
 Machines may be in levels, such as GPUs of a server and servers of a rack: then the best pipeline of
 states i..j on all q machines of a level is what one machine of the next level computes.
@@ -70,7 +70,7 @@ class Partition(NamedTuple):
     """A pipeline.
 
     Attributes:
-        seconds: Time of a minibatch in the steady state, that of the slowest stage or transfer.
+        seconds: Time of a minibatch in the steady state: the time of the slowest stage or transfer.
         stages: Stages, the first one first.
         one_machine_s: Time of a minibatch on one machine.
         data_parallel_s: Time of a minibatch if all machines share one stage, level by level.
@@ -117,7 +117,7 @@ def partition(
                 spans if not solved else spans._replace(compute_s=solved[-1].best[-1]),
                 level,
                 recurrence,
-                inner=prod(each.machines for each in levels[:number]),
+                inner=prod(inner_level.machines for inner_level in levels[:number]),
                 later=0 if len(levels) == 1 else total - level.machines,
                 straight=straight,
                 memory=None if number else memory,
@@ -129,7 +129,7 @@ def partition(
         size = len(states.compute_s)
         if memory is not None and not (straight and total > size):
             raise ConfigError(memory.too_small(spans.params, spans.saved, total))
-        msg = f"a straight pipeline of {total} stages needs as many states, the graph has {size}"
+        msg = f"a straight pipeline of {total} stages needs {total} states, the graph has {size}"
         raise ConfigError(msg)
     stages = tuple(
         StagePlan(first, end, replicas, _nodes(states, first, end))
@@ -166,11 +166,11 @@ class _Spans(NamedTuple):
             before = np.concatenate([[0.0], totals[:-1]])
             return np.where(in_order, totals[None, :] - before[:, None], otherwise)
 
-        given = np.concatenate([[0.0], states.output_bytes[:-1]])
+        input_bytes = np.concatenate([[0.0], states.output_bytes[:-1]])
         return cls(
             between(states.compute_s, np.inf),
             between(states.param_bytes),
-            between(states.saved_bytes) + given[:, None],
+            between(states.saved_bytes) + input_bytes[:, None],
         )
 
 
@@ -231,13 +231,13 @@ class _Solved:
         stages, output, size = self._stages_s(m, n), self._states.output_bytes, len(self.best[0][0])
         bandwidth = self._level.bytes_per_s
         if self._recurrence == "paper":
-            given = 2 * output / bandwidth
-            return [np.maximum(stages[k + 1, k + 1 :], given[k]) for k in range(size - 1)]
-        given = 2 * output / (bandwidth * n)
-        handed = given.copy()
+            input_s = 2 * output / bandwidth
+            return [np.maximum(stages[k + 1, k + 1 :], input_s[k]) for k in range(size - 1)]
+        input_s = 2 * output / (bandwidth * n)
+        handed = input_s.copy()
         handed[-1] = 0.0  # the last state hands on nothing
         return [
-            np.maximum(np.maximum(stages[k + 1, k + 1 :], given[k]), handed[k + 1 :])
+            np.maximum(np.maximum(stages[k + 1, k + 1 :], input_s[k]), handed[k + 1 :])
             for k in range(size - 1)
         ]
 

@@ -63,7 +63,7 @@ class MeasuredMachines:
 
     Args:
         host: Measurements of ranks together.
-        memory_bytes: Memory of a rank, in place of an equal share of the host's.
+        memory_bytes: Memory of a rank; an equal share of the host's memory if None.
     """
 
     origin: Origin = "measured"

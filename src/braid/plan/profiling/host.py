@@ -36,7 +36,7 @@ def profile_host(group: Group, layers: Sequence[nn.Module]) -> HostProfile:
 
     Args:
         group: All ranks, of one host.
-        layers: Layers of a model, whose parameters an optimizer steps.
+        layers: Layers of a model; their parameters are used to measure an optimizer.
 
     Cost: some seconds, and 100 MB on each rank.
     """
@@ -45,10 +45,10 @@ def profile_host(group: Group, layers: Sequence[nn.Module]) -> HostProfile:
     for size in range(2, group.size + 1):
         if group.size % size:
             continue
-        own = group.split(group.rank // size)
-        assert own is not None, "every rank has a color"
+        ranks = group.split(group.rank // size)
+        assert ranks is not None, "every rank has a color"
         for operation in ("all_reduce", "reduce_scatter", "all_gather"):
-            seconds = [_collective_s(group, own, operation, nbytes, device) for nbytes in SIZES]
+            seconds = [_collective_s(group, ranks, operation, nbytes, device) for nbytes in SIZES]
             collectives[f"{operation}/{size}"] = _ascending(SIZES, seconds)
     message = _ascending((0,), (0.0,))
     if group.size > 1:
@@ -103,8 +103,8 @@ def _median_s(
         seconds = seconds_of(run, [device], clock)[1]
         if number:  # the first one warms up
             times.append(seconds)
-    own = torch.tensor(statistics.median(times), dtype=torch.float64)
-    return float(group.all_reduce(own, "max"))
+    local_s = torch.tensor(statistics.median(times), dtype=torch.float64)
+    return float(group.all_reduce(local_s, "max"))
 
 
 def _collective_s(
@@ -141,8 +141,8 @@ def _message_s(group: Group, nbytes: int, device: torch.device) -> float:
 def _optimizer(group: Group, layers: Sequence[nn.Module], device: torch.device) -> Curve:
     """Return the seconds of clipping and of AdamW, for a half and for all of the layers."""
     points = {}
-    for own in (layers[: max(1, len(layers) // 2)], layers):
-        params = list(dict.fromkeys(p for layer in own for p in layer.parameters()))
+    for part in (layers[: max(1, len(layers) // 2)], layers):
+        params = list(dict.fromkeys(p for layer in part for p in layer.parameters()))
         copies = [nn.Parameter(p.detach().clone()) for p in params]
         optimizer = torch.optim.AdamW(copies, fused=True)
         for copy in copies:
@@ -162,7 +162,7 @@ def _optimizer(group: Group, layers: Sequence[nn.Module], device: torch.device) 
 
 
 def _action_s(group: Group, device: torch.device) -> float:
-    """Return the seconds of a forward or backward in a pipeline whose layers do nothing."""
+    """Return the seconds of a forward or backward in a pipeline of almost empty layers."""
     p = group.size
     stages = [nn.Linear(1, 1, bias=False, device=device) for _ in range(p)]
     for stage in stages:

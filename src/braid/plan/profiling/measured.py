@@ -64,16 +64,16 @@ def profile_layers(
     clock: Clock | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> Profile:
-    """Measure layers in a row.
+    """Measure the time and memory of a list of layers.
 
     Args:
-        named: Layers with their names; each takes what the one before returns.
+        named: Layers with their names; each takes the output of the previous one.
         sample: Function of a number of rows that returns an input of the first layer.
         model: Name of the model.
         rows: Numbers of rows to measure with; at least two different ones.
         seconds: Time to measure for, after the first rounds.
-        ranks: Ranks that the layers have been divided over.
-        group: All ranks that measure, if layers have collectives; each then does as many rounds.
+        ranks: Ranks over which the layers are sharded.
+        group: All ranks that measure, if layers have collectives; all run equally many rounds.
         clock: Clock for the times.
         progress: Called with the share that is done.
 
@@ -89,7 +89,7 @@ def profile_layers(
     times: list[list[_Times]] = []
     for number, count in enumerate(rows):
         x = sample(count)
-        assert num_rows(x) == count, "a sample has as many rows as it was asked for"
+        assert num_rows(x) == count, "a sample has the requested number of rows"
         kinds: list[object] = []
         own_sizes: list[_Sizes] = []
         rounds: dict[object, list[_Times]] = defaultdict(list)
@@ -102,8 +102,8 @@ def profile_layers(
                 spent_s = (clock.now_ns() - start_ns) / 1e9
                 progress((number + min(1.0, spent_s / max(limit_s, 1e-9))) / len(rows))
                 if group is not None and turn == 1:
-                    own = torch.tensor(LEAST_ROUNDS + int(2 * limit_s / spent_s))
-                    num_rounds = int(group.broadcast(own, 0))
+                    round_count = torch.tensor(LEAST_ROUNDS + int(2 * limit_s / spent_s))
+                    num_rounds = int(group.broadcast(round_count, 0))
                 if turn >= num_rounds or (
                     group is None and turn >= LEAST_ROUNDS and spent_s >= limit_s
                 ):
@@ -157,7 +157,7 @@ def _layer(
 def _typical(rounds: Sequence[_Times]) -> _Times:
     """Return means without the shortest and longest times: a step adds up many of them."""
     cut = int(OUTER * len(rounds))
-    kept = (sorted(own)[cut : len(rounds) - cut] for own in zip(*rounds, strict=True))
+    kept = (sorted(values)[cut : len(rounds) - cut] for values in zip(*rounds, strict=True))
     return _Times(*map(statistics.fmean, kept))
 
 
@@ -201,8 +201,8 @@ def _peak_bytes(layer: nn.Module, x: Any) -> int:
 def _kind(layer: nn.Module, x: Any) -> object:
     """Return what layers have in common that take the same time."""
     params = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in layer.parameters())
-    given = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in flatten(x)[1])
-    return type(layer), repr(layer), params, given
+    inputs = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in flatten(x)[1])
+    return type(layer), repr(layer), params, inputs
 
 
 def _timed(

@@ -26,13 +26,13 @@ def profile_picture(profile: Profile, rows: int) -> str:
         }
         for layer in profile.layers
     ]
-    totals = [sum(own.values()) for own in times]
+    totals = [sum(parts.values()) for parts in times]
     slowest = max(totals, default=0.0) or 1.0
     bars = []
-    for lane, (layer, own) in enumerate(zip(profile.layers, times, strict=True)):
+    for lane, (layer, parts) in enumerate(zip(profile.layers, times, strict=True)):
         colour = next(name for share, name in HEAT if totals[lane] >= share * slowest)
         start_s = 0.0
-        for part, seconds in own.items():
+        for part, seconds in parts.items():
             title = f"{layer.name} ({layer.kind}): {part} {seconds_text(seconds)}"
             bars.append(Bar(lane, start_s, start_s + seconds, COLOURS[colour], title))
             start_s += seconds

@@ -62,14 +62,14 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         forward_s: Seconds of the forward.
         input_grad_s: Seconds of the backward to its inputs.
         weight_grad_s: Seconds of the backward to its weights.
-        saved_bytes: Bytes kept from forward to backward, those of the output among them.
+        saved_bytes: Bytes kept from forward to backward, including the output.
         output_bytes: Bytes of the output.
         param_bytes: Bytes of the parameters.
         flops_per_row: Floating point operations of the forward.
-        params: Numbers of its parameters, by which shared ones are known.
-        reduces: Number of all-reduces of a forward, of a layer that ranks share.
-        reduced_bytes: Bytes of all of these.
-        workspace_bytes: Most bytes of a backward besides what is kept.
+        params: Numbers of its parameters, which identify tied parameters.
+        reduces: Number of all-reduces of a forward, for a layer sharded over ranks.
+        reduced_bytes: Total bytes of these all-reduces.
+        workspace_bytes: Peak bytes of a backward in addition to the saved bytes.
     """
 
     name: str
@@ -214,7 +214,7 @@ def fitted(rows: Sequence[int], costs: Sequence[float]) -> PerRows:
 
 
 def merged(profiles: Sequence[Profile]) -> Profile:
-    """Return the mean of profiles of one model, which were measured one after the other."""
+    """Return the mean of several profiles of the same model."""
 
     def mean(values: Sequence[Any]) -> Any:
         first = values[0]
@@ -223,7 +223,7 @@ def merged(profiles: Sequence[Profile]) -> Profile:
         if isinstance(first, dict):
             return {key: mean([value[key] for value in values]) for key in first}
         if isinstance(first, list):
-            return [mean(own) for own in zip(*values, strict=True)]
+            return [mean(column) for column in zip(*values, strict=True)]
         return first
 
     whole = mean([msgspec.to_builtins(profile) for profile in profiles])
@@ -234,7 +234,7 @@ def read_profile(path: str | Path) -> Profile:
     """Read a profile.
 
     Raises:
-        ConfigError: The file cannot be read, or is no profile; the wrong part is named.
+        ConfigError: The file cannot be read, or is not a profile; the message names the error.
     """
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Profile)
@@ -242,7 +242,7 @@ def read_profile(path: str | Path) -> Profile:
         msg = f"cannot read {path}: {exc.strerror}"
         raise ConfigError(msg) from exc
     except msgspec.MsgspecError as exc:
-        msg = f"{path} is no profile: {_shortened(exc)}. Make one with `braid profile`"
+        msg = f"{path} is not a profile: {_shortened(exc)}. Make one with `braid profile`"
         raise ConfigError(msg) from exc
 
 

@@ -89,7 +89,7 @@ class StageCost(NamedTuple):
         output_bytes: Bytes sent to the next stage.
         param_bytes: Bytes of parameters.
         largest_bytes: Bytes of the largest layer's parameters.
-        workspace_bytes: Most bytes of the backward of a layer besides what is kept.
+        workspace_bytes: Peak bytes of a layer's backward in addition to the saved bytes.
     """
 
     forward_s: float
@@ -138,7 +138,7 @@ class Estimator:
 
     Args:
         model: Costs of its layers.
-        machines: Costs of what it runs on.
+        machines: Costs of the machines.
         training: Batch and optimizer.
     """
 
@@ -163,8 +163,8 @@ class Estimator:
             sizes = block_partition(totals, split.num_stages)
             made, begin = [], 0
             for size in sizes:
-                own = slice(begin, begin + size)
-                made.append(_stage(costs[own], tensor[own]))
+                part = slice(begin, begin + size)
+                made.append(_stage(costs[part], tensor[part]))
                 begin += size
             self._stages[key] = tuple(sizes), made
         return self._stages[key]
@@ -185,7 +185,7 @@ class Estimator:
         m, machines, stages = split.microbatches, self.machines, self.stages(split)[1]
         action_s = machines.action_s if split.pp > 1 or m > 1 else 0.0
         again = split.recompute != "never"
-        work = [_Work.of(own, action_s, again=again) for own in self.by_rank(split)]
+        work = [_Work.of(costs, action_s, again=again) for costs in self.by_rank(split)]
         busiest = max(range(split.pp), key=lambda r: work[r].seconds)
         busy = work.pop(busiest)
         message_s = 0.0
@@ -197,11 +197,11 @@ class Estimator:
             message_s = 2 * hops * machines.message_s(_stages_axis(split), nbytes)
         time = StepTimeEstimate(
             m * (busy.seconds - busy.tensor_s),
-            0.0 if split.versions else sum(_fill(split, own) for own in work),
+            0.0 if split.versions else sum(_fill(split, work_of_rank) for work_of_rank in work),
             m * busy.tensor_s,
             message_s,
         )
-        mean_s = m * (busy.seconds + sum(own.seconds for own in work)) / split.pp
+        mean_s = m * (busy.seconds + sum(work_of_rank.seconds for work_of_rank in work)) / split.pp
         return self.with_step(split, self.on_cores(time, mean_s), busy.backward_s)
 
     def on_cores(self, time: StepTimeEstimate, mean_s: float) -> StepTimeEstimate:
@@ -223,7 +223,7 @@ class Estimator:
     def with_step(
         self, split: Split, time: StepTimeEstimate, backward_s: float
     ) -> StepTimeEstimate:
-        """Return the time with that of gradients, of parameters in parts, and of the optimizer.
+        """Return the time plus the time of gradients, sharded parameters and optimizer.
 
         Args:
             split: The split.
@@ -231,7 +231,7 @@ class Estimator:
             backward_s: Seconds of the last backward, which may hide collectives.
         """
         machines, axis = self.machines, Axis(split.dp, split.tp)
-        nbytes = max(sum(s.param_bytes for s in own) for own in self.by_rank(split))
+        nbytes = max(sum(s.param_bytes for s in stages) for stages in self.by_rank(split))
         hidden_s = machines.overlap * backward_s if split.schedule == "1f1b" else 0.0
         gradient_s = 0.0
         if split.strategy:
@@ -274,17 +274,17 @@ class Estimator:
         count_of = max(split.microbatches, split.pp) if split.versions else split.microbatches
         under_way = held(split.schedule, split.pp, count_of)
         memories = []
-        for rank, (own, count) in enumerate(zip(ranks, under_way, strict=True)):
-            params = sum(stage.param_bytes for stage in own)
+        for rank, (stages, count) in enumerate(zip(ranks, under_way, strict=True)):
+            params = sum(stage.param_bytes for stage in stages)
             copies = {"": 0, "2bw": 1}.get(split.versions, split.pp - 1 - rank)
             item = DTYPES[training.dtype]
             kept = training.optimizer_states + (item < 4)  # states and a copy, 4 bytes each
             states = 0.0 if split.strategy else 4.0 * kept * params / item
-            saved = sum(stage.saved_bytes for stage in own) / len(own)
-            inputs = max(stage.output_bytes for stage in own)
+            saved = sum(stage.saved_bytes for stage in stages) / len(stages)
+            inputs = max(stage.output_bytes for stage in stages)
             activations = count * saved
             if split.recompute != "never":
-                activations = count * inputs + max(stage.saved_bytes for stage in own)
+                activations = count * inputs + max(stage.saved_bytes for stage in stages)
             # two units' gradients are whole at a time at stage 2, and their parameters at stage 3
             slots = {2: 2, GATHERED: 4}.get(split.shard, 0)
             over, gradients = split.dp, params
@@ -297,8 +297,8 @@ class Estimator:
                     gradients,
                     states / (over if split.shard else 1),
                     activations,
-                    max(stage.workspace_bytes for stage in own)
-                    + slots * max(stage.largest_bytes for stage in own),
+                    max(stage.workspace_bytes for stage in stages)
+                    + slots * max(stage.largest_bytes for stage in stages),
                 )
             )
         return max(memories, key=lambda memory: memory.nbytes)
@@ -307,7 +307,7 @@ class Estimator:
         """Return the bytes of a step over a link of each level of the cluster."""
         machines, m = self.machines, split.microbatches
         stages = self.stages(split)[1]
-        nbytes = max(sum(s.param_bytes for s in own) for own in self.by_rank(split))
+        nbytes = max(sum(s.param_bytes for s in rank_stages) for rank_stages in self.by_rank(split))
         reduced = sum(c.reduced_bytes for c in self.model.layers(self.rows(split), split.tp))
         share = (split.dp - 1) / split.dp * nbytes  # that a reduce-scatter or all-gather sends
         times = 1 + _num_gathers(split) if split.shard else 2
@@ -320,8 +320,8 @@ class Estimator:
             largest = max(stage.output_bytes for stage in stages[:-1])
             sent[_stages_axis(split)] = m * split.num_stages // split.pp * largest
         levels: dict[str, float] = {}
-        for axis, each in sent.items():
-            for level, count in machines.level_bytes(axis, each).items():
+        for axis, nbytes_sent in sent.items():
+            for level, count in machines.level_bytes(axis, nbytes_sent).items():
                 levels[level] = levels.get(level, 0.0) + count
         return levels
 
@@ -382,7 +382,7 @@ def _fill(split: Split, work: _Work) -> float:
 
 def _stage(costs: Sequence[MicrobatchCost], tensor: Sequence[float]) -> StageCost:
     params: dict[object, float] = {}
-    for number, cost in enumerate(costs):  # layers of one stage share what is tied
+    for number, cost in enumerate(costs):  # layers of one stage share tied parameters
         share = cost.param_bytes
         params[cost.params or number] = share
     return StageCost(

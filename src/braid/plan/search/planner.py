@@ -2,10 +2,10 @@
 
     splits ── estimate (closed forms) ── fits? ── 20 fastest ── simulate their programs ── ranking
                                           |
-                                          no: why not, and what is missing
+                                          no: reason, and missing bytes
 
 All splits are considered, so the result is never worse than plain data parallelism, a pipeline of
-even stages, or any other one by itself. What the engines cannot combine is not among them.
+even stages, or any other one by itself. Combinations that the engines do not support are excluded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Ranking(NamedTuple):
         """Fastest split that fits.
 
         Raises:
-            ConfigError: None fits; the message says what would.
+            ConfigError: No split fits; the message names the missing memory.
         """
         if self.fitting:
             return self.fitting[0]
@@ -74,13 +74,13 @@ def find_splits(
 
     Args:
         model: Costs of the model's layers.
-        machines: Costs of what it runs on.
+        machines: Costs of the machines.
         training: Batch and optimizer.
         schedules: Schedules of pipelines to consider.
         num_simulated: Number of splits whose programs are simulated.
-        asynchronous: Whether pipelines are considered whose gradients are stale: their losses are
-            others than those of all other splits.
-        servers: Whether parameter servers are considered, if their costs are known.
+        asynchronous: Whether to consider pipelines with stale gradients: their losses differ from
+            the losses of all other splits.
+        servers: Whether to consider parameter servers, if their costs are known.
 
     Raises:
         ConfigError: The batch cannot be divided over the ranks in any way.

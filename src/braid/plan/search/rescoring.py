@@ -2,7 +2,7 @@
 
 A closed form supposes that stages are alike and that the pipeline has one bubble. The simulator
 knows neither: it executes what the pipeline's engine executes, with the costs of each stage and of
-each message. What follows the program (gradients, optimizer) is added as in the closed form.
+each message. The time of gradients and optimizer is added as in the closed form.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def action_s(estimator: Estimator, split: Split, kind: str, number: int) -> floa
     }
     if not number:  # the first stage has no inputs that need gradients
         parts |= {"I": 0.0, "W": stage.input_s + stage.weight_s}
-    own = parts.get(kind)
-    return 0.0 if own is None else own + machines.action_s
+    seconds = parts.get(kind)
+    return 0.0 if seconds is None else seconds + machines.action_s
 
 
 def timeline_of(estimator: Estimator, split: Split, num_steps: int = NUM_STEPS) -> Timeline:
@@ -94,16 +94,16 @@ def rescore(estimator: Estimator, estimate: SplitEstimate) -> SplitEstimate:
     if split.versions:
         return _rescore_asynchronous(estimator, estimate)
     timeline = timeline_of(estimator, split)
-    own = estimator.by_rank(split)
+    stages = estimator.by_rank(split)
     work_s = _work_s(timeline, split.pp)
     busiest = max(range(split.pp), key=lambda rank: work_s[rank])
     times = 1.5 if split.recompute != "never" else 1.0
-    tensor_s = times * split.microbatches * sum(stage.tensor_s for stage in own[busiest])
+    tensor_s = times * split.microbatches * sum(stage.tensor_s for stage in stages[busiest])
     waited_s = timeline.seconds - work_s[busiest]
     message_s = min(waited_s, estimate.time.message_s)
     time = StepTimeEstimate(work_s[busiest] - tensor_s, waited_s - message_s, tensor_s, message_s)
     time = estimator.on_cores(time, sum(work_s) / split.pp)
-    backward_s = sum(stage.input_s + stage.weight_s for stage in own[busiest])
+    backward_s = sum(stage.input_s + stage.weight_s for stage in stages[busiest])
     return estimate._replace(time=estimator.with_step(split, time, backward_s), simulated=True)
 
 

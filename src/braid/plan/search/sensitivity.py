@@ -77,7 +77,7 @@ def reasons(ranking: Ranking) -> list[str]:
 def flips(ranking: Ranking) -> Iterator[Flip]:
     """Yield the least changes after which another split is faster by more than 2 %."""
     best, estimator = ranking.fitting[0], ranking.estimator
-    closed_s = estimator.time(best.split).seconds  # as those of what is too large
+    closed_s = estimator.time(best.split).seconds  # closed forms, as for splits that are too large
     larger = [e for e in ranking.too_large if e.seconds < closed_s * (1 - LEAD)]
     if larger:
         least = min(larger, key=lambda e: e.memory.nbytes)
@@ -106,7 +106,7 @@ def _family(estimate: SplitEstimate) -> tuple[int, int, int, str]:
 
 
 def _scaled(estimator: Estimator, *, links: float = 1.0, compute: float = 1.0) -> Estimator:
-    """Return an estimator whose links and devices take that many times as long."""
+    """Return an estimator with slower links and devices, by the given factors."""
     model = _ScaledModel(estimator.model, compute)
     return Estimator(model, _ScaledMachines(estimator.machines, links), estimator.training)
 
@@ -128,7 +128,7 @@ class _ScaledModel:
 
 
 class _ScaledMachines:
-    """Machines whose links take `factor` times as long."""
+    """Machines with links that take `factor` times as long."""
 
     def __init__(self, machines: Machines, factor: float) -> None:
         self._machines, self._factor = machines, factor

@@ -40,7 +40,7 @@ class Split:
         schedule: Name of the pipeline's schedule.
         microbatches: Micro-batches of a step.
         recompute: Whether forwards run again in backward: `never` or `always`.
-        strategy: `ps` for a parameter server, with as many servers as workers, beside them.
+        strategy: `ps` for a parameter server, with one server per worker on the same hosts.
         versions: Versions of weights of an asynchronous pipeline, `stash` or `2bw`, which steps
             every `microbatches`; nothing for a synchronous one.
     """
