@@ -185,7 +185,10 @@ def test_what_is_no_plan_is_refused(tmp_path, text, problem):
         (["--model", "gpt9"], "must be one of gpt2-tiny"),
         (["nowhere:make"], "No module named 'nowhere'"),
         (["--model", "gpt2-tiny", "--rows", "2"], "at least two different"),
-        (["--model", "gpt2-tiny", "--out", "nowhere/p.json"], "cannot be written: the directory does not exist"),
+        (
+            ["--model", "gpt2-tiny", "--out", "nowhere/p.json"],
+            "cannot be written: the directory does not exist",
+        ),
     ],
 )
 def test_what_cannot_be_profiled_is_named(tmp_path, monkeypatch, capsys, arguments, problem):

@@ -309,7 +309,9 @@ def test_what_cannot_be_filed_is_refused_by_name_before_anything_is_written(
 
 def test_tensors_that_are_not_filed_by_parameter_need_the_same_order(tmp_path):
     assert _remembered(tmp_path, 3, swapped=True) == 3
-    with pytest.raises(CheckpointError, match=r"'optimizer_state_dict/memory' is stored by position, not by"):
+    with pytest.raises(
+        CheckpointError, match=r"'optimizer_state_dict/memory' is stored by position, not by"
+    ):
         _remembered(tmp_path, torch.ones(2), swapped=True)
 
 
