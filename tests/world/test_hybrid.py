@@ -237,7 +237,7 @@ def test_buffers_and_numbers_of_all_stages_are_saved(world, tmp_path):
         assert counts == [3] * 6
         assert losses == pytest.approx(others, rel=1e-6)
         assert same == [True] * 3
-        assert "make it of model.parameters() on each rank" in refused
+        assert "make it from model.parameters() on each rank" in refused
 
 
 class Perceptron(nn.Module):

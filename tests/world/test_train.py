@@ -181,7 +181,7 @@ def test_divided_layers_and_sequences_train_like_one_process_and_are_resumed_wit
         ("pp=2,dp=2", 2, "--mesh pp=2,dp=2 has 4 ranks, got -n 2"),
         ("ep=2", 2, "--mesh ep=2: ep is not supported"),
         ("cp=2,zz=2", 4, "--mesh cp=2,zz=2: zz is not supported: use pp=N for pipeline"),
-        ("cp=3", 3, "cannot be divided into 6 equal chunks, two of each rank: use --context"),
+        ("cp=3", 3, "cannot be divided into 6 equal chunks, two per rank: use --context"),
         ("tp=8", 8, "has . heads, which cannot be divided over 8 ranks; valid: 1, 2"),
         ("pp", 2, "a mesh is written as pp=2,dp=4"),
     ],
