@@ -191,7 +191,7 @@ def test_a_mesh_that_cannot_be_trained_on_is_refused(config, mesh, ranks, text, 
         replace(config, mesh=mesh).check_ranks(ranks)
     with pytest.raises(ConfigError, match="--schedule zbv needs a pipeline: add --mesh pp=2"):
         replace(config, schedule="zbv").check_ranks(2)
-    with pytest.raises(ConfigError, match="--recompute always is of a pipeline"):
+    with pytest.raises(ConfigError, match="--recompute always needs a pipeline"):
         replace(config, recompute="always").check_ranks(2)
     with pytest.raises(ConfigError, match="recompute must be one of always"):
         replace(config, recompute="often")
