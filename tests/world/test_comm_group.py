@@ -12,7 +12,10 @@ import torch
 from braid.comm import Group
 from braid.comm.algorithms import all_reduce as algorithms
 from braid.errors import CommError, CommTimeout, PeerLostError, StaleError
-from braid.runtime.store import RanksMissingError
+from braid.runtime.clock import MonotonicClock
+from braid.runtime.events import Recorder
+from braid.runtime.store import HashStore, RanksMissingError
+from braid.runtime.transport import Fabric, RankContext
 from support.claims import possible
 from support.group_conformance import GROUP_CLAIMS
 from support.refusal_claims import MISMATCHES, check_mismatch
@@ -608,3 +611,27 @@ def test_an_average_of_integers_says_that_it_loses_its_fraction(world, size, dty
     said = {text for own in world(size, _averages, dtype) for text in own}
     assert len(said) == int(size > 1 and dtype in {torch.int64, torch.uint8})
     assert all("an average of integers loses its fraction" in text for text in said)
+
+
+def _select_without_the_last(group: Group) -> str:
+    if group.rank == group.size - 1:
+        msg = "lost on its way"
+        raise ValueError(msg)
+    with pytest.raises(PeerLostError, match="rank 2 raised ValueError") as caught:
+        group.select([0, 1, 2], group.context.store, name="again")
+    return str(caught.value)
+
+
+def test_members_do_not_wait_for_one_that_is_lost_on_its_way_to_a_new_group():
+    with pytest.raises(ValueError, match="lost on its way"):
+        run_threads(3, _select_without_the_last, timeout_s=20)
+
+
+def test_a_rank_that_is_lost_before_the_group_of_all_ranks_exists_is_named():
+    with Fabric(2) as fabric:
+        transport = fabric.transports[0]
+        clock = MonotonicClock()
+        context = RankContext(0, 2, clock, Recorder(), transport.health, HashStore())
+        fabric.lose(1, "was killed")
+        with pytest.raises(PeerLostError, match="rank 1 was killed"):
+            Group.world(context, transport)

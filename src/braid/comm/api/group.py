@@ -109,13 +109,17 @@ class Group(Handle, Reductions, Movements, PointToPoint):
             transport: Transport that reaches all ranks.
             sum_order: Order of sums over several hosts: `rank`, so that results do not depend on
                 which ranks share a host, or `any`, which sums inside of each first and sends less.
+
+        Raises:
+            PeerLostError: A rank was lost on its way.
         """
         if sum_order not in {"rank", "any"}:
             msg = f"sum_order is 'rank' or 'any', not {sum_order!r}"
             raise ConfigError(msg)
         page = ControlPages.first_page(transport)
         ranks = tuple(range(context.world_size))
-        meet = partial(exchange_numbers, context.store, timeout_s=FIRST_DEADLINE_S)
+        check = partial(context.health.check_now, ranks)
+        meet = partial(exchange_numbers, context.store, timeout_s=FIRST_DEADLINE_S, check=check)
         first_pages = meet("group/world", context.rank, ranks, page.address)
         pages = ControlPages(transport, ranks, context.rank, first_pages)
         # a rank that is quick to leave must not be gone before the others have mapped its page
@@ -307,6 +311,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         Raises:
             ConfigError: Some of `ranks` are not members, or this rank is not among them.
             RanksMissingError: Some members did not come; they are named.
+            PeerLostError: A member was lost on its way.
         """
         self._check_open()
         strangers = [rank for rank in ranks if rank not in self.ranks]
@@ -316,7 +321,8 @@ class Group(Handle, Reductions, Movements, PointToPoint):
                 f"{list(self.ranks)}: name each member once, and this rank among them"
             )
             raise ConfigError(msg)
-        meet = partial(exchange_numbers, store, timeout_s=timeout_s)
+        check = partial(self.context.health.check_now, ranks)
+        meet = partial(exchange_numbers, store, timeout_s=timeout_s, check=check)
         mine = enumerate(engine.token() for engine in self._engines())
         columns = [meet(f"select/{name}/{i}", self.context.rank, ranks, n) for i, n in mine]
         for i in range(len(columns)) if previous else ():

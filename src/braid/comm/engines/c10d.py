@@ -255,8 +255,7 @@ class C10dEngine:
         topic = f"signature/{self._sequence}"
 
         def check() -> None:
-            self._context.health.collect()
-            self._context.health.check(self.ranks, -1)
+            self._context.health.check_now(self.ranks)
             here = self._published(topic)
             self._check_ended([rank for rank in self.ranks if rank not in here])
 

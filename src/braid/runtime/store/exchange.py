@@ -66,10 +66,18 @@ def exchange(
 
 
 def exchange_numbers(
-    store: Store, topic: str, rank: int, ranks: Sequence[int], number: int, *, timeout_s: float
+    store: Store,
+    topic: str,
+    rank: int,
+    ranks: Sequence[int],
+    number: int,
+    *,
+    timeout_s: float,
+    check: Callable[[], None],
 ) -> list[int]:
     """Publish a number to `ranks` and return theirs, as `exchange` does."""
-    values = exchange(store, topic, rank, ranks, str(number).encode(), timeout_s=timeout_s)
+    value = str(number).encode()
+    values = exchange(store, topic, rank, ranks, value, timeout_s=timeout_s, check=check)
     return [int(value) for value in values]
 
 

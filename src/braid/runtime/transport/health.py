@@ -178,6 +178,11 @@ class Health:
                 msg = f"rank {rank} {loss.reason}"
                 raise PeerLostError(msg, rank=rank)
 
+    def check_now(self, ranks: Iterable[int]) -> None:
+        """Look at every source, and raise PeerLostError if one of `ranks` is lost."""
+        self.collect()
+        self.check(ranks, -1)
+
     def close(self) -> None:
         """Close the pidfds and watch nobody any more."""
         for fd in self._pidfds.values():
