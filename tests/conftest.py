@@ -91,6 +91,7 @@ LAUNCHING = (
     "world/test_plan_here.py",
     "world/test_bench_rpc.py",
     "world/test_rl.py::test_a_killed_actor",
+    "world/test_rl.py::test_a_new_process_plays",
     "world/test_rl.py::test_actors_solve",
     "world/test_rl.py::test_the_league",
     "world/test_rpc.py::test_a_batched_parameter_server",

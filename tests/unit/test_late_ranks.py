@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from braid.launch import JobSpec
 from braid.launch.process.job import ElasticLimits
 from braid.launch.supervise.member_driver import JOIN_NOTICE_NS, MemberDriver
 from braid.runtime.clock import VirtualClock
-from braid.runtime.rendezvous import Ready
+from braid.runtime.rendezvous import JobEnvironment, Ready
 from braid.runtime.rendezvous.membership import _refuse_other_versions
 from braid.runtime.store import HashStore
 
@@ -54,6 +55,32 @@ def test_a_spare_that_does_not_come_is_named_once():
     (text,) = run.notices
     assert text.startswith("rank 1 is not ready to train 60 s after its start")
     assert driver.deadline_ns is None
+
+
+def test_a_process_takes_the_role_of_the_rank_that_was_lost():
+    run = Run()
+    job = JobSpec(command=("x",), num_ranks=3, expendable=frozenset({1, 2}))
+    driver = MemberDriver(job, ElasticLimits(min_ranks=1), run, VirtualClock(), None)  # type: ignore[arg-type]
+    assert [driver.take_place(rank) for rank in range(3)] == [(0, ""), (1, ""), (2, "")]
+    for rank in range(3):
+        driver.started(rank)
+    run.start_another = lambda: None  # type: ignore[attr-defined]
+    driver.ended(1, has_finished=True, was_dismissed=False)
+    driver.ended(2, has_finished=False, was_dismissed=False)
+    assert driver.take_place(3) == (2, "newcomer")
+    driver.started(3)
+    assert run.notices == ["rank 3 takes the role of rank 2; 2 restarts left"]
+    assert driver.changes.successors == {2: 3}
+    assert driver.deadline_ns is None
+
+
+def test_a_replacing_process_has_the_rank_of_the_lost_one():
+    launched = JobEnvironment(rank=7, world_size=4, replaces=2, run_id="r", launched_by="braid")
+    launched = replace(launched, store_address="unix:@x", secret_fd=3, events_fd=4, stacks_fd=5)
+    environ = launched.to_environ()
+    assert (environ["RANK"], environ["WORLD_SIZE"]) == ("2", "4")
+    assert JobEnvironment.parse(environ) == replace(launched, num_nodes=1)
+    assert (launched.place, JobEnvironment(rank=1, world_size=2).place) == (2, 1)
 
 
 def test_a_process_with_another_torch_is_refused(monkeypatch):

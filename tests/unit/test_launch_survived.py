@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.launch.process.job import ElasticLimits
+from braid.launch.supervise.membership_state import MembershipState, Replace
 from braid.launch.supervise.supervisor_state import (
     Exited,
     Interrupted,
@@ -135,6 +137,34 @@ def test_a_rank_that_finished_is_enough_of_a_needed_set():
     state.handle(Exited(1, "exited with code 0", ok=True), S)
     state.handle(Exited(2, "was killed", ok=False), 2 * S)
     assert (state.ranks[2].survived, state.phase) == (True, RunPhase.RUNNING)
+
+
+def test_a_replaced_rank_counts_for_its_role():
+    members = MembershipState(ElasticLimits(min_ranks=1, restarts=2), 3)
+    sets = (frozenset({1}), frozenset({2}))
+    state = SupervisorState(3, LIMITS, 0, frozenset({1, 2}), sets, members)
+    for rank in range(3):
+        state.handle(Started(rank), 0)
+        members.started(rank)
+    for lost, successor in ((1, 3), (3, 4)):
+        state.handle(Exited(lost, "was killed", ok=False), S)
+        assert (state.ranks[lost].survived, members.lost(lost)) == (True, [Replace()])
+        state.handle(Started(successor, place=1), S)
+        members.started(successor)
+    state.handle(Exited(2, "exited with code 0", ok=True), S)
+    state.handle(Exited(4, "was killed", ok=False), S)
+    assert members.restarts_left == 0
+    assert (state.ranks[4].survived, state.phase) == (False, RunPhase.GRACE)
+
+
+def test_a_rank_that_is_not_expendable_is_not_replaced():
+    members = MembershipState(ElasticLimits(min_ranks=1, restarts=2), 2)
+    state = SupervisorState(2, LIMITS, 0, frozenset({1}), (), members)
+    for rank in range(2):
+        state.handle(Started(rank), 0)
+        members.started(rank)
+    state.handle(Exited(0, "was killed", ok=False), S)
+    assert (state.ranks[0].survived, state.phase) == (False, RunPhase.GRACE)
 
 
 @given(st.data(), st.sampled_from(STORIES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import torch
 from rl_worlds import Corridor, Net
@@ -24,7 +25,7 @@ class Fatal(Corridor):
 
     def step(self, action):
         self.total += 1
-        if self.total == 15:
+        if self.total == 15 and "BRAID_PROCESS" not in os.environ:  # in its first life
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
 
@@ -51,7 +52,8 @@ def play(learner: rpc.RRef, number: int) -> None:
 
 def is_over(now: rl.Statistics) -> bool:
     """Whether the lost actor is known, and the other has gone on."""
-    return bool(now.lost) and sum(now.lags.values()) >= UNROLLS
+    is_enough = bool(now.lost) and sum(now.lags.values()) >= UNROLLS
+    return is_enough and ("again" not in sys.argv or learner.counts[1] > 2)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,52 @@ def test_a_worker_that_dies_while_it_saves_keeps_no_other_in_the_barrier(tmp_pat
     assert done.stderr.count("the others go on without it") == 2, done.stderr
 
 
+@pytest.mark.launcher
+def test_new_processes_take_the_roles_of_a_killed_server_and_of_a_killed_worker(tmp_path):
+    options = ("--servers", "2", "--workers", "2", "--replicas", "1", "--restarts", "2")
+    done = run(tmp_path, *options, last="spare")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("counted 80.0") == 2
+    assert "begins at 30" in done.stdout
+    assert "rank 5 takes the role of rank 1; 1 restarts left" in done.stderr
+    assert "rank 6 takes the role of rank 4; 0 restarts left" in done.stderr
+
+
+@pytest.mark.launcher
+@pytest.mark.proof
+def test_a_worker_that_dies_when_no_restart_is_left_is_the_cause(tmp_path):
+    options = ("--servers", "2", "--workers", "2", "--replicas", "1", "--restarts", "1")
+    done = run(tmp_path, *options, last="spare")
+    assert done.returncode == 137, done.stderr
+    assert "cause    rank 4 " in done.stderr
+
+
+def test_restarts_are_for_ranks_that_can_be_replaced():
+    roles = Roles(servers=1, workers=2, restarts=2)
+    assert roles.expendable == {2, 3}
+    assert roles.needed == ({2}, {3})
+    assert roles.environ({})["BRAID_ON_WORKER_LOSS"] == "wait"
+    assert roles.elastic is not None
+    assert roles.elastic.restarts == 2
+    assert Roles(servers=1, workers=2).elastic is None
+    assert Roles(min_ranks=2).elastic.restarts == 3
+    actors = Roles(role=("learner:1", "actor:2"), expendable_role=("actor",), restarts=1)
+    assert actors.needed == ()
+    wrong = [
+        (Roles(restarts=2), "--restarts 2 needs --min-ranks, --servers or --expendable-role"),
+        (Roles(role=("a:2",), restarts=2), "needs --min-ranks, --servers or --expendable-role"),
+        (Roles(servers=1, workers=1, spares=1, restarts=2), "together with --spares 1"),
+        (
+            Roles(servers=1, workers=1, on_worker_loss="shrink", restarts=2),
+            "together with --on-worker-loss shrink",
+        ),
+        (Roles(servers=1, workers=1, restarts=-1), "restarts must be 0 or more, got -1"),
+    ]
+    for options, text in wrong:
+        with pytest.raises(ConfigError, match=text):
+            _ = (options.num_ranks(None), options.elastic)
+
+
 def test_replicas_need_servers():
     with pytest.raises(ConfigError, match="--replicas 2 needs 3 servers, got --servers 2"):
         Roles(servers=2, workers=1, replicas=2).num_ranks(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,12 @@ DRAWN = bytes(range(32))
 
 
 def _proof(group: Group) -> bytes:
-    return rendezvous.connection_secret(group).sign(b"proof")
+    return rendezvous.connection_secret(group, "run").sign(b"proof")
 
 
 @pytest.fixture
 def _draws(monkeypatch):
     monkeypatch.setattr(rendezvous.os, "urandom", lambda _: DRAWN)
-
-
-@pytest.fixture
-def _on_several_hosts(monkeypatch):
-    monkeypatch.setattr(rendezvous, "host_name", lambda: threading.current_thread().name)
 
 
 @pytest.fixture
@@ -37,18 +31,13 @@ def _has_secret(monkeypatch, tmp_path):
     monkeypatch.setenv("BRAID_SECRET_FILE", str(path))
 
 
-@pytest.mark.usefixtures("_draws", "_on_several_hosts", "_has_secret")
-def test_over_hosts_who_reads_the_frames_of_the_group_lacks_the_secret():
+@pytest.mark.usefixtures("_draws", "_has_secret")
+def test_who_reads_the_frames_of_the_group_lacks_the_secret():
     first, second = run_threads(2, _proof)
     assert first == second
     assert first != Secret(DRAWN).sign(b"proof")
 
 
-@pytest.mark.usefixtures("_draws", "_has_secret")
-def test_inside_a_host_the_group_carries_the_secret():
-    assert run_threads(2, _proof) == [Secret(DRAWN).sign(b"proof")] * 2
-
-
-@pytest.mark.usefixtures("_draws", "_on_several_hosts")
+@pytest.mark.usefixtures("_draws")
 def test_without_a_secret_of_the_job_the_group_carries_it():
     assert run_threads(2, _proof) == [Secret(DRAWN).sign(b"proof")] * 2

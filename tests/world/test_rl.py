@@ -357,6 +357,16 @@ def test_a_killed_actor_costs_its_unfinished_unroll_only(tmp_path):
 
 
 @pytest.mark.launcher
+def test_a_new_process_plays_instead_of_a_killed_actor(tmp_path):
+    job = str(Path(__file__).with_name("rl_job.py"))
+    shown = run_example(job, tmp_path / "run", *ROLES, "--restarts", "1", script=("again",))
+    assert "lost ('actor:1',), learned from 40 unrolls or more: True" in shown
+    whole = re.search(r"(\d+) whole unrolls of actor:1", shown)
+    assert whole is not None
+    assert int(whole.group(1)) > 2
+
+
+@pytest.mark.launcher
 @pytest.mark.proof
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("actors", [2, 4])

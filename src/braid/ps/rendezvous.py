@@ -6,7 +6,8 @@
     node = ps.join_running(address, secret, run_id, "server", 3, (3, 2))  # a job that runs already
 
 The group of all ranks carries the address of the scheduler, and what the secret needs, only. A
-node that comes later needs both from the program that starts it.
+node that comes later needs both from the program that starts it. A process that `braid run
+--restarts` starts for a lost worker or server finds both in the launcher's store.
 
 Source: M. Li et al., Parameter Server, OSDI 2014, sections 4.4 and 4.5.
 """
@@ -16,10 +17,12 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import msgspec
 import torch
 
 from braid.comm import Group
@@ -29,9 +32,12 @@ from braid.ps.node import Node
 from braid.ps.protocol.directory import SPARE, Role, name_of
 from braid.ps.protocol.scheduler_state import OnWorkerLoss
 from braid.ps.scheduler import Options
+from braid.runtime.events import Recorder
 from braid.runtime.message import Delivery, PeerLost, Schema, SocketVan, VanConfig
-from braid.runtime.rendezvous import wants_frame_codes, wants_portable
+from braid.runtime.rendezvous import JobEnvironment, wants_frame_codes, wants_portable
+from braid.runtime.rendezvous.job_store import open_job_store
 from braid.runtime.rendezvous.network import network_of_program
+from braid.runtime.store import PrefixStore, Store
 from braid.runtime.transport.meeting import host_name
 from braid.runtime.transport.peer_connections import own_address
 from braid.runtime.variables import ON_WORKER_LOSS, REPLICAS, SERVERS, SPARES
@@ -41,6 +47,10 @@ __all__ = ["VAN", "NodePlace", "assign_place", "join", "join_running", "make_van
 
 VAN = VanConfig(max_queue_bytes=1 << 40, max_queue_messages=1 << 20)  # no node waits for a queue
 _LABEL = b"braid parameter server"
+_RECORD = "run"  # in the launcher's store
+MEET_S = 300.0  # for the launcher's store, and for the first nodes
+
+Value = TypeVar("Value")
 
 
 def join(
@@ -54,7 +64,8 @@ def join(
     """Become the scheduler, a server or a worker; a collective.
 
     A spare becomes a worker once one is lost, and this function returns then, or when the run is
-    over. So that it goes on where the other ended, workers begin at the step `node.resume()`.
+    over. A process that `braid run --restarts` starts takes the role of a lost worker or server.
+    So that a worker goes on where the other ended, workers begin at the step `node.resume()`.
 
     Args:
         group: All ranks: the scheduler, then the servers, then the workers, then the spares.
@@ -80,13 +91,20 @@ def join(
         servers = int(text)
     spares = _number(SPARES) if spares is None else spares
     options = _completed(options or Options(), "replace" if spares else "fail")
+    launched = JobEnvironment.from_os()
+    if launched.replaces >= 0:
+        return _replace_lost(group, launched, options, address)
     place = assign_place(group, servers, spares, address)
     van = _van(place, options)
     scheduler = group.objects.broadcast(van.address)
+    counts = (servers, group.size - 1 - servers - spares)
+    if launched.launched_by == "braid" and place.role == "scheduler":
+        record = _RunRecord(van.address, place.run_id, counts)
+        _with_store(launched, lambda store: store.set(_RECORD, msgspec.json.encode(record)))
     ranks = {name_of(*role_of(place, servers)): rank for place, rank in enumerate(group.ranks)}
     make = partial(
         Node,
-        counts=(servers, group.size - 1 - servers - spares),
+        counts=counts,
         scheduler=scheduler,
         options=options,
         events=group.context.events,
@@ -99,6 +117,58 @@ def join(
         return node
     node.postoffice.close(0.0)  # nothing is under way
     return make(_van(place._replace(role="worker", number=called), options), "worker", called)
+
+
+class _RunRecord(msgspec.Struct, frozen=True):
+    """Facts that a process needs to replace a lost one.
+
+    Attributes:
+        scheduler: Address of the scheduler.
+        run_id: Name of the parameter server.
+        counts: Number of servers and of workers at the beginning.
+    """
+
+    scheduler: str
+    run_id: str
+    counts: tuple[int, int]
+
+
+def _with_store(launched: JobEnvironment, use: Callable[[Store], Value]) -> Value:
+    """Return the result of `use` with the store of braid's launcher."""
+    job = open_job_store(launched, MEET_S)
+    try:
+        return use(PrefixStore("ps/", job.store))
+    finally:
+        assert job.connection is not None, "braid's launcher serves the store"
+        job.connection.close()
+
+
+def _replace_lost(group: Group, launched: JobEnvironment, options: Options, address: str) -> Node:
+    """Become the worker or server that the launcher has started this process to replace."""
+
+    def read(store: Store) -> bytes:
+        store.wait([_RECORD], MEET_S)
+        return store.get(_RECORD)
+
+    record = msgspec.json.decode(_with_store(launched, read), type=_RunRecord)
+    role, number = role_of(launched.replaces, record.counts[0])
+    if role == "server":
+        number = launched.rank  # no server before has had this number
+    own, network = network_of_program()
+    assert own is not None, "braid's launcher has given this process the secret"
+    if not address and not Address.parse(record.scheduler).is_loopback:
+        address = str(Address(host=network.listen or own_address(network), port=0))
+    return join_running(
+        record.scheduler,
+        _signed_secret(own, record.run_id),
+        record.run_id,
+        role,
+        number,
+        record.counts,
+        options=options,
+        address=address,
+        events=group.context.events,
+    )
 
 
 class NodePlace(NamedTuple):
@@ -132,8 +202,8 @@ def assign_place(group: Group, servers: int, spares: int = 0, address: str = "")
             "least one server and at least one worker"
         )
         raise ConfigError(msg)
-    secret = connection_secret(group)
     run_id = group.objects.broadcast(os.urandom(8).hex())
+    secret = connection_secret(group, run_id)
     role, number = role_of(group.rank, servers)
     if role == "worker" and number >= workers:
         role, number = SPARE, number - workers
@@ -222,6 +292,7 @@ def join_running(
     options: Options | None = None,
     start: int = 0,
     address: str = "",
+    events: Recorder | None = None,
 ) -> Node:
     """Make a node of a job whose scheduler runs already, or the scheduler itself.
 
@@ -241,6 +312,7 @@ def join_running(
         start: First clock of a worker that has joined never before.
         address: Address on which scheduler and servers listen; one that only this host can reach
             when empty.
+        events: Recorder of waits and pushes; a private one when None.
 
     Raises:
         ConfigError: The role is unknown, or a node other than the scheduler has no address of it.
@@ -256,7 +328,7 @@ def join_running(
     options = options or Options()
     address = address or local_address(f"ps-{name_of(role, number)}")
     van = _van(NodePlace(role, number, secret, run_id, address), options)
-    return Node(van, role, number, counts, scheduler, options, start=start)
+    return Node(van, role, number, counts, scheduler, options, start=start, events=events)
 
 
 def _van(place: NodePlace, options: Options) -> SocketVan:
@@ -347,16 +419,21 @@ def listening_address(group: Group, node: str) -> str:
     return str(Address(host=network.listen or own_address(network), port=0))
 
 
-def connection_secret(group: Group) -> Secret:
+def connection_secret(group: Group, run_id: str) -> Secret:
     """Return the secret of the connections between nodes; a collective.
 
-    Frames between hosts are not encrypted. So random bytes of the first rank are the secret inside
-    a host only; over several hosts the ranks derive it from them and the job's secret.
+    Frames between hosts are not encrypted, so the secret is not sent: all derive it from the job's
+    secret. If some have none (without a launcher, or with `BRAID_INSECURE_NETWORK`), it consists of
+    random bytes of the first rank.
     """
-    own, hosts = None, set(group.objects.all_gather(host_name()))
-    if len(hosts) > 1:
-        own, _ = network_of_program()
+    own, _ = network_of_program()
     drawn = group.objects.broadcast(os.urandom(32))
-    have_own = all(group.objects.all_gather(own is not None))  # not with BRAID_INSECURE_NETWORK
-    key = own.sign(_LABEL, drawn) if own is not None and have_own else drawn
-    return Secret(key, seals_frames=wants_frame_codes())
+    have_own = all(group.objects.all_gather(own is not None))
+    if own is not None and have_own:
+        return _signed_secret(own, run_id)
+    return Secret(drawn, seals_frames=wants_frame_codes())
+
+
+def _signed_secret(own: Secret, run_id: str) -> Secret:
+    """Return the secret of a parameter server in a job with a secret."""
+    return Secret(own.sign(_LABEL, run_id.encode()), seals_frames=wants_frame_codes())

@@ -119,7 +119,9 @@ def init_rpc(
 
 def _fixed_group(store: Store, rank: int, resources: contextlib.ExitStack) -> Store:
     """Return the store of a group with a fixed number of nodes; node 0 ends the group."""
-    group = PrefixStore(f"{claim(store, rank)}/", store)
+    is_new = not _has_launcher() or JobEnvironment.from_os().replaces < 0
+    number = claim(store, rank) if is_new else store.add(f"joins/{rank}", 0)
+    group = PrefixStore(f"{number}/", store)
     store.set(_FIXED, b"1")
 
     def end() -> None:
@@ -266,7 +268,7 @@ def _meet(
     launched = JobEnvironment.from_os() if _has_launcher() else None
     if launched is not None and place.scheme == "env":
         fixed = launched.world_size if rank < 0 or world_size is not None else None
-        rank = launched.rank if rank < 0 else rank
+        rank = launched.place if rank < 0 else rank
         size = fixed if world_size is None else world_size
         is_local = launched.num_nodes == 1 and launched.local_world_size == launched.world_size
         return open_job_store(launched, MEET_S), rank, size, is_local
@@ -299,7 +301,7 @@ def _launcher_link(job: JobStore, rank: int) -> LauncherLink | None:
     if job.connection is None or job.secret is None:
         return None
     launched = JobEnvironment.from_os()
-    return open_link(launched, job.secret, MEET_S) if launched.rank == rank else None
+    return open_link(launched, job.secret, MEET_S) if launched.place == rank else None
 
 
 def _has_launcher() -> bool:

@@ -53,6 +53,7 @@ VARIABLES: Mapping[str, str] = {
     "BRAID_STACKS_FD": "Descriptor to which a rank dumps its stacks.",
     "BRAID_DEBUGGED": "`1`: a person debugs a rank, and deadlines wait (`--stdin`).",
     "BRAID_ELASTIC": "Part in a run whose members may change: `founder` or `newcomer`.",
+    "BRAID_PROCESS": "Number of a process that has the `RANK` of a lost one (`--restarts`).",
     FAULTS: "`1`: a rank flips bits in its gradients on SIGUSR2 (`braid chaos --kinds bitflip`).",
     "BRAID_LAUNCHER_PID": "Process that has started a rank, to find orphans of a run.",
     "BRAID_RAY_CALL": "Directory of the function that `braid.launch.ray.run` calls on ranks.",

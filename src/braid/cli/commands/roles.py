@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from braid.errors import ConfigError
 from braid.launch.process.job import ElasticLimits
+from braid.runtime.option_display import shown_as
 from braid.runtime.variables import ON_WORKER_LOSS, REPLICAS, ROLES, SERVERS, SPARES
 
 __all__ = ["Roles"]
@@ -38,7 +39,9 @@ class Roles:
             or shrink to the remaining workers.
         min_ranks: Smallest number of ranks with which `braid.elastic` continues (default: all).
         max_ranks: Largest number of ranks of `braid.elastic` (default: -n).
-        restarts: Largest number of processes started to replace dead ranks, with --min-ranks.
+        restarts: Largest number of processes that replace dead ranks: any rank with --min-ranks
+            (default: 3); else workers, servers with replicas and ranks of expendable roles
+            (default: 0).
     """
 
     servers: int = 0
@@ -50,7 +53,7 @@ class Roles:
     expendable_role: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     min_ranks: int = 0
     max_ranks: int = 0
-    restarts: int = 3
+    restarts: Annotated[int | None, shown_as("INT")] = None
 
     def num_ranks(self, n: int | None) -> int | None:
         """Return the total number of ranks.
@@ -61,6 +64,7 @@ class Roles:
         if not self.min_ranks and self.max_ranks:
             msg = f"--max-ranks {self.max_ranks} needs --min-ranks"
             raise ConfigError(msg)
+        self._check_restarts()
         of_server = (self.servers, self.workers, self.replicas, self.spares * (not self.min_ranks))
         is_server = any(of_server)
         if self.min_ranks and (is_server or self.role):
@@ -99,12 +103,27 @@ class Roles:
             raise ConfigError(msg)
         return total
 
+    def _check_restarts(self) -> None:
+        """Refuse restarts of ranks that cannot be replaced."""
+        if not self.restarts or self.min_ranks:
+            return
+        if not self.servers and not self.expendable_role:
+            msg = f"--restarts {self.restarts} needs --min-ranks, --servers or --expendable-role"
+            raise ConfigError(msg)
+        if self.spares or self.on_worker_loss in {"fail", "shrink"}:
+            other = f"--spares {self.spares}" if self.spares else "--on-worker-loss "
+            msg = (
+                f"--restarts {self.restarts} does not go together with "
+                f"{other}{self.on_worker_loss}: a lost worker has one successor"
+            )
+            raise ConfigError(msg)
+
     def environ(self, environ: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the environment of ranks, with variables for these options."""
         variables = dict(os.environ if environ is None else environ)
         if self.servers:
             variables[REPLICAS], variables[SPARES] = str(self.replicas), str(self.spares)
-            variables[ON_WORKER_LOSS] = self.on_worker_loss
+            variables[ON_WORKER_LOSS] = self._on_worker_loss
             variables[SERVERS] = variables[DMLC_SERVERS] = str(self.servers)
             variables[DMLC_WORKERS] = str(self.workers)
         if self.role:
@@ -124,15 +143,20 @@ class Roles:
 
     @property
     def elastic(self) -> ElasticLimits | None:
-        """Limits of an elastic run; None without --min-ranks."""
+        """Limits of a run whose ranks are replaced; None if they are fixed."""
         if not self.min_ranks:
-            return None
+            return ElasticLimits(min_ranks=1, restarts=self.restarts) if self.restarts else None
         return ElasticLimits(
             min_ranks=self.min_ranks,
             max_ranks=self.max_ranks,
             spares=self.spares,
-            restarts=self.restarts,
+            restarts=3 if self.restarts is None else self.restarts,
         )
+
+    @property
+    def _on_worker_loss(self) -> str:
+        """What happens when a worker dies: as chosen, or what restarts need."""
+        return self.on_worker_loss or ("wait" if self.restarts else "")
 
     @property
     def _counts(self) -> list[tuple[str, int]]:
@@ -148,16 +172,20 @@ class Roles:
 
     @property
     def needed(self) -> tuple[frozenset[int], ...]:
-        """Sets of expendable ranks; the run ends when no rank of a set remains.
+        """Sets of expendable ranks; the run ends when no rank of a set remains or is replaced.
 
-        Workers are not a set if new processes may replace them.
+        Each worker is a set if --restarts replace it. Workers are not a set if the user starts
+        processes that replace them.
         """
         if self.min_ranks:
             return ()
         first = 1 + self.servers
+        workers = range(first, first + self.workers + self.spares)
         parts = [range(1, first)]
-        if self.on_worker_loss != "wait":
-            parts.append(range(first, first + self.workers + self.spares))
+        if self.restarts:
+            parts += [range(worker, worker + 1) for worker in workers]
+        elif self.on_worker_loss != "wait":
+            parts.append(workers)
         return tuple(frozenset(part) for part in parts if part and self.expendable.issuperset(part))
 
     @property
@@ -170,6 +198,6 @@ class Roles:
             return frozenset()
         first = 1 + self.servers
         servers = range(1, first if self.replicas else 1)
-        goes_on = self.spares or self.on_worker_loss in {"wait", "shrink"}
+        goes_on = self.spares or self._on_worker_loss in {"wait", "shrink"}
         workers = range(first, first + self.workers + self.spares if goes_on else first)
         return frozenset([*servers, *workers])

@@ -51,6 +51,9 @@ OUTER = ("BRAID_RESUME", "TORCHELASTIC_")  # variables of an enclosing run
 class ElasticLimits:
     """Limits of a run that continues when ranks are lost; see `supervise.membership_state`.
 
+    Ranks with roles, such as servers and workers, have no epochs: a new process takes the role of a
+    lost one while the others go on.
+
     Attributes:
         min_ranks: Minimum number of ranks with which the run continues.
         max_ranks: Maximum number of ranks that train; 0 for the initial number.

@@ -7,7 +7,7 @@ holds the interpreter's lock. The stack dump, once per report, is a rank's only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from braid.launch.process.hang_state import (
@@ -23,8 +23,22 @@ from braid.launch.supervise.rank import Rank
 from braid.runtime.clock import Clock
 from braid.runtime.diagnose.block import rank_list
 from braid.runtime.diagnose.hang import HangReport, find_hang
+from braid.runtime.diagnose.hang_view import RankView
 
-__all__ = ["HangMonitor"]
+__all__ = ["HangMonitor", "MemberChanges"]
+
+
+class MemberChanges:
+    """Changes of the members of a run, as far as reports of hangs need them.
+
+    Attributes:
+        successors: Rank that has the role of each lost rank, for ranks with roles.
+        epoch_ns: Time at which the present epoch of an elastic run began; 0 without epochs.
+    """
+
+    def __init__(self) -> None:
+        self.successors: dict[int, int] = {}
+        self.epoch_ns = 0
 
 
 class HangMonitor:
@@ -33,6 +47,7 @@ class HangMonitor:
     Args:
         limit_s: Longest wait of a rank, in seconds, that is not reported; 0 turns reports off.
         ranks: Ranks that have been started, by number; may grow.
+        changes: Changes of the members.
         clock: Clock of the ranks' events.
         log_dir: Directory for the reports, `hang-<n>.txt`.
         notice: Shows a text to the user.
@@ -47,6 +62,7 @@ class HangMonitor:
         self,
         limit_s: float,
         ranks: Mapping[int, Rank],
+        changes: MemberChanges,
         *,
         clock: Clock,
         log_dir: Path,
@@ -58,6 +74,7 @@ class HangMonitor:
         self._hosts = hosts
         self._limit_ns = round(limit_s * 1e9)
         self._ranks = ranks
+        self._changes = changes
         self._clock = clock
         self._log_dir = log_dir
         self._notice = notice
@@ -96,7 +113,7 @@ class HangMonitor:
             self._resume(instruction)
         elif isinstance(instruction, ReportHang):
             report = find_hang(
-                [rank.view() for rank in self._ranks.values()],
+                list(self._views()),
                 now_ns=now_ns,
                 limit_ns=self._limit_ns,
                 hosts=self._hosts,
@@ -105,8 +122,23 @@ class HangMonitor:
             if report is not None:
                 self._show(report)
 
+    def _views(self) -> Iterator[RankView]:
+        """Yield the views of the ranks of this epoch.
+
+        Others know a successor by the number of the lost rank. Operations of an earlier epoch are
+        left out: its groups are gone, also where a loss has left an operation open.
+        """
+        for number, rank in self._ranks.items():
+            successor = self._changes.successors.get(number)
+            view = rank.view() if successor is None else self._ranks[successor].view()
+            begin_ns = self._changes.epoch_ns
+            spans = tuple(s for s in view.spans if s.t_ns >= begin_ns or not s.group)
+            if rank.alive or not begin_ns or any(span.t_ns >= begin_ns for span in spans):
+                yield view._replace(rank=number, spans=spans)
+
     def _waits(self) -> list[OpenWait]:
-        return [wait for rank in self._ranks.values() if rank.alive for wait in rank.waits()]
+        waits = [wait for rank in self._ranks.values() if rank.alive for wait in rank.waits()]
+        return [wait for wait in waits if wait.t_ns >= self._changes.epoch_ns]
 
     def _show(self, report: HangReport) -> None:
         text = str(report)

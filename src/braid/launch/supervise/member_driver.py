@@ -2,6 +2,9 @@
 
 The number of a rank is never used again. A place is a host and a local rank there. A rank that
 replaces another one has a new number, on the same host and with the same local rank.
+
+Ranks with roles are expendable, as servers and workers are: they never report ready, so they have
+no epochs, and a rank that replaces another one takes its role.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from braid.launch.process.job import ElasticLimits, JobSpec
+from braid.launch.supervise.hang_monitor import MemberChanges
 from braid.launch.supervise.membership_state import (
     Begin,
     Dismiss,
@@ -76,6 +80,7 @@ class MemberDriver:
 
     Attributes:
         state: Decides who the members are.
+        changes: Changes so far.
 
     Raises:
         ConfigError: The number of ranks is outside of the limits.
@@ -90,12 +95,14 @@ class MemberDriver:
         slots: SlotSource | None,
     ) -> None:
         self.state = MembershipState(limits, job.num_ranks)
+        self.changes = MemberChanges()
         self._job = job
         self._run = run
         self._clock = clock
         self._slots = slots
         self._places = list(range(job.num_ranks + limits.spares))  # that no process has
         self._place_of: dict[int, int] = {}
+        self._has_roles = bool(job.expendable)
         self._missing: tuple[int, ...] = ()  # members for which others wait
         self._missing_ns: int | None = None  # since then; None if they have been named
         self._joining_ns: dict[int, int] = {}  # when processes were started that are not ready yet
@@ -124,13 +131,20 @@ class MemberDriver:
         if not self._places:  # there are more slots than at first
             self._places.append(len(self._place_of))
         place = self._place_of[rank] = heapq.heappop(self._places)
+        if self._has_roles:
+            return place, "newcomer" if place != rank else ""
         replaces = self.state.epoch < 0 and place != rank
         is_founder = rank < self._job.num_ranks or replaces
         return place, "founder" if is_founder else "newcomer"
 
     def started(self, rank: int) -> None:
         """Note a new process."""
-        if self._job.hang_report_s:
+        place = self._place_of.get(rank, rank)
+        if self._has_roles and place != rank:
+            self.changes.successors[place] = rank
+            num_left = f"{self.state.restarts_left} restarts left"
+            self._run.notice(f"rank {rank} takes the role of rank {place}; {num_left}")
+        elif self._job.hang_report_s and not self._has_roles:
             self._joining_ns[rank] = self._clock.now_ns()
         self._execute(self.state.started(rank))
 
@@ -154,7 +168,8 @@ class MemberDriver:
     def ended(self, rank: int, *, has_finished: bool, was_dismissed: bool) -> None:
         """Note the end of a process."""
         self._joining_ns.pop(rank, None)
-        self._free_place(rank)
+        if not (self._has_roles and has_finished):  # a role that has done its work stays taken
+            self._free_place(rank)
         if self._slots is not None and not has_finished and not was_dismissed:
             self._slots.lost()
         self._execute(self.state.finished(rank) if has_finished else self.state.lost(rank))
@@ -164,6 +179,7 @@ class MemberDriver:
         for order in orders:
             if isinstance(order, Begin):
                 step = max(0, *order.num_steps)
+                self.changes.epoch_ns = self._clock.now_ns()
                 self._run.note("epoch", epoch=order.epoch, members=order.members, num_steps=step)
                 if order.epoch:
                     members = ", ".join(map(str, order.members))

@@ -24,7 +24,7 @@ from braid.launch.process.processes import Change, SignalInbox
 from braid.launch.process.traceback_filter import SharedTracebacks
 from braid.launch.supervise.backend import RankBackend, RankSpec
 from braid.launch.supervise.event_log import EventLog
-from braid.launch.supervise.hang_monitor import HangMonitor
+from braid.launch.supervise.hang_monitor import HangMonitor, MemberChanges
 from braid.launch.supervise.member_driver import MemberDriver
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.run_record import (
@@ -176,6 +176,7 @@ class _Run(AbstractContextManager["_Run"]):
         self._hangs = HangMonitor(
             job.hang_report_s if job.stdin_rank is None else 0.0,
             self.ranks,
+            MemberChanges() if self._members is None else self._members.changes,
             clock=clock,
             log_dir=Path(self._log_dir),
             notice=console.notice,
@@ -313,7 +314,7 @@ class _Run(AbstractContextManager["_Run"]):
             host=process.host,
             restarts_left=restarts_left,
         )
-        self._handle(Started(rank))
+        self._handle(Started(rank, spec.environment.replaces))
         if self._members is not None:
             self._members.started(rank)
 
@@ -321,10 +322,13 @@ class _Run(AbstractContextManager["_Run"]):
         """Return the settings of a rank, without the descriptors that only its parent knows."""
         members = self._members
         place, elastic = (rank, "") if members is None else members.take_place(rank)
+        replaces = place if self._job.expendable and place != rank else -1
+        num_ranks = self._job.num_ranks
         return JobEnvironment(
             rank=rank,
-            world_size=max(self._job.num_ranks, rank + 1),
+            world_size=num_ranks if replaces >= 0 else max(num_ranks, rank + 1),
             elastic=elastic,
+            replaces=replaces,
             run_id=self._backend.run_id,
             store_address=self._backend.address_for_rank(self._listener.address),
             log_dir=self._log_dir,
@@ -450,7 +454,7 @@ class _Run(AbstractContextManager["_Run"]):
             handled=process.exiting is not None,
         )
         is_removed = end.error is not None and end.error.type == "StaleError"
-        if is_removed and process.rank in self._job.expendable:
+        if is_removed and self._state.is_expendable(process.rank):
             return  # the others go on without it: as if a signal ended it
         self._announce(end)
         self._handle(ReportedFailure(process.rank, clause(end)))
@@ -505,7 +509,7 @@ class _Run(AbstractContextManager["_Run"]):
             f"`kill -CONT {process.pid}` lets it go on"
         )
 
-    # For the members of an elastic run
+    # For the members of a run whose ranks are replaced
 
     @property
     def is_running(self) -> bool:

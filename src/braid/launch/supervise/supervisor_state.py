@@ -87,9 +87,15 @@ class TimeLimits(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A rank's process exists."""
+    """A rank's process exists.
+
+    Attributes:
+        rank: Number of the rank.
+        place: Rank that had its role before; -1 if none had.
+    """
 
     rank: int
+    place: int = -1
 
 
 class Exited(NamedTuple):
@@ -191,8 +197,10 @@ class RankFacts:
         loss_sent: Whether the remaining ranks were informed of the loss.
         survived: Whether the rank died, and the run went on without it.
         dismissed: Whether the run no longer needs the rank.
+        place: Number of the first rank with the same role.
     """
 
+    place: int
     alive: bool = True
     stopped_ns: int | None = None
     stop_signal: int = int(signal.SIGSTOP)
@@ -213,8 +221,10 @@ class SupervisorState:
         limits: Time limits.
         start_ns: Current time.
         expendable: Ranks without which the others can go on, when a signal ends them.
-        needed: Sets of expendable ranks; the run does not survive the last one of a set.
-        members: Members of an elastic run; it decides which deaths the run survives.
+        needed: Sets of expendable ranks; the run does not survive the last one of a set, unless
+            another process takes its place.
+        members: Members of an elastic run; it decides which deaths the run survives, if none is
+            expendable.
 
     Attributes:
         phase: Phase of the run.
@@ -273,7 +283,7 @@ class SupervisorState:
         """Process an event and all deadlines up to `now_ns`; return the instructions."""
         out: list[Instruction] = []
         if isinstance(event, Started):
-            self.ranks[event.rank] = RankFacts()
+            self.ranks[event.rank] = RankFacts(event.rank if event.place < 0 else event.place)
             self._to_start -= 1
         elif isinstance(event, Exited):
             out += self._exited(event, now_ns)
@@ -313,20 +323,26 @@ class SupervisorState:
     def _survives(self, rank: int) -> bool:
         """Record and return whether the run goes on after the death of `rank`."""
         facts = self.ranks[rank]
-        if self._members is not None:
+        if self._members is not None and not self._expendable:
             spared = self._members.can_lose(rank)
         else:
-            spared = rank in self._expendable
-            spared &= not any(self._is_last(rank, part) for part in self._needed)
+            is_last = any(self._is_last(facts.place, part) for part in self._needed)
+            is_replaced = self._members is not None and self._members.restarts_left > 0
+            spared = self.is_expendable(rank) and (is_replaced or not is_last)
         spared &= facts.failed_ns is None
         facts.survived = facts.survived or (spared and self.phase is RunPhase.RUNNING)
         return facts.survived
 
-    def _is_last(self, rank: int, part: frozenset[int]) -> bool:
-        """Whether no rank of a set remains without `rank`: all others have died."""
-        others = part - {rank}
-        dead = {other for other in others if other in self.ranks and self.ranks[other].survived}
-        return rank in part and dead == others
+    def is_expendable(self, rank: int) -> bool:
+        """Whether the others can go on without a rank."""
+        return self.ranks[rank].place in self._expendable
+
+    def _is_last(self, place: int, part: frozenset[int]) -> bool:
+        """Whether no rank of a set remains without that of `place`: all others have died."""
+        latest = {facts.place: facts for facts in self.ranks.values()}
+        others = part - {place}
+        dead = {other for other in others if other in latest and latest[other].survived}
+        return place in part and dead == others
 
     def _failed(self, event: ReportedFailure, now_ns: int) -> list[Instruction]:
         facts = self.ranks[event.rank]

@@ -49,7 +49,7 @@ from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.directory import SCHEDULER, Directory, Role
 from braid.ps.rendezvous import VAN, assign_place, make_van
 from braid.runtime.message import Delivery, Message, Van
-from braid.runtime.rendezvous import wants_portable
+from braid.runtime.rendezvous import JobEnvironment, wants_portable
 from braid.runtime.wire import Buffer
 
 __all__ = ["KVNode", "join"]
@@ -379,6 +379,12 @@ def join(
         ConfigError: There is no server or no worker.
         CommTimeout: Some nodes have not come.
     """
+    if JobEnvironment.from_os().replaces >= 0:
+        msg = (
+            "a node of keys and values cannot replace a lost one: use tables (braid.ps), or start "
+            "the run without --restarts"
+        )
+        raise ConfigError(msg)
     place = assign_place(group, servers, address=address)
     config = replace(VAN, shared_memory=shared_memory and not wants_portable())
     van = make_van(place, SCHEMA, config, drop=drop)

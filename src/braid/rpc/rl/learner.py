@@ -131,6 +131,12 @@ class Learner(abc.ABC):
                 self._error = error
             self._changed.notify_all()
 
+    @property
+    def missing(self) -> list[str]:
+        """Actors that are lost, and that no new process has replaced."""
+        with self._changed:
+            return sorted({*self._lost} - self._actors)
+
     def stop(self) -> None:
         """Let actors end: they get no weights any more. Idempotent."""
         with self._changed:

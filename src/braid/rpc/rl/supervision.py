@@ -12,14 +12,16 @@ process.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from braid.errors import ConfigError, PeerLostError
+from braid.errors import ConfigError, PeerLostError, RendezvousError
 from braid.rpc import RRef, rpc_async
 from braid.rpc.rl.learner import Learner, Statistics
 
@@ -27,6 +29,7 @@ __all__ = ["lead"]
 
 LOG = logging.getLogger(__name__)
 END_S = 30.0  # for actors to end their last unrolls
+AGAIN_S = 2.0  # between two calls of lost actors
 
 
 def lead(
@@ -49,8 +52,9 @@ def lead(
         is_over: Whether training is over; called after each update of the weights.
         timeout_s: Seconds to wait for experience; for ever when None.
 
-    On failure: a lost actor is left out and logged; its unfinished unroll is lost with it. Actors
-    that have not ended 30 s after the training has are logged.
+    On failure: a lost actor is left out and logged; its unfinished unroll is lost with it. If a new
+    process takes its role (`braid run --restarts`), it plays instead. Actors that have not ended
+    30 s after the training has are logged.
 
     Raises:
         ConfigError: There is no actor.
@@ -62,13 +66,24 @@ def lead(
         msg = "a training needs an actor: start the program with --role actor:2"
         raise ConfigError(msg)
     shared = RRef(learner)
+
+    def start(number: int, name: str) -> None:
+        call = rpc_async(name, play, (shared, number, *args), timeout=0)
+        learner.join(name)
+        call.add_done_callback(partial(_ended, learner, name))
+
     try:
         for number, name in enumerate(actors):
-            call = rpc_async(name, play, (shared, number, *args), timeout=0)
-            learner.join(name)
-            call.add_done_callback(partial(_ended, learner, name))
+            start(number, name)
+        again_s = 0.0  # when lost actors are called again
         while not is_over(learner.statistics):
             learner.step(timeout_s)
+            missing = learner.missing if time.monotonic() >= again_s else ()
+            for name in missing:
+                again_s = time.monotonic() + AGAIN_S
+                with contextlib.suppress(PeerLostError, RendezvousError):
+                    start(actors.index(name), name)
+                    LOG.warning("a new process plays as %s", name)
     finally:
         learner.stop()
         if late := learner.wait_for_actors(END_S):

@@ -61,6 +61,8 @@ class JobEnvironment:
         debugged: Whether a person debugs one of the ranks, so that deadlines of collectives wait.
         elastic: Part in a run whose members may change: `founder` for a rank that begins it,
             `newcomer` for one that joins; empty if members are fixed.
+        replaces: Lost rank whose role this process has, for programs with roles, such as servers
+            and workers; -1 for none. The program sees it as `RANK`.
         takes_faults: Whether the rank flips bits in its gradients when a signal asks for it.
     """
 
@@ -87,13 +89,14 @@ class JobEnvironment:
     insecure_network: bool = False
     debugged: bool = False
     elastic: str = ""
+    replaces: int = -1
     takes_faults: bool = False
 
     def __post_init__(self) -> None:
         problems = [
             f"{name} must be {low} <= {name} < {high} ({bound}), got {value}"
             for name, value, low, high, bound in (
-                ("RANK", self.rank, 0, self.world_size, "WORLD_SIZE"),
+                ("RANK", self.place, 0, self.world_size, "WORLD_SIZE"),
                 ("LOCAL_RANK", self.local_rank, 0, self.local_world_size, "LOCAL_WORLD_SIZE"),
                 (
                     "LOCAL_WORLD_SIZE",
@@ -151,10 +154,11 @@ class JobEnvironment:
         portable = reader.switch("BRAID_PORTABLE")
         insecure_network = reader.switch("BRAID_INSECURE_NETWORK")
         debugged = reader.switch("BRAID_DEBUGGED")
+        process = reader.optional("BRAID_PROCESS", -1)
         takes_faults = reader.switch(FAULTS)
         _refuse(reader.problems)
         return cls(
-            rank=rank,
+            rank=rank if process < 0 else process,
             world_size=world_size,
             local_rank=local_rank,
             local_world_size=local_world_size,
@@ -175,6 +179,7 @@ class JobEnvironment:
             insecure_network=insecure_network,
             debugged=debugged,
             elastic=environ.get("BRAID_ELASTIC", ""),
+            replaces=-1 if process < 0 else rank,
             takes_faults=takes_faults,
         )
 
@@ -195,6 +200,11 @@ class JobEnvironment:
         return cls.parse(os.environ, engine)
 
     @property
+    def place(self) -> int:
+        """Rank whose role this process has: its own, or that of the rank that it replaces."""
+        return self.rank if self.replaces < 0 else self.replaces
+
+    @property
     def has_torch_store(self) -> bool:
         """Whether ranks meet at torch's store, which rank 0 or the launcher serves."""
         return self.launched_by not in {"braid", "single"} and self.world_size > 1
@@ -202,14 +212,14 @@ class JobEnvironment:
     def to_environ(self) -> dict[str, str]:
         """Return the environment variables of these settings; the inverse of `parse`."""
         values = {
-            "RANK": self.rank,
+            "RANK": self.place,
             "WORLD_SIZE": self.world_size,
             "LOCAL_RANK": self.local_rank,
             "LOCAL_WORLD_SIZE": self.local_world_size,
             "NODE_RANK": self.node_rank,
             "GROUP_RANK": self.node_rank,
             "GROUP_WORLD_SIZE": self.num_nodes,
-            "ROLE_RANK": self.rank,
+            "ROLE_RANK": self.place,
             "ROLE_NAME": "default",
             "ROLE_WORLD_SIZE": self.world_size,
             "MASTER_ADDR": self.master_addr,
@@ -224,13 +234,14 @@ class JobEnvironment:
             "BRAID_STACKS_FD": self.stacks_fd,
             "BRAID_LOG_DIR": self.log_dir,
             "BRAID_RESUME": self.resume,
-            "BRAID_PLACE": f"{self.rank}/{self.world_size}" if self.store_address else "",
+            "BRAID_PLACE": f"{self.place}/{self.world_size}" if self.store_address else "",
             "BRAID_PORTABLE": "1" if self.portable else "",
             "BRAID_LISTEN": self.listen,
             "BRAID_SECRET_FILE": self.secret_file,
             "BRAID_INSECURE_NETWORK": "1" if self.insecure_network else "",
             "BRAID_DEBUGGED": "1" if self.debugged else "",
             "BRAID_ELASTIC": self.elastic,
+            "BRAID_PROCESS": "" if self.replaces < 0 else self.rank,
             FAULTS: "1" if self.takes_faults else "",
         }
         return {name: str(value) for name, value in values.items() if value not in {None, ""}}
