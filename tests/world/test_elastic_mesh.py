@@ -11,7 +11,7 @@ from torch import nn
 
 import elastic_cluster
 from braid.elasticity import saving
-from braid.elasticity.mesh import MeshReplica, elastic_mesh, mesh_for
+from braid.elasticity.mesh import MeshReplica, _NoInitialValues, elastic_mesh, mesh_for
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.training import ElasticTraining
 from braid.errors import CheckpointError, ConfigError, MismatchError
@@ -286,9 +286,33 @@ def test_an_optimizer_of_another_model_is_refused():
         return nn.Linear(2, 1), torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
 
     none = {"layers": None, "clip": None, "copies": True, "options": {}}
-    replica = MeshReplica(built, lambda _: Mesh.parse("dp=1"), **none)
     with pytest.raises(ConfigError, match="has 2 parameters that are not the model's"):
-        replica._made()
+        MeshReplica(built, lambda _: Mesh.parse("dp=1"), **none)
+
+
+def test_initial_values_are_left_out_where_others_follow():
+    with _NoInitialValues():
+        before = torch.random.get_rng_state()
+        model = nn.TransformerEncoderLayer(8, 2, dim_feedforward=8)
+        torch.nn.init.normal_(model.linear1.weight)
+        model.linear2.weight.data.fill_(3.0)
+        assert torch.equal(before, torch.random.get_rng_state())
+        assert torch.randn(2).shape == (2,)
+    assert model.linear2.weight.eq(3.0).all()
+
+
+def test_the_model_is_built_before_others_wait_for_it():
+    built = []
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        built.append(nn.Linear(2, 1))
+        return built[-1], torch.optim.SGD(built[-1].parameters(), lr=0.1)
+
+    none = {"layers": None, "clip": None, "copies": True, "options": {}}
+    replica = MeshReplica(build, lambda _: Mesh.parse("dp=1"), **none)
+    assert len(built) == 1
+    assert replica._first is not None
+    assert replica._first.model is built[0]
 
 
 def test_a_mesh_that_does_not_fit_becomes_replicas():

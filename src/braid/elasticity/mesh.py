@@ -29,6 +29,7 @@ for going on with another mesh of those that are left.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from math import nan, prod
@@ -37,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from braid.comm import Group
 from braid.elasticity.evaluation import evaluation_of
@@ -64,6 +66,7 @@ __all__ = ["MeshReplica", "elastic_mesh", "mesh_for"]
 LOG = logging.getLogger(__name__)
 
 AXES = ("pp", "dp", "tp")
+RANDOM = {torch.Tensor.uniform_, torch.Tensor.normal_}
 WHOLE_PARAMETERS = 3  # stage of sharding at which all ranks gather parameters in each forward
 
 Build = Callable[[], tuple[Any, ...]]
@@ -139,6 +142,8 @@ class MeshReplica:
         self.model: HybridParallel
         self.state: TrainingState
         self.group: Group
+        # now, while nobody waits: torch imports its compiler with the first optimizer of a process
+        self._first: TrainingState | None = self._made()
 
     @property
     def optimizer(self) -> Optimizer:
@@ -159,13 +164,19 @@ class MeshReplica:
             ConfigError: The members have no mesh, or the model cannot be divided like that.
         """
         mesh = self._mesh_of(group.size)
-        state = self._made()
+        is_first = max(num_steps) < 0
+        with contextlib.nullcontext() if is_first else _NoInitialValues():
+            state = self._first or self._made()
+        self._first = None
+        if not is_first:
+            for param in state.model.parameters():
+                param.detach().zero_()  # alike on all ranks until `_restore`
         last = max(self._divisions, default=-1)
         if self._divisions:  # which has gone on since
             self._divisions[last] = self._divisions[last]._replace(progress=dict(progress))
         number = 1 + max(group.objects.all_gather(last))
         held = None
-        if max(num_steps) < 0:
+        if is_first:
             stored = checkpoints.load(group, state)
             newest = group.objects.broadcast(dict(stored or progress), 0)
             _make_equal(group, state.model)
@@ -334,6 +345,24 @@ class MeshReplica:
         self.model.zero_grad()
         if self._shadow is not None:
             self._shadow.check_update()
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Leaves out the initial values of parameters: the values of other ranks follow."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_initial = func in RANDOM or getattr(func, "__module__", "") == "torch.nn.init"
+        tensor = args[0] if args else kwargs.get("tensor")
+        if is_initial and isinstance(tensor, nn.Parameter):
+            return tensor
+        return func(*args, **kwargs)
 
 
 def _make_equal(group: Group, model: nn.Module) -> None:
