@@ -41,7 +41,6 @@ class TrainConsole:
     Attributes:
         started: Rank 0's report of the start; None before the start.
         evaluated: Report of the last evaluation.
-        sampled: Report with the text that the model generated at the end.
         finished: Rank 0's report of the end.
 
     Args:
@@ -53,7 +52,6 @@ class TrainConsole:
     def __init__(self, out: Console, *, title: str = "", clock: Clock | None = None) -> None:
         self.started: TrainingStarted | None = None
         self.evaluated: Evaluated | None = None
-        self.sampled: Sampled | None = None
         self.finished: TrainingFinished | None = None
         self.step: Stepped | None = None
         self._out = out
@@ -106,8 +104,6 @@ class TrainConsole:
             self.started = report
         elif isinstance(report, Evaluated):
             self.evaluated = report
-        elif isinstance(report, Sampled):
-            self.sampled = report
         elif isinstance(report, TrainingFinished):
             self.finished = report
         elif isinstance(report, Stepped):

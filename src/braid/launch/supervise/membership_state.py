@@ -30,6 +30,9 @@ Safety, whatever the order of events, also when they are delayed or doubled:
 * There are between `min_ranks` and `max_ranks` members, unless some have finished. Slots that a
   run loses do not make it smaller than `min_ranks`.
 
+Ranks with roles, such as servers and workers, never report ready: there is no epoch, and a loss
+gives a Replace.
+
 Source: membership by epochs as in Birman and Joseph, "Exploiting virtual synchrony in distributed
 systems" (1987), with a central manager; the launcher is the manager.
 """

@@ -43,7 +43,6 @@ CONTEXT = 64  # a small model learns more in many short steps than in few long o
 LR = 6e-3  # close to the highest stable rate of this model
 SEQUENCES = 16  # sequences per batch, rounded down to a multiple of the number of ranks
 BAR_WIDTH = 40
-SAMPLE_ROWS = 6
 CHECKPOINTS = 5  # number of checkpoints of the run with a killed rank
 PIPELINE_PART = 6  # the pipeline run has a sixth of the steps
 KILLED_AFTER = 0.3  # fraction of the steps; the rest leaves time to kill the rank
@@ -324,10 +323,6 @@ def _explain(
     for rank, shares in enumerate(finished.shares):
         figures = "  ".join(f"{name} {share:.0%}" for name, share in shares._asdict().items())
         _print(out, f"    rank {rank:<4}{bar(shares)}  {figures}")
-    if console.sampled is not None:
-        _print(out, "  what it writes now")
-        for row in console.sampled.text.splitlines()[:SAMPLE_ROWS]:
-            _print(out, f"    | {row[:100]}", style="italic")
 
 
 def _next(out: Console, log_dir: str, size: int, took_s: float) -> None:
