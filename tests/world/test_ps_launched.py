@@ -148,7 +148,7 @@ def test_restarts_are_for_ranks_that_can_be_replaced():
             Roles(servers=1, workers=1, on_worker_loss="shrink", restarts=2),
             "together with --on-worker-loss shrink",
         ),
-        (Roles(servers=1, workers=1, restarts=-1), "restarts must be 0 or more, got -1"),
+        (Roles(servers=1, workers=1, restarts=-1), "restarts must be at least 0, got -1"),
     ]
     for options, text in wrong:
         with pytest.raises(ConfigError, match=text):

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from braid.errors import ConfigError, PeerLostError, RendezvousError
-from braid.rpc import RRef, rpc_async
+from braid.errors import CommError, ConfigError, PeerLostError, RendezvousError
+from braid.rpc import RRef, register, rpc_async, rpc_sync
 from braid.rpc.rl.learner import Learner, Statistics
 
 __all__ = ["lead"]
@@ -81,7 +81,8 @@ def lead(
             missing = learner.missing if time.monotonic() >= again_s else ()
             for name in missing:
                 again_s = time.monotonic() + AGAIN_S
-                with contextlib.suppress(PeerLostError, RendezvousError):
+                with contextlib.suppress(CommError, RendezvousError):  # no new process so far
+                    rpc_sync(name, _answer, timeout=AGAIN_S)
                     start(actors.index(name), name)
                     LOG.warning("a new process plays as %s", name)
     finally:
@@ -89,6 +90,11 @@ def lead(
         if late := learner.wait_for_actors(END_S):
             LOG.warning("%s did not end within %g s", ", ".join(late), END_S)
     return learner.statistics
+
+
+@register
+def _answer() -> None:
+    """Return, which shows that this node can be called."""
 
 
 def _ended(learner: Learner, name: str, call: torch.futures.Future[None]) -> None:
