@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.device_fit import _Models, read_iterations
 from braid.errors import ConfigError
 from braid.parallel.tensor_parallel import parallelize
 from braid.plan.described import DescribedModel, count_operations
+from braid.plan.find import fastest_meshes
 from braid.plan.lone_rank import LoneRank
 from braid.plan.plan_file import read_plan
 from braid.plan.profiling import PerRows
@@ -165,3 +167,22 @@ def test_a_program_finds_a_plan_for_its_own_model(tmp_path: Path) -> None:
         )
     with pytest.raises(ConfigError, match=r"missing\.toml cannot be read"):
         braid.find_plan(model, torch.ones(4, 64), batch=16, cluster="missing.toml")
+
+
+def test_the_fastest_mesh_follows_the_network_the_memory_and_the_rounds() -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    x = torch.ones(4, 512)
+
+    def choose(num_ranks: int, bytes_per_s: float = 10e9, **limits: float) -> str:
+        cluster = from_toml(CLUSTER.replace("10e9", f"{bytes_per_s:g}"))
+        how: dict[str, Any] = {"rows": 4096, "shards": 4, "num_microbatches": 4, **limits}
+        return fastest_meshes(model, x, cluster=cluster, **how)(num_ranks)
+
+    assert choose(4) == "dp=4"
+    assert choose(4, 1e8, rows=8) == "pp=4,dp=1"  # weights are larger than activations
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert choose(2, rows=8) == "dp=2"
+    assert choose(2, rows=8, memory_bytes=3.2 * weights) == "pp=2,dp=1"
+    assert choose(1) == "dp=1"
+    with pytest.raises(ConfigError, match="does not fit on 2 ranks of 1e-06 GB"):
+        choose(2, memory_bytes=1e3)

@@ -397,7 +397,7 @@ def elastic_mesh(
             members; `training.model`, `optimizer` and `others` belong to the present epoch.
         mesh: Numbers of ranks along pp, dp and tp, such as `pp=2,dp=2`. With other numbers of ranks
             dp changes, or all ranks are replicas where that is not possible. Or a function that
-            returns the mesh of a number of ranks, such as the best one of `braid plan`.
+            returns the mesh of a number of ranks, such as `plan.find.fastest_meshes`.
         layers: Returns the model as modules in a row; None for an `nn.Sequential`.
         shards: Number of micro-batches of a step; the number of ranks at first when None. Replicas
             take them in turn, and each is a batch of the pipeline.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,10 @@ from braid.parallel.graph import capture, segments
 from braid.plan.costs import ParamDtype, Training
 from braid.plan.described import DescribedMachines, DescribedModel, count_operations
 from braid.plan.plan_file import Plan
-from braid.plan.search import find_splits
+from braid.plan.search import Estimator, Split, find_splits
 from braid.programs.topology import Cluster, read_cluster
 
-__all__ = ["CapturedLayers", "captured_layers", "find_plan"]
+__all__ = ["CapturedLayers", "captured_layers", "fastest_meshes", "find_plan"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -117,11 +118,102 @@ def find_plan(
     Cost: seconds; nothing is trained.
     """
     training = Training(batch, dtype, optimizer_states)
+    costs, machines = _described(model, args, kwargs, cluster, dtype)
+    ranking = find_splits(
+        costs, machines(num_ranks, memory_bytes), training, asynchronous=asynchronous, servers=False
+    )
+    return Plan.of(ranking.estimator, ranking.best)
+
+
+def fastest_meshes(
+    model: nn.Module,
+    *args: Any,
+    rows: int,
+    shards: int,
+    cluster: Cluster | str | Path,
+    shard: int = 0,
+    num_microbatches: int = 1,
+    schedule: str = "1f1b",
+    memory_bytes: float | None = None,
+    dtype: ParamDtype = "fp32",
+    optimizer_states: int = 2,
+    **kwargs: Any,
+) -> Callable[[int], str]:
+    """Return a function that chooses the fastest mesh of a number of ranks.
+
+    `braid.elastic_mesh(build, fastest_meshes(...))` then goes on with the best mesh of the ranks
+    that are left. Considered are stages and replicas, pp x dp; replicas take the micro-batches of a
+    step in rounds.
+
+    Args:
+        model: The model.
+        args: Example arguments of its forward.
+        rows: Rows of a micro-batch of the training.
+        shards: Number of micro-batches of a step.
+        cluster: Cluster with a device, or its TOML file.
+        shard: Stage of sharding over replicas, as for `braid.elastic_mesh`.
+        num_microbatches: Number of parts into which a pipeline divides a micro-batch.
+        schedule: Schedule of a pipeline.
+        memory_bytes: Memory of a rank, if it differs from the device's.
+        dtype: Dtype of parameters and activations: `fp32`, `bf16` or `fp16`.
+        optimizer_states: States of the optimizer for each parameter: 2 for Adam, 1 for momentum.
+        kwargs: Example arguments of the forward, by name.
+
+    Returns:
+        The function. It is the same on all ranks, takes milliseconds, and raises ConfigError if no
+        mesh of a number of ranks fits into the memory.
+
+    Raises:
+        ConfigError: The model cannot be captured, or the cluster has no device.
+
+    Cost: seconds, once; nothing is trained.
+    """
+    costs, machines = _described(model, args, kwargs, cluster, dtype)
+
+    def choose(num_ranks: int) -> str:
+        here = machines(num_ranks, memory_bytes)
+        estimates = []
+        for pp in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
+            dp = num_ranks // pp
+            split = Split(
+                pp=pp,
+                dp=dp,
+                shard=shard if dp > 1 else 0,
+                schedule=schedule,
+                microbatches=num_microbatches if pp > 1 else 1,
+            )
+            if split.num_stages <= costs.num_layers:
+                training = Training(dp * rows, dtype, optimizer_states)
+                estimate = Estimator(costs, here, training).estimate(split)
+                estimates.append((-(-shards // dp) * estimate.seconds, pp, estimate))
+        fitting = [one for one in estimates if one[2].memory.nbytes <= here.memory_bytes]
+        if not fitting:
+            least = min(estimate.memory.nbytes for _, _, estimate in estimates)
+            msg = (
+                f"{costs.model} does not fit on {num_ranks} ranks of {here.memory_bytes / 1e9:.3g} "
+                f"GB: the smallest split needs {least / 1e9:.3g} GB a rank"
+            )
+            raise ConfigError(msg)
+        _, pp, _ = min(fitting)
+        return f"pp={pp},dp={num_ranks // pp}" if pp > 1 else f"dp={num_ranks}"
+
+    return cache(choose)
+
+
+def _described(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    cluster: Cluster | str | Path,
+    dtype: ParamDtype,
+) -> tuple[DescribedModel, Callable[[int | None, float | None], DescribedMachines]]:
+    """Return the costs of a model, and a function of ranks and memory that returns the machines'.
+
+    Raises:
+        ConfigError: The model cannot be captured, or the cluster has no device.
+    """
     if not isinstance(cluster, Cluster):
         cluster = read_cluster(cluster)
-    if memory_bytes is not None and not memory_bytes > 0:
-        msg = f"memory_bytes must be above 0, got {memory_bytes:g}"
-        raise ConfigError(msg)
     device = cluster.device
     if device is None:
         msg = "the cluster has no device: add a [device] with a name, such as t4"
@@ -129,12 +221,16 @@ def find_plan(
     layers = captured_layers(model, *args, **kwargs)
     on_meta = _without_memory(layers.named)  # counting moves the layers
     operations = count_operations(on_meta, layers.sample, dtype=DTYPES[dtype])
-    machines = DescribedMachines(
-        cluster, device, num_ranks=num_ranks, memory_bytes=memory_bytes, dtype=dtype
-    )
-    costs = DescribedModel(type(model).__name__, {1: operations}, device, dtype)
-    ranking = find_splits(costs, machines, training, asynchronous=asynchronous, servers=False)
-    return Plan.of(ranking.estimator, ranking.best)
+
+    def machines(num_ranks: int | None, memory_bytes: float | None) -> DescribedMachines:
+        if memory_bytes is not None and not memory_bytes > 0:
+            msg = f"memory_bytes must be above 0, got {memory_bytes:g}"
+            raise ConfigError(msg)
+        return DescribedMachines(
+            cluster, device, num_ranks=num_ranks, memory_bytes=memory_bytes, dtype=dtype
+        )
+
+    return DescribedModel(type(model).__name__, {1: operations}, device, dtype), machines
 
 
 def _without_memory(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
