@@ -142,7 +142,7 @@ class MeshReplica:
         self.model: HybridParallel
         self.state: TrainingState
         self.group: Group
-        # now, while nobody waits: torch imports its compiler with the first optimizer of a process
+        # torch imports its compiler with the first optimizer: before other ranks wait for this one
         self._first: TrainingState | None = self._made()
 
     @property

@@ -1,6 +1,6 @@
-"""The configuration of a training: one frozen value that travels to every rank as JSON.
+"""The configuration of a training: one frozen value that is sent to every rank as JSON.
 
-All problems that the numbers alone reveal are reported here, before a process is started.
+Problems that are visible in the configuration alone are reported here, before any process starts.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ModelSize(NamedTuple):
     heads: int
 
 
-# The tables of GPT-2 (Radford et al., 2019), and smaller ones that a laptop trains while one
-# watches. The vocabulary is bytes, so the embedding is 256 rows and "gpt2" has 86 million
+# The tables of GPT-2 (Radford et al., 2019), and smaller ones that a laptop trains in
+# minutes. The vocabulary is bytes, so the embedding has 256 rows and "gpt2" has 86 million
 # parameters instead of 124.
 MODELS = {
     "tiny": ModelSize(2, 64, 4),
@@ -49,7 +49,7 @@ MODELS = {
     "gpt2-large": ModelSize(36, 1280, 20),
 }
 
-MEASURED = ("time", "size")  # costs by which stages are balanced
+MEASURED = ("time", "size")  # measured costs that can balance the stages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,57 +58,59 @@ class TrainConfig:
 
     Attributes:
         model: tiny, mini, small, medium, gpt2, gpt2-medium or gpt2-large.
-        data: Text files; Python's own standard library when there are none.
-        steps: Number of optimizer steps in all.
+        data: Text files (default: the sources of Python's standard library).
+        steps: Total number of optimizer steps.
         batch: Sequences of a global batch; a multiple of N.
         context: Bytes of a sequence.
         lr: Peak learning rate.
-        warmup: Steps of linear warm-up (default: a twentieth of all).
+        warmup: Steps of linear warm-up (default: a twentieth of all steps).
         weight_decay: Weight decay of matrices.
         clip: Largest global norm of the gradient.
         seed: Seed of the initial weights and of the order of samples.
-        eval_every: Steps between evaluations on held-out text; 0 for one at the end.
+        eval_every: Steps between evaluations on held-out text; 0 to evaluate only at the end.
         eval_samples: Largest number of sequences of an evaluation.
-        checkpoint_every: Steps between checkpoints; 0 for one at the end.
+        checkpoint_every: Steps between checkpoints; 0 to save only at the end.
         keep: Number of checkpoints to keep.
         log_dir: Directory for logs, metrics and checkpoints (default: ./runs/<date>_<hex>; with
             --resume auto the last run).
-        reference_shards: Run this many shards in turn on one rank: the same bits as that many
-            ranks.
+        reference_shards: Number of shards to run in turn on one rank; the result has the same bits
+            as training on that number of ranks.
         sample_bytes: Length of the text that is generated at the end.
-        mesh: Arrangement of the ranks: pp=2 for a pipeline, tp=2 for divided layers, with dp=2 for
-            two of either (default: all data parallel).
+        mesh: Sizes of the mesh axes, such as pp=2 for pipeline, tp=2 for tensor, cp=2 for context
+            and dp=2 for data parallelism, or several of them (default: all data parallel).
         schedule: Schedule of a pipeline, such as gpipe, 1f1b, zbv or v_half; or a file with a
             program, also as CSV of torch's pipelining.
-        microbatches: Micro-batches of a pipeline; of a step, with --versions 2bw.
-        balance: Layers of the stages of a pipeline: by measured time or size, or their numbers,
-            such as 3,4,3 (default: as even as possible).
-        recompute: Micro-batches that are computed again in backward to save memory: always,
-            except_last, never, or a number of layers between what is kept.
-        versions: Train on an asynchronous pipeline, which steps without waiting, with the weights
-            of stash, vertical_sync or 2bw (PipeDream). Without --mesh, each of -n ranks (default:
-            2) is a stage.
-        stage_replicas: Ranks of each stage of an asynchronous pipeline, such as 3,1 (default: 1).
+        microbatches: Micro-batches per step of a pipeline; with --versions, only for 2bw.
+        balance: Division of the layers over the stages of a pipeline: time or size (measured), or
+            the number of layers of each stage, such as 3,4,3 (default: as even as possible).
+        recompute: Micro-batches that recompute activations in backward to save memory: always,
+            except_last, never, or the number of layers between two stored activations.
+        versions: Train on an asynchronous pipeline, which steps without waiting: stash,
+            vertical_sync or 2bw (PipeDream) chooses the weight versions. Without --mesh, each of
+            -n ranks (default: 2) is a stage.
+        stage_replicas: Number of ranks of each stage of an asynchronous pipeline, such as 3,1
+            (default: 1).
         flush_every: Steps between flushes of an asynchronous pipeline, at which Ctrl-C is noticed;
-            lower it if so many take longer than 30 s.
-        stale_lr_steps: Steps of an asynchronous pipeline in which each stage's learning rate grows
-            from 1 / (age of its gradients) of --lr to the whole (PipeMare); 0 for whole rates.
-        shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
-            for gradients, too, 3 for parameters, too; 0 for nothing.
+            lower it if these steps take longer than 30 s.
+        stale_lr_steps: Number of first steps of an asynchronous pipeline in which a stage's
+            learning rate grows from lr / (age of its gradients) to lr (PipeMare); 0 to disable.
+        shard: ZeRO stage. 1 shards optimizer states over ranks, 2 also gradients, 3 also
+            parameters; 0 shards nothing.
         strategy: ps for a parameter server with N workers (default: collectives).
-        servers: Servers of a parameter server.
-        replicas: Copies of each shard of its tables on other servers.
-        staleness: Steps that a worker may be ahead of the slowest one.
-        min_ranks: Number of ranks with which the training goes on in place when others are lost
-            (default: all).
-        spares: Ranks that wait for a loss, with --min-ranks.
-        restarts: Processes that are started for lost ranks, with --min-ranks.
-        batch_per_rank: Rule by which the learning rate follows the number of ranks (linear, sqrt or
-            constant), and each rank keeps its number of samples, with --min-ranks; empty if a step
-            keeps them.
-        verify: Steps between two checks of gradients by other ranks, with --min-ranks; 0 for none.
-        replace_slow: Factor, such as 2, by which a rank that is replaced is slower than its peers,
-            with --min-ranks; 0 for none.
+        servers: Number of servers of the parameter server.
+        replicas: Number of copies of each shard of a parameter server's tables on other servers.
+        staleness: Number of steps that a worker may be ahead of the slowest worker.
+        min_ranks: Smallest number of ranks with which the training continues, without a restart,
+            after ranks are lost (default: all).
+        spares: Number of idle ranks that replace lost ranks, with --min-ranks.
+        restarts: Largest number of processes started to replace lost ranks, with --min-ranks.
+        batch_per_rank: Keep the number of samples per rank, and scale the learning rate with the
+            number of ranks by this rule (linear, sqrt or constant), with --min-ranks (default:
+            keep the number of samples per step).
+        verify: Steps between checks in which ranks recompute each other's gradients, with
+            --min-ranks; 0 for none.
+        replace_slow: Replace a rank that is slower than its peers by this factor, such as 2, with
+            --min-ranks; 0 to keep slow ranks.
         device: Device of each rank: auto for the GPU of its local rank if torch sees one, else the
             CPU. Ranks share GPUs if there are fewer.
         dtype: Dtype of matrix products: fp32, or bf16 by autocast. Parameters are float32.
@@ -212,20 +214,20 @@ class TrainConfig:
             problems.append(f"shard must be 0, 1, 2 or 3, got {self.shard}")
         if self.shard and self.reference_shards:
             problems.append(
-                f"shard={self.shard} divides over ranks, and reference_shards="
+                f"shard={self.shard} shards over ranks, and reference_shards="
                 f"{self.reference_shards} runs on one: leave one of them out"
             )
         problems += self._server_problems() + self._version_problems() + self._elastic_problems()
         raise_all(problems)
 
     def _server_problems(self) -> list[str]:
-        """Return what is wrong with the options of a parameter server."""
+        """Return the errors in the options of a parameter server."""
         if self.strategy not in {"", "ps"}:
             return [f"strategy must be ps or left out, got {self.strategy!r}"]
         if not self.strategy:
             options = {"servers": 1, "replicas": 0, "staleness": 0}
             return [
-                f"{name} is of a parameter server: add --strategy ps"
+                f"{name} needs a parameter server: add --strategy ps"
                 for name, default in options.items()
                 if getattr(self, name) != default
             ]
@@ -240,7 +242,7 @@ class TrainConfig:
         return problems
 
     def _elastic_problems(self) -> list[str]:
-        """Return what is wrong with the options of a training whose ranks may change."""
+        """Return the errors in the options of an elastic training."""
         further = {"spares": 0, "restarts": 3, "batch_per_rank": "", "verify": 0}
         further |= {"replace_slow": 0.0}
         if not self.min_ranks:
@@ -257,15 +259,15 @@ class TrainConfig:
             if getattr(self, name) != default
         ]
         if self.mesh and "cp" in dict(Mesh.parse(self.mesh).axes):
-            problems.append(f"--min-ranks: {self.mesh} has cp, and may have pp, dp and tp")
+            problems.append(f"--min-ranks does not support cp: {self.mesh} may have pp, dp and tp")
         return problems
 
     def _version_problems(self) -> list[str]:
-        """Return what is wrong with the options of an asynchronous pipeline."""
+        """Return the errors in the options of an asynchronous pipeline."""
         if not self.versions:
-            given = [f"stage_replicas={self.stage_replicas}"] * bool(self.stage_replicas)
-            given += [f"stale_lr_steps={self.stale_lr_steps}"] * (self.stale_lr_steps > 0)
-            return [f"{one} is of an asynchronous pipeline: add --versions stash" for one in given]
+            used = [f"stage_replicas={self.stage_replicas}"] * bool(self.stage_replicas)
+            used += [f"stale_lr_steps={self.stale_lr_steps}"] * (self.stale_lr_steps > 0)
+            return [f"{one} needs an asynchronous pipeline: add --versions stash" for one in used]
         problems = []
         if self.stage_replicas and min(_sizes_in(self.stage_replicas), default=0) < 1:
             problems.append(
@@ -281,23 +283,23 @@ class TrainConfig:
             if getattr(self, name) != default
         ]
         if self.recompute not in RECOMPUTE_MODES:
-            problems.append(f"--versions {self.versions} needs a mode of --recompute, no number")
+            problems.append(f"--versions {self.versions} needs a mode of --recompute, not a number")
         return problems
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Number of ranks of each stage of an asynchronous pipeline, also of an emulated one."""
+        """Number of ranks of each stage of an asynchronous pipeline, real or emulated."""
         one_each = (1,) * (self.reference_shards or self.num_stage_ranks)
         return _sizes_in(self.stage_replicas) or one_each
 
     @property
     def every(self) -> int:
-        """Micro-batches between two steps of an asynchronous pipeline."""
+        """Number of micro-batches per optimizer step of an asynchronous pipeline."""
         return self.microbatches if self.versions == "2bw" else 1
 
     @property
     def num_helpers(self) -> int:
-        """Ranks that do not train: a scheduler and servers."""
+        """Number of ranks that do not train: a scheduler and servers."""
         return 1 + self.servers if self.strategy else 0
 
     @property
@@ -323,35 +325,35 @@ class TrainConfig:
         axes = dict(Mesh.parse(self.mesh).axes) if self.mesh else {}
         if others := set(axes) - {"pp", "tp", "cp", "dp"}:
             msg = (
-                f"--mesh {self.mesh}: {', '.join(sorted(others))} is not there yet: use pp=N for a "
-                "pipeline, tp=N for divided layers, cp=N for divided sequences and dp=N for "
-                "replicas, in any combination"
+                f"--mesh {self.mesh}: {', '.join(sorted(others))} is not supported: use pp=N for "
+                "pipeline, tp=N for tensor, cp=N for context and dp=N for data parallelism, in any "
+                "combination"
             )
             raise ConfigError(msg)
         return axes.get("pp", 1)
 
     @property
     def is_on_mesh(self) -> bool:
-        """Whether ranks share a replica, or a pipeline of one stage accumulates gradients."""
+        """Whether several ranks form a replica, or a one-stage pipeline accumulates gradients."""
         is_row = bool(self.mesh) and "pp" in Mesh.parse(self.mesh).axes
         return is_row or self.num_tensor_ranks * self.num_sequence_ranks > 1
 
     @property
     def num_tensor_ranks(self) -> int:
-        """Number of ranks over which layers are divided; 1 if they are whole."""
+        """Number of ranks over which layers are sharded; 1 without tensor parallelism."""
         return dict(Mesh.parse(self.mesh).axes).get("tp", 1) if self.mesh else 1
 
     @property
     def num_sequence_ranks(self) -> int:
-        """Number of ranks over which sequences are divided; 1 if they are whole."""
+        """Number of ranks over which sequences are sharded; 1 without context parallelism."""
         return dict(Mesh.parse(self.mesh).axes).get("cp", 1) if self.mesh else 1
 
     def check_ranks(self, num_ranks: int) -> int:
-        """Check that this many ranks can train, and return the number of shards of a batch.
+        """Check that `num_ranks` ranks can train, and return the number of shards of a batch.
 
         Raises:
-            ConfigError: There are no ranks, the batch cannot be shared, or a reference would run on
-                several ranks.
+            ConfigError: `num_ranks` is below 1 or does not fit the mesh, the batch cannot be
+                divided, or `reference_shards` is used with several ranks.
         """
         if num_ranks < 1:
             msg = f"the number of ranks must be at least 1, got {num_ranks}"
@@ -378,7 +380,7 @@ class TrainConfig:
         if chunks > 2 and self.context % chunks:
             msg = (
                 f"--mesh {self.mesh}: sequences of {self.context} tokens cannot be divided into "
-                f"{chunks} equal chunks, two of each rank: use --context "
+                f"{chunks} equal chunks, two per rank: use --context "
                 f"{-(-self.context // chunks) * chunks}"
             )
             raise ConfigError(msg)
@@ -396,7 +398,7 @@ class TrainConfig:
         return shards
 
     def _check_stages(self) -> None:
-        """Check that the model has a layer for each stage, and a schedule a pipeline."""
+        """Check that every stage has a layer, and that pipeline options have a pipeline."""
         num_ranks = self.num_stage_ranks
         if self.versions:
             self._check_versions()
@@ -407,7 +409,7 @@ class TrainConfig:
             for name, default in (("schedule", "1f1b"), *whole, *alone):
                 value = getattr(self, name)
                 if value != default:
-                    msg = f"--{name} {value} is of a pipeline: add --mesh pp=2, or another"
+                    msg = f"--{name} {value} needs a pipeline: add --mesh pp=2, or more stages"
                     raise ConfigError(msg)
             return
         stages = self.num_stages
@@ -427,23 +429,23 @@ class TrainConfig:
             raise ConfigError(msg)
 
     def _check_versions(self) -> None:
-        """Check that an asynchronous pipeline is alone on its mesh, with enough micro-batches."""
+        """Check the mesh, replicas and micro-batches of an asynchronous pipeline."""
         stages, num_ranks = len(self.counts), self.reference_shards or self.num_stage_ranks
         if sum(self.counts) != num_ranks:
             msg = (
-                f"--stage-replicas {self.stage_replicas} are {sum(self.counts)} ranks, and there "
+                f"--stage-replicas {self.stage_replicas} needs {sum(self.counts)} ranks, and there "
                 f"are {num_ranks}"
             )
             raise ConfigError(msg)
         if set(dict(Mesh.parse(self.mesh).axes) if self.mesh else ()) - {"pp"}:
             msg = (
-                f"--versions {self.versions} trains on a pipeline alone: use --mesh "
+                f"--versions {self.versions} supports only the mesh axis pp: use --mesh "
                 f"pp={Mesh.parse(self.mesh).size}"
             )
             raise ConfigError(msg)
         if self.versions == "2bw" and self.microbatches < stages:
             msg = (
-                f"--versions 2bw needs as many micro-batches as stages: add --microbatches {stages}"
+                f"--versions 2bw needs {stages} or more micro-batches: add --microbatches {stages}"
             )
             raise ConfigError(msg)
         if self.batch < self.every:
@@ -456,7 +458,7 @@ class TrainConfig:
         return str(Path(self.log_dir, "checkpoints"))
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of a step (the first is 0): linear warm-up, then half a cosine to a tenth.
+        """Learning rate of a step (the first is 0): linear warm-up, then cosine to a tenth.
 
         Source: I. Loshchilov, F. Hutter, "SGDR", ICLR 2017; without restarts.
         """
@@ -480,17 +482,17 @@ class TrainConfig:
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, ValueError) as exc:
-            msg = f"the configuration of a training is not valid JSON for it, {text[:80]!r}: {exc}"
+            msg = f"the configuration of a training is not valid JSON, {text[:80]!r}: {exc}"
             raise ConfigError(msg) from exc
 
 
 def _sizes_in(balance: str) -> tuple[int, ...]:
-    """Return the numbers of a list such as 3,4,3; none if it is no such list."""
+    """Return the numbers in a list such as 3,4,3; empty for any other text."""
     parts = [part.strip() for part in balance.split(",")]
     return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
 
 
 def checkpoints_in(where: str) -> Path:
-    """Return the directory of the checkpoints of a run; any other path as it is."""
+    """Return the directory with a run's checkpoints; return any other path unchanged."""
     inner = Path(where) / "checkpoints"
     return inner if inner.is_dir() else Path(where)

@@ -155,7 +155,7 @@ class Roles:
 
     @property
     def _on_worker_loss(self) -> str:
-        """What happens when a worker dies: as chosen, or what restarts need."""
+        """Policy for a worker that dies: the chosen one, or `wait` with restarts."""
         return self.on_worker_loss or ("wait" if self.restarts else "")
 
     @property

@@ -61,8 +61,8 @@ class JobEnvironment:
         debugged: Whether a person debugs one of the ranks, so that deadlines of collectives wait.
         elastic: Part in a run whose members may change: `founder` for a rank that begins it,
             `newcomer` for one that joins; empty if members are fixed.
-        replaces: Lost rank whose role this process has, for programs with roles, such as servers
-            and workers; -1 for none. The program sees it as `RANK`.
+        replaces: Lost rank that this process replaces in its role, such as a server's or a
+            worker's; -1 for none. The program sees it as `RANK`.
         takes_faults: Whether the rank flips bits in its gradients when a signal asks for it.
     """
 
@@ -201,7 +201,7 @@ class JobEnvironment:
 
     @property
     def place(self) -> int:
-        """Rank whose role this process has: its own, or that of the rank that it replaces."""
+        """Rank that a program sees: the rank of this process, or the rank that it replaces."""
         return self.rank if self.replaces < 0 else self.replaces
 
     @property
