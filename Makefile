@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # bytecode of tests is kept, also where an environment says otherwise: each worker would rewrite their assertions each time
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-torch gpu-wheels proof check bench docs engines frameworks clean
+.PHONY: demo test test-all test-torch package gpu-wheels proof check bench docs engines frameworks clean
 
 demo: $(READY)
 	$(BIN)/braid demo
@@ -61,6 +61,16 @@ $(VENV)-frameworks/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-frameworks
 	$(VENV)-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,frameworks]'
 	touch $@
+
+# a wheel and an sdist in dist/, checked, and installed into an environment of their own
+package: $(READY)
+	rm -rf dist $(VENV)-package
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build twine
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv $(VENV)-package
+	$(VENV)-package/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd dist && ../$(VENV)-package/bin/braid doctor && ../$(VENV)-package/bin/braid demo --log-dir demo
 
 # what tests/gpu/kit.sh needs on a machine that has torch and Python 3.12, but no registry
 gpu-wheels: $(READY)
