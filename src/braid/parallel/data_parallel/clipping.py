@@ -1,9 +1,9 @@
 """Norm of all gradients, and clipping by it, with the same result on all ranks.
 
-After backward every rank with a replica holds the averaged gradients, so the norm of its gradients
-is the norm of the whole and nothing is sent. Clip after the average: clipping before it, or each
-rank's own part, computes something else. Sums are in 32 bits at least, whatever the gradients'
-dtype. Sparse gradients are included.
+After backward every rank holds the averaged gradients, so the norm of its gradients is the norm of
+all and nothing is sent. Clip after the average: clipping before it, or the gradients of each rank
+alone, gives another result. Sums are in 32 bits at least, for any dtype of the gradients. Sparse
+gradients are included.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def grad_norm(
     """Return the norm of all gradients as if they were one vector.
 
     Args:
-        parameters: Parameters after backward; those without a gradient are left out, and one that
-            comes twice counts once.
+        parameters: Parameters after backward; parameters without a gradient are skipped, and
+            duplicates count once.
         norm_type: p of the p-norm; may be infinite.
 
     Raises:
@@ -34,8 +34,10 @@ def grad_norm(
     if not norm_type > 0:
         msg = f"norm_type must be above 0, got {norm_type}"
         raise ConfigError(msg)
-    given = [parameters] if isinstance(parameters, torch.Tensor) else dict.fromkeys(parameters)
-    norms = [_norm(param.grad, norm_type) for param in given if param.grad is not None]
+    unique_params = (
+        [parameters] if isinstance(parameters, torch.Tensor) else dict.fromkeys(parameters)
+    )
+    norms = [_norm(param.grad, norm_type) for param in unique_params if param.grad is not None]
     if not norms:
         return torch.zeros(())
     device = norms[0].device
@@ -60,31 +62,31 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         msg = f"max_norm must not be negative, got {max_norm}"
         raise ConfigError(msg)
-    given = (
+    unique_params = (
         [parameters] if isinstance(parameters, torch.Tensor) else list(dict.fromkeys(parameters))
     )
-    total = grad_norm(given, norm_type)
+    total = grad_norm(unique_params, norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         msg = (
-            f"norm of the gradients is {total.item()}: see nonfinite= of DistributedDataParallel "
-            "for whose they are"
+            f'norm of the gradients is {total.item()}: pass nonfinite="raise" to '
+            "DistributedDataParallel to see which rank and parameter"
         )
         raise ConfigError(msg)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for param in given:
+    for param in unique_params:
         if param.grad is not None:
-            # values() wants it coalesced
+            # values() needs a coalesced tensor
             numbers = sparse_values(param.grad) if param.grad.is_sparse else param.grad
-            numbers.mul_(factor.to(numbers.device))  # not in 16 bits, where a small factor is zero
+            numbers.mul_(factor.to(numbers.device))  # in 16 bits a small factor would be zero
     return total
 
 
 def _norm(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
     numbers = grad.coalesce().values() if grad.is_sparse else grad
     wide = torch.float64 if numbers.dtype == torch.float64 else torch.float32
-    if not numbers.numel():  # has no largest number
+    if not numbers.numel():  # the infinity norm of an empty tensor raises
         return torch.zeros((), dtype=wide, device=numbers.device)
-    own: torch.Tensor = torch.linalg.vector_norm(
+    norm: torch.Tensor = torch.linalg.vector_norm(
         numbers.abs() if numbers.is_complex() else numbers, norm_type, dtype=wide
     )
-    return own
+    return norm

@@ -1,4 +1,4 @@
-"""Devices by torch's several names: 0, "cuda:0" and torch.device("cuda", 0) are the same one."""
+"""Conversion of torch's device spellings: 0, "cuda:0" and torch.device("cuda", 0) are the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def as_device(device_like: DeviceLike) -> torch.device:
         device_like: Number of a GPU (-1 is the CPU, as in torch), a name, or a device.
 
     Raises:
-        ConfigError: There is no such device.
+        ConfigError: The device does not exist.
     """
     if isinstance(device_like, int):
         device = torch.device("cpu") if device_like == -1 else torch.device("cuda", device_like)
@@ -30,12 +30,12 @@ def as_device(device_like: DeviceLike) -> torch.device:
         try:
             device = torch.device(device_like)
         except (RuntimeError, TypeError) as exc:
-            msg = f"{device_like!r} is no device, such as 0, 'cuda:0' or 'cpu': {exc}"
+            msg = f"{device_like!r} is not a device such as 0, 'cuda:0' or 'cpu': {exc}"
             raise ConfigError(msg) from exc
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
-    index: int | None = device.index  # torch's stubs know no None
+    index: int | None = device.index  # torch's stubs omit None
     if index is None and count:
         return torch.device("cuda", torch.cuda.current_device())
     if index is None or index >= count:
@@ -51,8 +51,8 @@ def devices_for(module: nn.Module, wanted: Sequence[DeviceLike] | None) -> list[
     """Return the devices of a module's replicas.
 
     Args:
-        module: Module that stays where it is when there is no GPU.
-        wanted: Devices by number or name; None for all GPUs.
+        module: Module that stays on its device if there are no GPUs.
+        wanted: Devices by number or name; None selects all GPUs.
 
     Raises:
         ConfigError: `wanted` is empty, or names a device that does not exist.

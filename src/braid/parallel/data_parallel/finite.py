@@ -1,12 +1,11 @@
-"""Reactions to NaN and infinity: once per step, the same on all ranks, by name.
+"""Reactions to NaN and infinite gradients: once per step, the same on all ranks, with names.
 
-Problem: a NaN on one rank is in everybody's average a moment later, and nobody can say whose it
-was.
+Problem: after an average, the NaN of one rank is in the gradients of all ranks, and the rank and
+the parameter that caused it are unknown.
 
-Idea: every rank looks at its own gradients before they are sent (one number of each, or all), and
-reports the result beside them (`gradients.status`). So all ranks know the step, the ranks and the
-parameters, and react alike. Methods that average parameters instead of gradients have a check of
-the averages.
+Idea: every rank checks its gradients before they are sent (one number of each, or all), and sends
+the result with them (`gradients.status`). So all ranks know the step, the ranks and the parameters,
+and react in the same way. Methods that average parameters instead of gradients check the averages.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = [
     "nonfinite_handler",
 ]
 
-MANY = 10  # steps in a row that are skipped: no accident any more
+MANY = 10  # skipped steps in a row that indicate a lasting problem
 
 
 class NonFinite(NamedTuple):
@@ -41,7 +40,7 @@ class NonFinite(NamedTuple):
     Attributes:
         step: Number of the averaging, from 1.
         ranks: Global ranks that have them.
-        parameters: Names of the parameters, the last of the module first: a NaN spreads from the
+        parameters: Names of the parameters, last of the module first, since a NaN spreads from the
             loss towards the inputs.
     """
 
@@ -68,16 +67,16 @@ AVERAGE_CHOICES = CHOICES[:3]  # averages of parameters cannot be skipped
 def nonfinite_handler(
     choice: str | NonfiniteHandler, parameters: Sequence[torch.Tensor]
 ) -> NonfiniteHandler:
-    """Return the handler that a user's choice means.
+    """Return the handler for a user's choice.
 
     Args:
         choice: "ignore"; "warn", once; "raise" NonFiniteError; "skip": leave all gradients None,
             so that the optimizer does nothing, and warn of the first step and of many in a row;
             or a function.
-        parameters: Parameters whose gradients "skip" drops.
+        parameters: Parameters; "skip" drops their gradients.
 
     Raises:
-        ConfigError: The choice is none of these.
+        ConfigError: The choice is not one of these.
     """
     if callable(choice):
         return choice
@@ -97,7 +96,7 @@ def nonfinite_handler(
 def handle_nonfinite(
     outcome: AveragingOutcome, ranks: tuple[int, ...], handler: NonfiniteHandler
 ) -> None:
-    """Call `handler` if gradients of some rank are not finite.
+    """Call `handler` if gradients of any rank are not finite.
 
     Args:
         outcome: Outcome of an averaging.
@@ -106,12 +105,12 @@ def handle_nonfinite(
     """
     if not any(outcome.status.nonfinite):
         return
-    own = tuple(ranks[rank] for rank in outcome.status.ranks(RankState.NONFINITE))
-    handler(NonFinite(outcome.number, own, tuple(reversed(outcome.nonfinite))))
+    nonfinite_ranks = tuple(ranks[rank] for rank in outcome.status.ranks(RankState.NONFINITE))
+    handler(NonFinite(outcome.number, nonfinite_ranks, tuple(reversed(outcome.nonfinite))))
 
 
 class _WarnOnce:
-    """Warns of the first step."""
+    """Handler that warns about the first step only."""
 
     def __init__(self) -> None:
         self._warned = False
@@ -120,7 +119,8 @@ class _WarnOnce:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{cause}; they are in everybody's averages now. Later ones are not reported: "
+                f"{cause}; the averages of all ranks contain them now. Later ones are not "
+                "reported: "
                 "choose nonfinite='raise' or 'skip' to react to them, 'ignore' if a gradient "
                 "scaler does",
                 RuntimeWarning,
@@ -137,12 +137,12 @@ def _raise(cause: NonFinite) -> None:
 
 
 class _Skip:
-    """Drops gradients; warns of the first step, and when every step is skipped."""
+    """Handler that drops gradients, and warns at the first step and after `MANY` in a row."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._num_skipped = 0
-        self._row = range(0)  # steps that have been skipped one after the other
+        self._row = range(0)  # consecutive skipped steps
 
     def __call__(self, cause: NonFinite) -> None:
         for param in self._parameters:
@@ -160,7 +160,7 @@ class _Skip:
             )
         elif self._num_skipped == 1:
             warnings.warn(
-                f"{cause}; the step is skipped. Later ones are not reported, but for {MANY} in a "
+                f"{cause}; the step is skipped. Later ones are not reported, except {MANY} in a "
                 "row",
                 RuntimeWarning,
                 stacklevel=2,
@@ -168,10 +168,10 @@ class _Skip:
 
 
 class FiniteCheck:
-    """Names the parameters that are NaN or infinite, before an average replaces them.
+    """Check of parameter averages that names NaN or infinite parameters before they are replaced.
 
-    An average is not finite if the share of any rank is not. So all ranks see it in their own
-    copy of the average, and only then ask each other whose share it was.
+    An average is not finite if the share of any rank is not finite. So every rank detects it in its
+    copy of the average; only then do ranks exchange which of their parameters are not finite.
 
     Args:
         nonfinite: "ignore", "warn" (once) or "raise", the same on all ranks.
@@ -181,8 +181,8 @@ class FiniteCheck:
         ConfigError: `nonfinite` is something else.
 
     Cost:
-        A pass over the average; where it is not finite, one over the parameters and an
-        all_gather of a byte for each parameter.
+        A pass over the average; if it is not finite, a pass over the parameters and an all_gather
+        of a byte per parameter.
     """
 
     def __init__(self, nonfinite: str, method: str) -> None:
@@ -211,7 +211,7 @@ class FiniteCheck:
         cause = f"{_cause(params, group)} in step {step} of {self._method}"
         if self.nonfinite == "raise":
             msg = (
-                f"{cause}. No parameter has been changed: each rank still has its own. Look at "
+                f"{cause}. No parameter has been changed: they still differ between ranks. Look at "
                 "the batches of that rank, lower the learning rate or clip gradients"
             )
             raise NonFiniteError(msg)
@@ -227,14 +227,14 @@ class FiniteCheck:
 
 def _is_finite(flat: torch.Tensor) -> bool:
     total = flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32))
-    return bool(total.isfinite()) or bool(flat.isfinite().all())  # a sum may overflow
+    return bool(total.isfinite()) or bool(flat.isfinite().all())  # the sum may overflow
 
 
 def _cause(params: Sequence[torch.Tensor], group: Group) -> str:
     """Describe which parameters are not finite on which ranks; a collective."""
     flags = [not bool(param.isfinite().all()) for param in params]
-    own = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-    table = group.all_gather(own).view(group.size, -1)
+    flags_tensor = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+    table = group.all_gather(flags_tensor).view(group.size, -1)
     ranks = [str(group.ranks[int(row)]) for row in table.any(1).nonzero()]
     positions = [int(column) for column in table.any(0).nonzero()]
     if not ranks:

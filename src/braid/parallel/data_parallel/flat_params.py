@@ -1,9 +1,9 @@
 """All parameters as one flat tensor per dtype and device, for methods that exchange parameters.
 
-Unlike gradients, parameters belong to the user and stay where they are; they are copied out,
+Unlike gradients, parameters belong to the user and keep their memory; they are copied out,
 exchanged in few long messages, and copied back.
 
-Cost: one copy of the parameters in memory, two passes over them an exchange.
+Cost: memory for one copy of the parameters; two passes over them per exchange.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Params = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
 
 class FlatParams:
-    """Parameters and memory for a flat copy.
+    """Parameters, and memory for a flat copy of them.
 
     Args:
         params: Parameters in the same order on all ranks.
@@ -57,7 +57,7 @@ class FlatParams:
         self.flats = [buffer.tensor for buffer in self._buffers]
 
     def holds(self, params: Sequence[torch.Tensor]) -> bool:
-        """Return whether these are the parameters of the flat copy."""
+        """Return whether `params` are exactly the parameters of the flat copy."""
         same = len(params) == len(self.params)
         return same and all(a is b for a, b in zip(params, self.params, strict=True))
 
@@ -65,10 +65,10 @@ class FlatParams:
     def agreed(
         cls, params: Sequence[nn.Parameter], group: Group, **arguments: object
     ) -> FlatParams:
-        """Compare parameters and arguments of all members, and make flat copies; a collective.
+        """Compare parameters and arguments across the group, and make flat copies; a collective.
 
         Raises:
-            MismatchError: Members have other parameters, or another order; the message shows where.
+            MismatchError: Parameters or their order differ between ranks; the message shows where.
         """
         named = ((str(number), param) for number, param in enumerate(params))
         ParamTable.named(named).compare(group, arguments)
@@ -77,7 +77,7 @@ class FlatParams:
 
     @torch.no_grad()
     def read(self) -> list[torch.Tensor]:
-        """Copy the parameters to `flats`, and return these."""
+        """Copy the parameters to `flats`, and return `flats`."""
         for param, view in self._pairs():
             view.copy_(param)
         return self.flats
@@ -89,7 +89,7 @@ class FlatParams:
             param.copy_(view)
 
     def views(self) -> list[list[torch.Tensor]]:
-        """Return the views of the parameters, for each of `flats`."""
+        """Return views with the parameters' shapes, grouped by flat copy."""
         return [buffer.views for buffer in self._buffers]
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -103,10 +103,13 @@ class FlatParams:
 
 
 def parameters_in(params: Params) -> list[nn.Parameter]:
-    """Return the parameters that require a gradient, each once, also out of an optimizer's groups.
+    """Return the parameters that require a gradient, without duplicates.
+
+    Args:
+        params: Parameters, or parameter groups of an optimizer.
 
     Raises:
-        ConfigError: `params` is something else, or there are none.
+        ConfigError: `params` contains anything else, or no parameter requires a gradient.
     """
     required: list[nn.Parameter] = []
     for item in params:
@@ -114,7 +117,7 @@ def parameters_in(params: Params) -> list[nn.Parameter]:
         strangers = [x for x in members if not isinstance(x, torch.Tensor)]
         if strangers:
             msg = (
-                f"got {type(strangers[0]).__name__} in place of a parameter: pass "
+                f"expected parameters, got {type(strangers[0]).__name__}: pass "
                 "model.parameters(), or an optimizer's param_groups"
             )
             raise ConfigError(msg)
@@ -126,7 +129,7 @@ def parameters_in(params: Params) -> list[nn.Parameter]:
 
 
 def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -> None:
-    """Refuse parameters that were added or unfrozen after `what` was made.
+    """Raise if parameters were added or unfrozen after `what` was made.
 
     Raises:
         ConfigError: There are such parameters.
@@ -138,7 +141,7 @@ def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -
     if others:
         msg = (
             f"parameters of shapes {', '.join(map(str, others[:8]))} have been unfrozen or added "
-            f"since {what} was made, and would not be exchanged: make {what} anew on all ranks"
+            f"since {what} was made, and would not be exchanged: make a new {what} on all ranks"
         )
         raise ConfigError(msg)
 
@@ -147,9 +150,9 @@ def mean(flat: FlatParams, group: Group, check: FiniteCheck, step: int) -> None:
     """Replace the parameters by their mean over `group`; a collective.
 
     Raises:
-        NonFiniteError: `check` does.
+        NonFiniteError: An average is not finite, and `check` raises.
 
-    Cost: 2 (n-1)/n l bytes a rank.
+    Cost: 2 (n-1)/n l bytes sent per rank.
     """
     flats = flat.read()
     with group.coalesce(steps_by=StepsBy.WAITER) as batch:
@@ -161,7 +164,7 @@ def mean(flat: FlatParams, group: Group, check: FiniteCheck, step: int) -> None:
 
 
 def make_equal(flat: FlatParams, group: Group) -> None:
-    """Copy the parameters of the group's first rank to all; a collective."""
+    """Copy the parameters of the group's first rank to all ranks; a collective."""
     for tensor in flat.read():
         group.broadcast(tensor, 0)
     flat.write()

@@ -1,12 +1,12 @@
 """LARS and LAMB: one learning rate per layer, for batches that grow with the number of ranks.
 
-Problem: twice the ranks are twice the batch, and half the steps for the same data. To learn as
-much, steps must be longer; but layers whose weights are small beside their gradients diverge long
-before the others have moved.
+Problem: twice the ranks are twice the batch, and half the steps for the same data. To make the same
+progress, steps must be longer; but layers with weights that are small compared to their gradients
+diverge before the other layers have moved far.
 
-Idea: scale each layer's step by its trust ratio, the norm of its weights over the norm of its
-update, so that every layer moves by the same share of its own size. LARS does this to momentum SGD,
-LAMB to Adam.
+Idea: scale the step of each layer by its trust ratio, the norm of its weights divided by the norm
+of its update, so that every layer moves by the same fraction of its norm. LARS does this to
+momentum SGD, LAMB to Adam.
 
     LARS    trust  = coefficient |w| / (|g| + decay |w|)
             update = trust (g + decay w), through momentum
@@ -16,12 +16,12 @@ LAMB to Adam.
             trust  = |w| / |update|
             w     -= lr trust update
 
-A layer of which one of these norms is zero takes a plain step (trust 1).
+A layer with one of these norms equal to zero takes a plain step (trust 1).
 
 Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017), algorithm 1;
 You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 Minutes", ICLR 2020,
-algorithm 2. In LARS the learning rate is outside of the momentum, as in torch's SGD: where it
-changes from step to step, the paper's old updates keep their old one.
+algorithm 2. In LARS the learning rate is outside of the momentum, as in torch's SGD: when it
+changes between steps, the paper's momentum keeps the old rate for old updates.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class LARS(torch.optim.Optimizer):
         params: Parameters or groups of them; a group with `trust=False` (biases, norms) takes plain
             steps.
         lr: Learning rate of all layers.
-        momentum: Share of the last update that stays.
+        momentum: Factor of the accumulated update at every step.
         weight_decay: Factor of the weight that is added to the gradient.
-        trust_coefficient: Share of its size by which a layer moves with lr 1.
+        trust_coefficient: Fraction of its norm by which a layer moves at lr 1.
         eps: Number added to a divisor, against division by zero.
-        nesterov: Whether to look ahead, as in SGD.
+        nesterov: Whether to use Nesterov momentum, as in SGD.
 
     Raises:
         ConfigError: A number is out of range.
@@ -84,7 +84,7 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; `closure`, if there is one, computes the loss anew."""
+        """Take one step; `closure`, if given, recomputes the loss."""
         loss = _loss(closure)
         for group in self.param_groups:
             for param in group["params"]:
@@ -141,7 +141,7 @@ class LAMB(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; `closure`, if there is one, computes the loss anew."""
+        """Take one step; `closure`, if given, recomputes the loss."""
         loss = _loss(closure)
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -170,12 +170,12 @@ class LAMB(torch.optim.Optimizer):
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as their parts, each with its own moments, as in torch's Adam."""
+    """Return complex numbers as pairs of real numbers with separate moments, as torch's Adam."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def _trust(weight: torch.Tensor, moved: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the norm of weights over the norm of their update; 1 where either is zero."""
+    """Return the norm of weights divided by the norm of their update; 1 if either is zero."""
     ratio = weight / (moved + eps)
     return torch.where((weight > 0) & (moved > 0), ratio, torch.ones_like(ratio))
 

@@ -1,11 +1,11 @@
-"""SyncBatchNorm: batch normalisation with the statistics of all ranks' batches.
+"""SyncBatchNorm: batch normalization with the statistics of all ranks' batches.
 
-Problem: with a small batch per rank, the mean and variance of each share are poor estimates, and n
-ranks do not compute what one process does. torch's layer of this name refuses the CPU, sends 1/std
-instead of what can be added exactly, and needs fused kernels.
+Problem: with a small batch per rank, mean and variance per rank are poor estimates, and n ranks
+compute another result than one process. torch's layer of this name requires a GPU, sends 1/std,
+which cannot be added exactly, and needs fused kernels.
 
-Idea: each rank sends count n_r, mean m_r and sum of squared deviations M_r of its share. Every rank
-combines them alike:
+Idea: each rank sends count n_r, mean m_r and sum of squared deviations M_r of its batch. Every rank
+combines them in the same order:
 
     n = sum n_r
     m = sum n_r m_r / n
@@ -17,8 +17,8 @@ y = w x^ + b, and sums over all ranks' samples, the gradient is
 
     dx = w / sqrt(variance + eps) (dy - sum(dy) / n - x^ sum(dy x^) / n)
 
-so backward sends two numbers per channel. Gradients of w and b are those of this rank's share;
-whoever averages gradients does so with these, too.
+so backward sends two numbers per channel. Gradients of w and b cover this rank's batch only; they
+are averaged with the other gradients.
 
 Source: Ioffe and Szegedy, "Batch Normalization", 2015; Chan, Golub, LeVeque, "Updating Formulae and
 a Pairwise Algorithm for Computing Sample Variances", 1979; Peng et al., "MegDet", 2018 (batch
@@ -59,7 +59,7 @@ class Moments(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Values that forward keeps for backward, besides tensors of autograd."""
+    """Values that forward keeps for backward in addition to saved tensors."""
 
     moments: Moments
     eps: float
@@ -67,12 +67,12 @@ class _Batch(NamedTuple):
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch normalisation over the batches of all ranks of a group, on any device.
+    """Batch normalization over the batches of all ranks of a group, on any device.
 
-    In training every rank calls it, and calls backward through it, equally often. The inputs of all
-    ranks have a gradient, or none has. Batches may differ in size or be empty. In evaluation it is
-    an ordinary batch normalisation. Parameters, buffers and their names are those of torch's
-    layers.
+    In training all ranks must call it the same number of times, and run backward through it the
+    same number of times. The inputs of all ranks require a gradient, or none does. Batches may
+    differ in size or be empty. In evaluation it is an ordinary batch normalization. Parameters and
+    buffers have the names of torch's layers.
 
     Args:
         num_features: Number of channels C.
@@ -80,25 +80,25 @@ class SyncBatchNorm(BatchNorm):
         momentum: Weight of a new batch in the running statistics; None for the mean over all
             batches so far.
         affine: Whether there are a weight and a bias per channel.
-        track_running_stats: Whether running statistics are kept; without them evaluation uses those
-            of its own batch.
-        process_group: Ranks whose batches are one, such as `braid.init()`.
+        track_running_stats: Whether to keep running statistics; without them, evaluation uses the
+            statistics of its batch.
+        process_group: Ranks that share statistics, such as `braid.init()`.
         device: Device of parameters and buffers.
-        dtype: Data type of parameters and buffers.
-        bias: Whether an affine layer has a bias beside its weight.
+        dtype: Dtype of parameters and buffers.
+        bias: Whether an affine layer has a bias besides its weight.
 
     Shape:
-        x: (N, C, ...), result likewise.
+        x: (N, C, ...), and the same for the result.
 
     Raises:
-        ConfigError: There is no group; x has another number of channels; or all ranks together have
-            a single value per channel (raised on all of them).
+        ConfigError: A group is missing; x has another number of channels; or all ranks together
+            have a single value per channel (raised on all ranks).
 
     Cost:
-        Training sends one all_gather of 2 C + 2 numbers per forward and one all_reduce of 2 C per
-        backward in which x has a gradient. 16-bit inputs have statistics in float32.
+        Training: one all_gather of 2 C + 2 numbers per forward, and one all_reduce of 2 C numbers
+        per backward in which x has a gradient. 16-bit inputs have statistics in float32.
 
-    Twice differentiable: no; a second derivative raises ConfigError.
+    Not twice differentiable: a second derivative raises ConfigError.
     """
 
     def __init__(  # noqa: PLR0917 - torch's signature
@@ -122,18 +122,25 @@ class SyncBatchNorm(BatchNorm):
         self.process_group: Group | None = group_of(process_group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise `x` by the statistics of all ranks' batches."""
+        """Normalize `x` by the statistics of all ranks' batches."""
         self._check(x)
         if not self.training:
-            own = self.running_mean is None  # then there is nothing but this batch
+            use_batch = self.running_mean is None  # then there is nothing but this batch
             return functional.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, own, 0.0, self.eps
+                x,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                use_batch,
+                0.0,
+                self.eps,
             )
         return self._over_ranks(x)
 
-    @disable_dynamo  # messages are no part of a graph
+    @disable_dynamo  # collectives cannot be part of a compiled graph
     def _over_ranks(self, x: torch.Tensor) -> torch.Tensor:
-        if self.process_group is None:  # it has been pickled
+        if self.process_group is None:  # the module was pickled
             self.process_group = group_of(None)
         group = self.process_group
         moments = _moments(x, group)
@@ -155,24 +162,24 @@ class SyncBatchNorm(BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: Group | None = None
     ) -> nn.Module:
-        """Replace all batch normalisations in `module` by SyncBatchNorm.
+        """Replace all batch normalization layers in `module` by SyncBatchNorm.
 
-        They keep parameters, buffers, hooks and modes.
+        The new layers keep parameters, buffers, hooks and modes.
 
         Args:
             module: Module that is changed in place.
             process_group: Group of the new layers.
 
         Returns:
-            The module, or its replacement if it is a batch normalisation itself.
+            The module, or its replacement if it is a batch normalization itself.
 
         Raises:
-            ConfigError: There is no group; a lazy layer has not been called yet; or a subclass has
-                a forward of its own.
+            ConfigError: A group is missing; a lazy layer has not been called yet; or a subclass
+                overrides forward.
         """
         group = group_of(process_group)
         _check_convertible(module)
-        converted: dict[int, nn.Module] = {}  # one that is used twice stays one
+        converted: dict[int, nn.Module] = {}  # a shared layer stays shared
         for child in list(module.modules()):
             if isinstance(child, BatchNorm):
                 converted_child = cls.__new__(cls)
@@ -186,7 +193,7 @@ class SyncBatchNorm(BatchNorm):
         return converted.get(id(module), module)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled; where it is loaded, training joins the default group of torch."""
+        """Return the state without the group; a loaded layer uses torch's default group."""
         return {**vars(self), "process_group": None}
 
     def __copy__(self) -> SyncBatchNorm:
@@ -195,7 +202,7 @@ class SyncBatchNorm(BatchNorm):
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        memo[id(self.process_group)] = self.process_group  # ranks cannot be copied
+        memo[id(self.process_group)] = self.process_group  # groups cannot be copied
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(self), memo))
@@ -210,7 +217,7 @@ class SyncBatchNorm(BatchNorm):
             raise ConfigError(msg)
 
     def _track(self, moments: Moments) -> None:
-        """Mix the statistics of a batch into the running statistics."""
+        """Update the running statistics by the statistics of a batch."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -228,7 +235,7 @@ class SyncBatchNorm(BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Autograd function x, weight, bias -> y; its backward includes all ranks' x in the moments."""
+    """Autograd function x, weight, bias -> y; backward differentiates all ranks' moments."""
 
     @staticmethod
     def forward(
@@ -258,18 +265,18 @@ class _Normalise(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Autograd function that returns a gradient and refuses to differentiate it."""
+    """Autograd function that returns a gradient and raises if it is differentiated."""
 
     @staticmethod
-    # autograd gets `of` as dependencies
+    # `of` makes autograd record these dependencies
     def forward(ctx: Any, grad: torch.Tensor, *of: Any) -> torch.Tensor:  # noqa: ARG004
         return grad.detach()
 
     @staticmethod
-    # autograd never computes these
+    # autograd never uses a result of it
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # noqa: ARG004
         msg = (
-            "the gradient of SyncBatchNorm was differentiated, and it has no second "
+            "the gradient of SyncBatchNorm was differentiated, but it has no second "
             "derivative: use BatchNorm or GroupNorm where gradients are part of the loss"
         )
         raise ConfigError(msg)
@@ -281,17 +288,17 @@ def _moments(x: torch.Tensor, group: Group) -> Moments:
     with torch.no_grad():
         wide = _wide(x)
         count = x.numel() // channels
-        # a rank without values has zeros for sums
+        # a rank without values contributes zeros
         mean = squares = wide.new_zeros(channels)
         if count:
             # two passes: as exact as torch.var_mean, which takes 15 times as long on the CPU
             dims = _all_but_channels(x)
             mean = wide.mean(dims)
             squares = (wide - _channels(mean, x)).square_().sum(dims)
-        # as bits, since float32 cannot count beyond 2^24; first, so that each row's stay aligned
+        # as bits, since float32 cannot count beyond 2^24; first, so that the count stays aligned
         bits = torch.tensor([count], dtype=torch.int64, device=x.device).view(wide.dtype)
-        own = torch.cat([bits, mean, squares])
-        rows = group.all_gather(own).view(group.size, -1)
+        row = torch.cat([bits, mean, squares])
+        rows = group.all_gather(row).view(group.size, -1)
         counts = rows[:, : len(bits)].contiguous().view(torch.int64).flatten().tolist()
         means, deviations = torch.split(rows[:, len(bits) :], channels, dim=1)
         return _combined(counts, means, deviations)
@@ -300,7 +307,7 @@ def _moments(x: torch.Tensor, group: Group) -> Moments:
 def _combined(counts: list[int], means: torch.Tensor, squares: torch.Tensor) -> Moments:
     """Return the moments of the union of batches.
 
-    Sums are of differences from one batch's mean, which are small where means are large.
+    Sums are of differences from the mean of one batch, which avoids cancellation for large means.
     """
     total = sum(counts)
     used = [rank for rank, count in enumerate(counts) if count]
@@ -315,7 +322,7 @@ def _combined(counts: list[int], means: torch.Tensor, squares: torch.Tensor) -> 
 
 
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of x, weight and bias, each where it is needed."""
+    """Return the required gradients of x, weight and bias; None for the others."""
     x, weight = ctx.saved_tensors
     mean, variance, num_values = ctx.batch.moments
     of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
@@ -363,7 +370,7 @@ def _check_convertible(module: nn.Module) -> None:
             raise ConfigError(msg)
         if isinstance(child, BatchNorm) and type(child).forward not in forwards:
             msg = (
-                f"{type(child).__name__} {name or 'itself'} has a forward of its own, which "
+                f"{type(child).__name__} {name or 'itself'} overrides forward, which "
                 "conversion to SyncBatchNorm would lose: replace it by hand"
             )
             raise ConfigError(msg)

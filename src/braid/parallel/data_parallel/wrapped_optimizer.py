@@ -1,4 +1,4 @@
-"""An optimizer around another one, for actions between or after its steps."""
+"""Base class of optimizers that wrap another optimizer to act between or after its steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["WrappedOptimizer"]
 
 
 class _Inside:
-    """An attribute of the inner optimizer, also when it is set on the wrapper."""
+    """Attribute that is read from and written to the inner optimizer."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -29,30 +29,30 @@ class _Inside:
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """Looks like its inner optimizer to learning rate schedulers, scalers and hooks.
+    """Optimizer that looks like its inner optimizer to schedulers, gradient scalers and hooks.
 
-    Steps are counted, so all ranks must take equally many. A `torch.amp.GradScaler` leaves steps
-    out on the rank whose gradients overflow, unless the inner optimizer is a fused one
-    (`fused=True`), which does so itself.
+    Steps are counted, so all ranks must take the same number of steps. A `torch.amp.GradScaler`
+    skips steps only on the rank with overflowed gradients, unless the inner optimizer is a fused
+    one (`fused=True`), which skips them itself.
 
     Args:
         optim: Inner optimizer, which takes the steps.
     """
 
-    grad_scale = _Inside()  # what a GradScaler hands to fused optimizers during a step
+    grad_scale = _Inside()  # set by GradScaler during a step of a fused optimizer
     found_inf = _Inside()
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
-        self.optim = optim  # torch's constructor would make groups and state of its own
+        self.optim = optim  # torch's constructor would create separate groups and state
 
     @property
-    # an attribute in torch, replaced by load_state_dict
+    # an attribute in torch; load_state_dict replaces it
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Parameter groups of the inner optimizer."""
         return self.optim.param_groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]  # likewise
+    def state(self) -> Any:  # type: ignore[override]  # an attribute in torch
         """State of the inner optimizer."""
         return self.optim.state
 
@@ -78,11 +78,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     # subclasses use the argument
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002
-        """Return whether a tensor of a checkpoint may have another value on other ranks."""
+        """Return whether a tensor of a checkpoint may differ between ranks."""
         return True
 
     def __getstate__(self) -> NoReturn:
-        """Refuse copy and pickle.
+        """Raise, because copy and pickle are not supported.
 
         Raises:
             ConfigError: Always.
@@ -90,7 +90,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         refuse_copy(type(self).__name__)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the inner optimizer that the wrapper does not have itself."""
+        """Return an attribute of the inner optimizer that the wrapper does not have."""
         if name == "optim":
             raise AttributeError(name)
         return getattr(self.optim, name)

@@ -1,4 +1,4 @@
-"""The meaning of DistributedDataParallel's arguments, some of which torch names in several ways."""
+"""Checks and defaults of DistributedDataParallel's arguments, including torch's older names."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def table_of(module: nn.Module, ignored: Collection[str], ranks: Collection[int]
     """Return the parameters that are averaged.
 
     Args:
-        module: Module whose parameters are averaged.
-        ignored: Names of parameters that are not.
+        module: Module with the parameters.
+        ignored: Names of parameters that are not averaged.
         ranks: Global ranks that average.
 
     Raises:
-        ConfigError: No parameter requires a gradient, some have no shape yet, or these ranks have
-            different experts in some.
+        ConfigError: No parameter requires a gradient, some parameters have no shape yet, or some
+            hold different experts on these ranks.
     """
     divided = [
         name
@@ -73,20 +73,20 @@ def table_of(module: nn.Module, ignored: Collection[str], ranks: Collection[int]
 
 def first_given(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
     """Return whether buffers are kept equal: the newer argument, else the older one, else True."""
-    for given in (forward_sync_buffers, broadcast_buffers):
-        if given is not None:
-            return given
+    for argument in (forward_sync_buffers, broadcast_buffers):
+        if argument is not None:
+            return argument
     return True
 
 
 def caps_of(cap_mb: float | None, caps_mb: Sequence[float] | None) -> Caps:
-    """Return the sizes of buckets.
+    """Return the size limits of buckets.
 
     Raises:
         ConfigError: A cap is not a positive number.
     """
-    given = [*(caps_mb or ()), *(() if cap_mb is None else (cap_mb,))]
-    wrong = [cap for cap in given if not isinstance(cap, int | float)]
+    caps = [*(caps_mb or ()), *(() if cap_mb is None else (cap_mb,))]
+    wrong = [cap for cap in caps if not isinstance(cap, int | float)]
     if wrong:
         msg = f"bucket caps must be numbers of MiB, got {wrong[0]!r}"
         raise ConfigError(msg)
@@ -96,10 +96,10 @@ def caps_of(cap_mb: float | None, caps_mb: Sequence[float] | None) -> Caps:
 
 
 def checked_hash_every(steps: int) -> int:
-    """Return a number of steps, or 0.
+    """Return `steps` if it is a number of steps or 0.
 
     Raises:
-        ConfigError: `steps` is neither.
+        ConfigError: `steps` is anything else.
     """
     if type(steps) is not int or steps < 0:
         msg = f"hash_every must be a number of steps, or 0, got {steps!r}"
@@ -108,7 +108,7 @@ def checked_hash_every(steps: int) -> int:
 
 
 def checked_hook(state: object, hook: object) -> Hook:
-    """Return a communication hook.
+    """Return `hook` with its type checked.
 
     Raises:
         ConfigError: The hook cannot be called with a state and a bucket.
@@ -129,17 +129,17 @@ def checked_hook(state: object, hook: object) -> Hook:
             f"{name}{inspect.signature(hook)} cannot be: {error}"
         )
         raise ConfigError(msg) from None
-    except ValueError:  # written in C: nobody knows before it is called
+    except ValueError:  # functions written in C have no signature to check
         pass
     known: Hook = hook
     return known
 
 
 def checked_weight(weight: object) -> float | None:
-    """Return a loss weight as a number, also where it is a tensor of one element.
+    """Return a loss weight, a number or a tensor of one element, as a float.
 
     Raises:
-        ConfigError: The weight is negative, not finite or no number.
+        ConfigError: The weight is negative, not finite, or not a number.
     """
     if weight is None:
         return None
@@ -155,10 +155,10 @@ def checked_weight(weight: object) -> float | None:
 
 
 def checked_names(names: Collection[str]) -> tuple[str, ...]:
-    """Return names of parameters and buffers.
+    """Return names of parameters and buffers as a tuple.
 
     Raises:
-        ConfigError: `names` is one name, whose letters would be taken for names.
+        ConfigError: `names` is a string, which would be taken for a list of letters.
     """
     if isinstance(names, str):
         msg = f"names must be a list, got the string {names!r}: put it in brackets"
@@ -172,19 +172,19 @@ def arguments_in_common(
     """Return the arguments that must be equal on all ranks, in a form that compares as text.
 
     Args:
-        options: Options of the reducer; what one rank looks at by itself is left out.
-        nonfinite: Reaction to NaN and infinity; reactions that only tell something may differ.
+        options: Options of the reducer; options that only matter on this rank are left out.
+        nonfinite: Reaction to NaN and infinity; reactions that only report may differ.
         **others: Further arguments.
     """
-    own = {field.name: getattr(options, field.name) for field in fields(options)}
-    del own["finite_check"]
-    own["delayed"] = sorted(options.delayed)
-    own["nonfinite"] = nonfinite if nonfinite in {"skip", "raise"} else "go on"
-    return own | others
+    arguments = {field.name: getattr(options, field.name) for field in fields(options)}
+    del arguments["finite_check"]
+    arguments["delayed"] = sorted(options.delayed)
+    arguments["nonfinite"] = nonfinite if nonfinite in {"skip", "raise"} else "go on"
+    return arguments | others
 
 
 def finite_check_of(nonfinite: object, *, check_all: bool) -> CheckedNumbers:
-    """Return the numbers to look at; a reaction that changes nothing may come one step late."""
+    """Return which numbers to check; a reaction that changes nothing may come one step late."""
     if check_all:
         return "all"
     return "late" if nonfinite in {"ignore", "warn"} else "first"
@@ -195,10 +195,10 @@ def trigger_of(
     param: nn.Parameter | None,
     delayed: Sequence[tuple[str, nn.Parameter]] | None,
 ) -> str:
-    """Return the name of the parameter that launches delayed ones; empty where there are none.
+    """Return the name of the parameter that launches delayed ones; empty without delayed ones.
 
     Raises:
-        ConfigError: Only one of the two is given, or a parameter is not in the table.
+        ConfigError: Only one of the two arguments is given, or a parameter is not in the table.
     """
     if (param is None) != (not delayed):
         msg = (
@@ -212,26 +212,26 @@ def trigger_of(
     unknown = [name for name, _ in delayed or () if not any(name in r.names for r in table)]
     if id(param) not in known or unknown:
         named = ", ".join(map(repr, unknown)) if unknown else "param_to_hook_all_reduce"
-        msg = f"{named} is no parameter of the module: pass those that the module has"
+        msg = f"{named} is not a parameter of the module: pass parameters of the module"
         raise ConfigError(msg)
     return known[id(param)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrapperSettings:
-    """Arguments of a wrapper without module and group, as copies need them; parameters by name.
+    """Arguments of a wrapper without module and group, which copies of it keep.
 
     Attributes:
         init_sync: Whether rank 0's values are copied at wrapping.
         broadcast_buffers: Whether rank 0's buffers are copied at wrapping.
-        caps: Sizes of buckets.
-        delayed: Names of parameters whose gradients are launched late.
-        delayed_after: Name of the parameter whose gradient launches them.
-        gradient_accumulation_steps: Number of backwards from average to average.
+        caps: Size limits of buckets.
+        delayed: Names of parameters with gradients that are launched late.
+        delayed_after: Name of the parameter that launches them when its gradient is computed.
+        gradient_accumulation_steps: Number of backwards per average.
         nonfinite: Reaction to NaN and infinity.
-        check_all: Whether every number is looked at.
-        hash_every: Number of averagings from one comparison of parameters to the next.
-        hook: Communication hook by name.
+        check_all: Whether to check every number.
+        hash_every: Number of averagings between two comparisons of parameters.
+        hook: Name of the communication hook.
     """
 
     init_sync: bool
@@ -249,8 +249,8 @@ class WrapperSettings:
         """Return the options of the reducer.
 
         Args:
-            wire: Format in which gradients cross a network.
-            static_graph: Whether every backward uses the same parameters, equally often.
+            wire: Format of gradients on a network.
+            static_graph: Whether every backward uses the same parameters the same number of times.
         """
         return ReducerOptions(
             caps=self.caps,

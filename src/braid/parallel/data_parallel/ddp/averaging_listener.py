@@ -1,14 +1,14 @@
-"""Actions of DistributedDataParallel beside each averaging of gradients.
+"""Actions of DistributedDataParallel around each averaging of gradients.
 
-averaging begins     tell joined ranks that this one still works
-beside the status    send the module's buffers, if they changed in the last step
-a bucket is there    take the optimizer's step of its parameters (`step_in_backward`)
-all are averaged     make buffers equal, compare parameters, report what is not finite or odd
+averaging begins          notify joined ranks that this rank still works
+with the status message   send the module's buffers, if they changed in the last step
+a bucket is averaged      take the optimizer's step of its parameters (`step_in_backward`)
+all buckets are averaged  make buffers equal, compare parameters, report NaN and unusual steps
 
-torch's `_apply_optimizer_in_backward` puts optimizers on parameters, whose hooks step as soon as a
-parameter has the gradient of this rank alone, and drop it. As torch's DistributedDataParallel does,
-the hooks are removed when training begins, and the steps are taken when a bucket's averages are
-there.
+torch's `_apply_optimizer_in_backward` registers an optimizer and a hook on each parameter. The hook
+steps as soon as the parameter has the gradient of this rank alone, and drops the gradient. Like
+torch's DistributedDataParallel, this class removes the hooks when training begins, and takes the
+steps when the averages of a bucket are complete.
 """
 
 from __future__ import annotations
@@ -45,45 +45,45 @@ MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 def optimizers_of(param: torch.Tensor) -> Iterable[torch.optim.Optimizer]:
-    """Return the optimizers that are on a parameter."""
-    own: Iterable[torch.optim.Optimizer] = getattr(param, "_in_backward_optimizers", ())
-    return own
+    """Return the optimizers that torch has registered on a parameter."""
+    optimizers: Iterable[torch.optim.Optimizer] = getattr(param, "_in_backward_optimizers", ())
+    return optimizers
 
 
 def adopt_optimizers(records: Iterable[ParamRecord]) -> bool:
-    """Remove the hooks of optimizers that are on parameters; return whether there are any.
+    """Remove the hooks of optimizers registered on parameters; return whether there are any.
 
     Raises:
         ConfigError: Gradients of such a parameter are sparse.
     """
-    own = [record for record in records if optimizers_of(record.param)]
-    for record in own:
+    stepped_records = [record for record in records if optimizers_of(record.param)]
+    for record in stepped_records:
         if record.sparse:
             msg = (
                 f"{record.name!r} has an optimizer in backward and sparse gradients, which are "
-                "averaged at the end of backward: give it an optimizer of its own, whose step() "
-                "follows backward"
+                "averaged at the end of backward: give it a separate optimizer, and call its "
+                "step() after backward"
             )
             raise ConfigError(msg)
-        # whoever has called torch's function has imported it
+        # the function of this module registered the optimizer
         for handle in sys.modules[MODULE].param_to_optim_hook_handle_map.pop(record.param, ()):
             handle.remove()
-    return bool(own)
+    return bool(stepped_records)
 
 
 @dataclass(eq=False, kw_only=True)
 class AveragingListener(ReducerListener):
-    """Accompanies the averagings of one wrapper.
+    """Actions around the averagings of one wrapper.
 
     Attributes:
         joinable: The wrapper; held weakly, since the reducer must not keep it alive.
         group: Ranks that train together.
         table: Parameters of the module.
         buffers: Buffers of the module.
-        handler: Called about gradients that are not finite.
-        hash_every: Number of averagings from one comparison of parameters to the next; 0 for none.
+        handler: Called if gradients are not finite.
+        hash_every: Number of averagings between two comparisons of parameters; 0 for none.
         warnings: Warnings about steps that are probably unintended.
-        first_batch: Checks of the first batch; None when it has been checked.
+        first_batch: Checks of the first batch; None once it has been checked.
         active_ranks: Group ranks that had input in the last step.
         optimizers: Optimizers of single parameters by name, for steps inside of backward.
     """
@@ -107,20 +107,20 @@ class AveragingListener(ReducerListener):
         self._has_buffers = self.buffers.any()
 
     def adopt_optimizers(self) -> None:
-        """Take the steps of optimizers in backward that are on the parameters themselves."""
+        """Take over the steps of optimizers that torch has registered on parameters."""
         self._has_adopted = adopt_optimizers(self.table) or self._has_adopted
         self.steps_in_backward |= self._has_adopted
 
     def step_in_backward(self, make_optimizer: MakeOptimizer) -> None:
-        """Take steps inside of backward from now on; see `DistributedDataParallel`.
+        """Take optimizer steps inside of backward; see `DistributedDataParallel`.
 
         Raises:
-            ConfigError: Parameters have optimizers of their own already.
+            ConfigError: torch has registered optimizers on the parameters already.
         """
         if self._has_adopted:
             msg = (
                 "parameters have optimizers in backward from _apply_optimizer_in_backward already, "
-                "and would be stepped twice: use one of both"
+                "and would be stepped twice: use one of the two"
             )
             raise ConfigError(msg)
         self._make_optimizer = make_optimizer
@@ -130,14 +130,14 @@ class AveragingListener(ReducerListener):
                 self.optimizers[record.name] = make_optimizer([record.param])
 
     def on_averaging_begins(self) -> None:
-        """Tell ranks that have joined that this one still works."""
+        """Notify joined ranks that this rank still works."""
         joinable = self.joinable()
         join = None if joinable is None else joinable._join  # noqa: SLF001 - the other half
         if joinable is not None and join is not None and not join.throws:
             self._join_notice = Join.notify_join_context(joinable)
 
     def on_first_launch(self, bucket: Bucket) -> None:
-        """Note this rank's first gradients."""
+        """Record this rank's first gradients."""
         if self.first_batch is not None:
             self.first_batch.note_gradients(bucket)
 
@@ -148,13 +148,13 @@ class AveragingListener(ReducerListener):
         return works if notice is None else [*works, notice]
 
     def on_bucket_averaged(self, records: Sequence[ParamRecord], *, is_usable: bool) -> None:
-        """Take the steps of parameters whose averages are there, and drop their gradients."""
+        """Take the steps of parameters in an averaged bucket, and drop their gradients."""
         if self._has_adopted:
             _step_adopted(records, is_usable=is_usable)
         if self._make_optimizer is None:
             return
         for record in records:
-            if record.name not in self.optimizers:  # unfrozen meanwhile
+            if record.name not in self.optimizers:  # unfrozen after the first step
                 self.optimizers[record.name] = self._make_optimizer([record.param])
             if is_usable:
                 self.optimizers[record.name].step()
@@ -181,7 +181,7 @@ class AveragingListener(ReducerListener):
         if self.first_batch is not None:
             first, self.first_batch = self.first_batch, None
             first.report(is_weighted=outcome.status.num_weighted > 0)
-        self.warnings.check(outcome)  # last: the program may turn it into an error, on one rank
+        self.warnings.check(outcome)  # last: a filter may make it an error
 
 
 def _step_adopted(records: Sequence[ParamRecord], *, is_usable: bool) -> None:

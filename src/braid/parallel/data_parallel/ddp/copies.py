@@ -1,21 +1,22 @@
-"""Copies and pickles of a DistributedDataParallel: a wrapper of its own, as torch's class makes it.
+"""Copies and pickles of a DistributedDataParallel: new wrappers, as with torch's class.
 
 Problem: averaged weights (`torch.optim.swa_utils.AveragedModel`) copy the wrapper, and old
-checkpoints hold it. But it has memory, channels and hooks of its group, which cannot be copied, and
-one rank alone may make a copy, so that making it must not need the others.
+checkpoints contain it. But its memory, channels and hooks belong to the group and cannot be copied,
+and a single rank may make a copy, so copying must not communicate.
 
-Idea: what is copied is the module, the arguments and whatever the program has put on the wrapper.
-The rest is made anew, and the part that needs all ranks only when a backward of the copy averages
-for the first time (`GradientReducer(agree=...)`). A copy that is never trained costs no channel.
+Idea: copy the module, the arguments and any attributes that the program has set on the wrapper.
+Everything else is created again. The part that needs all ranks is created when a backward of the
+copy averages for the first time (`GradientReducer(agree=...)`), so a copy that is never trained
+uses no channel.
 
                           copy.deepcopy            pickle, torch.save
-    group                 the same                 the default group where it is loaded
+    group                 the same                 the default group of the loading process
     values, frozen        copied                   copied
-    .grad                 None, as torch has it    None
-    hook="..."            starts anew              starts anew
+    .grad                 None, as in torch        None
+    hook="..."            restarts                 restarts
     register_comm_hook    left out, as in torch    left out
     step_in_backward      left out                 left out
-    counts, residuals     start anew               start anew
+    counts, residuals     restart                  restart
     set_loss_weight       left out                 left out
 """
 
@@ -37,7 +38,7 @@ from braid.parallel.gradients.process_groups import group_of
 
 __all__ = ["CopyableWrapper"]
 
-# what is made anew; everything else on the wrapper is copied
+# attributes that are created again; all others are copied
 PARTS = frozenset(
     {
         "_comm_hook",
@@ -57,7 +58,7 @@ PARTS = frozenset(
 
 
 class CopyableWrapper(nn.Module, Joinable):
-    """A wrapper that is copied without the parts that belong to its group."""
+    """Wrapper that is copied without the parts that belong to its group."""
 
     _group: Group
     _reducer: GradientReducer
@@ -66,18 +67,18 @@ class CopyableWrapper(nn.Module, Joinable):
 
     @abstractmethod
     def _set_up(self, group: Group, *, is_copy: bool) -> None:
-        """Make the parts that belong to the group.
+        """Create the parts that belong to the group.
 
         Args:
             group: Ranks that train together.
-            is_copy: Whether this rank may be the only one that makes them now.
+            is_copy: Whether this rank may be the only one that creates them now.
         """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a wrapper of its own over the same group. Not a collective.
+        """Return a new wrapper over the same group; not a collective.
 
         Raises:
-            ConfigError: A backward of the wrapper is under way.
+            ConfigError: A backward of the wrapper is running.
         """
         state = self._copied_state()
         twin = type(self).__new__(type(self))
@@ -88,7 +89,7 @@ class CopyableWrapper(nn.Module, Joinable):
         return twin
 
     def __copy__(self) -> Self:
-        """Refuse a copy that shares the parameters, each of whose gradients two would average.
+        """Raise, because a shallow copy would average the gradients of shared parameters twice.
 
         Raises:
             ConfigError: Always.
@@ -100,33 +101,33 @@ class CopyableWrapper(nn.Module, Joinable):
         raise ConfigError(msg)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled.
+        """Return the state to pickle.
 
         Raises:
-            ConfigError: A backward is under way, or the group is not the default group, which is
-                the one that is joined where the wrapper is loaded.
+            ConfigError: A backward is running, or the group is not the default group, which a
+                loaded wrapper joins.
         """
         if not _is_default(self._group):
             msg = (
-                "a DistributedDataParallel is pickled over the default group of torch.distributed "
-                "only, since it joins that one where it is loaded; this one's group is "
-                f"{self._group!r}. Save model.state_dict() or model.module and wrap anew, or use "
+                "only a DistributedDataParallel over the default group of torch.distributed can be "
+                "pickled, since a loaded wrapper joins that group; this one's group is "
+                f"{self._group!r}. Save model.state_dict() or model.module and wrap again, or use "
                 "copy.deepcopy(model)"
             )
             raise ConfigError(msg)
         return self._copied_state()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Join the default group with what was pickled. Not a collective.
+        """Restore the pickled state over the default group; not a collective.
 
         Raises:
-            ConfigError: There is no default group over the backend "braid".
+            ConfigError: The default group does not exist, or has another backend than "braid".
         """
         if not dist.is_initialized():
             msg = (
                 "a pickled DistributedDataParallel joins the default group of torch.distributed "
-                "where it is loaded, and there is none: call "
-                "torch.distributed.init_process_group('braid') before"
+                "when it is loaded, and this process has none: call "
+                "torch.distributed.init_process_group('braid') first"
             )
             raise ConfigError(msg)
         self._restore(state, group_of(None))
@@ -136,7 +137,7 @@ class CopyableWrapper(nn.Module, Joinable):
     def _copied_state(self) -> dict[str, Any]:
         if self._reducer.is_in_backward:
             msg = (
-                "a DistributedDataParallel was copied while its backward was under way: copy it "
+                "a DistributedDataParallel was copied during its backward: copy it "
                 "between two steps"
             )
             raise ConfigError(msg)
@@ -149,7 +150,7 @@ class CopyableWrapper(nn.Module, Joinable):
 
 
 def _is_default(group: Group) -> bool:
-    """Return whether what is pickled over `group` finds it again as torch's default group."""
+    """Return whether `group` is the default group, so that loading a pickle finds it again."""
     if not dist.is_available() or not dist.is_initialized():
         return False
     try:

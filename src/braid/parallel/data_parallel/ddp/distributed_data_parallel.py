@@ -1,13 +1,13 @@
 """DistributedDataParallel: one replica per process, gradients averaged during backward.
 
 Every rank holds the whole model and its share of the batch. At wrapping, rank 0's parameters and
-buffers are copied to all, so that replicas start equal; since they then apply equal gradients, they
-stay equal, and parameters never travel again.
+buffers are copied to all ranks, so that replicas start equal; since they then apply equal
+gradients, they stay equal, and parameters are never sent again.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
-2020. What differs: buckets leave when they are full, not in order; unused parameters need no flag;
-sums are in the order of ranks; `no_sync` follows the backward; buffers are made equal after each
-averaging, not before the next forward.
+2020. Differences: buckets are sent when they are full, not in order; unused parameters need no
+flag; sums are in the order of ranks; `no_sync` applies to the backward; buffers are made equal
+after each averaging, not before the next forward.
 """
 
 from __future__ import annotations
@@ -59,72 +59,72 @@ ONE_HOOK = "a communication hook has been registered before: a model takes one"
 
 
 class DistributedDataParallel(TorchNames, CopyableWrapper):
-    """Wraps a module so that backward leaves the same averaged gradients on every rank.
+    """Module wrapper whose backward leaves the same averaged gradients on every rank.
 
-    Names, order and defaults up to `forward_sync_buffers` are those of torch's class. Attributes of
-    the module are found here, too.
+    The arguments up to `forward_sync_buffers` have the names, order and defaults of torch's class.
+    Attributes of the module are attributes of the wrapper.
 
     Args:
-        module: Module to train; the same on every rank, up to values.
-        device_ids: None, or one device, where the module is already; or several, each of which gets
-            a replica and a share of this rank's batch (`DataParallel`), whose gradients are summed
-            here before they are averaged over ranks.
-        output_device: Device of the outputs of several devices.
+        module: Module to train; the same on every rank, except for values.
+        device_ids: None, or the one device that holds the module; or several devices, each with a
+            replica and a share of this rank's batch (`DataParallel`): gradients are summed over
+            these devices before they are averaged over ranks.
+        output_device: Device of the outputs with several devices.
         dim: Dim along which the batch is divided between devices.
-        broadcast_buffers: See `forward_sync_buffers`; False leaves buffers alone at wrapping, too.
-        init_sync: Compare parameters and copy rank 0's values at wrapping.
+        broadcast_buffers: See `forward_sync_buffers`; False also skips the copy at wrapping.
+        init_sync: Whether to compare parameters and copy rank 0's values at wrapping.
         process_group: Ranks that train together, such as `braid.init()`; a process group of torch
             over the backend "braid"; by default torch's default group, if there is one.
-        bucket_cap_mb: Size in MiB of the pieces in which gradients are reduced, 25 by default; the
-            first piece is at most 1 MiB.
+        bucket_cap_mb: Size in MiB of the buckets in which gradients are reduced, 25 by default; the
+            first bucket is at most 1 MiB.
         find_unused_parameters: Unused parameters need no flag; True silences the warning about
             them.
         check_reduction: Without effect, as in torch.
-        gradient_as_bucket_view: Without effect: gradients always are views of buckets.
-        static_graph: Every step uses the same parameters, equally often; needed for re-entrant
-            checkpointing of shared ones.
-        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are reduced together,
-            when `param_to_hook_all_reduce` has its gradient.
-        param_to_hook_all_reduce: Parameter whose gradient launches the delayed ones.
-        mixed_precision: Data types of the forward and of what is sent, see `MixedPrecision`.
+        gradient_as_bucket_view: Without effect: gradients are always views of buckets.
+        static_graph: Whether every step uses the same parameters the same number of times; needed
+            for re-entrant checkpointing of shared parameters.
+        delay_all_reduce_named_params: (name, parameter) pairs with gradients that are reduced
+            together, when the gradient of `param_to_hook_all_reduce` is computed.
+        param_to_hook_all_reduce: Parameter that launches the delayed ones.
+        mixed_precision: Dtypes of the forward and of sent gradients, see `MixedPrecision`.
         device_mesh: A mesh of one dim, instead of `process_group`.
-        skip_all_reduce_unused_params: Without effect: what no rank has used is never sent.
-        bucket_cap_mb_list: Caps of the first, second, ... bucket; the last holds for all others.
+        skip_all_reduce_unused_params: Without effect: globally unused parameters are never sent.
+        bucket_cap_mb_list: Caps of the first, second, ... bucket; the last applies to all others.
         batched_grad_copy: Without effect.
-        forward_sync_buffers: Whether buffers (such as running means) follow rank 0's, from backward
-            to backward.
+        forward_sync_buffers: Whether buffers (such as running means) are set to rank 0's values
+            after each averaging.
         gradient_accumulation_steps: Number of backwards whose gradients are added before they are
             averaged.
         nonfinite: Reaction to NaN and infinity in gradients: "ignore", "warn" (once), "raise",
             "skip" (leave all gradients None), or a function called with a `NonFinite` on all ranks.
-            Choose "ignore" with a `torch.amp.GradScaler`, which looks itself. For parameters on a
+            Choose "ignore" with a `torch.amp.GradScaler`, which checks itself. For parameters on a
             GPU a warning comes, and counts, one step late, so that no step waits for the GPU; not
             with steps inside of backward.
-        check_all: Look for NaN and infinity in every number, not in one of each gradient.
+        check_all: Whether to check every number for NaN and infinity, not one per gradient.
         hash_every: Compare parameters of all ranks after every n-th averaging; never when 0.
-        hook: A communication hook by name, such as "bf16", "topk:0.01" or "powersgd:rank=2"
+        hook: Name of a communication hook, such as "bf16", "topk:0.01" or "powersgd:rank=2"
             (`hooks.hook_of`).
 
     Raises:
-        ConfigError: Nothing to train, no group, or arguments that contradict each other.
-        MismatchError: Ranks have other parameters; the message shows which.
+        ConfigError: Nothing to train, no group, or contradictory arguments.
+        MismatchError: Parameters differ between ranks; the message shows which.
 
     Cost:
-        A step sends 2 (n-1)/n l bytes a rank, l = bytes of the gradients; in shared memory each
-        rank reads and writes 2 l / n, most of it while backward computes. And one message of 24
-        bytes per parameter and 24 per rank.
+        A step sends 2 (n-1)/n l bytes per rank, l = bytes of the gradients; in shared memory each
+        rank reads and writes 2 l / n, most of it while backward computes. In addition, one message
+        of 24 bytes per parameter and 24 per rank.
 
     On failure:
-        A lost rank raises PeerLostError in everyone's backward; gradients are then undefined. An
-        exception in the backward of one rank raises CommError in that of the others as soon as it
-        begins its next forward; all may go on after that. An exception before backward has reached
-        the module, in its forward or in the loss, ends nobody's step: where it is caught, the rank
-        goes on with its next batch in place of this one, and gradients of different batches are
-        averaged from then on. A warning says so once, as far as it shows. Let the rank end, or skip
-        the batch on all ranks.
+        A lost rank raises PeerLostError in backward on all other ranks; gradients are then
+        undefined. An exception in the backward of one rank raises CommError in the backward of the
+        other ranks as soon as that rank begins its next forward; all may continue after that. An
+        exception in the forward or the loss, before backward has reached the module, does not
+        interrupt the other ranks. If the program catches it, the rank continues with its next
+        batch, and from then on gradients of different batches are averaged; if this is detected,
+        one warning reports it. End the rank, or skip the batch on all ranks.
     """
 
-    def __init__(  # noqa: PLR0917 - the order of torch's
+    def __init__(  # noqa: PLR0917 - torch's order
         self,
         module: nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,
@@ -185,7 +185,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         self._set_up(group, is_copy=False)
 
     def _set_up(self, group: Group, *, is_copy: bool) -> None:
-        """Make what belongs to the group; all ranks at the same time unless it is a copy."""
+        """Create the parts that belong to the group; a collective unless `is_copy`."""
         module, settings = self.module, self._settings
         ignored = frozenset(getattr(module, IGNORED, ()))
         self._group = group
@@ -255,40 +255,40 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients of backwards inside local; the next backward outside averages the sum."""
+        """Return a context in which gradients stay local; the next backward outside averages."""
         with self._reducer.no_sync():
             yield
 
     def set_loss_weight(self, num_samples: float | None) -> None:
-        """Set the weight of the gradients of the forwards that follow, such as their samples.
+        """Set the weight of gradients of later forwards, such as the number of samples.
 
         The average is then sum(weight * gradient) / sum(weight) over all forwards of all ranks
-        since the last one: that of one process whose loss is a mean over all of them. None counts
-        every rank's backwards once. Gradients are multiplied where they are accumulated, so in
-        16-bit floats weights should be near 1; zero gradients after each averaging, as optimizers
-        expect. A backward that reaches no output of a forward, as where outputs hide their tensors,
-        uses the weight that was set last.
+        since the last average, equal to one process with a mean loss over all samples. None
+        weighs every rank equally. Gradients are multiplied when they are accumulated, so with
+        16-bit gradients weights should be near 1. Zero gradients after each averaging, as usual. A
+        backward that reaches no output of a forward, for example because outputs hide their
+        tensors, uses the weight that was set last.
 
         Args:
             num_samples: Number of samples or tokens, or any weight; None for equal weights.
 
         Raises:
             ConfigError: The weight is negative or not finite.
-            MismatchError: In backward, on all ranks: only some of them have set a weight.
+            MismatchError: In backward, on all ranks: only some ranks have set a weight.
         """
         self._reducer.set_loss_weight(checked_weight(num_samples))
 
     def average_next(self) -> None:
-        """Let the next backward average, however many have accumulated; call it on all ranks.
+        """Average in the next backward, for any number of accumulated ones; call it on all ranks.
 
-        Call it before the last backward of an epoch whose length is no multiple of
-        `gradient_accumulation_steps`. A warning in the next forward names an optimizer's step after
-        any other backward. Gradients that are set to None restart the count.
+        Call it before the last backward of an epoch if the length of the epoch is not a multiple of
+        `gradient_accumulation_steps`. Otherwise the next forward warns that the optimizer stepped
+        without an average. Gradients that are set to None restart the count.
         """
         self._reducer.average_next()
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let `hook(state, bucket)` take the place of the all-reduce of each bucket.
+        """Call `hook(state, bucket)` instead of the all-reduce of each bucket.
 
         Args:
             state: Passed to the hook.
@@ -296,7 +296,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
                 generator of Works (`gradients.grad_bucket`).
 
         Raises:
-            ConfigError: The hook cannot be called, or there is one already.
+            ConfigError: The hook cannot be called, or the model has one already.
         """
         hook = checked_hook(state, hook)
         if self._comm_hook is not None or self._settings.hook is not None:
@@ -307,28 +307,28 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
     def step_in_backward(self, optimizer: MakeOptimizer) -> dict[str, torch.optim.Optimizer]:
         """Take the optimizer's step inside of backward, bucket by bucket.
 
-        The step of a bucket is taken when its averages are there, while others are under way;
-        gradients are dropped after it. Steps in which some gradient is not finite are not taken,
-        and clipping by the norm of all gradients is not possible. Sparse parameters need an
-        optimizer of their own.
+        The step of a bucket is taken when its averages are complete, while other buckets are being
+        averaged; then its gradients are dropped. Steps with NaN or infinite gradients are not
+        taken, and clipping by the norm of all gradients is not possible. Sparse parameters need a
+        separate optimizer.
 
         Args:
-            optimizer: Makes the optimizer of one parameter, such as
+            optimizer: Function that creates the optimizer of one parameter, such as
                 `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
 
         Returns:
-            The optimizers by parameter name, for schedules and checkpoints; that of a parameter
-            which is unfrozen later comes with its first step.
+            The optimizers by parameter name, for schedules and checkpoints; a parameter that is
+            unfrozen later gets its optimizer at its first step.
         """
         self._listener.step_in_backward(optimizer)
         return self._listener.optimizers
 
     def hook_state(self) -> dict[str, Any]:
-        """Return what compression has left out on this rank so far, for checkpoints.
+        """Return the error of compression that this rank has not sent yet, for checkpoints.
 
         Returns:
-            `residuals` of the wire format by parameter, and the `hook`'s own state, if it has any.
-            Each rank has its own.
+            `residuals` of the wire format by parameter, and the state of the `hook`, if it has any.
+            They differ between ranks.
         """
         read = getattr(self._comm_hook, "state_dict", None)
         return {
@@ -337,13 +337,13 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         }
 
     def load_hook_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `hook_state` returned.
+        """Load the state that `hook_state` returned.
 
-        Residuals are added to this rank's next gradients. So they may be given to another rank, as
-        long as each is given to one.
+        Residuals are added to this rank's next gradients, so they may be loaded by any rank, but by
+        one rank only.
 
         Raises:
-            ConfigError: The state is something else, or that of another hook.
+            ConfigError: The state has other keys, or belongs to another hook.
         """
         load = getattr(self._comm_hook, "load_state_dict", None)
         if set(state) != {"residuals", "hook"} or (load is None and state["hook"]):
@@ -354,8 +354,10 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
             )
             raise ConfigError(msg)
         names = {record.name for record in self._table}
-        own = {name: left for name, left in state["residuals"].items() if name in names}
-        self._reducer.add_residuals(own)
+        residuals = {
+            name: residual for name, residual in state["residuals"].items() if name in names
+        }
+        self._reducer.add_residuals(residuals)
         if load is not None and state["hook"]:
             load(state["hook"])
 
@@ -365,20 +367,20 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Return a context for uneven inputs: a rank without input shadows the steps of the others.
+        """Return a context for uneven inputs: ranks without input shadow the steps of the others.
 
-        This takes no further message.
+        The context sends no additional messages unless `throw_on_early_termination` is set.
 
         Args:
-            divide_by_initial_world_size: Whether averages are over all ranks, or over those that
-                still have inputs.
+            divide_by_initial_world_size: Whether averages are over all ranks; otherwise over ranks
+                that still have inputs.
             enable: False for inputs that are known to be even.
-            throw_on_early_termination: Raise on all ranks as soon as one has no more input; costs
-                one small all-reduce a forward.
+            throw_on_early_termination: Whether to raise on all ranks as soon as one has no more
+                input; costs one small all-reduce per forward.
 
         Raises:
-            ConfigError: The module has batch statistics of all ranks, which a rank without input
-                cannot compute, and nothing shall be thrown.
+            ConfigError: The module computes batch statistics over all ranks, which a rank without
+                input cannot do, and `throw_on_early_termination` is not set.
         """
         return Join(
             [self],
@@ -388,7 +390,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what this wrapper does after its rank has joined, see `Joinable`."""
+        """Return the actions of this wrapper after its rank has joined, see `Joinable`."""
         return _Shadow(self, by_all=bool(kwargs.get("divide_by_initial_world_size", True)))
 
     @property
@@ -404,7 +406,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
     def bucket_times(self) -> BucketTimes:
         """Return when each bucket of the last step was full on each rank; a collective.
 
-        Printed, it is a table of who makes the others wait.
+        Its text is a table that shows which rank makes the others wait.
         """
         return self._reducer.bucket_times()
 
@@ -412,22 +414,22 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
     ) -> None:
-        """Leave parameters and buffers with these names to each rank; call before wrapping."""
+        """Exclude parameters and buffers with these names from averaging; call before wrapping."""
         setattr(module, IGNORED, checked_names(params_and_buffers_to_ignore))
 
 
-# as torch's class is asked for by frameworks, checkpoints and pipelines
+# frameworks, checkpoints and pipelines check isinstance with torch's class
 nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
 
 
 def _agree(group: Group, table: ParamTable, arguments: Mapping[str, object]) -> None:
-    """Compare a copy with the other ranks' when it averages for the first time; a collective."""
+    """Compare a copy across ranks when it averages for the first time; a collective."""
     table.compare(group, arguments)
     reclaim_lost_requests(group)
 
 
 class _Shadow(JoinHook):
-    """Shadows the steps of other ranks, for one wrapper."""
+    """Join hook that shadows the steps of other ranks for one wrapper."""
 
     def __init__(self, wrapper: DistributedDataParallel, *, by_all: bool) -> None:
         self._wrapper = wrapper
@@ -435,7 +437,7 @@ class _Shadow(JoinHook):
 
     def shadow(self) -> bool:
         reducer = self._wrapper._reducer  # noqa: SLF001 - its continuation
-        # where samples are counted, a rank without any counts nothing
+        # with loss weights, a rank without samples has weight 0
         counts = self._by_all and reducer.loss_weight is None
         return reducer.shadow_backward(1.0 if counts else 0.0)
 
@@ -445,8 +447,8 @@ class _Shadow(JoinHook):
     def refusal(self) -> str | None:
         return syncs_in_forward(self._wrapper.module)
 
-    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002 - who worked last is known
-        """Copy the model of a rank that has taken the last steps to those that joined earlier."""
+    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002 - active_ranks has it
+        """Copy the model from a rank that took the last steps to ranks that joined earlier."""
         wrapper, group = self._wrapper, self._wrapper._group  # noqa: SLF001 - its continuation
         listener = wrapper._listener  # noqa: SLF001 - its continuation
         root = listener.active_ranks[0]

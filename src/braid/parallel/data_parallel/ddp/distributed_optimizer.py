@@ -1,12 +1,12 @@
-"""DistributedOptimizer: an optimizer that lets gradients be averaged during backward.
+"""DistributedOptimizer: averages the gradients of an optimizer's parameters during backward.
 
-For programs that keep their model unwrapped, as Horovod's do. The optimizer is changed in place, so
-that schedulers and everything else that knows it go on. Hooks on the parameters average during
-backward, exactly as `DistributedDataParallel` does (`gradients.GradientReducer`).
+For programs that keep their model unwrapped, as with Horovod. The optimizer is changed in place, so
+that schedulers and other objects that refer to it keep working. Hooks on the parameters average
+during backward, exactly as `DistributedDataParallel` does (`gradients.GradientReducer`).
 
-A wrapper sees the outputs of its module, and so the begin of a backward. Here the first thing that
-is seen is a part of a gradient, about to be accumulated. It may belong to a backward inside of
-another one (re-entrant checkpointing), whose end is not that of the whole:
+A wrapper sees the outputs of its module, and so the begin of a backward. Here the first event is a
+gradient about to be accumulated. It may belong to a backward inside of another backward (re-entrant
+checkpointing), and the inner one ends before the whole backward does:
 
     loss.backward()   |--head--|  checkpoint: [... p5 p4]  checkpoint: [... p3 p2]  |--p1 p0--|
                          ^ seen first: averages at the end of the whole
@@ -51,38 +51,37 @@ __all__ = ["DistributedOptimizer"]
 
 
 class DistributedOptimizer:
-    """Lets an optimizer's gradients be averaged over ranks in every backward.
+    """Change an optimizer so that gradients are averaged over ranks during every backward.
 
-    The optimizer stays the same object; its new class derives from its own.
+    The optimizer stays the same object; its class becomes a subclass of its class.
 
     Args:
         optimizer: Any `torch.optim.Optimizer`.
-        named_parameters: Names for messages, such as `model.named_parameters()`; numbers when None.
+        named_parameters: Names for messages, such as `model.named_parameters()`; None uses numbers.
         process_group: See `DistributedDataParallel`.
         gradient_accumulation_steps: Number of backwards whose gradients are added before they are
-            averaged. A step that comes earlier averages what there is, on all ranks; gradients that
-            are zeroed earlier restart the count. Call `synchronize()` before anything that reads
-            gradients before such a step, such as clipping or a `torch.amp.GradScaler`: a scaler
-            that leaves the step out on one rank alone would leave others waiting.
+            averaged. An earlier step averages the gradients so far, on all ranks; zeroing gradients
+            earlier restarts the count. Call `synchronize()` before gradients are read before such a
+            step, for example by clipping or a `torch.amp.GradScaler`: a scaler that skips the step
+            on one rank only would leave other ranks waiting.
         bucket_cap_mb: See `DistributedDataParallel`.
-        init_sync: Compare parameters and copy rank 0's values first.
+        init_sync: Whether to compare parameters and copy rank 0's values first.
         nonfinite: Reaction to NaN and infinity in gradients, see `DistributedDataParallel`.
-        check_all: Look for NaN and infinity in every number, not in one of each gradient.
-        sparse_parameters: Parameters whose gradients are sparse, such as the weight of
+        check_all: Whether to check every number for NaN and infinity, not one per gradient.
+        sparse_parameters: Parameters with sparse gradients, such as the weight of
             `nn.Embedding(sparse=True)`; they are averaged row by row.
 
     Raises:
-        ConfigError: Parameters without a name, or names of others; no group; an optimizer that
-            averages already.
-        MismatchError: Ranks have other parameters.
+        ConfigError: Parameters without a name, or names of other parameters; no group; an optimizer
+            that averages already.
+        MismatchError: Parameters differ between ranks.
 
     The optimizer gets `synchronize()`, `no_sync()` and `close()`. Gradients are averaged when
-    backward has ended, so there is nothing to wait for; except where all parameters lie in re-
-    entrant checkpoints: call `synchronize()` there before gradients are read or clipped, or pass
-    use_reentrant=False.
+    backward ends. Only if all parameters are in re-entrant checkpoints, call `synchronize()` before
+    gradients are read or clipped, or pass use_reentrant=False.
 
-    `torch.autograd.grad` of these parameters is refused, as it would give gradients of this rank
-    alone; inside of `no_sync()` that is what is asked for.
+    `torch.autograd.grad` of these parameters raises an error, because it would return the gradients
+    of this rank alone; inside of `no_sync()` it is allowed.
     """
 
     def __new__(
@@ -114,7 +113,7 @@ class DistributedOptimizer:
             table.make_equal(group, arguments_in_common(options, nonfinite))
             reclaim_lost_requests(group)
         listener = _Listener(group.ranks, handler)
-        # a hook, not a method `step`, which a scheduler that was made before would go round
+        # a hook: schedulers created earlier would bypass a method `step`
         before_step = partial(_before_step, weakref.ref(optimizer))
         change_in_place(
             optimizer,
@@ -138,7 +137,7 @@ class _Listener(ReducerListener):
 
 
 class _Averaging(ChangedOptimizer):
-    """Methods that are added to the class of an optimizer."""
+    """Mixin with the methods that are added to the class of an optimizer."""
 
     _reducer: GradientReducer
     _records: tuple[ParamRecord, ...]
@@ -147,19 +146,19 @@ class _Averaging(ChangedOptimizer):
     _step_handle: RemovableHandle
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero gradients; if an exception ended the last backward, the other ranks learn of it."""
+        """Zero gradients; if the last backward raised, notify the other ranks."""
         self._refresh()
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the optimizer
         self._reducer.restart()
 
     def synchronize(self) -> None:
-        """Average gradients that wait; tell other ranks if an exception ended the last backward."""
+        """Average pending gradients; if the last backward raised, notify the other ranks."""
         self._refresh()
         if self._reducer.accumulates and self._reducer.synchronizes:
             self._reducer.finish()
 
     def _refresh(self) -> None:
-        """Average gradients of checkpoints, report an exception, and see what is frozen now."""
+        """Average gradients of checkpoints, report an exception, and update frozen parameters."""
         named = ((record.name, record.param) for record in self._records)
         self._snapshot.check((record.param for record in self._records), named)
         self._reducer.refresh()
@@ -172,7 +171,7 @@ class _Averaging(ChangedOptimizer):
             warnings.warn(
                 "gradients have been averaged in step(), not in backward, as all parameters lie in "
                 "re-entrant checkpoints: call synchronize() before they are read or clipped, or "
-                "checkpoint with use_reentrant=False. Said once",
+                "checkpoint with use_reentrant=False. Shown once",
                 UserWarning,
                 stacklevel=2,
             )
@@ -180,12 +179,12 @@ class _Averaging(ChangedOptimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients of backwards inside local; the next backward outside averages the sum."""
+        """Return a context in which gradients stay local; the next backward outside averages."""
         with self._reducer.no_sync():
             yield
 
     def close(self) -> None:
-        """Stop averaging, and give the optimizer its class back."""
+        """Stop averaging, and restore the class of the optimizer."""
         self._step_handle.remove()
         self._reducer.close()
         self.__class__ = type(self).__bases__[1]
@@ -218,17 +217,17 @@ def _before_step(
 def _named(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None
 ) -> list[tuple[str, nn.Parameter]]:
-    own = [param for group in optimizer.param_groups for param in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     if named is None:
-        return [(f"parameter {number}", param) for number, param in enumerate(own)]
+        return [(f"parameter {number}", param) for number, param in enumerate(params)]
     names: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, param in named:
         names.setdefault(id(param), []).append((name, param))
-    unnamed = sum(id(param) not in names for param in own)
+    unnamed = sum(id(param) not in names for param in params)
     if unnamed:
         msg = (
-            f"{unnamed} of the optimizer's {len(own)} parameters have no name: pass "
-            "model.named_parameters() of all models whose parameters it has"
+            f"{unnamed} of the optimizer's {len(params)} parameters have no name: pass "
+            "model.named_parameters() of all models with parameters in the optimizer"
         )
         raise ConfigError(msg)
-    return [pair for param in own for pair in names[id(param)]]
+    return [pair for param in params for pair in names[id(param)]]

@@ -1,14 +1,14 @@
-"""Looks at the first batches for two mistakes that no error shows.
+"""Checks of the first batches for two mistakes that raise no error.
 
-A program that forgets to slice its batch trains on every rank what one process would: it is right,
-and gains nothing. A program with unequal slices weighs the samples of smaller slices more. Both are
-legal, so each is one line of the log, once, on rank 0.
+A program that forgets to slice its batch computes on every rank the same as one process: the result
+is right, but the ranks gain nothing. A program with unequal slices gives the samples of smaller
+slices a higher weight. Both are legal, so each is logged once, on rank 0.
 
-Idea: before the first averaging every rank knows its own gradients, and the number of rows of its
-input. Both are exchanged once, after the first averaging. Gradients of different samples hardly
-ever have the same sum in every parameter; where they have it, the bits of the inputs are compared,
-too. A line says what was measured, and nothing is said where it means nothing: gradients of zero or
-NaN, inputs without tensors, models whose dim 0 is time.
+Idea: before the first averaging every rank knows its gradients and the number of rows of its input.
+Ranks exchange both after the first averaging. Gradients of different samples hardly ever have the
+same sum in every parameter; if they do, the bits of the inputs are compared too. The log contains
+the measured values. Nothing is logged if the comparison is meaningless: gradients of zero or NaN,
+inputs without tensors, models with time as dim 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 
 
 class FirstBatch:
-    """Knowledge of one rank about its first batch.
+    """Observations of one rank about its first batch.
 
     Args:
         module: Model that is trained.
@@ -58,12 +58,12 @@ class FirstBatch:
         self.is_known = False
 
     def note_input(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note the tensors among a forward's arguments."""
+        """Record the tensors among a forward's arguments."""
         self.is_known = True
         self._inputs = list(tensors_in([*args, *kwargs.values()]))
 
     def note_gradients(self, bucket: Bucket) -> None:
-        """Note the gradients of a bucket that is about to be launched."""
+        """Record the gradients of a bucket that is about to be sent."""
         flat = bucket.buffer.tensor.detach()
         if not flat.numel():
             return
@@ -75,19 +75,19 @@ class FirstBatch:
         self._sums ^= zlib.crc32(bucket.index.to_bytes(4, "little"), digest)
 
     def report(self, *, is_weighted: bool) -> None:
-        """Compare what ranks know, and log what is probably a mistake, on rank 0; a collective.
+        """Compare ranks, and log probable mistakes on rank 0; a collective.
 
         Args:
             is_weighted: Whether ranks have set loss weights.
 
-        Cost: one all_gather of 24 bytes; one of 8 bytes more, and a pass over the inputs, if all
-        ranks have the same sums of gradients.
+        Cost: one all_gather of 24 bytes; if all ranks have the same sums of gradients, one more of
+        8 bytes, and a pass over the inputs.
         """
         if self._group.size == 1:
             return
         is_telling = self._has_values and self._is_finite
-        own = [self._sums, int(is_telling), _num_rows(self._inputs) * self._has_rows_first]
-        rows = self._gathered(own)
+        row = [self._sums, int(is_telling), _num_rows(self._inputs) * self._has_rows_first]
+        rows = self._gathered(row)
         text = None
         if all(telling and sums == rows[0][0] for sums, telling, _ in rows):
             text = same_batch(self._model, [digest for (digest,) in self._gathered([self._digest])])
@@ -112,7 +112,7 @@ class FirstBatch:
 
 
 def same_batch(model: str, digests: Sequence[int]) -> str | None:
-    """Return a line about ranks whose first inputs are the same, and their gradients, too.
+    """Return a warning if the first inputs of all ranks are the same, else None.
 
     Args:
         model: Name of the model.
@@ -129,7 +129,7 @@ def same_batch(model: str, digests: Sequence[int]) -> str | None:
 
 
 def unequal_rows(model: str, ranks: Sequence[int], num_rows: Sequence[int]) -> str | None:
-    """Return a line about first inputs with unequal numbers of rows.
+    """Return a warning if the first inputs have unequal numbers of rows, else None.
 
     Args:
         model: Name of the model.
@@ -148,6 +148,6 @@ def unequal_rows(model: str, ranks: Sequence[int], num_rows: Sequence[int]) -> s
 
 
 def _num_rows(inputs: Sequence[torch.Tensor]) -> int:
-    """Return the extent of dim 0 that all inputs have; 0 if they differ in it."""
+    """Return the common extent of dim 0 of all inputs; 0 if they differ."""
     extents = {x.shape[0] for x in inputs if x.dim()}
     return extents.pop() if len(extents) == 1 else 0

@@ -1,9 +1,9 @@
 """Names that programs and frameworks read from torch's DistributedDataParallel.
 
-Lightning, Accelerate, torchrec, Composer and torch's own pipelining and checkpoints look into the
-wrapper: they ask for its class, silence its averaging, prepare its reducer. Names that have a
-meaning here are offered. The others raise an AttributeError that says what to use instead, so that
-`hasattr` stays True to what there is. `docs/works_with.md` lists who reads what.
+Lightning, Accelerate, torchrec, Composer and torch's own pipelining and checkpoints access the
+wrapper: they check its class, disable its averaging, prepare its reducer. Names that have a meaning
+here are supported. All others raise an AttributeError that names the alternative, so that `hasattr`
+is right. `docs/works_with.md` lists which project reads which name.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from braid.parallel.gradients import GradientReducer, Hook, ParamTable
 __all__ = ["ReducerView", "TorchNames"]
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
-# names of torch's class that mean nothing here -> what to use
+# names of torch's class without a meaning here -> the alternative
 INSTEAD = {
     "_register_builtin_comm_hook": 'hook="fp16" or register_comm_hook(state, hook)',
-    "_register_buffer_comm_hook": "forward_sync_buffers=False, and broadcasts of your own",
+    "_register_buffer_comm_hook": "forward_sync_buffers=False, and your own broadcasts",
     "_register_fused_optim": "step_in_backward(lambda params: torch.optim.SGD(params, lr=...))",
     "_register_delay_all_reduce_hook": "delay_all_reduce_named_params=",
-    "_set_sparse_metadata": "nn.Embedding(sparse=True), whose gradients travel by their rows",
+    "_set_sparse_metadata": "nn.Embedding(sparse=True), which sends gradients as rows",
     "_update_process_group": "DistributedDataParallel(model.module, process_group=...)",
     "ddp_uneven_inputs_config": "join()",
     "_sync_params_and_buffers": "DistributedDataParallel(model.module), which copies rank 0's",
@@ -40,15 +40,15 @@ INSTEAD = {
 class ReducerView:
     """Methods of torch's reducer that other code calls on `ddp.reducer`.
 
-    None of them has anything to do here: buckets are rebuilt and backwards are prepared by
-    themselves. Each returns what torch's returns where there is nothing to do.
+    All of them do nothing: braid rebuilds buckets and prepares backwards without these calls. Each
+    returns the same value as torch's method when there is nothing to do.
     """
 
     def prepare_for_forward(self) -> None:
         """Do nothing; called before forwards."""
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor] = ()) -> None:
-        """Do nothing: a backward tells by itself which parameters it uses."""
+        """Do nothing: the parameters used by a backward are detected during it."""
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -65,7 +65,7 @@ class ReducerView:
 
 
 class TorchNames(nn.Module):
-    """Attributes and methods of torch's class that say something about a wrapper.
+    """Attributes and methods of torch's class that describe a wrapper.
 
     Attributes:
         require_forward_param_sync: Without effect: buffers follow rank 0's after backwards.
@@ -100,12 +100,12 @@ class TorchNames(nn.Module):
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Size in bytes up to which gradients are reduced together, after the first bucket."""
+        """Size limit in bytes of the buckets after the first."""
         return self._settings.caps.nbytes[-1]
 
     @property
     def parameters_to_ignore(self) -> set[str]:
-        """Names of parameters and buffers that stay each rank's own."""
+        """Names of parameters and buffers that are not averaged."""
         return set(getattr(self.module, IGNORED, ()))
 
     @property
@@ -129,10 +129,10 @@ class TorchNames(nn.Module):
         return len(self._reducer.buckets) if self._reducer.is_set_up else 0
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module that the wrapper does not have itself.
+        """Return an attribute of the module that the wrapper does not have.
 
         Raises:
-            AttributeError: There is none, or the name means something in torch's class only.
+            AttributeError: The module has none, or only torch's class supports the name.
         """
         try:
             return super().__getattr__(name)

@@ -1,11 +1,11 @@
 """Uneven inputs: a rank without input shadows the steps of other ranks until no rank has input.
 
-Names and behaviour are those of `torch.distributed.algorithms.join`. A rank that leaves the context
+Names and behavior follow `torch.distributed.algorithms.join`. A rank that leaves the context
 *joins*. From then on it takes part in the collectives of the other ranks' steps, which its
-joinables shadow (`JoinHook.main_hook`), until all ranks have joined. A joinable that is alone in
-its context and learns by itself whether other ranks still work needs no message for that
-(`JoinHook.shadow`; DistributedDataParallel exchanges it beside its gradients). Several joinables
-need one small all-reduce a step, by which working ranks announce a step.
+joinables shadow (`JoinHook.main_hook`), until all ranks have joined. A single joinable that detects
+itself whether other ranks still work needs no additional message (`JoinHook.shadow`;
+DistributedDataParallel exchanges this with its gradients). Several joinables need one small
+all-reduce per step, in which working ranks announce a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["EARLY", "Join", "JoinHook", "Joinable", "syncs_in_forward"]
 
 EARLY = (
     "a rank has no more input while others have (throw_on_early_termination=True): give all ranks "
-    "equally many batches, or let the others go on"
+    "the same number of batches, or let the others go on"
 )
 
 # contexts that a program has entered, by group
@@ -44,14 +44,14 @@ class JoinHook:
         """Finish; called once on every rank when all ranks have joined.
 
         Args:
-            is_last_joiner: Whether this rank was among the last that worked.
+            is_last_joiner: Whether this rank was among the last ranks with input.
         """
 
     def shadow(self) -> bool | None:
         """Shadow one step of the working ranks.
 
         Returns:
-            True after a step, False if no rank works any more, None if the joinable cannot tell.
+            True after a step, False if all ranks have joined, None if it cannot be detected.
         """
         return None
 
@@ -61,7 +61,7 @@ class JoinHook:
 
 
 class Joinable(ABC):
-    """An object that takes part in collectives once a step."""
+    """Object that takes part in collectives once per step."""
 
     @abstractmethod
     def __init__(self) -> None:
@@ -93,13 +93,13 @@ class Join:
         joinables: Objects of one group that take part in collectives. Each calls
             `notify_join_context` before the collectives of a step. The collectives of a
             DistributedDataParallel are in backwards that average.
-        enable: Whether the context does anything; False is for inputs that are known to be even.
+        enable: Whether the context has an effect; False is for inputs that are known to be even.
         throw_on_early_termination: Whether to raise on all ranks as soon as one has no more input.
         **kwargs: Keyword arguments for all join hooks.
 
     Raises:
-        ConfigError: There are no joinables, one is no Joinable, is passed twice or is in another
-            such context, they have different groups, or the steps of one cannot be shadowed.
+        ConfigError: `joinables` is empty or contains anything but Joinables; one is passed twice or
+            is in another such context; they have different groups; or steps cannot be shadowed.
         CommError: A rank has no more input, and `throw_on_early_termination` is set.
     """
 
@@ -132,7 +132,7 @@ class Join:
 
     @property
     def exchanges_presence(self) -> bool:
-        """Whether the only joinable learns in its steps if other ranks work, too late to throw."""
+        """Whether the only joinable detects in its steps if other ranks work, too late to throw."""
         alone = len(self._hooks) == 1 and not self.throws
         return alone and type(self._hooks[0]).shadow is not JoinHook.shadow
 
@@ -140,8 +140,8 @@ class Join:
         if self._enable and self._entered() is not None:
             msg = (
                 "a join context of this group has been entered already, and a group has one join "
-                "context at a time: ranks that leave the inner one would shadow that alone. Write "
-                "Join([a, b])"
+                "context at a time: ranks that leave the inner one would shadow only its steps. "
+                "Write Join([a, b])"
             )
             raise ConfigError(msg)
         if self._enable:
@@ -174,7 +174,7 @@ class Join:
         return None if reference is None else reference()
 
     def _shadow(self) -> bool:
-        """Shadow one step of the working ranks; return False when no rank works."""
+        """Shadow one step of the working ranks; return False if all ranks have joined."""
         if self.exchanges_presence:
             return bool(self._hooks[0].shadow())
         working = torch.zeros(1, device=self._device)
@@ -189,11 +189,11 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:
-        """Announce to other ranks that this one still works; call before the collectives of a step.
+        """Announce to other ranks that this rank still works; call before a step's collectives.
 
         Returns:
-            The announcement under way. None outside of a context, from all but the first joinable,
-            and where no message is needed.
+            The announcement in flight. None outside of a context, for all but the first joinable,
+            and if no message is needed.
         """
         join = joinable._join  # noqa: SLF001 - the other half
         if join is None or joinable is not join._joinables[0] or join.exchanges_presence:  # noqa: SLF001
@@ -216,7 +216,7 @@ def _check_joinables(joinables: Sequence[Joinable]) -> None:
         if not isinstance(joinable, Joinable) or not hasattr(joinable, "_join"):  # type: ignore[redundant-expr]
             kind = type(joinable).__name__
             is_joinable = isinstance(joinable, Joinable)
-            problem = "has not called Joinable.__init__" if is_joinable else "is no Joinable"
+            problem = "has not called Joinable.__init__" if is_joinable else "is not a Joinable"
             msg = f"{kind} {problem}: derive from Joinable, and call its __init__"
             raise ConfigError(msg)
     if len({id(joinable) for joinable in joinables}) < len(joinables):
@@ -225,12 +225,12 @@ def _check_joinables(joinables: Sequence[Joinable]) -> None:
 
 
 def syncs_in_forward(module: nn.Module) -> str | None:
-    """Return why ranks without input cannot shadow the steps of a module; None if they can."""
+    """Return the reason why steps of a module cannot be shadowed; None if they can."""
     for name, part in module.named_modules():
         if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm) and part.training:
             return (
                 f"the forward of {type(part).__name__} {name!r} waits for other ranks, and a rank "
-                "without input runs none: give all ranks equally many batches, pass "
+                "without input runs no forward: give all ranks the same number of batches, pass "
                 "throw_on_early_termination=True, or use BatchNorm"
             )
     return None

@@ -1,14 +1,14 @@
-"""Forward and backward in 16 bits, parameters and their gradients in 32.
+"""Forward and backward in 16 bits with parameters and their gradients in 32 bits.
 
 Problem: matrices in bfloat16 multiply faster and their gradients are half as long, but an optimizer
 that adds small updates to 16-bit parameters loses most of them.
 
-Idea: the module is called with a 16-bit copy in the place of each parameter
-(`torch.func.functional_call`). The copy is made by an operation that autograd follows, so gradients
-arrive at the 32-bit parameter by themselves, in 32 bits, and averaging needs to know nothing of it.
+Idea: the module is called with 16-bit copies instead of its parameters
+(`torch.func.functional_call`). Autograd records the copy, so gradients reach the 32-bit parameters
+in 32 bits, and averaging does not change.
 
-Layers that keep running statistics (batch normalisation) take 16-bit inputs, but weight and bias of
-the statistics' dtype: theirs stay as they are where the statistics do.
+Layers that keep running statistics (batch normalization) take 16-bit inputs, but need weight and
+bias in the dtype of the statistics: if the statistics stay in 32 bits, so do weight and bias.
 
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 """
@@ -29,21 +29,21 @@ from braid.runtime.torch_internals import BatchNorm, InstanceNorm, NormBase
 
 __all__ = ["MixedPrecision", "Precision", "precision_of"]
 
-# their kernels take 16-bit inputs beside wider weights; a subclass may have another forward
+# kernels accept 16-bit inputs with wider weights; a subclass may have another forward
 KNOWN_NORMS = {kind.forward for kind in (BatchNorm, nn.SyncBatchNorm, InstanceNorm, SyncBatchNorm)}
 WIRES = {torch.bfloat16: "bf16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedPrecision:
-    """Data types of a forward; None leaves them as they are.
+    """Dtypes of a forward; None keeps them unchanged.
 
     Attributes:
-        param_dtype: Data type of parameters and inputs in forward and backward. Parameters beside
-            running statistics of another dtype keep theirs.
-        reduce_dtype: Data type of gradients on their way over a network.
-        buffer_dtype: Data type of floating buffers, from wrapping on.
-        cast_forward_inputs: Whether floating inputs are cast, too.
+        param_dtype: Dtype of parameters and inputs in forward and backward. Parameters of layers
+            with running statistics of another dtype keep their dtype.
+        reduce_dtype: Dtype in which gradients are sent over a network.
+        buffer_dtype: Dtype to which floating buffers are converted at wrapping.
+        cast_forward_inputs: Whether to cast floating inputs.
     """
 
     param_dtype: torch.dtype | None = None
@@ -53,11 +53,11 @@ class MixedPrecision:
 
 
 class Precision:
-    """Calls a module in the wanted data types.
+    """Caller of a module with the requested dtypes.
 
     Args:
-        wanted: Data types of the forward.
-        module: Module whose buffers are converted.
+        wanted: Dtypes of the forward.
+        module: Module; its buffers are converted.
     """
 
     def __init__(self, wanted: MixedPrecision, module: nn.Module) -> None:
@@ -81,20 +81,20 @@ class Precision:
             return module(*args, **kwargs)
         if self._wanted.cast_forward_inputs:
             args, kwargs = (
-                map_tensors(given, lambda x: x.to(dtype) if x.is_floating_point() else x)
-                for given in (args, kwargs)
+                map_tensors(structure, lambda x: x.to(dtype) if x.is_floating_point() else x)
+                for structure in (args, kwargs)
             )
         return functional_call(module, _cast(module, dtype), args, kwargs, tie_weights=False)
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return parameters in `dtype` by all of their names; tied ones share one copy."""
+    """Return parameters in `dtype` by all of their names; tied parameters share one copy."""
     copies: dict[int, torch.Tensor] = {}
     named: dict[str, torch.Tensor] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         as_it_is = _has_statistics_in_another(owner, dtype)
-        own = owner.named_parameters(prefix, recurse=False, remove_duplicate=False)
-        for name, param in own:
+        named_params = owner.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        for name, param in named_params:
             if as_it_is or not param.is_floating_point():
                 named[name] = param
             else:
@@ -109,14 +109,14 @@ def _has_statistics_in_another(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def precision_of(wanted: Any, module: nn.Module) -> Precision:
-    """Return how `module` is called.
+    """Return the `Precision` that calls `module`.
 
     Args:
-        wanted: A MixedPrecision, or torch's; None for no change.
+        wanted: A MixedPrecision of this package or of torch; None for no change.
         module: Module to call.
 
     Raises:
-        ConfigError: `wanted` is neither, or a dtype is not floating.
+        ConfigError: `wanted` is anything else, or a dtype is not floating.
     """
     if wanted is None:
         return Precision(MixedPrecision(), module)

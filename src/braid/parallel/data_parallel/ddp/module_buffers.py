@@ -1,6 +1,6 @@
 """A module's buffers, such as running means, kept equal on all ranks.
 
-Buffers of all dtypes are packed into one flat piece of memory per device, and broadcast at once.
+Buffers of all dtypes are packed into one flat piece of memory per device: one broadcast sends all.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from braid.runtime.torch_internals import foreach_copy_, has_internal_overlap
 __all__ = ["ModuleBuffers"]
 
 ALIGNMENT = 64  # bytes
-MAX_LAYOUTS = 8  # of a device; forwards may replace buffers by others of a new shape every time
+MAX_LAYOUTS = 8  # per device; a forward may replace buffers by ones of a new shape every time
 
 _Layout = tuple[tuple[torch.dtype, torch.Size], ...]
 
 
 class _PackedBuffers(NamedTuple):
-    """Memory for all buffers of a device.
+    """Packed memory for all buffers on a device.
 
     Attributes:
         memory: Bytes of all buffers.
@@ -44,7 +44,7 @@ class ModuleBuffers:
     Args:
         group: Ranks that hold the module.
         module: The same module on all of them.
-        ignored: Names of buffers that stay each rank's own.
+        ignored: Names of buffers that are not kept equal.
     """
 
     def __init__(self, group: Group, module: nn.Module, ignored: Collection[str] = ()) -> None:
@@ -53,31 +53,31 @@ class ModuleBuffers:
         self._ignored = frozenset(ignored)
         self._known: dict[torch.device, dict[_Layout, _PackedBuffers]] = {}
         self._changed = False
-        self._early_root = -1  # rank whose values went beside the last status
+        self._early_root = -1  # rank that sent its values with the last status
 
     def any(self) -> bool:
         """Return whether the module has buffers that are kept equal."""
         return bool(self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the present buffers: `self.mean = ...` in a forward replaces one."""
+        """Return the current buffers: `self.mean = ...` in a forward replaces one."""
         named = self._module.named_buffers()
         return [buffer for name, buffer in named if name not in self._ignored]
 
     def broadcast(self, root: int = 0) -> None:
-        """Copy the values of the group rank `root` to all; a collective.
+        """Copy the values of the group rank `root` to all ranks; a collective.
 
         Raises:
-            ConfigError: Elements of a buffer share memory, so that it cannot be written to.
+            ConfigError: Elements of a buffer share memory, so it cannot be written to.
         """
         for work in self._start(root):
             work.wait()
         self._receive(root)
 
     def start_early(self, root: int) -> list[Work]:
-        """Send the values of `root` if buffers changed in the last step; a collective.
+        """Start to send the values of `root` if buffers changed in the last step; a collective.
 
-        They will have changed in this step, too. `finish` puts them into their places.
+        Buffers probably change in this step as well. `finish` copies received values to buffers.
 
         Args:
             root: Rank that has the values, as far as is known before the status.
@@ -86,13 +86,13 @@ class ModuleBuffers:
         return self._start(root) if self._changed else []
 
     def finish(self, root: int, *, changed: bool) -> None:
-        """Give all ranks the values of `root`, if buffers have changed; a collective."""
+        """Copy the values of `root` to all ranks if buffers have changed; a collective."""
         self._changed = changed
         if not changed:
             return
         if self._early_root == root:
             self._receive(root)
-        else:  # nothing has been sent, or by a rank that has joined
+        else:  # nothing was sent, or the sender has joined
             self.broadcast(root)
 
     def _start(self, root: int) -> list[Work]:
@@ -115,7 +115,7 @@ class ModuleBuffers:
     def _by_device(self) -> list[tuple[_PackedBuffers, list[torch.Tensor]]]:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for buffer in self.tensors():
-            # .data: graphs that have seen old values may still be differentiated
+            # .data: graphs recorded with old values may still be differentiated
             by_device.setdefault(buffer.device, []).append(buffer.data)
         return [(self._packed(device, members), members) for device, members in by_device.items()]
 
@@ -132,7 +132,7 @@ class ModuleBuffers:
             make = allocator(self._group, str(device))
             flat = FlatBuffer(sizes, torch.uint8, make, align=ALIGNMENT)
             pairs = zip(flat.views, members, strict=True)
-            views = [view.view(own.dtype).view(own.shape) for view, own in pairs]
+            views = [view.view(buffer.dtype).view(buffer.shape) for view, buffer in pairs]
             packed = known[layout] = _PackedBuffers(flat.tensor, views, {})
         return packed
 

@@ -1,8 +1,8 @@
 """One-time warnings about steps that are legal but probably unintended, on rank 0.
 
-Parameters that nobody uses, and forwards that no backward has reached. Of the latter torch says
-nothing: a rank whose forward or loss raises an exception that the program catches goes on to its
-next batch, and from then on averages gradients of other steps than its peers do.
+Two cases: parameters without a gradient on any rank, and forwards without a backward. torch does
+not warn about the second: if the forward or loss of a rank raises an exception that the program
+catches, the rank continues with its next batch, and averages gradients of other steps from then on.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["OnceWarnings"]
 
 
 class OnceWarnings:
-    """Gives each warning once.
+    """Emitter of warnings, each at most once.
 
     Args:
         model: Name of the model in the messages.
         ranks: Global ranks of the group.
-        is_speaker: Whether this rank is the one that warns.
-        names_unused: Whether to warn of unused parameters.
+        is_speaker: Whether this rank emits the warnings.
+        names_unused: Whether to warn about unused parameters.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class OnceWarnings:
         self._names_ahead = is_speaker
 
     def check(self, outcome: AveragingOutcome) -> None:
-        """Warn of what an averaging has shown."""
+        """Warn if an averaging shows unused parameters or skipped backwards."""
         if self._names_unused and outcome.unused:
             self._names_unused = False
             _warn(_unused_text(self._model, outcome))
@@ -57,7 +57,7 @@ def _unused_text(model: str, outcome: AveragingOutcome) -> str:
     count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
     return (
         f"{count} of {model} got no gradient on any rank in step {outcome.number}: {listed}; .grad "
-        "stays None. Said once; find_unused_parameters=True says that this is expected"
+        "stays None. Shown once; find_unused_parameters=True turns this warning off"
     )
 
 
@@ -71,7 +71,7 @@ def _ahead_text(model: str, number: int, counts: dict[int, int]) -> str:
     return (
         f"{model} ran forwards without a backward in step {number}: {listed}. If an exception (in "
         "the forward or in the loss) was caught there and the batch was not tried again, that rank "
-        "is one batch ahead from now on: skip such a batch on all ranks. Said once; run forwards "
+        "is one batch ahead from now on: skip such a batch on all ranks. Shown once; run forwards "
         "that need no backward under torch.no_grad()"
     )
 

@@ -1,11 +1,11 @@
-"""The parameters that a module had when averaging was set up.
+"""Checks that a module still has the parameters with which averaging was set up.
 
 Problem: buckets and hooks belong to tensors of one dtype on one device. `model.half()` keeps the
-parameter and changes what is in it; a parameter that is replaced has no hook, and nobody would ever
-average it. Both are named here, instead of being averaged wrongly.
+parameter object and replaces its data; a replaced parameter has no hook and is never averaged.
+Both raise errors with names here, instead of being averaged wrongly.
 
-`torch.func.functional_call` puts tensors in the place of parameters for one forward. Their
-gradients are the caller's own.
+`torch.func.functional_call` replaces parameters by tensors for one forward. Their gradients are
+left to the caller.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ParamSnapshot:
     def check_module(self, module: nn.Module) -> bool:
         """Check the parameters of a module; see `check`.
 
-        Cost: less than half of a walk through `module.parameters()`, which makes names.
+        Cost: less than half of a walk through `module.parameters()`, which builds names.
         """
         get, todo, seen = self._known.get, [module], set()
         while todo:
@@ -54,17 +54,17 @@ class ParamSnapshot:
     def check(
         self, params: Iterable[torch.Tensor], names: Iterable[tuple[str, torch.Tensor]]
     ) -> bool:
-        """Check that the parameters are still the same, or given for this forward only.
+        """Check that the parameters are unchanged, or replaced for this forward only.
 
         Args:
-            params: Present parameters.
-            names: Their names, looked at only if something differs.
+            params: Current parameters.
+            names: Their names, read only if something differs.
 
         Returns:
-            Whether gradients of any of the module's own parameters can follow from this forward.
+            Whether gradients of any of the module's own parameters can come from this forward.
 
         Raises:
-            ConfigError: Some parameters are new, or have been converted or moved.
+            ConfigError: Some parameters are new, converted or moved.
         """
         known = self._known
         if all(known.get(id(param)) == (param.dtype, param.device) for param in params):
@@ -80,7 +80,7 @@ class ParamSnapshot:
                 "parameters have been replaced or added since the module was wrapped: "
                 f"{first_few(new, separator='; ')}. Load values into parameters (assign=False) "
                 "and add layers before wrapping, or wrap again; for one forward give "
-                "torch.func.functional_call tensors that are no nn.Parameter"
+                "torch.func.functional_call tensors that are not nn.Parameters"
             )
             raise ConfigError(msg)
         changed = [
@@ -88,7 +88,7 @@ class ParamSnapshot:
             for name, param in named
             if known[id(param)] != (param.dtype, param.device)
         ]
-        if not changed:  # tensors of functional_call stand in for the others
+        if not changed:  # functional_call has replaced the other parameters
             return any(param.requires_grad for _, param in named)
         msg = (
             "parameters have been converted or moved since the module was wrapped: "

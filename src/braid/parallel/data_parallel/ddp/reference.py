@@ -1,8 +1,8 @@
-"""The same step in one process, with which every parallel run is compared.
+"""The same step in one process: the reference for every parallel run.
 
-"Equal to one process" has an exact meaning here: one process, with as many threads as a rank has,
-runs the n shards in the order of ranks, sums their gradients in that order and divides once. That
-is what n ranks compute, bit by bit. (One forward over the whole batch adds numbers in another order
+"Equal to one process" has an exact meaning here: one process, with the number of threads of a rank,
+runs the n shards in the order of ranks, sums their gradients in that order and divides once. n
+ranks compute the same, bit by bit. (One forward over the whole batch adds numbers in another order
 and agrees only to a tolerance.)
 """
 
@@ -23,10 +23,10 @@ def accumulate(
 ) -> list[torch.Tensor]:
     """Compute in one process the gradients that `DistributedDataParallel` computes on n ranks.
 
-    Buffers are left as the first shard leaves them.
+    Buffers keep their values after the first shard.
 
     Args:
-        module: Model whose `.grad` receives the averages.
+        module: Model; its `.grad` receives the averages.
         shard_losses: Functions that run the forward on a rank's shard and return the loss, in the
             order of ranks.
 

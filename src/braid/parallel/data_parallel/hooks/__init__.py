@@ -1,1 +1,1 @@
-"""Communication hooks: what ranks send in place of whole gradients."""
+"""Communication hooks: compressed gradients, and other ways to combine them."""

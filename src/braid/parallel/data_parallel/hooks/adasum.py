@@ -1,21 +1,21 @@
-"""Adasum: a sum of gradients that takes into account what they have in common.
+"""Adasum: a sum of gradients that corrects for their common direction.
 
-Problem: with n ranks the sum of gradients takes n times as long a step as one of them, the mean one
-as long as one. Where gradients point the same way, the sum goes too far; where they have nothing to
-do with each other, the mean goes 1/n as far as it could, and the learning rate has to be found anew
-for each n.
+Problem: with n ranks the sum of gradients takes a step n times as long as one gradient, the mean a
+step of the same length. If gradients point the same way, the sum goes too far; if they are
+orthogonal, the mean goes only 1/n as far as it could, and the learning rate must be tuned again for
+each n.
 
-Idea: subtract from each of two gradients half of what both have in common:
+Idea: subtract from each of two gradients half of its projection on the other:
 
     Adasum(a, b) = (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b     equal: a     orthogonal: a + b
 
-for each tensor by itself, since layers differ; and for more than two by a tree of pairs. The tree
-is recursive doubling: in round k rank r and rank r xor 2^k exchange all they have, and both compute
-the same. Ranks behind the largest power of two pass theirs to another rank before, and get the
-result afterwards.
+for each tensor separately, since layers differ; and for more than two by a tree of pairs. The tree
+is recursive doubling: in round k rank r and rank r xor 2^k exchange all their data, and both
+compute the same. Ranks beyond the largest power of two first send their data to another rank, and
+receive the result in the end.
 
-Cost: ceil(log2 n) (a + l b), and two more messages where n is no power of two. (Halving vectors
-would send 2 l in all, but needs a sum over more and more ranks for the dot products of every
+Cost: ceil(log2 n) (a + l b), and two more messages if n is not a power of two. (Halving vectors
+would send 2 l in total, but needs a sum over more and more ranks for the dot products of every
 round.)
 
 The order of ranks matters, except for two ranks, for equal tensors, and for orthogonal ones.
@@ -45,8 +45,8 @@ TAG = 0x616461  # "ada"
 def adasum_hook(state: object, bucket: GradBucket) -> Steps:
     """Combine a bucket by Adasum: `model.register_comm_hook(None, adasum_hook)`.
 
-    Gradients are those of one rank in size, so the learning rate is that of one process. `state` is
-    ignored.
+    The result has the size of one rank's gradient, so use the learning rate of one process. `state`
+    is ignored.
     """
     del state
     return _rounds(bucket.group, bucket.buffer(), bucket.gradients())
@@ -55,15 +55,15 @@ def adasum_hook(state: object, bucket: GradBucket) -> Steps:
 def adasum(tensors: Sequence[torch.Tensor], group: Group) -> None:
     """Replace each floating or complex tensor by its Adasum over all ranks; a collective.
 
-    For gradients, or for the changes of an optimizer's step, as in the paper for optimizers with
-    momentum.
+    Use it for gradients, or for the changes of an optimizer's step, as in the paper for optimizers
+    with momentum.
 
     Args:
         tensors: Tensors of the same shapes on all ranks.
         group: Ranks that take part.
 
     Raises:
-        ConfigError: Some tensors are neither floating nor complex.
+        ConfigError: A tensor is neither floating nor complex.
     """
     wrong = [str(x.dtype) for x in tensors if not (x.is_floating_point() or x.is_complex())]
     if wrong:
@@ -81,7 +81,7 @@ def adasum(tensors: Sequence[torch.Tensor], group: Group) -> None:
 
 @torch.no_grad()
 def combine_adasum(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Replace `a` by Adasum(a, b); dot products are taken in 64 bits.
+    """Replace `a` by Adasum(a, b); dot products are computed in 64 bits.
 
     >>> a, b = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
     >>> combine_adasum(a, b); a
@@ -89,7 +89,7 @@ def combine_adasum(a: torch.Tensor, b: torch.Tensor) -> None:
     >>> combine_adasum(a, a.clone()); a
     tensor([3., 4.])
     """
-    if a.is_complex():  # as vectors of twice as many real numbers
+    if a.is_complex():  # as real vectors of twice the length
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     x, y = a.reshape(-1).double(), b.reshape(-1).double()
     common, of_a, of_b = (x @ y).item(), (x @ x).item(), (y @ y).item()
@@ -102,7 +102,7 @@ def combine_adasum(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _rounds(group: Group, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> Steps:
-    """Exchange `flat`, of which `parts` are views; the result is left there."""
+    """Exchange `flat` and write the result to it; `parts` are views of `flat`."""
     rank, size = group.rank, group.size
     power = 1 << (size.bit_length() - 1)
     other = torch.empty_like(flat)
@@ -123,15 +123,15 @@ def _rounds(group: Group, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> 
         return
     if rank + power < size:
         yield from exchange(rank + power, sends=False, into=other)
-        for own, its in zip(parts, theirs, strict=True):
-            combine_adasum(own, its)
+        for local_part, other_part in zip(parts, theirs, strict=True):
+            combine_adasum(local_part, other_part)
     distance = 1
     while distance < power:
         peer = rank ^ distance
         yield from exchange(peer, sends=True, into=other)
-        for own, its in zip(parts, theirs, strict=True):
-            low, high = (own, its) if rank < peer else (its, own)
-            combine_adasum(low, high)  # both compute the same, bit by bit
+        for local_part, other_part in zip(parts, theirs, strict=True):
+            low, high = (local_part, other_part) if rank < peer else (other_part, local_part)
+            combine_adasum(low, high)  # both ranks compute the same, bit by bit
         if rank > peer:
             flat.copy_(other)
         distance *= 2

@@ -1,10 +1,10 @@
-"""Agreement on step counts between ranks that go on from a checkpoint and ranks that are new.
+"""Agreement on step counts between ranks that continue from a checkpoint and new ranks.
 
-Problem: a hook decides by its count what it sends. One that begins at 0 beside others that go on
-sends something else, or multiplies by another Q.
+Problem: a hook chooses its messages by its step count. If one rank begins at 0 while others
+continue, it sends different messages, or multiplies by another Q.
 
-Idea: before a bucket's first reduction ranks compare their counts. Ranks that count from 0 go on
-with the others; other differences are refused.
+Idea: ranks compare their counts before the first reduction of a bucket. Ranks that count from 0
+adopt the counts of the others; other differences raise an error.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Agreed", "AgreedNames", "agree"]
 
 
 class Agreed(NamedTuple):
-    """Counts that all ranks go on with.
+    """Counts with which all ranks continue.
 
     Attributes:
         counts: Counts of the given parameters.
-        source: Group rank that has these counts, and the state that belongs to them.
-        is_new: Whether a rank had no state, by group rank.
+        source: Group rank that has these counts and their state.
+        is_new: Whether each group rank had no state.
     """
 
     counts: list[int]
@@ -37,13 +37,13 @@ class Agreed(NamedTuple):
 
 
 class AgreedNames:
-    """Names of parameters on whose counts ranks have agreed, by group: hooks may change groups."""
+    """Names of parameters with agreed counts, per group, since a hook may be used with several."""
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Group, set[str]] = WeakKeyDictionary()
 
     def fresh(self, bucket: GradBucket) -> list[str]:
-        """Add the names in a bucket; return those that are new."""
+        """Add the names in a bucket; return the names that were not known before."""
         known = self._names.setdefault(bucket.group, set())
         new = [name for name in bucket.names if name not in known]
         known.update(new)
@@ -55,22 +55,22 @@ class AgreedNames:
 
 
 def agree(hook: str, bucket: GradBucket, names: Sequence[str], counts: Sequence[int]) -> Agreed:
-    """Compare counts; a collective.
+    """Compare counts over the bucket's group; a collective.
 
     Args:
         hook: Name of the hook, for the message.
         bucket: Bucket that is reduced.
         names: Names of parameters, the same on all ranks.
-        counts: Counts of this rank, equally many for each name; all 0 on a rank without a state.
+        counts: Counts of this rank, the same number for each name; all 0 on a rank without state.
 
     Raises:
         ConfigError: Ranks have states of different steps; raised on all ranks.
 
-    Cost: an all_gather of 8 bytes a count.
+    Cost: an all_gather of 8 bytes per count.
     """
     group = bucket.group
-    own = torch.tensor(list(counts), dtype=torch.int64, device="cpu")
-    rows = group.all_gather(own).view(group.size, -1).tolist()
+    local_row = torch.tensor(list(counts), dtype=torch.int64, device="cpu")
+    rows = group.all_gather(local_row).view(group.size, -1).tolist()
     is_new = [not any(row) for row in rows]
     source = is_new.index(False) if False in is_new else 0
     odd = [r for r, row in enumerate(rows) if not is_new[r] and row != rows[source]]
@@ -81,8 +81,8 @@ def agree(hook: str, bucket: GradBucket, names: Sequence[str], counts: Sequence[
         )
         msg = (
             f"the state of {hook} is of different steps on different ranks, for parameter "
-            f"{names[place % len(names)]!r}: {listed}. Load what hook_state() returned on each "
-            "rank in one and the same step, and nothing on ranks that are new"
+            f"{names[place % len(names)]!r}: {listed}. Load the result of hook_state() of the same "
+            "step on each rank, and nothing on new ranks"
         )
         raise ConfigError(msg)
     return Agreed(rows[source], source, is_new)

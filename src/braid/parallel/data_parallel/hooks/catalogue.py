@@ -1,11 +1,11 @@
-"""Communication hooks by name: what is sent in place of whole gradients.
+"""Communication hooks by name: formats and compression of gradients.
 
     "bf16", "fp16", "int8", "topk:0.01"    wire formats of `braid.comm`: numbers change on a network
                                            only, never in shared memory
     "powersgd:rank=2,start=500"            two thin factors of each matrix (`powersgd`)
     "bf16+powersgd:rank=2"                 the same, with the factors in 16 bits on a network
 
-What a format leaves out stays with the rank that left it out, and is added the next time.
+The error of a format stays on the rank where it occurs, and is added to its next gradient.
 `bf16_hook` and `fp16_hook` use 16 bits inside of a host as well:
 `model.register_comm_hook(None, bf16_hook)`.
 """
@@ -30,31 +30,31 @@ from braid.types import dtype_name
 __all__ = ["NAMES", "CastHook", "bf16_hook", "fp16_hook", "hook_of"]
 
 FORMATS = {"bf16": "bf16", "fp16": "float16", "float16": "float16", "int8": "int8"}
-DENSE = tuple(FORMATS)  # for factors, which have no small numbers to leave out
+DENSE = tuple(FORMATS)  # for factors, which have no small numbers to drop
 POWERSGD = "powersgd"
 NAMES = (*DENSE, "topk:RATIO", "powersgd:OPTIONS", "FORMAT+powersgd:OPTIONS")
 WORDS = {"true": True, "false": False}
 
 
 class CastHook:
-    """Averages gradients in another dtype, everywhere, and casts them back.
+    """Hook that averages gradients in another dtype, on all links, and casts them back.
 
-    Complex gradients and those of 16 bits are sent as they are.
+    Complex gradients and gradients of 16 bits are sent unchanged.
 
     Args:
-        dtype: Data type of 16 bits in which gradients are exchanged. Sums are taken in 32 bits and
+        dtype: 16-bit dtype in which gradients are exchanged. Sums are computed in 32 bits and
             rounded once.
 
-    Cost: half the bytes of float32, and two passes over the gradients; what is rounded is lost.
-    Gradients beyond 65504 are infinite in float16, which `nonfinite=` does not see, as it looks at
-    them before.
+    Cost: half the bytes of float32, and two passes over the gradients; rounding errors are lost.
+    Gradients above 65504 become infinite in float16; `nonfinite=` does not detect this, since it
+    checks gradients before the hook.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def __call__(self, state: Any, bucket: GradBucket) -> Steps:
-        """Average a bucket over the group `state`, or over the bucket's own group when None."""
+        """Average a bucket over the group `state`, or over the bucket's group if it is None."""
         group = bucket.group if state is None else group_of(state)
         buffer = bucket.buffer()
         longer = buffer.is_floating_point() and buffer.itemsize > self.dtype.itemsize
@@ -74,16 +74,16 @@ fp16_hook = CastHook(torch.float16)
 
 
 def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hook | None]:
-    """Return what a name means: a wire format, or a hook.
+    """Return the wire format or the hook of a name; the other one is None.
 
     Args:
         text: Name, see the module.
         group: Ranks that train together.
-        table: Their parameters.
+        table: Parameters of the model.
 
     Raises:
-        ConfigError: There is no such hook, an option of it makes no sense, or it would find nothing
-            to do.
+        ConfigError: The name is unknown, an option is invalid, or no parameter would be
+            compressed.
     """
     if not isinstance(text, str):
         # for callers without a type checker
@@ -94,7 +94,10 @@ def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hoo
     if kind == POWERSGD:
         if wire and wire not in FORMATS:
             known = ", ".join(DENSE)
-            msg = f"hook={text!r}: {wire!r} is no format for factors of powersgd, choose of {known}"
+            msg = (
+                f"hook={text!r}: {wire!r} is not a format for factors of powersgd, choose one of "
+                f"{known}"
+            )
             raise ConfigError(msg)
         hook = PowerSGDHook(_options_of(options, text), wire=FORMATS.get(wire))
         if wire:
@@ -105,7 +108,7 @@ def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hoo
         msg = f"hook={text!r} is unknown: choose one of {', '.join(NAMES)}"
         raise ConfigError(msg)
     name = FORMATS.get(text, text)
-    by_name(name)  # refuses options that make no sense
+    by_name(name)  # raises for invalid options
     _check_wires(group, text, "register_comm_hook(None, bf16_hook) or fp16_hook")
     return name, None
 
@@ -114,7 +117,7 @@ def _check_wires(group: Group, text: str, instead: str) -> None:
     if not group.engine.capabilities.wires:
         msg = (
             f"hook={text!r} needs a group that converts numbers, but a backend of torch moves "
-            f"those of this one: use {instead} instead"
+            f"the data of this group: use {instead} instead"
         )
         raise ConfigError(msg)
 
@@ -124,19 +127,19 @@ def _options_of(text: str, whole: str) -> PowerSGDOptions:
         field.name: _flag if isinstance(field.default, bool) else type(field.default)
         for field in dataclasses.fields(PowerSGDOptions)
     }
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for option in filter(None, text.split(",")):
         name, _, value = option.partition("=")
         try:
-            given[name] = kinds[name](value)
+            values[name] = kinds[name](value)
         except (KeyError, ValueError) as exc:
             known = ", ".join(
                 f"{field.name}={str(field.default).lower()}"
                 for field in dataclasses.fields(PowerSGDOptions)
             )
-            msg = f"hook={whole!r}: {option!r} is no option of powersgd, which has {known}"
+            msg = f"hook={whole!r}: {option!r} is not an option of powersgd, which has {known}"
             raise ConfigError(msg) from exc
-    return PowerSGDOptions(**given)
+    return PowerSGDOptions(**values)
 
 
 def _flag(text: str) -> bool:
@@ -151,7 +154,7 @@ def _check_any_matrix(options: PowerSGDOptions, table: ParamTable, text: str) ->
     others = len(table.requires_grad) - len(fit)
     largest = max(fit, key=lambda record: record.param.numel(), default=None)
     kinds = ", ".join(map(dtype_name, COMPRESSED))
-    shown = "" if largest is None else f", the largest of which is {largest}"
+    shown = "" if largest is None else f", the largest is {largest}"
     rest = f"; {others} more, sparse or of other dtypes, are never factored" if others else ""
     advice = "" if largest is None else "lower rank or rate, or "
     msg = (

@@ -1,19 +1,19 @@
-"""PowerSGD: each matrix of gradients travels as two thin factors; the rest is sent later.
+"""PowerSGD: sends each gradient matrix as two thin factors, and keeps the error for later steps.
 
-Problem: a wire format saves at most a factor of 30 and breaks sums apart; a gradient of 4096 x 4096
-is often close to a matrix of rank 4, which is 500 times smaller.
+Problem: a wire format saves at most a factor of 30, and its rounding breaks sums; a gradient of
+4096 x 4096 is often close to a matrix of rank 4, which is 500 times smaller.
 
-Idea: `comm.formats.LowRank` takes a matrix apart, `comm.formats.ErrorFeedback` keeps what it
-missed; this hook does both for all matrices of a bucket at once, in two messages:
+Idea: `comm.formats.LowRank` factors a matrix, `comm.formats.ErrorFeedback` keeps the error; this
+hook does both for all matrices of a bucket together, in two messages:
 
-    1   P = M Q of each matrix; together with them, as it is, all that is not compressed
-    2   Q = M^T P of each, after P's columns have been made orthonormal
+    1   P = M Q of each matrix; together with all uncompressed gradients
+    2   Q = M^T P of each matrix, after P's columns have been made orthonormal
 
-Everything is kept by the parameter's name, so it survives other buckets; how often a parameter has
-been reduced is counted by name as well.
+State is kept by the parameter's name, so it survives a new assignment of parameters to buckets; the
+reductions of a parameter are counted by name as well.
 
-Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2. Torch has it as
-`powerSGD_hook`, with its state by number of bucket.
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2. Torch's
+`powerSGD_hook` keeps its state by bucket index.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from braid.types import text_digest
 
 __all__ = ["COMPRESSED", "PowerSGDHook", "PowerSGDOptions"]
 
-COMPRESSED = (torch.float32, torch.bfloat16, torch.float16)  # all others go whole
+COMPRESSED = (torch.float32, torch.bfloat16, torch.float16)  # other dtypes are sent uncompressed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +45,11 @@ class PowerSGDOptions:
     Attributes:
         rank: Number of columns of the factors; at most the smaller side of a matrix.
         start: Number of reductions of a parameter before it is compressed. Gradients of the first
-            steps are far from low rank; a tenth of all steps is a good choice when accuracy suffers
-            (torch's hook has 1000).
-        rate: Ratio of sizes, matrix to factors, from which a matrix is compressed.
-        warm_start: Begin with the last step's Q instead of a random one.
-        error_feedback: Add what was missed to the next gradient; 4 bytes a number.
+            steps are far from low rank; a tenth of all steps is a good choice if accuracy suffers
+            (the default of torch's hook is 1000).
+        rate: Smallest ratio of sizes, matrix to factors, at which a matrix is compressed.
+        warm_start: Whether to begin with the last step's Q instead of a random one.
+        error_feedback: Whether to add the error to the next gradient; 4 bytes per number.
         seed: Seed of the first Q.
 
     Raises:
@@ -81,7 +81,7 @@ class PowerSGDOptions:
             raise ConfigError(msg)
 
     def compresses(self, param: torch.Tensor) -> bool:
-        """Return whether factors of a parameter are `rate` times smaller than the parameter."""
+        """Return whether the factors of a parameter are `rate` times smaller than the parameter."""
         if param.dim() < 2 or param.dtype not in COMPRESSED or not param.numel():
             return False
         rows, columns = param.shape[0], param.numel() // param.shape[0]
@@ -90,23 +90,23 @@ class PowerSGDOptions:
 
 
 class PowerSGDHook:
-    """Compresses gradients by low rank.
+    """Hook that compresses gradients by low rank.
 
     Register it by `model.register_comm_hook(None, PowerSGDHook(PowerSGDOptions(rank=2)))`, with the
-    same options on all ranks; gradients come out equal on all of them. A tensor of more than two
-    dims is a matrix of its first dim by all others. Gradients of 16 bits are compressed in 32.
+    same options on all ranks; the resulting gradients are equal on all ranks. A tensor of more than
+    two dims is a matrix of its first dim by all others. 16-bit gradients are compressed in 32 bits.
 
     Args:
         options: Options of the compression.
-        wire: Format in which the factors cross a network. What it rounds is part of what was
-            missed, so nothing is lost.
+        wire: Format in which factors cross a network. Its rounding is part of the error that is
+            kept, so nothing is lost.
 
     Cost:
-        4 rank (rows + columns) bytes a matrix instead of 4 rows columns, in two messages; 6 rank
+        4 rank (rows + columns) bytes per matrix instead of 4 rows columns, in two messages; 6 rank
         rows columns operations, five passes over the gradient for error feedback. Before a
         parameter's first reduction, an all_gather of 16 bytes.
 
-    Source: see the module.
+    Source: see the module docstring.
     """
 
     def __init__(self, options: PowerSGDOptions | None = None, *, wire: str | None = None) -> None:
@@ -131,7 +131,7 @@ class PowerSGDHook:
                 whole.append(part)
             memory.num_steps += 1
         if not matrices:
-            whole = [bucket.buffer()]  # lies where no copies are made
+            whole = [bucket.buffer()]  # this memory is sent without a copy
         ps = [matrix.low_rank.compress(matrix.values) for matrix in matrices]
         with bucket.group.coalesce(steps_by=StepsBy.WAITER) as batch:
             for part in whole:
@@ -150,10 +150,10 @@ class PowerSGDHook:
             matrix.finish(p, q)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank for checkpoints, by parameter name.
+        """Return the state of this rank by parameter name, for checkpoints.
 
         Returns:
-            `steps` (numbers), `q` and `error` (tensors; the latter flat).
+            `steps` (integers), `q` (matrices) and `error` (flat tensors).
         """
         kept = {name: memory.kept() for name, memory in self._memories.items()}
         return {
@@ -163,12 +163,12 @@ class PowerSGDHook:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` of this rank returned, on all ranks of that time.
+        """Load the state that `state_dict` returned on this rank; call it on all ranks that saved.
 
-        Ranks that are new go on with the steps and Q of the others.
+        New ranks continue with the steps and Q of the others.
 
         Raises:
-            ConfigError: The state is something else.
+            ConfigError: The state has other keys.
         """
         missing = {"steps", "q", "error"} - set(state)
         if missing:
@@ -181,9 +181,9 @@ class PowerSGDHook:
         self._agreed.clear()
 
     def _agree(self, bucket: GradBucket) -> None:
-        """Give ranks without a state that of the others; a collective.
+        """Copy counts and Q from ranks with a state to ranks without; a collective.
 
-        Called before a parameter's first reduction.
+        It is called before a parameter's first reduction.
 
         Raises:
             ConfigError: Ranks have states of different steps.
@@ -209,7 +209,7 @@ class PowerSGDHook:
 
     def _matrix(self, name: str, memory: _Memory, gradient: torch.Tensor) -> _Matrix:
         options = self.options
-        flat = gradient.reshape(-1).float()  # row by row, whatever its strides are
+        flat = gradient.reshape(-1).float()  # in row-major order, for any strides
         values = _wide(flat, gradient.shape)
         if memory.low_rank is None or not options.warm_start:
             step = 0 if options.warm_start else memory.num_steps
@@ -238,10 +238,10 @@ class _Memory:
 
     Attributes:
         num_steps: Number of its reductions.
-        q: Q of a checkpoint, until it is needed.
-        error: Error of a checkpoint, until it is needed.
-        low_rank: Factors, with the present Q.
-        feedback: Error feedback, with the present error.
+        q: Q of a checkpoint, until it is used.
+        error: Error of a checkpoint, until it is used.
+        low_rank: Factors, with the current Q.
+        feedback: Error feedback, with the current error.
     """
 
     num_steps: int = 0
@@ -258,10 +258,10 @@ class _Memory:
 
 
 class _Matrix(NamedTuple):
-    """A gradient that is being compressed.
+    """Gradient that is being compressed.
 
     Attributes:
-        values: The gradient and what was missed before, as a matrix in float32.
+        values: Sum of the gradient and the previous error, as a matrix in float32.
         gradient: The gradient, which receives the result.
         low_rank: Factors of the parameter.
         feedback: Error feedback of the parameter.
@@ -273,7 +273,7 @@ class _Matrix(NamedTuple):
     feedback: ErrorFeedback | None
 
     def finish(self, p: torch.Tensor, q: torch.Tensor) -> None:
-        """Write the approximation, and keep its error."""
+        """Write the approximation to the gradient, and keep its error."""
         gradient = self.gradient
         plain = gradient.dtype == torch.float32 and gradient.is_contiguous()
         flat = gradient.view(-1) if plain else torch.empty(gradient.numel(), device=gradient.device)
@@ -285,6 +285,6 @@ class _Matrix(NamedTuple):
 
 
 def _wide(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return a tensor as a matrix with at most as many rows as columns: P is orthogonalised."""
+    """Return a tensor as a matrix that is not taller than wide, since P is orthogonalized."""
     matrix = flat.view(shape[0], -1)
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T

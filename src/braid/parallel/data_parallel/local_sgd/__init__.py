@@ -1,1 +1,1 @@
-"""Training with rare averaging of models instead of gradients."""
+"""Training that averages models from time to time instead of gradients in every step."""

@@ -1,10 +1,10 @@
 """Averaging of models: each rank trains alone, and parameters are averaged in some steps.
 
-Problem: averaging gradients costs one exchange a step, however slow the network is.
+Problem: averaging gradients costs one exchange per step, also over a slow network.
 
-Idea: ranks take `period` steps on their own before they average their models. That makes gradients
-noisier, which hurts in the beginning and helps later. So one begins with gradients (`warmup_steps`,
-and `PostLocalSGDHook` with the same number) and goes over to models.
+Idea: ranks take `period` steps alone before they average their models. This makes gradients
+noisier, which hurts in the beginning and helps later. So training begins by averaging gradients
+(`warmup_steps`, and `PostLocalSGDHook` with the same number) and then averages models.
 
     for x, y in batches:
         optimizer.zero_grad()
@@ -13,9 +13,9 @@ and `PostLocalSGDHook` with the same number) and goes over to models.
         averager.average_parameters(model.parameters())
 
 Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020
-(post-local SGD, and its hierarchical form). Names and counting of steps are those of
+(post-local SGD, and its hierarchical form). Names and step counts follow
 `torch.distributed.algorithms.model_averaging`. All parameters that require a gradient are averaged,
-also those that have none now.
+also parameters without a gradient in this step.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"
 
 EVERY_STEP = (
     "models are averaged in every step: averaging gradients (DistributedDataParallel) "
-    "sends as much and hides it behind backward"
+    "sends as much and overlaps with backward"
 )
 
 
 class ModelAverager(ABC):
-    """Averages models in some steps.
+    """Base class of objects that average models in some steps.
 
     Args:
         process_group: Group, as for DistributedDataParallel.
         warmup_steps: Number of steps before the first averaging.
-        nonfinite: Reaction to NaN and Inf in parameters: "ignore"; "warn", once; or "raise" on all
-            ranks, before their parameters are replaced.
+        nonfinite: Reaction to NaN and infinity in parameters: "ignore"; "warn", once; or "raise" on
+            all ranks, before parameters are replaced.
 
     Attributes:
-        process_group: The group of braid.
+        process_group: Group of braid.
         step: Number of calls so far.
 
     Raises:
-        ConfigError: There is no group, or a number of steps is negative or no integer.
+        ConfigError: No group exists, or a number of steps is negative or not an integer.
     """
 
     def __init__(
@@ -75,20 +75,19 @@ class ModelAverager(ABC):
         self._all_averaged = False
 
     def average_parameters(self, params: Params) -> None:
-        """Average the parameters if this step is one in which models are averaged.
+        """Average the parameters if models are averaged in this step.
 
-        Call after every step of the optimizer, on all ranks alike. It is a collective in some
-        steps.
+        Call after every step of the optimizer, on all ranks. In some steps this is a collective.
 
         Args:
             params: Parameters of a model or parameter groups of an optimizer; the same ones every
                 time.
 
         Raises:
-            MismatchError: Ranks have other parameters, or another order, or average in other steps;
+            MismatchError: Parameters, their order or the averager's arguments differ between ranks;
                 raised in the first averaging.
             NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is "raise";
-                the step counts.
+                the step is counted.
         """
         group = self._group_now() if self.step >= self.warmup_steps else None
         step = self.step
@@ -110,9 +109,9 @@ class ModelAverager(ABC):
         )
 
     def _arguments(self) -> dict[str, object]:
-        """Return arguments that must be the same on all ranks.
+        """Return the arguments that must be the same on all ranks.
 
-        Otherwise models of different steps are averaged.
+        With different arguments, models of different steps would be averaged.
         """
         return {"warmup_steps": int(self.warmup_steps), "nonfinite": self._check.nonfinite}
 
@@ -122,18 +121,18 @@ class ModelAverager(ABC):
 
 
 class PeriodicModelAverager(ModelAverager):
-    """Averages over all ranks every `period` steps, first in step `warmup_steps`.
+    """Averager over all ranks every `period` steps, first in step `warmup_steps`.
 
     Args:
-        period: Number of steps from one averaging to the next.
+        period: Number of steps between two averagings.
         warmup_steps: Number of steps before the first averaging.
         process_group: Group, as for DistributedDataParallel.
-        nonfinite: Reaction to NaN and Inf; see `ModelAverager`.
+        nonfinite: Reaction to NaN and infinity; see `ModelAverager`.
 
     Raises:
         ConfigError: A number is out of range.
 
-    Cost: 2 (n-1)/n l / period bytes a step and rank.
+    Cost: 2 (n-1)/n l / period bytes per step and rank.
     """
 
     def __init__(
@@ -161,23 +160,23 @@ class PeriodicModelAverager(ModelAverager):
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages often in small groups and rarely in large ones.
+    """Averager that averages often in small groups and rarely in large ones.
 
     With {2: 4, 8: 16}: over each 4 consecutive ranks in every second step, and over all 16 in every
-    eighth. Of the periods that divide a step, the longest is used.
+    eighth. If several periods divide a step, the longest is used.
 
     Args:
-        period_group_size_dict: Period in steps -> ranks in a group; both grow, and the last group
-            has all ranks.
+        period_group_size_dict: Period in steps -> number of ranks per group; both grow, and the
+            last group has all ranks.
         warmup_steps: Number of steps before the first averaging.
         process_group: Group, as for DistributedDataParallel.
-        nonfinite: Reaction to NaN and Inf; see `ModelAverager`.
+        nonfinite: Reaction to NaN and infinity; see `ModelAverager`.
 
     Raises:
-        ConfigError: Periods or sizes do not fit.
-        MismatchError: Ranks have other periods or sizes, or other steps of warm-up.
+        ConfigError: Periods or sizes are not a hierarchy.
+        MismatchError: Periods, sizes or warm-up steps differ between ranks.
 
-    Cost: a group of its own for each size but the last; an all_gather of 8 bytes when it is made.
+    Cost: a separate group for each size but the last; an all_gather of 8 bytes to create it.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class HierarchicalModelAverager(ModelAverager):
         if max(sizes) == 1:
             warnings.warn(EVERY_STEP, UserWarning, stacklevel=2)
         self._sizes = sizes
-        ParamTable.named([]).compare(self.process_group, self._arguments())  # before it is divided
+        ParamTable.named([]).compare(self.process_group, self._arguments())  # before the split
         self.period_process_group_dict: dict[int, Group] = {}
         for period, size in sizes.items():
             whole = size == self.process_group.size
@@ -202,7 +201,7 @@ class HierarchicalModelAverager(ModelAverager):
             self.period_process_group_dict[period] = group
 
     def close(self) -> None:
-        """Close the groups that were made here."""
+        """Close the groups created by this averager."""
         for group in self.period_process_group_dict.values():
             if group is not self.process_group:
                 group.close()
@@ -222,7 +221,7 @@ class HierarchicalModelAverager(ModelAverager):
 
 
 def _check_hierarchy(sizes: Mapping[int, int], total: int) -> None:
-    """Refuse sizes that are no hierarchy.
+    """Raise if the sizes are not a hierarchy.
 
     Raises:
         ConfigError: The sizes do not fit; the message shows an example that does.
@@ -232,7 +231,7 @@ def _check_hierarchy(sizes: Mapping[int, int], total: int) -> None:
     grows = whole and all(a < c and b < d and d % b == 0 for (a, b), (c, d) in pairwise(levels))
     if not levels or not grows or levels[-1][1] != total:
         msg = (
-            f"period_group_size_dict={dict(sizes)} is no hierarchy: periods from 1 and group "
+            f"period_group_size_dict={dict(sizes)} is not a hierarchy: periods from 1 and group "
             "sizes must be integers that grow, each size must divide the next, and the last "
             f"size must be {total}, the size of the group, as in {_example(total)}"
         )

@@ -1,10 +1,10 @@
 """DiLoCo: hundreds of steps on each rank alone, then one step of an outer optimizer on their mean.
 
 Problem: averaging models (`averaging`) stops working when ranks take many steps in between: the
-average of far apart models is worse than each.
+average of distant models is worse than each of them.
 
-Idea: the mean of what ranks have changed since they were last equal is taken as a gradient, and an
-outer optimizer with momentum follows it:
+Idea: the mean over ranks of the change since parameters were last equal is treated as a gradient,
+and an outer optimizer with momentum applies it:
 
     start   the same parameters on all ranks
     x       each rank: `period` steps of the inner optimizer from start, on its own data
@@ -14,8 +14,8 @@ outer optimizer with momentum follows it:
 With lr=1 and momentum=0 it is local SGD.
 
 Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
-algorithm 1; lr 0.7 and momentum 0.9 are theirs. Inner optimizers keep their state through outer
-steps, as there.
+algorithm 1; lr 0.7 and momentum 0.9 are the paper's. Inner optimizers keep their state through
+outer steps, as in the paper.
 """
 
 from __future__ import annotations
@@ -46,30 +46,31 @@ KEY = "diloco"
 
 
 class DiLoCo(WrappedOptimizer):
-    """Takes steps of the inner optimizer, and an outer step in every `period`-th.
+    """Optimizer that takes inner steps, and an outer step in every `period`-th step.
 
-    The module is used as it is, not in DistributedDataParallel. At the beginning rank 0's
-    parameters that require a gradient are copied to all. Frozen ones, and buffers, such as running
-    means, stay each rank's own. All ranks take equally many steps (`WrappedOptimizer`).
+    The module is used unwrapped, without DistributedDataParallel. At the beginning rank 0's
+    parameters that require a gradient are copied to all ranks. Frozen parameters, and buffers such
+    as running means, may differ between ranks. All ranks take the same number of steps
+    (`WrappedOptimizer`).
 
     Args:
         optim: Inner optimizer, over the same parameters on all ranks.
-        period: Number of inner steps for each outer one.
+        period: Number of inner steps per outer step.
         lr: Learning rate of the outer optimizer.
         momentum: Momentum of the outer optimizer.
-        nesterov: Whether the outer step looks ahead.
-        wire: Format in which changes cross a network, such as bf16 or int8; what it leaves out is
-            added the next time. float32 only.
+        nesterov: Whether the outer step uses Nesterov momentum.
+        wire: Format in which changes cross a network, such as bf16 or int8; its error is added to
+            the next change. For float32 parameters only.
         process_group: Group, as for DistributedDataParallel.
-        nonfinite: Reaction to NaN and Inf in parameters: "ignore"; "warn", once; or "raise" on all
-            ranks, before an outer step is taken.
+        nonfinite: Reaction to NaN and infinity in parameters: "ignore"; "warn", once; or "raise" on
+            all ranks, before an outer step is taken.
 
     Raises:
-        ConfigError: There is no group, or a number is out of range.
-        MismatchError: Ranks have other parameters, or another order.
+        ConfigError: No group exists, or a number is out of range.
+        MismatchError: Parameters or their order differ between ranks.
 
     Cost:
-        2 (n-1)/n l bytes a rank in every `period`-th step; memory for three more copies of the
+        2 (n-1)/n l bytes per rank in every `period`-th step; memory for three more copies of the
         parameters.
     """
 
@@ -101,10 +102,10 @@ class DiLoCo(WrappedOptimizer):
         self._deltas = FlatParams.agreed(
             parameters_in(optim.param_groups), group, period=period, wire=wire, nonfinite=nonfinite
         )
-        own = [flat.clone() for flat in self._deltas.read()]
+        local_params = [flat.clone() for flat in self._deltas.read()]
         make_equal(self._deltas, group)
-        moved = not all(map(torch.equal, own, self._deltas.flats))
-        self._replaced = own if moved else None  # until the first step
+        moved = not all(map(torch.equal, local_params, self._deltas.flats))
+        self._replaced = local_params if moved else None  # until the first step
         self._just_averaged = True  # all ranks have the same parameters
         self._starts = [flat.clone() for flat in self._deltas.flats]
         self._moments = [torch.zeros_like(flat) for flat in self._deltas.flats]
@@ -119,10 +120,10 @@ class DiLoCo(WrappedOptimizer):
         ]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take an inner step; in every `period`-th an outer one as well, which is a collective.
+        """Take an inner step; every `period`-th call also takes an outer step, a collective.
 
         Raises:
-            ConfigError: Parameters have been unfrozen or added since this was made.
+            ConfigError: Parameters have been unfrozen or added since this optimizer was made.
             NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is "raise";
                 the inner step has been taken.
         """
@@ -158,20 +159,20 @@ class DiLoCo(WrappedOptimizer):
         self._just_averaged = True
 
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor of a checkpoint may have another value on other ranks.
+        """Return whether a tensor of a checkpoint may differ between ranks.
 
-        The outer optimizer's start and momentum are the same on all, and so are the averaged
-        parameters right after an outer step.
+        The start and momentum of the outer optimizer are the same on all ranks, and so are the
+        averaged parameters right after an outer step.
         """
         outer = (f"optimizer_state_dict/{KEY}/{part}/" for part in ("start", "momentum"))
         equal = self._just_averaged and any(tensor is p for p in self._deltas.params)
         return not (equal or name.startswith(tuple(outer)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the inner optimizer and, under `diloco`, that of the outer one.
+        """Return the state of the inner optimizer, with the outer state under `diloco`.
 
-        The latter has the parameters at the last outer step, momentum, and what a format left out,
-        which is this rank's own, like the inner state (`is_own`).
+        The outer state has the parameters at the last outer step, momentum, and the error of the
+        wire format, which differs between ranks like the inner state (`is_own`).
         """
         residuals = [
             loaded.clone() if (residual := request.residual()) is None else residual
@@ -187,23 +188,23 @@ class DiLoCo(WrappedOptimizer):
         return {**self.optim.state_dict(), KEY: outer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict`; the program loads the parameters itself.
+        """Load the state of `state_dict`; the program loads the parameters itself.
 
-        If it loaded them before this object was made, which copied rank 0's, this rank gets its own
-        back.
+        The constructor copies rank 0's parameters. If the program loaded parameters before that,
+        this method restores them on this rank.
 
         Raises:
-            ConfigError: The state is that of another optimizer or model.
+            ConfigError: The state belongs to another optimizer or model.
         """
         outer = state_dict.get(KEY)
         numels = [start.numel() for start in outer["start"]] if outer else None
         if outer is None or numels != [start.numel() for start in self._starts]:
             kind = f"DiLoCo for {sum(numels or [])} numbers" if outer else "an inner optimizer only"
-            msg = f"state is that of {kind}, and cannot be loaded for {self._deltas!r}"
+            msg = f"state belongs to {kind}, and cannot be loaded for {self._deltas!r}"
             raise ConfigError(msg)
         self.optim.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
         self.num_steps = outer["num_steps"]
-        self._just_averaged = False  # as far as is known here
+        self._just_averaged = False  # parameters may differ between ranks
         self._give_back(outer.get("checksum"))
         for kept, loaded in ((self._starts, outer["start"]), (self._moments, outer["momentum"])):
             for into, x in zip(kept, loaded, strict=True):
@@ -215,16 +216,20 @@ class DiLoCo(WrappedOptimizer):
         ]
 
     def _give_back(self, checksum: torch.Tensor | None) -> None:
-        """Restore this rank's parameters of before the copy from rank 0, if the state is theirs."""
-        own, self._replaced = self._replaced, None
-        if own is None or checksum is None or not torch.equal(_checksum(own), checksum.cpu()):
+        """Restore the parameters from before the copy of rank 0's, if the state belongs to them."""
+        local_params, self._replaced = self._replaced, None
+        if (
+            local_params is None
+            or checksum is None
+            or not torch.equal(_checksum(local_params), checksum.cpu())
+        ):
             return
-        for flat, values in zip(self._deltas.flats, own, strict=True):
+        for flat, values in zip(self._deltas.flats, local_params, strict=True):
             flat.copy_(values)
         self._deltas.write()
 
 
 def _checksum(flats: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one checksum for each of `flats`, each rank's own."""
+    """Return one checksum of this rank's values for each of `flats`."""
     checksums = [zlib.crc32(bytes_of(flat)) for flat in flats]
     return torch.tensor(checksums, device="cpu")

@@ -1,4 +1,4 @@
-"""Post-local SGD: gradients of all ranks first, later those of few or none, with averaged models.
+"""Post-local SGD: averages gradients of all ranks first; later of few or none, and models instead.
 
     averager = PeriodicModelAverager(period=4, warmup_steps=100)
     model.register_comm_hook(None, PostLocalSGDHook(start=100))
@@ -29,19 +29,19 @@ __all__ = ["PostLocalSGDHook", "PostLocalSGDOptimizer"]
 
 
 class PostLocalSGDHook:
-    """Averages gradients over all ranks until step `start`, then over `subgroup` only.
+    """Hook that averages gradients over all ranks until step `start`, then over `subgroup` only.
 
-    Parameters differ from then on until an averager averages them. A small message that says which
-    rank has which gradients is exchanged in every step all the same. So are buffers, unless the
-    wrapper was made with `forward_sync_buffers=False`.
+    Parameters differ from then on until an averager averages them. The small status message about
+    gradients is still exchanged over all ranks in every step. So are buffers, unless the wrapper
+    was made with `forward_sync_buffers=False`.
 
     Args:
         start: Number of reductions of a parameter over all ranks; `warmup_steps` of the averager.
-        subgroup: Ranks that go on averaging gradients, such as those of one host; None for each by
-            itself.
+        subgroup: Ranks that keep averaging gradients, such as all ranks of a host; None for no
+            averaging.
 
     Raises:
-        ConfigError: `start` is negative or no integer.
+        ConfigError: `start` is negative or not an integer.
     """
 
     def __init__(self, start: int, subgroup: Group | None = None) -> None:
@@ -70,13 +70,13 @@ class PostLocalSGDHook:
             yield batch.work
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how often each parameter has been reduced."""
+        """Return the number of reductions of each parameter."""
         return {"steps": dict(self._num_steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of `state_dict`, on all ranks that saved it.
 
-        Ranks that are new continue with their steps.
+        New ranks continue with the counts of the others.
 
         Raises:
             ConfigError: The state has other keys.
@@ -92,7 +92,7 @@ class PostLocalSGDHook:
 
 
 class PostLocalSGDOptimizer(WrappedOptimizer):
-    """Optimizer that lets an averager average the parameters after its step, if it is time.
+    """Optimizer that calls an averager after each of its steps.
 
     Args:
         optim: Inner optimizer, which takes the steps.
@@ -104,15 +104,15 @@ class PostLocalSGDOptimizer(WrappedOptimizer):
         self.averager = averager
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; a collective in some of them."""
+        """Take a step; in some steps this is a collective."""
         loss = self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)
         return loss
 
-    def is_own(self, name: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - of its base
-        """Return whether a tensor of a checkpoint may have another value on other ranks.
+    def is_own(self, name: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - as in its base
+        """Return whether a tensor of a checkpoint may differ between ranks.
 
-        All may, except for parameters in a step in which all ranks have averaged them.
+        All tensors may, except parameters that all ranks have averaged in the last step.
         """
         return not self.averager.has_just_averaged(tensor)
 
@@ -121,7 +121,7 @@ class PostLocalSGDOptimizer(WrappedOptimizer):
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state; without the averager's step it begins anew, with a warning."""
+        """Load a state; without the averager's step, its count restarts with a warning."""
         self.optim.load_state_dict(state_dict)
         if "step" not in state_dict:
             warnings.warn(

@@ -1,22 +1,22 @@
 """DataParallel: one process, several devices, one replica of the module on each.
 
-The simplest way to use the GPUs of one machine: nothing to launch, no ranks. Each forward cuts the
-batch, copies the module to all devices, runs the replicas in threads and gathers their outputs on
-one device. Backward sums the replicas' gradients there. The price: the module travels at every
-step, and Python holds one lock for all replicas. The first device holds the outputs of the whole
-batch and computes the loss of it alone, so it runs out of memory first.
+The simplest way to use the GPUs of one machine: nothing to launch, no ranks. Each forward splits
+the batch, copies the module to all devices, runs the replicas in threads and gathers their outputs
+on one device. Backward sums the replicas' gradients there. The price: the module is copied in every
+step, and all replicas share Python's interpreter lock. The first device holds the outputs of the
+whole batch and computes the whole loss, so it runs out of memory first.
 
-With `criterion` the last part goes away: every replica computes the loss of its own share of the
-targets on its own device, and only losses travel.
+With `criterion` the last problem is avoided: every replica computes the loss of its share of the
+targets on its device, and only losses are gathered.
 
     DataParallel(model)(x)                    outputs of the whole batch on the first device
     DataParallel(model, criterion=F.cross_entropy)(x, target=y)
                                               the loss of the whole batch, nothing else
 
-Source: torch's DataParallel (`torch/nn/parallel/data_parallel.py`), whose signature, attributes and
-overridable steps this has. What differs: works on the CPU; sums gradients in the order of replicas;
-shares differ by one sample at most; what replica 0's forward assigns survives; no warning where
-replicas return scalars.
+Source: torch's DataParallel (`torch/nn/parallel/data_parallel.py`), with the same signature,
+attributes and overridable steps. Differences: works on the CPU; sums gradients in the order of
+replicas; shares differ by one sample at most; attributes assigned in replica 0's forward survive;
+no warning if replicas return scalars.
 """
 
 from __future__ import annotations
@@ -48,46 +48,45 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class DataParallel(nn.Module):
-    """Wraps a module so that each forward uses several devices.
+    """Module wrapper whose forwards use several devices.
 
-    Attributes of the module that this does not have can be read from here.
+    Attributes of the module can be read from the wrapper.
 
     Args:
         module: Module; moved to the first device.
-        device_ids: Devices, by default all GPUs, or where the module is if there are none. One may
-            occur several times.
+        device_ids: Devices; by default all GPUs, or the module's device if there are none. A device
+            may occur several times.
         output_device: Device of outputs, by default the first one; -1 is the CPU.
-        dim: Dim along which samples lie.
-        criterion: Function `criterion(output, target)`, which every replica calls with its own
-            share in forwards that are passed `target=`. Other forwards return outputs, as in
-            evaluation. A module is replicated with the wrapped one.
+        dim: Dim of samples in inputs and outputs.
+        criterion: Function `criterion(output, target)`, which every replica calls with its share
+            in forwards with a `target=` argument. Other forwards return outputs, as in evaluation.
+            If it is a module, it is replicated with the wrapped module.
         reduction: Reduction of the criterion: `mean` over samples, `sum`, or `none`, which returns
-            what replicas' criteria return as outputs. By default the criterion's own: its attribute
-            or argument of this name, also where a `functools.partial` binds it. A criterion without
-            one, such as a lambda, is taken for a mean over samples; pass `reduction` if it is
-            another one. torch's cross entropies (`CrossEntropyLoss`, `NLLLoss` and their functions)
-            may have class weights and ignored targets (`ignore_index`). For other means, such as in
-            a lambda, use the sum, and divide by the weights or number of its targets.
-
+            the results of the replicas' criteria like outputs. By default the criterion's attribute
+            or argument of this name, also if a `functools.partial` binds it. A criterion without
+            one, such as a lambda, is assumed to be a mean over samples; pass `reduction` if it is
+            not. torch's cross entropies (`CrossEntropyLoss`, `NLLLoss` and their functions) may
+            have class weights and ignored targets (`ignore_index`). For other weighted means, such
+            as in a lambda, use the sum, and divide by the weights or the number of targets.
     Returns (of forward):
         Outputs of all replicas, concatenated. Tensors without dims, such as losses that the module
         computes itself, become a vector with one element per replica: take `.sum()` of sums; a mean
-        of means weighs samples unequally if shares differ in size. With `target`: one loss, that of
-        the whole batch up to the order of sums.
+        of means weighs samples unequally if shares differ in size. With `target`: one loss, equal
+        to the loss of the whole batch up to the order of sums.
 
     Raises:
-        ConfigError: Such devices do not exist, the module is elsewhere, tensors of the batch
-            disagree, or the criterion weighs samples or leaves some out in a way that is not known
-            here; for several devices, SyncBatchNorm inside, or anything compiled.
+        ConfigError: A device does not exist, the module is on another device, tensors of the batch
+            disagree in size, or the criterion weighs or ignores samples in an unknown way; with
+            several devices, SyncBatchNorm or a compiled module inside.
 
     Determinism:
-        Outputs and gradients are bitwise those of a loop over the shares that sums gradients in the
-        order of replicas, if kernels are deterministic. Random numbers of replicas that share a
-        device are not.
+        Outputs and gradients are bitwise equal to a loop over the shares that sums gradients in the
+        order of replicas, if kernels are deterministic. Random numbers of replicas on the same
+        device are not deterministic.
 
     Cost:
-        Per step 2 l bytes to and from each other device, l = bytes of the parameters, besides
-        inputs and outputs.
+        Per step 2 l bytes to and from each additional device, l = bytes of the parameters, in
+        addition to inputs and outputs.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class DataParallel(nn.Module):
             else self.module
         )
         self._check_home(called)
-        # a single one is the module itself, with everything that its forward may do to it
+        # a single replica is the module itself, so all changes in its forward persist
         replicas = [called] if len(used) == 1 else self.replicate(called, used)
         outputs = self.parallel_apply(replicas, shares, options)
         if len(used) > 1:
@@ -152,7 +151,7 @@ class DataParallel(nn.Module):
             return self._total_loss(outputs, [*zip(shares, options, strict=True)])
         return self.gather(outputs, self.output_device)
 
-    # Steps that subclasses replace, such as for batches of graphs; names and arguments are torch's.
+    # Steps that subclasses override, for example for batches of graphs, as in torch.
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], device_ids: Sequence[torch.device]
@@ -172,21 +171,21 @@ class DataParallel(nn.Module):
         return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
     def gather(self, outputs: Sequence[Any], output_device: torch.device) -> Any:
-        """Return one output made of those of all replicas."""
+        """Return the outputs of all replicas combined to one."""
         return gather(outputs, output_device, self.dim)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not there yet, as when a copy is being made
+            if name == "module":  # not set yet, for example during a copy
                 raise
             return getattr(self.module, name)
 
     def _check_home(self, module: nn.Module) -> None:
         home = self.device_ids[0]
         if all(x.device == home for x in [*module.parameters(), *module.buffers()]):
-            return  # names take time
+            return  # named_parameters takes longer
         for name, x in [*module.named_parameters(), *module.named_buffers()]:
             if x.device != home:
                 msg = (
@@ -196,7 +195,7 @@ class DataParallel(nn.Module):
                 raise ConfigError(msg)
 
     def _total_loss(self, losses: Sequence[Any], shares: Sequence[Any]) -> torch.Tensor:
-        """Return the loss of the batch from those of its shares, in their order."""
+        """Return the loss of the batch, computed from the losses of its shares in order."""
         odd = next(
             (x for x in losses if not (isinstance(x, torch.Tensor) and x.numel() == 1)), None
         )
@@ -204,7 +203,7 @@ class DataParallel(nn.Module):
             got = f"shape {list(odd.shape)}" if isinstance(odd, torch.Tensor) else repr(odd)
             msg = (
                 f"criterion must return one number per share, got {got}: pass reduction='none' "
-                "to get it as it is"
+                "to get the results unchanged"
             )
             raise ConfigError(msg)
         moved: list[torch.Tensor] = [x.reshape(()).to(self.output_device) for x in losses]
@@ -218,9 +217,9 @@ class DataParallel(nn.Module):
 
 
 class _WithCriterion(nn.Module):
-    """A module and its criterion as one module that can be replicated.
+    """Module and criterion as one module that can be replicated.
 
-    With `of_targets` it returns shares of a mean over targets.
+    With `of_targets` it returns contributions to a mean over targets.
     """
 
     def __init__(self, module: nn.Module, criterion: Any, *, of_targets: bool) -> None:
@@ -242,6 +241,6 @@ def _refuse_sync_batch_norm(module: nn.Module) -> None:
         if isinstance(child, SyncBatchNorm | nn.SyncBatchNorm):
             msg = (
                 f"{name or 'the module'} is a SyncBatchNorm, but several replicas of one "
-                "process are no ranks: use DistributedDataParallel, or BatchNorm"
+                "process are not ranks: use DistributedDataParallel, or BatchNorm"
             )
             raise ConfigError(msg)

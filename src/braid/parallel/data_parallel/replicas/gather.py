@@ -1,10 +1,10 @@
-"""Outputs of replicas, put together on one device.
+"""Gathering of the outputs of replicas on one device.
 
 Tensors are concatenated in the order of replicas. One number per replica, such as a loss, becomes a
-vector: whether it was a mean or a sum over a share only the caller knows, and a mean of means is
-not the mean of the batch where shares differ in size. Everything else must be the same on all
-replicas. torch returns such a vector with a warning, takes keys and fields from the first replica,
-and adds dtypes up to the wider one.
+vector: only the caller knows if it was a mean or a sum over a share, and a mean of means is not the
+mean of the batch if shares differ in size. Everything else must be the same on all replicas. torch
+returns such a vector with a warning, takes keys and fields from the first replica, and promotes
+different dtypes to the wider one.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["gather"]
 
 
 def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
-    """Return one result from those of all replicas. Differentiable.
+    """Combine the results of all replicas into one; differentiable.
 
     Args:
         outputs: Results of the replicas, in their order: lists, tuples, named tuples, mappings and
             dataclasses of tensors.
         device: Device of the result.
-        dim: Dim along which samples lie.
+        dim: Dim of samples.
 
     Returns:
-        The same structure. Tensors without dims are stacked to a vector; of a single replica they
-        stay as they are.
+        The same structure. Tensors without dims are stacked to a vector; with a single replica they
+        are returned unchanged.
 
     Raises:
-        ConfigError: Replicas returned different structures, dtypes or shapes; the message says
+        ConfigError: Replicas returned different structures, dtypes or shapes; the message shows
             where.
     """
     if not outputs:
@@ -48,7 +48,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
 def _gather(outputs: list[Any], device: torch.device, dim: int, where: str) -> Any:
     first = outputs[0]
     odd = next((i for i, other in enumerate(outputs) if type(other) is not type(first)), None)
-    # a parameter that is returned as it is is a Parameter in one process only
+    # a returned parameter is an nn.Parameter on the module itself, a tensor on replicas
     if odd is not None and not all(isinstance(other, torch.Tensor) for other in outputs):
         names = type(first).__name__, type(outputs[odd]).__name__
         raise _differ(where, "type", f"{names[0]} on replica 0 and {names[1]} on replica {odd}")
@@ -87,7 +87,7 @@ def _concatenate(
             specs = [f"{dtype_name(x.dtype)}{list(x.shape)}" for x in (first, other)]
             values = f"{specs[0]} on replica 0 and {specs[1]} on replica {index}"
             raise _differ(where, f"dtype and shape (up to dim {dim})", values)
-    # to the host, torch would not wait for the end
+    # copies to the host with non_blocking would not be complete on return
     moved = [x.to(device, non_blocking=device.type != "cpu") for x in outputs]
     return torch.stack(moved) if bare else torch.cat(moved, dim)
 

@@ -1,12 +1,13 @@
 """The loss of a batch, computed from the losses of its shares.
 
-Sums add up, and means over samples do so by the sizes of shares. But torch's cross entropies take
-the mean over targets: without those of `ignore_index`, and each by the weight of its class. With
-sum S_r of the losses of share r and sum C_r of the weights of its targets, the batch's mean is
+Sums of shares add up to the sum of the batch; means over samples must be weighted by the sizes of
+shares. But torch's cross entropies compute the mean over targets: without ignored targets
+(`ignore_index`), and weighted by class. With sum S_r of the losses of share r and sum C_r of the
+weights of its targets, the batch's mean is
 
     (S_0 + S_1 + ...) / (C_0 + C_1 + ...)
 
-also where a share has ignored targets only, whose own mean S_r / C_r = 0 / 0 is no number.
+also if a share has ignored targets only, with the undefined mean S_r / C_r = 0 / 0.
 
 The reduction of a criterion is read where torch keeps it: attributes of a module, keyword arguments
 of a `functools.partial`, the default of a function's argument.
@@ -41,14 +42,14 @@ IGNORED = -100  # torch's default
 INLINED = "torch._dynamo.external_utils"  # around torch's own functions when they are compiled
 HALVES = frozenset({torch.float16, torch.bfloat16})
 
-# criteria that divide by the weights of targets; a module by its forward, as subclasses may have
+# criteria that divide by the weights of targets; modules by their forward, as subclasses may have
 # another one
 OF_TARGETS = (
     functional.cross_entropy,
     functional.nll_loss,
     nn.CrossEntropyLoss.forward,
     nn.NLLLoss.forward,
-    # not in all versions
+    # not in all versions of torch
     getattr(nn, "LinearCrossEntropyLoss", nn.CrossEntropyLoss).forward,
 )
 
@@ -69,10 +70,10 @@ class ShareOfMean(NamedTuple):
     """Contribution of one share to a mean over targets.
 
     Attributes:
-        total: Sum of losses, at least in float32: in 16 bits a sum may be infinite whose mean is
-            not.
+        total: Sum of losses, at least in float32: in 16 bits the sum may be infinite although the
+            mean is not.
         divisor: Sum of the weights of targets.
-        dtype: Data type of the loss.
+        dtype: Dtype of the loss.
     """
 
     total: torch.Tensor
@@ -81,13 +82,13 @@ class ShareOfMean(NamedTuple):
 
 
 def reduction_of(criterion: Any) -> str:
-    """Return the reduction of a criterion, by torch's name for it; "mean" if it has none.
+    """Return the name of a criterion's reduction; "mean" if it has none.
 
     Args:
-        criterion: A module, a function, a partial of one, or None.
+        criterion: Module, function, partial of one of these, or None.
     """
     called, options = _called(criterion)
-    average, reduces = options.get("size_average"), options.get("reduce")  # older words
+    average, reduces = options.get("size_average"), options.get("reduce")  # older names
     if average is not None or reduces is not None:
         return "none" if reduces is False else "sum" if average is False else "mean"
     reduction = _option(criterion, "reduction")
@@ -96,23 +97,23 @@ def reduction_of(criterion: Any) -> str:
         reduction = None if argument is None else argument.default
     if reduction is None or reduction is inspect.Parameter.empty:
         return "mean"
-    return "mean" if reduction == "batchmean" else str(reduction)  # that is one over samples, too
+    return "mean" if reduction == "batchmean" else str(reduction)  # a mean over samples
 
 
 def is_mean_of_targets(criterion: Any) -> bool:
-    """Return whether the criterion is one of torch's that take the weighted mean over targets."""
+    """Return whether the criterion is a torch criterion with a weighted mean over targets."""
     return _is_one_of(criterion, OF_TARGETS) and reduction_of(criterion) == "mean"
 
 
 def check_criterion(criterion: Any, *, stated: bool) -> None:
-    """Refuse a mean that is, or may be, none over samples, unless it is one of torch's known here.
+    """Raise if a mean is, or may be, not over samples; `OF_TARGETS` are allowed.
 
     Args:
-        criterion: Criterion whose losses of shares are to be averaged.
-        stated: Whether the caller has said that it is a mean.
+        criterion: Criterion; the losses of its shares are to be averaged.
+        stated: Whether the caller has passed the reduction "mean".
 
     Raises:
-        ConfigError: It weighs samples, or may leave some out.
+        ConfigError: The criterion weighs samples, or may ignore some.
     """
     if _is_one_of(criterion, OF_TARGETS):
         return
@@ -120,16 +121,16 @@ def check_criterion(criterion: Any, *, stated: bool) -> None:
     name = getattr(called, "__name__", type(called).__name__)
     if _option(criterion, "weight") is not None and not _is_one_of(criterion, OF_SAMPLES):
         msg = (
-            f"{name} weighs by classes, so its mean is none over samples, and the means of "
-            "shares do not make that of the batch: use reduction='sum' and divide by the "
+            f"{name} weighs by classes, so its mean is not over samples, and the means of "
+            "shares do not give the mean of the batch: use reduction='sum' and divide by the "
             "weights of its targets"
         )
         raise ConfigError(msg)
     ignored = _option(criterion, "ignore_index")
     if ignored is not None and not stated:
         msg = (
-            f"{name} leaves out targets of ignore_index={ignored}, so its mean is none over "
-            "samples, and the means of shares do not make that of the batch: use a sum, pass "
+            f"{name} leaves out targets of ignore_index={ignored}, so its mean is not over "
+            "samples, and the means of shares do not give the mean of the batch: use a sum, pass "
             "reduction='sum' and divide by the number of targets that are not ignored, or "
             "pass reduction='mean' if there never are such targets"
         )
@@ -141,12 +142,12 @@ def share_of_mean(criterion: Any, output: torch.Tensor, target: torch.Tensor) ->
 
     Args:
         criterion: Criterion for which `is_mean_of_targets` is true.
-        output: Output for the share.
-        target: Classes, or a probability for each of them.
+        output: Output of the share.
+        target: Class indices, or a probability for each class.
     """
     losses = _unreduced(criterion)(output, target)
     total = losses.sum(dtype=_wide(losses.dtype))
-    if target.is_floating_point():  # of probabilities all count 1
+    if target.is_floating_point():  # targets with probabilities all have weight 1
         divisor = torch.full((), losses.numel(), device=losses.device)
         return ShareOfMean(total, divisor, losses.dtype)
     target = target.long()
@@ -159,7 +160,7 @@ def share_of_mean(criterion: Any, output: torch.Tensor, target: torch.Tensor) ->
 
 
 def mean_of(shares: Sequence[ShareOfMean], device: torch.device) -> torch.Tensor:
-    """Return the loss of the batch, added up in the order of shares. Differentiable.
+    """Return the loss of the batch, summed in the order of shares; differentiable.
 
     Args:
         shares: All shares of the batch.
@@ -172,7 +173,7 @@ def mean_of(shares: Sequence[ShareOfMean], device: torch.device) -> torch.Tensor
 
 
 def _called(criterion: Any) -> tuple[Any, dict[str, Any]]:
-    """Return what is called in the end, and the keyword arguments that are bound to it."""
+    """Return the innermost callable, and the keyword arguments bound to it."""
     options: dict[str, Any] = {}
     while True:
         if isinstance(criterion, functools.partial):
@@ -191,7 +192,7 @@ def _called(criterion: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _option(criterion: Any, name: str) -> Any:
-    """Return a keyword argument or attribute of a criterion; None if it has none of this name."""
+    """Return a keyword argument or attribute of a criterion; None if it does not exist."""
     called, options = _called(criterion)
     return options[name] if name in options else getattr(called, name, None)
 
@@ -205,7 +206,7 @@ def _is_one_of(criterion: Any, functions: Sequence[Callable[..., Any]]) -> bool:
 
 
 def _unreduced(criterion: Any) -> Callable[..., torch.Tensor]:
-    """Return the criterion with one loss per target."""
+    """Return the criterion with one loss per target instead of a reduction."""
     called, _ = _called(criterion)
     if isinstance(called, nn.Module):
         twin: Any = copy.copy(called)  # shares parameters, buffers and hooks

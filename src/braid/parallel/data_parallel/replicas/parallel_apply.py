@@ -1,11 +1,11 @@
-"""Replicas run side by side, one thread each.
+"""Parallel calls of replicas, one thread per replica.
 
-Threads, since kernels of torch release the interpreter's lock, and since on GPUs one thread would
-queue the work of one device after the other's. Grad mode, autocast and context variables are those
-of the caller; streams are its current ones.
+Threads, because kernels of torch release the interpreter's lock, and because on GPUs a single
+thread would queue the work of one device after the work of another. Grad mode, autocast and context
+variables are the caller's; streams are the current ones of the caller.
 
-Source: `torch/nn/parallel/parallel_apply.py`. What differs: works on the CPU; autocast of all
-devices is handed on with its dtype.
+Source: `torch/nn/parallel/parallel_apply.py`. Differences: works on the CPU; threads use the
+autocast dtypes of all devices.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ def parallel_apply(
     kwargs: Sequence[Mapping[str, Any]] | None = None,
     devices: Sequence[DeviceLike] | None = None,
 ) -> list[Any]:
-    """Call every replica with its inputs, all at once.
+    """Call every replica with its inputs, all in parallel.
 
     Args:
-        replicas: Modules, or anything that can be called.
-        inputs: Positional arguments for each replica; a value that is no tuple or list is the only
-            argument.
+        replicas: Modules or other callables.
+        inputs: Positional arguments for each replica; a value that is not a tuple or list is the
+            only argument.
         kwargs: Keyword arguments for each replica.
         devices: Devices on which replicas run; by default where their first tensor is.
 
     Returns:
-        The replicas' results, in their order.
+        Results of the replicas, in the order of replicas.
 
     Raises:
         ConfigError: The numbers of replicas, inputs, kwargs and devices differ.
-        Exception: The exception of the first replica (by number) that failed, of the same type
-            where that can be made of a message; names replica and device, and its cause is the
-            original. A single replica runs on the calling thread, and its exceptions are its own.
+        Exception: The exception of the first replica (by number) that failed, of the same type if
+            this type can be created from a message; the message names replica and device, and the
+            cause is the original. A single replica runs on the calling thread, and its exceptions
+            are raised unchanged.
 
     Random numbers:
-        Replicas on one device draw from its one generator, in an order that may change from run to
-        run.
+        Replicas on the same device share its generator, and their order may change between runs.
     """
     kwargs = [{}] * len(replicas) if kwargs is None else kwargs
     if devices is None:
@@ -68,8 +68,8 @@ def parallel_apply(
         raise ConfigError(msg)
     state = _ThreadState()
     calls = [
-        _ReplicaCall(replica, given if isinstance(given, list | tuple) else (given,), named)
-        for replica, given, named in zip(replicas, inputs, kwargs, strict=True)
+        _ReplicaCall(replica, args if isinstance(args, list | tuple) else (args,), named)
+        for replica, args, named in zip(replicas, inputs, kwargs, strict=True)
     ]
     if len(calls) == 1:
         with use_stream(current_stream(places[0])):
@@ -100,7 +100,7 @@ class _Outcome(NamedTuple):
 
 
 class _ThreadState:
-    """Modes that torch keeps per thread, taken from the thread that made this."""
+    """Modes that torch keeps per thread, read from the thread that creates this object."""
 
     def __init__(self) -> None:
         self._autocast = RngAndAutocast([])
@@ -111,7 +111,7 @@ class _ThreadState:
         try:
             with (
                 self._autocast.again(),
-                torch.inference_mode(self._inference),  # sets the grad mode, too
+                torch.inference_mode(self._inference),  # also sets the grad mode
                 torch.set_grad_enabled(self._grad),
                 use_stream(stream),
             ):
@@ -148,7 +148,7 @@ def _run_all(
         for thread in started:  # also when the caller is interrupted while it waits
             thread.join()
     completed = outcomes.copy()
-    # frames in an error's traceback lead to this list: with the error in it, that is a cycle
+    # the frames of an error's traceback refer to this list: with the error in it, a cycle
     outcomes.clear()
     return completed
 
@@ -171,12 +171,12 @@ def _raise_named(
     msg = f"replica {first} of {len(outcomes)} on {places[first]}: {error}{others}"
     try:
         named = type(error)(msg)
-    # exceptions that are made of something else, such as UnicodeDecodeError
+    # exceptions with other arguments, such as UnicodeDecodeError
     except Exception:  # noqa: BLE001
         named = RuntimeError(f"{type(error).__name__} in {msg}")
     try:
         raise named from error
     finally:
-        # or its traceback would hold this frame, which holds it: what replicas made would live
-        # until the collector runs
+        # avoid a cycle: the traceback holds this frame, and the frame the exception; it would keep
+        # the replicas' tensors alive until garbage collection
         del named, error, outcomes

@@ -1,22 +1,22 @@
-"""Replicas of a module on several devices of one process; gradients come back to the module.
+"""Replicas of a module on several devices of one process; gradients are summed in the module.
 
     forward                                                    backward: the dual of
     module ─ weight ─▶ spread ┬▶ replica 0 ─ share 0 ─▶ output 0   spreading is a sum,
                               ├▶ replica 1 ─ share 1 ─▶ output 1   g0 + g1 + g2, in this order,
-                              └▶ replica 2 ─ share 2 ─▶ output 2   whichever is ready first
+                              └▶ replica 2 ─ share 2 ─▶ output 2   in any order of arrival
 
-A replica is a shallow copy of the module and of all modules in it, whose parameters are tensors of
-the graph above. In torch a replica has no `parameters()`, so `next(self.parameters()).device` fails
-in it; here it has. Gradients of 16-bit parameters are summed in float32 and rounded once. A device
-that occurs twice gets one copy, and on the module's own device there is none.
+A replica is a shallow copy of the module and all modules in it, with tensors of the graph above as
+parameters. In torch a replica has no `parameters()`, so `next(self.parameters()).device` fails in
+it; here it works. Gradients of 16-bit parameters are summed in float32 and rounded once. A device
+that occurs twice gets one copy, and the module's own device gets none.
 
-What a forward changes: replica 0 has the module's own buffers, so changes in place survive, and
-`write_back` hands over what it assigned to itself. What the others change is dropped, as they saw
-the same batch's other shares.
+Changes in a forward: replica 0 has the module's own buffers, so changes in place survive, and
+`write_back` copies attributes that its forward assigned to the module. Changes by other replicas
+are dropped, since they have seen other shares of the same batch.
 
-What torch.compile returns is bound to the one module that it was given. Copies of it would run that
-one without notice, and a wrapper of it hands what is assigned to its copies on to that one. So it
-is refused before anything is copied.
+A result of torch.compile is bound to the one module that was compiled. Copies of it would run that
+module without notice, and a compiled wrapper forwards assignments on its copies to that module. So
+compiled modules raise an error before anything is copied.
 
 Source: torch's DataParallel (`torch/nn/parallel/replicate.py`); Li et al., VLDB 2020, section 2.3.
 """
@@ -40,33 +40,33 @@ from braid.runtime.torch_internals import own_buffers, own_modules, replica_of
 __all__ = ["refuse_compiled", "replicate", "write_back"]
 
 M = TypeVar("M", bound=nn.Module)
-GIVEN = "_braid_given"  # attribute of replica 0: what it was made with
-COMPILED_FROM = "_torchdynamo_orig_callable"  # attribute of what torch.compile returns
+GIVEN = "_braid_given"  # attribute of replica 0: its attributes and buffers before the forward
+COMPILED_FROM = "_torchdynamo_orig_callable"  # attribute of functions that torch.compile returns
 
 
 def replicate(module: M, devices: Sequence[DeviceLike]) -> list[M]:
-    """Return one replica of `module` per device. Differentiable.
+    """Return one replica of `module` per device; differentiable.
 
-    Backward leaves the sum of the replicas' gradients in the module's own parameters.
+    Backward leaves the sum of the replicas' gradients in the module's parameters.
 
     Args:
-        module: Module on one device. Shared parameters and modules are shared in replicas, too.
-        devices: Devices; the first one's replica has the module's own buffers, if it is the
-            module's device.
+        module: Module on one device. Shared parameters and modules are shared in replicas as well.
+        devices: Devices; if the first one is the module's device, its replica has the module's own
+            buffers.
 
     Returns:
         Replicas in the order of devices; used for one forward.
 
     Raises:
-        ConfigError: A module of TorchScript, one that is compiled, or one whose parameters have no
-            shapes yet.
+        ConfigError: The module contains TorchScript modules, compiled modules, or parameters
+            without a shape.
 
     Cost:
-        l bytes to each other device, l = bytes of parameters and buffers; as much back in backward.
+        l bytes to each other device, l = bytes of parameters and buffers; the same in backward.
     """
     places = [as_device(device) for device in devices]
     _check_replicable(module)
-    made: list[dict[int, Any]] = [{} for _ in places]  # per replica: id of the original -> its copy
+    made: list[dict[int, Any]] = [{} for _ in places]  # per replica: id of the original -> copy
     for param in module.parameters():
         for memo, copied in zip(made, _spread(param, places), strict=True):
             memo[id(param)] = copied
@@ -84,17 +84,17 @@ def replicate(module: M, devices: Sequence[DeviceLike]) -> list[M]:
 
 
 def write_back(module: nn.Module, replica: nn.Module) -> None:
-    """Assign to `module` what the forward of its replica 0 assigned to itself, buffers included.
+    """Copy attributes and buffers that replica 0's forward assigned to the original modules.
 
     Args:
         module: Module that was replicated.
-        replica: First of its replicas.
+        replica: First of the replicas.
     """
     for original, part in zip(module.modules(), _pairs(module, replica), strict=True):
-        given = vars(part).pop(GIVEN, None)
-        if given is None:
-            continue  # the module itself, or a replica of another make
-        attributes, buffers = given
+        snapshot = vars(part).pop(GIVEN, None)
+        if snapshot is None:
+            continue  # the module itself, or a replica made by a subclass
+        attributes, buffers = snapshot
         for name, value in own_buffers(part).items():
             if value is not buffers.get(name):
                 own_buffers(original)[name] = value
@@ -104,10 +104,10 @@ def write_back(module: nn.Module, replica: nn.Module) -> None:
 
 
 def refuse_compiled(module: nn.Module) -> None:
-    """Refuse a module to which torch.compile has bound what copies of it could not run.
+    """Raise if torch.compile is bound to the module or a module in it.
 
     Args:
-        module: Module that is to be replicated; it is not changed.
+        module: Module to replicate; it is not changed.
 
     Raises:
         ConfigError: The module, or a module in it, is compiled.
@@ -126,13 +126,13 @@ def refuse_compiled(module: nn.Module) -> None:
 
 
 class _Spread(torch.autograd.Function):
-    """Autograd function x -> its copies on devices."""
+    """Autograd function x -> copies of x on devices."""
 
     @staticmethod
     def forward(
         ctx: Any, places: Sequence[torch.device], x: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)  # a replica that did not use it adds nothing
+        ctx.set_materialize_grads(False)  # a replica that did not use x adds nothing
         ctx.home = x.device
         different = dict.fromkeys(places)
         copies = {place: x.to(place, non_blocking=place.type != "cpu") for place in different}
@@ -145,7 +145,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _OrderedSum(torch.autograd.Function):
-    """Autograd function: tensors on devices -> their sum on one, in order; dual of `_Spread`."""
+    """Autograd function: tensors on devices -> their sum on one device; dual of `_Spread`."""
 
     @staticmethod
     def forward(ctx: Any, home: torch.device, *xs: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ def _spread(x: torch.Tensor, places: Sequence[torch.device]) -> tuple[torch.Tens
 def _buffer_copies(buffer: torch.Tensor, places: Sequence[torch.device]) -> Sequence[torch.Tensor]:
     if buffer.requires_grad and torch.is_grad_enabled():
         return _spread(buffer, places)
-    # each its own, as forward may change it
+    # a separate copy each, as forward may change it
     return [
         buffer if index == 0 and place == buffer.device else buffer.to(place, copy=True)
         for index, place in enumerate(places)
@@ -182,12 +182,12 @@ def _buffer_copies(buffer: torch.Tensor, places: Sequence[torch.device]) -> Sequ
 
 
 def _fill(original: nn.Module, memo: dict[int, Any], *, keep: bool) -> None:
-    """Put copies into a replica wherever the original has what was copied."""
+    """Replace parameters, buffers and modules of a replica by their copies."""
     part = memo[id(original)]
     state = vars(part)
     for name in ("_parameters", "_buffers", "_modules"):
         table = vars(original)[name]
-        # past __setattr__, which takes nothing but leaves for parameters
+        # not by __setattr__, which accepts only leaf parameters
         state[name] = type(table)((key, memo.get(id(value), value)) for key, value in table.items())
     for name, value in vars(original).items():
         if name not in {"_parameters", "_buffers", "_modules"}:
@@ -199,9 +199,9 @@ def _fill(original: nn.Module, memo: dict[int, Any], *, keep: bool) -> None:
 
 
 def _with_copies(value: Any, memo: dict[int, Any]) -> Any:
-    """Return an attribute with copies in the place of parameters and modules that it refers to.
+    """Return an attribute with parameters and modules in it replaced by their copies.
 
-    Such attributes are the flat weights of an RNN, a parent, or a replaced forward.
+    Examples are the flat weights of an RNN, a parent, or a replaced forward.
     """
     if id(value) in memo:
         return memo[id(value)]
@@ -215,7 +215,7 @@ def _with_copies(value: Any, memo: dict[int, Any]) -> Any:
 def _pairs(module: nn.Module, replica: nn.Module) -> list[nn.Module]:
     """Return the replica's modules in the order of `module.modules()`.
 
-    Modules that forward has added to the replica are left out.
+    Modules that forward has added to the replica are not included.
     """
     replicas = {id(module): replica}
     for original in module.modules():
@@ -227,14 +227,14 @@ def _pairs(module: nn.Module, replica: nn.Module) -> list[nn.Module]:
 
 
 def _is_compiled(module: nn.Module, ids: Collection[int]) -> bool:
-    """Return whether a module is compiled, or calls what was compiled of a module in `ids`."""
+    """Return whether a module is compiled, or calls a compiled method of a module in `ids`."""
     attributes = vars(module)
     if COMPILED_FROM in attributes or attributes.get("_compiled_call_impl") is not None:
         return True
     for value in attributes.values():
         if isinstance(value, FunctionType) and COMPILED_FROM in vars(value):
             inner = inspect.unwrap(value, stop=lambda inner: isinstance(inner, MethodType))
-            if id(getattr(inner, "__self__", None)) in ids:  # functions of no module are anyone's
+            if id(getattr(inner, "__self__", None)) in ids:  # plain functions are shared
                 return True
     return False
 

@@ -1,10 +1,10 @@
-"""A batch cut into one share per replica, however its tensors are nested.
+"""Splitting of a batch into one share per replica, in any nested containers.
 
-torch cuts each tensor by itself, with `chunk`: 5 samples for 4 devices are shares of 2, 2 and 1, 10
-are 3, 3, 3 and 1, on which a BatchNorm fails. Where tensors differ in length, `zip` drops shares in
-silence. Here sizes differ by one at most, the first being the larger, and all tensors must agree on
-the number of samples. A tensor without dims is no batch: it goes to all replicas, as do numbers,
-strings and other objects.
+torch splits each tensor separately, with `chunk`: 5 samples for 4 devices are shares of 2, 2 and 1;
+10 are 3, 3, 3 and 1, and BatchNorm fails on a share of 1. If tensors differ in length, `zip` drops
+shares without notice. Here sizes differ by one at most, larger ones first, and all tensors must
+have the same number of samples. A tensor without dims is not split: all replicas get it, as they
+get numbers, strings and other objects.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ __all__ = ["num_samples", "scatter", "share_sizes"]
 
 
 def share_sizes(total: int, count: int) -> list[int]:
-    """Return the number of samples for each of at most `count` replicas, none of which is idle.
+    """Return the number of samples of each share, at most `count` shares.
 
-    There is one share where there is nothing to cut.
+    No share is empty, except for the single share of an empty batch.
 
     Args:
         total: Number of samples in the batch.
-        count: Largest number of replicas.
+        count: Number of replicas.
     """
     count = max(1, min(total, count))
-    each, larger = divmod(total, count)
-    return [each + (index < larger) for index in range(count)]
+    size, larger = divmod(total, count)
+    return [size + (index < larger) for index in range(count)]
 
 
 def num_samples(inputs: Any, dim: int = 0) -> int | None:
-    """Return the length along `dim` of all tensors in `inputs`; None if there are none with dims.
+    """Return the common length along `dim` of all tensors in `inputs` with dims; None if none.
 
     Args:
-        inputs: Containers of tensors and anything else, as in `braid.comm.autograd.nested`.
-        dim: Dim along which samples lie.
+        inputs: Containers of tensors and other objects, as in `braid.comm.autograd.nested`.
+        dim: Dim of samples.
 
     Raises:
-        ConfigError: Tensors disagree, or have no such dim.
+        ConfigError: Tensors have different lengths, or too few dims.
     """
     shapes = [list(x.shape) for x in tensors_in(inputs) if x.dim()]
     short = next((shape for shape in shapes if not -len(shape) <= dim < len(shape)), None)
@@ -58,28 +58,28 @@ def num_samples(inputs: Any, dim: int = 0) -> int | None:
         msg = (
             f"tensors differ in the number of samples along dim {dim}, got shapes "
             f"{', '.join(map(str, shapes))}: make what all samples share a buffer of the "
-            "module, and give samples of several rows a dim of their own"
+            "module, and give samples of several rows a separate dim"
         )
         raise ConfigError(msg)
     return lengths.pop() if lengths else None
 
 
 def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
-    """Return one share of `inputs` for each device that gets any. Differentiable.
+    """Return one share of `inputs` per device that gets samples; differentiable.
 
     Args:
         inputs: Lists, tuples, named tuples, mappings and dataclasses; containers that hold tensors
-            are copied, other objects are handed to all replicas. A tensor that occurs twice is one
+            are copied, other objects are passed to all replicas. A tensor that occurs twice is one
             tensor in each share.
-        devices: Devices; the first ones are used where there are fewer samples than devices.
-        dim: Dim along which samples lie.
+        devices: Devices; only the first ones are used if there are fewer samples than devices.
+        dim: Dim of samples.
 
     Returns:
-        Shares in the order of devices; a single one if nothing can be cut. A share of a tensor that
-        is on its device already is a view.
+        Shares in the order of devices; a single one if nothing can be split. A share of a tensor
+        that is on its device already is a view.
 
     Raises:
-        ConfigError: Tensors have different numbers of samples, or are in containers of other kinds.
+        ConfigError: Tensors have different numbers of samples, or are in unsupported containers.
     """
     places = [as_device(device) for device in devices]
     if not places:
@@ -104,7 +104,7 @@ def _parts(
 ) -> list[torch.Tensor]:
     whole = x.dim() == 0 or len(sizes) == 1
     cut: Sequence[torch.Tensor] = [x] * len(sizes) if whole else torch.split(x, list(sizes), dim)
-    # into memory of the host, torch would not wait for the end
+    # copies to the host with non_blocking would not be complete on return
     return [
         part.to(place, non_blocking=place.type != "cpu")
         for part, place in zip(cut, places, strict=True)
