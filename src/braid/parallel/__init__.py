@@ -1,1 +1,1 @@
-"""The ways of splitting a training over ranks."""
+"""Engines that split training over ranks."""

@@ -1,4 +1,4 @@
-"""Saves and loads the training of one's own loop, in one line each.
+"""Saving and loading the state of a training loop, with one call each.
 
     start = braid.load("checkpoints", model=model, optimizer=optimizer)
     for step in range(start, num_steps):
@@ -6,10 +6,10 @@
         if step % 100 == 99:
             braid.save("checkpoints", model=model, optimizer=optimizer, step=step)
 
-Stored are parameters and buffers by name, the optimizer's state by parameter name, anything else
-with `state_dict()` (a learning rate scheduler, a gradient scaler, a sampler), and the states of the
-global random number generators of every rank. `braid.checkpoint` has the parts, for engines whose
-ranks own shards.
+A checkpoint contains parameters and buffers by name, the optimizer's state by parameter name, any
+other object with `state_dict()` (a learning rate scheduler, a gradient scaler, a sampler), and the
+states of the global random number generators of every rank. For engines with sharded state, use the
+parts in `braid.checkpoint`.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ __all__ = ["load", "save"]
 LOG = logging.getLogger(__name__)
 
 PARTS = "parts"
-RANDOM = "random"  # states of a rank's generators
-INNER = ("module", "_orig_mod")  # of wrappers for data parallelism, and of torch.compile
+RANDOM = "random"  # states of a rank's random number generators
+INNER = ("module", "_orig_mod")  # attributes of data parallel wrappers, and of torch.compile
 
 
 def save(
@@ -82,8 +82,8 @@ def save(
 ) -> Path:
     """Save a training after a step; all ranks call it.
 
-    The checkpoint is complete or not there: a crash at any moment, or a full disk, leaves the
-    earlier ones as they are.
+    Either the whole checkpoint exists or none of it: a crash at any moment, or a full disk, leaves
+    earlier checkpoints unchanged.
 
     Args:
         directory: Directory of the checkpoints, on a file system that all ranks see.
@@ -91,9 +91,9 @@ def save(
         optimizer: Its optimizer.
         step: Number of the step that was done last.
         group: Ranks that train together; all ranks when None.
-        keep: Number of checkpoints to keep, this one included.
-        saver: Writes while training goes on, `BackgroundSaver(group)`: the path is that of the
-            checkpoint to be, and a failure is raised by the next save or `saver.wait()`.
+        keep: Number of checkpoints to keep, including this one.
+        saver: A `BackgroundSaver(group)` that writes while training continues; the returned path
+            then does not exist yet, and a failure is raised by the next save or `saver.wait()`.
         parts: Further objects with `state_dict()`, such as `scheduler=scheduler`; the same on all
             ranks.
 
@@ -101,10 +101,10 @@ def save(
         Path of the checkpoint, `directory/step-00000200`.
 
     Raises:
-        ConfigError: An object has no `state_dict()`, or it holds what cannot be stored.
+        ConfigError: An object has no `state_dict()`, or its state cannot be stored.
         CheckpointError: Saving failed, with the same message on every rank.
 
-    Cost: one pass over the bytes, of which each rank writes its share.
+    Cost: one pass over the bytes; each rank writes its share.
     """
     group = world() if group is None else group
     _refuse_parts_of(model, group)
@@ -129,12 +129,12 @@ def save(
     if isinstance(model, HybridParallel):
         snapshot, numbers = model.checkpoint(optimizer, others)
     elif (sharding := sharding_of(plain := _unwrapped(model))) is not None:
-        own = ReplicatedSnapshot(others, rank=group.rank, size=group.size)
-        snapshot = JoinedSnapshot([ShardedSnapshot(sharding, optimizer), own])
+        replicated = ReplicatedSnapshot(others, rank=group.rank, size=group.size)
+        snapshot = JoinedSnapshot([ShardedSnapshot(sharding, optimizer), replicated])
         numbers = sharded_numbers(sharding, optimizer)
     else:
         tensors = training_tensors(plain, optimizer) | others
-        if not hasattr(optimizer, "is_own"):  # else each rank writes its own buffers
+        if not hasattr(optimizer, "is_own"):  # otherwise each rank writes its buffers
             buffers = agreed_buffers(plain, [group])
             tensors |= {f"model/{name}": buffer for name, buffer in buffers.items()}
         snapshot = ReplicatedSnapshot(tensors, rank=group.rank, size=group.size)
@@ -163,10 +163,10 @@ def load(
     group: Group | None = None,
     **parts: Any,
 ) -> int:
-    """Load the last complete checkpoint, and return the number of the step to go on with.
+    """Load the last complete checkpoint; return the number of the next step.
 
-    All ranks call it. A directory without any checkpoint is a new training: nothing is changed.
-    `braid run --resume PATH` loads that checkpoint instead.
+    All ranks call it. If the directory has no checkpoint, nothing is changed and training starts at
+    step 0. With `braid run --resume PATH`, that checkpoint is loaded instead.
 
     Args:
         directory: Directory of the checkpoints, or one checkpoint.
@@ -179,17 +179,18 @@ def load(
         The step after the one that was saved; 0 if there is no checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint is of another model, optimizer or other parts, or no
-            checkpoint is complete. The same on all ranks; nothing has been changed, unless an
-            object of `parts` itself refuses its state.
+        CheckpointError: The checkpoint belongs to another model, optimizer or other parts, or no
+            checkpoint is complete. Raised on all ranks, before anything is changed, unless an
+            object of `parts` raises while it loads its state.
         ConfigError: An object has no `load_state_dict()`.
     """
     group = world() if group is None else group
     _refuse_parts_of(model, group)
     if isinstance(model, HybridParallel) and model.sharding is not None:
         msg = (
-            "a model on a mesh with shard= is in pieces: load into the model and its optimizer "
-            "first, then make HybridParallel of it, whose attach() cuts the optimizer's states"
+            "a model on a mesh with shard= is already sharded: load into the model and its "
+            "optimizer first, then make HybridParallel of it, whose attach() shards the "
+            "optimizer's states"
         )
         raise ConfigError(msg)
     _check_parts(parts, "load_state_dict", model)
@@ -234,7 +235,7 @@ def load(
 
 @contextlib.contextmanager
 def _naming(loaded: Checkpoint, field: str) -> Iterator[None]:
-    """Turn any error of loading a field into a CheckpointError that names the field."""
+    """Turn any error during the loading of a field into a CheckpointError with its name."""
     try:
         yield
     except BraidError:
@@ -244,10 +245,10 @@ def _naming(loaded: Checkpoint, field: str) -> Iterator[None]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's own module, so that checkpoints fit however it is wrapped."""
+    """Return the module without wrappers, so that checkpoints do not depend on wrapping."""
     while True:
-        own = dict(model.named_children())
-        inner = next((own[name] for name in INNER if list(own) == [name]), None)
+        children = dict(model.named_children())
+        inner = next((children[name] for name in INNER if list(children) == [name]), None)
         own_tensors = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
         if inner is None or own_tensors:
             return model
@@ -255,19 +256,19 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _refuse_parts_of(model: nn.Module | HybridParallel, group: Group) -> None:
-    """Raise ConfigError for a model of which ranks have parts: each would pass for the whole."""
+    """Raise if ranks hold different parts of a model, since a part would be saved as all."""
     if isinstance(model, HybridParallel):
-        return  # it knows which parts it has
+        return  # it saves and loads its own parts
     if any(is_of_experts(p) for p in model.parameters()):
         msg = (
-            "the model's experts are divided over ranks, and a part would pass for all of them: "
+            "the model's experts are divided over ranks, and a part would be saved as all of them: "
             "train it as braid.parallel.hybrid.HybridParallel(model, 'ep=2', group), which can be "
             "saved"
         )
         raise ConfigError(msg)
     if any(slicing_of(param) is not None for param in model.parameters()):
         msg = (
-            "the model is divided over ranks, and would be saved or loaded in parts: train it as "
+            "the model is sharded over ranks, and would be saved or loaded in parts: train it as "
             "braid.parallel.hybrid.HybridParallel(model, 'tp=2', group), which can be saved, or "
             "call braid.parallel.tensor_parallel.undivide(model, group) before and parallelize "
             "afterwards"
@@ -276,14 +277,14 @@ def _refuse_parts_of(model: nn.Module | HybridParallel, group: Group) -> None:
     if isinstance(model, AsynchronousPipeline) and group.size > 1:
         msg = (
             "an AsynchronousPipeline has other layers on each rank: save and load "
-            "pipeline.state_dict() and pipeline.optimizer on each rank in a file of its own"
+            "pipeline.state_dict() and pipeline.optimizer in a separate file on each rank"
         )
         raise ConfigError(msg)
     if isinstance(model, Pipeline) and group.size > 1:
         msg = (
             "a Pipeline has other layers on each rank: train it as "
             "braid.parallel.hybrid.HybridParallel(model, 'pp=2', group), which can be saved, or "
-            "save and load pipeline.state_dict() on each rank in a file of its own"
+            "save and load pipeline.state_dict() in a separate file on each rank"
         )
         raise ConfigError(msg)
 
@@ -299,22 +300,22 @@ def _check_parts(parts: Mapping[str, Any], method: str, model: nn.Module | Hybri
     in_pieces = [n for n, part in parts.items() if _has_pieces(part, model)]
     if in_pieces:
         msg = (
-            f"{', '.join(in_pieces)}: each rank has other pieces of it, and parts are stored as if "
+            f"{', '.join(in_pieces)}: each rank has other shards of it, but parts are stored as if "
             "all ranks had the same: pass one optimizer with several parameter groups as "
-            "optimizer=, and save another sharded model by a call of its own"
+            "optimizer=, and save another sharded model by a separate call"
         )
         raise ConfigError(msg)
 
 
 def _has_pieces(part: Any, model: nn.Module | HybridParallel) -> bool:
-    """Return whether ranks have other tensors in the state of a part."""
+    """Return whether the state of a part has different tensors on different ranks."""
     if isinstance(part, torch.optim.Optimizer):
         return isinstance(model, HybridParallel) or has_pieces(part)
     return isinstance(part, nn.Module) and sharding_of(part) is not None
 
 
 def _launcher() -> ControlClient | None:
-    """Return the connection to braid's launcher; None without it, or for a group made by hand."""
+    """Return the connection to braid's launcher; None without it, or for a user-made group."""
     try:
         return membership().control
     except StaleError:
@@ -322,7 +323,7 @@ def _launcher() -> ControlClient | None:
 
 
 def _asked_for() -> str:
-    """Return what `braid run --resume` says; empty without it."""
+    """Return the argument of `braid run --resume`; empty without it."""
     try:
         return membership().environment.resume
     except StaleError:
@@ -350,13 +351,16 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 
 def _restore_random(loaded: Checkpoint) -> None:
-    """Restore this rank's generators; nothing if another number of ranks saved them."""
+    """Restore this rank's generators; do nothing if another number of ranks saved them."""
     names = loaded.names()
     states: dict[str, torch.Tensor] = {
         name: loaded.read(f"{RANDOM}/{name}") for name in _kept(names)
     }
     if "torch" not in states:
-        LOG.info("%s was saved by another number of ranks: random numbers start anew", loaded.path)
+        LOG.info(
+            "%s was saved by another number of ranks: random generators are not restored",
+            loaded.path,
+        )
         return
     version, *python = states["python"].tolist()
     gauss = states["python_gauss"].tolist()

@@ -1,4 +1,4 @@
-"""Parameters as data, and gradients in buckets, for engines that split training over ranks."""
+"""A table of parameters and buckets of gradients, for engines that split training over ranks."""
 
 from braid.parallel.gradients.bucket import Bucket, CheckedNumbers
 from braid.parallel.gradients.bucket_layout import BucketLayout, Caps, plan_buckets

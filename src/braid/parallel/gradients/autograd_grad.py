@@ -1,7 +1,7 @@
-"""Facts about the backward of this thread that autograd does not publish.
+"""Facts about the running backward of this thread that autograd does not publish.
 
-`torch.autograd.grad` of parameters is noticed: its results are those of one rank, and nobody would
-average them. So are backwards inside of backwards, as of re-entrant checkpoints.
+`torch.autograd.grad` of parameters is detected, because its results belong to one rank and are
+never averaged. Nested backwards are detected too, for example in re-entrant checkpoints.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from braid.runtime.torch_internals import current_graph_task, queue_callback, wi
 
 __all__ = ["at_end_of_backward", "is_in_backward", "is_nested", "is_returned", "refuse_grad"]
 
-# autograd calls the backward of every autograd.Function of Python through this one
+# autograd calls the backward of every autograd.Function of Python through this function
 _APPLY = BackwardCFunction.apply.__code__
 
 
 def is_in_backward() -> bool:
-    """Return whether autograd is at work in this thread."""
+    """Return whether autograd is running in this thread."""
     return current_graph_task() != -1
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call `call` in this thread when the whole backward that is under way has ended."""
+    """Call `call` in this thread when the whole running backward has ended."""
     queue_callback(call)
 
 
 def is_nested() -> bool:
-    """Return whether an autograd.Function has called the present backward inside of another one."""
+    """Return whether an autograd.Function has started the running backward inside of another."""
     frame = sys._getframe(1)  # noqa: SLF001 - autograd numbers its backwards, but not their nesting
     while frame.f_code is not _APPLY:
         if frame.f_back is None:
@@ -43,7 +43,7 @@ def is_nested() -> bool:
 
 
 def is_returned(param: torch.Tensor) -> bool:
-    """Return whether the present backward is `torch.autograd.grad` of `param`."""
+    """Return whether the running backward is `torch.autograd.grad` of `param`."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         will_execute(node)
@@ -55,7 +55,7 @@ def is_returned(param: torch.Tensor) -> bool:
 
 
 def refuse_grad(records: Sequence[ParamRecord]) -> None:
-    """Refuse `torch.autograd.grad` of a parameter; called when a backward has accumulated nothing.
+    """Raise for `torch.autograd.grad` of a parameter; called if a backward accumulated nothing.
 
     Raises:
         ConfigError: The backward was `torch.autograd.grad` of a parameter.

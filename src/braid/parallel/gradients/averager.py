@@ -1,10 +1,10 @@
-"""Averages the gradients in buckets, and exchanges the status of all ranks beside them.
+"""Averaging of gradients in buckets, with an exchange of the status of all ranks.
 
     launch(bucket) ... launch(bucket)     during backward, in any order
     average()                             status, buckets of other ranks, wait, report
 
-A rank without input (`shadow`) and one whose backward raised an exception (`abandon`) take the same
-steps with nothing of their own, so that no rank waits for them.
+A rank without input (`shadow`) and a rank that raised during backward (`abandon`) take the same
+steps with zeros, so that the other ranks do not wait for them.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from braid.runtime.torch_internals import sparse_values
 __all__ = ["Averager"]
 
 WEIGHTED_GRAPH = (
-    "gradient of {!r} has a graph of its own (create_graph=True) and a loss weight, which the "
+    "gradient of {!r} has a graph (create_graph=True) and a loss weight, which the "
     "second backward would count twice: call set_loss_weight(None) for such losses, and multiply "
     "the loss itself"
 )
 
 
 class StatusExchange:
-    """Exchanges what ranks report beside their gradients.
+    """Exchange of the status vectors that ranks report with their gradients.
 
     Args:
         group: Ranks that train together.
@@ -58,7 +58,7 @@ class StatusExchange:
 
     Attributes:
         layout: Layout of the vector.
-        device: Device on which the group takes small messages.
+        device: Device on which the group sends small messages.
     """
 
     def __init__(self, group: Group, num_params: int) -> None:
@@ -69,11 +69,11 @@ class StatusExchange:
         self._request = group.persistent("all_reduce", self._vector)
 
     def run(self, own: Sequence[float], beside: Sequence[Work]) -> Status:
-        """Add up the vectors of all ranks; a collective.
+        """Sum the status vectors of all ranks; a collective.
 
         Args:
             own: This rank's vector, see `StatusLayout.encode`.
-            beside: Works that are under way meanwhile, and waited for.
+            beside: Works that run at the same time; they are waited for.
         """
         self._vector.copy_(torch.tensor(own, dtype=torch.float64))
         self._request.start().wait()
@@ -83,18 +83,18 @@ class StatusExchange:
 
 
 class Averager:
-    """Averages gradients in buckets over a group.
+    """Averager of gradients in buckets over a group.
 
     Args:
         group: Ranks that train together.
         records: Parameters that are averaged.
         options: Sizes, wire format and checks.
-        listener: Learns of each averaging.
-        state: State of the backwards whose gradients are averaged.
+        listener: Notified about each averaging.
+        state: State of the backwards since the last average.
 
     Attributes:
-        policy: Decisions.
-        listener: Learns of each averaging.
+        policy: Decisions about buckets and ranks.
+        listener: Notified about each averaging.
         buckets: Buckets of the parameters that require a gradient.
         num_reductions: Number of averagings so far.
     """
@@ -115,7 +115,7 @@ class Averager:
         self._cache = BucketLayoutCache(group, records, options)
         self._nonfinite: set[int] = set()
         self._has_hook = False
-        self._raised: Exception | None = None  # by the listener, while buckets were under way
+        self._raised: Exception | None = None  # by the listener, while other buckets were in flight
         self.policy = ReducerPolicy(options)
         self.listener = listener
         self.buckets = self._cache.current
@@ -123,23 +123,23 @@ class Averager:
         self._times = ReadyTimes(group.context.clock.now_ns, self.buckets.layouts)
 
     def use_options(self, options: ReducerOptions) -> None:
-        """Take other options, which leave buckets as they are."""
+        """Replace the options by others that do not change buckets."""
         self._options = options
         self.policy = ReducerPolicy(options)
 
     def use_hook(self, hook: StateHook) -> None:
-        """Run a communication hook in all buckets, now and later."""
+        """Run a communication hook in all current and later buckets."""
         self._has_hook = True
         self._cache.use_hook(hook)
 
     def refresh(self) -> bool:
-        """Look at which parameters require a gradient; return whether buckets have changed."""
+        """Update which parameters require a gradient; return whether buckets have changed."""
         changed = self._cache.refresh(accumulating=self._state.num_accumulated > 0)
         self.buckets = self._cache.current
         return changed
 
     def launch(self, bucket: Bucket) -> None:
-        """Launch a bucket, and note gradients in the bucket that are not finite."""
+        """Launch a bucket, and record gradients in it that are not finite."""
         check = self._options.finite_check
         if check == "late" and self.listener.steps_in_backward:
             check = "first"
@@ -156,22 +156,22 @@ class Averager:
                 self.launch(bucket)
 
     def average(self) -> None:
-        """Launch what has not been launched and wait for all; `.grad` then holds the averages."""
+        """Launch all remaining buckets and wait for them; `.grad` then holds the averages."""
         for bucket in self._collect():
             self.launch(bucket)
         state = self._state
-        own = self.policy.rank_state(state, is_finite=not self._nonfinite)
-        status = self._exchange_status(own, state.loss_weight, present=not state.failed)
+        rank_state = self.policy.rank_state(state, is_finite=not self._nonfinite)
+        status = self._exchange_status(rank_state, state.loss_weight, present=not state.failed)
         self._launch_needed(status)
-        self._conclude(status, own, has_gradients=True)
+        self._conclude(status, rank_state, has_gradients=True)
 
     def shadow(self, weight: float) -> bool:
-        """Take part in one averaging of the others; return False when all ranks have joined.
+        """Take part in one averaging of other ranks; return False when all ranks have joined.
 
-        What this rank has accumulated takes part in the first one; later it has nothing of its own.
+        Accumulated gradients of this rank take part in the first averaging; later ones use zeros.
 
         Args:
-            weight: Weight of this rank in the average when it has no gradients.
+            weight: Weight of this rank in the average if it has no gradients.
         """
         state = self._state
         has_gradients = state.num_accumulated > 0
@@ -180,22 +180,24 @@ class Averager:
             weight = state.loss_weight
         else:
             self.buckets.zero()
-        own = RankState.FAILED if state.failed else RankState.JOINED
-        status = self._exchange_status(own, weight, present=has_gradients and not state.failed)
+        rank_state = RankState.FAILED if state.failed else RankState.JOINED
+        status = self._exchange_status(
+            rank_state, weight, present=has_gradients and not state.failed
+        )
         if all(other is RankState.JOINED for other in status.states):
             return False
         self._launch_needed(status)
-        self._conclude(status, own, has_gradients=has_gradients)
+        self._conclude(status, rank_state, has_gradients=has_gradients)
         return True
 
     def abandon(self) -> None:
-        """End a backward that an exception has ended here, so that other ranks can end theirs."""
+        """Finish a backward that raised on this rank, so that other ranks can finish theirs."""
         for bucket in self.buckets:
             if not bucket.is_launched:
                 bucket.zero()
         status = self._exchange_status(RankState.FAILED, 1.0, present=False)
         self._launch_needed(status)
-        self.buckets.wait()  # averages come, and may come over zeros of the program
+        self.buckets.wait()  # averages may arrive after the program has zeroed gradients
         self._group.objects.all_gather(self._state.failure)
         self.buckets.zero()
         self._end_step()
@@ -206,20 +208,20 @@ class Averager:
         return self._times.gather(self._group, self._records, self.num_reductions, device)
 
     def _collect(self) -> list[Bucket]:
-        """Move accumulated gradients into buckets; return those not launched that hold some."""
+        """Move accumulated gradients into buckets; return unlaunched buckets with gradients."""
         holding = [b for b in self.buckets if not b.is_launched and b.collect_all()]
         for position in self.buckets.sparse:
             grad = self._records[position].param.grad
             if grad is None:
                 continue
-            # values() wants it coalesced
+            # values() needs a coalesced tensor
             values = sparse_values(grad) if grad.is_sparse else grad
             if not bool(values.isfinite().all()):
                 self._nonfinite.add(position)
         return holding
 
     def _exchange_status(self, own: RankState, weight: float, *, present: bool) -> Status:
-        """Exchange which gradients and which state each rank has; a collective."""
+        """Exchange the gradients and the state of each rank as a status vector; a collective."""
         state, required = self._state, self.buckets.requires_grad
         has_gradient = [
             present and requires and record.param.grad is not None
@@ -242,13 +244,13 @@ class Averager:
             status, self._group.ranks
         )
         if differing is not None:
-            self._group.abort(differing)  # buckets under way will never be matched
+            self._group.abort(differing)  # buckets in flight will never be matched
             raise MismatchError(differing)
         self._cache.agree()
         return status
 
     def _launch_needed(self, status: Status) -> None:
-        """Launch buckets of which only other ranks have gradients."""
+        """Launch buckets with gradients on other ranks only."""
         for bucket in self.buckets:
             if not bucket.is_launched and self.policy.is_needed(bucket.layout, status):
                 self.launch(bucket)
@@ -283,7 +285,7 @@ class Averager:
             raise raised
 
     def _learn(self) -> None:
-        """Use what the first whole backward has shown."""
+        """Adapt buckets to the order and counts of the first complete backward."""
         if self._options.static_graph:
             self.buckets.learn()
         else:
@@ -291,7 +293,7 @@ class Averager:
             self.buckets = self._cache.current
 
     def _bucket_averaged(self, status: Status, mean_weight: float, bucket: Bucket) -> None:
-        """Let `.grad` hold the averages of a bucket."""
+        """Make `.grad` hold the averages of a bucket."""
         if mean_weight != 1.0:
             bucket.buffer.tensor.mul_(1.0 / mean_weight)
         present = bucket.layout.members
@@ -301,7 +303,7 @@ class Averager:
         records = list(map(self._records.__getitem__, present))
         for record, position in zip(records, present, strict=True):
             grad = record.param.grad
-            if grad is None:  # another rank has used it
+            if grad is None:  # used by another rank only
                 record.param.grad = bucket.views[position].detach()
             elif grad.requires_grad:
                 if status.num_weighted and self._raised is None:

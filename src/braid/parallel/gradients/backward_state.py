@@ -1,18 +1,18 @@
-"""The state of a module's backward passes, from the first forward to the average. Pure.
+"""State machine of a module's backward passes, from the first forward to the average. Pure.
 
 A backward is local, nested in another backward, or averages its gradients at its end:
 
-    phase       event     next        the reducer then
+    phase       event     next        action of the reducer
     IDLE        BEGIN     (kind)      waits for the end of the backward
-    LOCAL       END       IDLE        ACCUMULATE   counts a backward whose gradients wait
+    LOCAL       END       IDLE        ACCUMULATE   counts a backward with unaveraged gradients
     NESTED      END       IDLE        KEEP         the enclosing backward counts
     AVERAGING   END       IDLE        AVERAGE      averages
-    LOCAL       ABANDON   IDLE        REPORT_LATER tells of the exception with the next average
+    LOCAL       ABANDON   IDLE        REPORT_LATER reports the exception with the next average
     NESTED      ABANDON   IDLE        REPORT_LATER
-    AVERAGING   ABANDON   IDLE        REPORT       tells now: other ranks wait for this one
+    AVERAGING   ABANDON   IDLE        REPORT       reports now: other ranks are waiting
 
-An end without any gradient of the module, as in `torch.autograd.grad`, leads to NOTHING. ABANDON is
-the next forward after a backward that was ended by an exception.
+If a backward ends without a gradient of the module, as in `torch.autograd.grad`, the action is
+NOTHING. ABANDON is the next forward after a backward that raised.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["BackwardEnd", "BackwardPhase", "BackwardState", "ReducerAction"]
 
 
 class BackwardPhase(enum.Enum):
-    """Kind of the backward that is under way."""
+    """Kind of the running backward."""
 
     IDLE = enum.auto()
     LOCAL = enum.auto()
@@ -35,14 +35,14 @@ class BackwardPhase(enum.Enum):
 
 
 class BackwardEnd(enum.Enum):
-    """Ends of a backward."""
+    """Kind of end of a backward."""
 
     END = enum.auto()
     ABANDON = enum.auto()
 
 
 class ReducerAction(enum.Enum):
-    """Reactions of a reducer to the end of a backward."""
+    """Reaction of a reducer to the end of a backward."""
 
     NOTHING = enum.auto()
     ACCUMULATE = enum.auto()
@@ -67,17 +67,17 @@ class BackwardState:
     """State of the backward passes between two averages.
 
     Attributes:
-        phase: Kind of the backward that is under way.
-        has_gradient: Whether the present backward has computed a gradient.
-        num_accumulated: Number of local backwards whose gradients wait to be averaged.
-        averages_next: Whether the next backward averages, whichever number it has.
-        failed: Whether an exception has ended a local backward.
-        failure: Error of the reducer that has ended the present backward, for other ranks.
+        phase: Kind of the running backward.
+        has_gradient: Whether the running backward has computed a gradient.
+        num_accumulated: Number of local backwards since the last average.
+        averages_next: Whether the next backward averages, regardless of the count.
+        failed: Whether a local backward has raised.
+        failure: Error of the reducer in the running backward, reported to other ranks.
         num_forwards_without_backward: Number of forward passes that no backward has reached.
-        buffers_used: Whether the module has been used in training mode since buffers were equal.
-        weights: Loss weights of the forwards that the present backward has reached; one at most.
+        buffers_used: Whether the module has run in training mode since buffers were equal.
+        weights: Loss weights of the forwards that the running backward has reached; one at most.
         total_weight: Sum of the weights of accumulated backwards.
-        is_weighted: Whether the program has set a weight of one of them.
+        is_weighted: Whether the program has set any of these weights.
     """
 
     phase: BackwardPhase = BackwardPhase.IDLE
@@ -104,7 +104,7 @@ class BackwardState:
         self.weights.clear()
 
     def end(self, event: BackwardEnd) -> ReducerAction:
-        """End the present backward; return what follows."""
+        """End the running backward; return the reducer's action."""
         action = ACTIONS[self.phase, event]
         self.phase = BackwardPhase.IDLE
         if event is BackwardEnd.END:
@@ -120,7 +120,7 @@ class BackwardState:
         return action
 
     def add_weight(self, weight: float | None) -> None:
-        """Note the loss weight of a forward that the present backward has reached.
+        """Record the loss weight of a forward that the running backward has reached.
 
         Raises:
             ConfigError: The backward has reached a forward of another weight.
@@ -141,7 +141,7 @@ class BackwardState:
         self.is_weighted = False
 
     def averaged(self) -> None:
-        """Begin anew after an average."""
+        """Reset the state after an average."""
         self.drop_accumulated()
         self.has_gradient = self.averages_next = self.failed = False
         self.num_forwards_without_backward = 0

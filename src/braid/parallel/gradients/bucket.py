@@ -32,10 +32,10 @@ __all__ = [
 
 
 class Awaited(Protocol):
-    """Something that can be waited for: a Work, or the Works of a coalesced block."""
+    """Anything to wait for: a Work, or the Works of a coalesced block."""
 
     def wait(self) -> None:
-        """Return when the awaited operation has ended."""
+        """Return when the operation has ended."""
         ...
 
 
@@ -43,13 +43,13 @@ CheckedNumbers = Literal["all", "first", "late"]
 
 
 class LateNumbers:
-    """Numbers that a GPU computes, read later so that no thread waits for the GPU.
+    """Numbers from a GPU that are read one step late, so that no thread waits for the GPU.
 
-        launch 1   numbers of step 1 ─── copied beside the training ───┐
+        launch 1   numbers of step 1 ─── copied during training ───────┐
         launch 2   numbers of step 2 ...                               └── read here
 
-    A program queues kernels long before the GPU runs them. To read one number it would wait until
-    the GPU has come that far, and the GPU would wait for the program afterwards.
+    A program queues kernels long before the GPU runs them. To read a number immediately, it would
+    wait for the GPU to catch up, and the GPU would then wait for the program.
     """
 
     def __init__(self) -> None:
@@ -57,9 +57,9 @@ class LateNumbers:
         self._event: torch.cuda.Event | None = None
 
     def exchange(self, numbers: torch.Tensor) -> list[float]:
-        """Start to copy `numbers`, and return the numbers of an earlier call; [] if none are new.
+        """Start to copy `numbers`; return the numbers of an earlier call, or [] if not available.
 
-        Numbers are not copied while an earlier copy is under way, or a CUDA graph is captured.
+        Numbers are not copied while an earlier copy is running, or a CUDA graph is captured.
 
         Args:
             numbers: Tensor [n] on a GPU; the same n and dtype in all calls.
@@ -84,22 +84,22 @@ class Bucket:
     """Gradients that are reduced together.
 
     Args:
-        index: Index of the bucket; reports call it number `index + 1`.
+        index: Index of the bucket; reports show `index + 1`.
         layout: Members of the bucket.
         records: Parameters by position.
         buffer: Memory of the gradients, with a view for each member.
         operation: Operation that a launch starts.
-        events: Records the span from the launch to the end of `wait`.
+        events: Recorder of the span from the launch to the end of `wait`.
         title: Name of the span.
-        residuals: Residuals to be added at the next launch, by parameter name. Shared by the
-            buckets of a model; each removes those of its members.
+        residuals: Residuals to add at the next launch, by parameter name. All buckets of a model
+            share the mapping; each removes the residuals of its members.
 
     Attributes:
-        index, layout, buffer, operation: As given.
+        index, layout, buffer, operation: Arguments.
         views: Gradient memory by position.
         is_launched: Whether the bucket has been launched in this backward.
-        counts: Number of times that gradients have come in this backward, by position.
-        hook: Called by a launch in place of the operation's start, if there is one.
+        counts: Number of gradients in this backward so far, by position.
+        hook: Function that a launch calls instead of starting the operation; None for no hook.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Bucket:
         self._late = LateNumbers()
         self._span: Span | None = None
         self._work: Awaited | None = None
-        self._expected: dict[int, int] = {}  # how often gradients come; once if not in it
+        self._expected: dict[int, int] = {}  # number of gradients per backward; 1 if not in it
         self.counts: dict[int, int] = {}
         self._num_missing = len(layout.members)
         self._is_learnt = False
@@ -142,17 +142,17 @@ class Bucket:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the gradients of all members are there."""
+        """Whether the gradients of all members are in the bucket."""
         return not self._num_missing
 
     def mark_ready(self, position: int) -> bool:
-        """Take a gradient into the bucket; return whether the bucket is complete now.
+        """Move a gradient into the bucket; return whether the bucket is now complete.
 
-        A gradient may come in parts, from graphs that are differentiated separately, until the
-        bucket is launched.
+        Until the bucket is launched, a gradient may arrive in parts, from graphs that are
+        differentiated separately.
 
         Raises:
-            ConfigError: The bucket has been launched in this backward, or the gradient is gone.
+            ConfigError: The bucket was launched earlier in this backward, or `.grad` is None.
         """
         if self.is_launched:
             count = self._expected.get(position, 1)
@@ -179,13 +179,13 @@ class Bucket:
         return False
 
     def collect_all(self) -> bool:
-        """Move all gradients into the bucket, and zeros for missing ones; False if all miss."""
+        """Move all gradients into the bucket, zeros for missing ones; False if all are missing."""
         missing = [p for p in self.views if not self.collect(p)]
         self.zero(missing)
         return len(missing) < len(self.views)
 
     def launch(self) -> None:
-        """Start the operation; the memory belongs to it until `wait` returns."""
+        """Start the operation; it uses the memory until `wait` returns."""
         self.is_launched = True
         self._span = self._events.span(self._title, seq=self.index, nbytes=self._nbytes)
         if self._residuals:
@@ -196,7 +196,7 @@ class Bucket:
             self._work = self.hook(self)
 
     def wait(self) -> bool:
-        """Wait until the operation has ended; return False if none is under way."""
+        """Wait until the operation has ended; return False if no operation is running."""
         if self._work is None or self._span is None:
             return False
         self._work.wait()
@@ -205,27 +205,27 @@ class Bucket:
         return True
 
     def drop(self) -> None:
-        """Forget the operation that is under way, if any."""
+        """Discard the running operation, if any."""
         if self._work is not None and self._span is not None:
             self._work = None
             self._span.end()
 
     def reset(self) -> None:
-        """Begin a new backward."""
+        """Reset the bucket for a new backward."""
         self.is_launched = False
         self.counts.clear()
         self._num_missing = len(self.views)
 
     def learn(self) -> None:
-        """Expect every gradient as often as in this backward from now on."""
+        """Expect the gradient counts of this backward in all later backwards."""
         self._expected = dict(self.counts)
         self._is_learnt = True
 
     def find_nonfinite(self, check: CheckedNumbers) -> list[int]:
-        """Return the positions whose gradients are NaN or infinite; `late`, in the launch before.
+        """Return the positions of gradients with NaN or infinity; with `late`, of the last launch.
 
         Args:
-            check: Numbers to look at; see `ReducerOptions`.
+            check: Numbers to check; see `ReducerOptions`.
         """
         if not self.buffer.tensor.numel():
             return []
@@ -243,19 +243,19 @@ class Bucket:
         return [p for p, ok in zip(self.views, good, strict=True) if not ok]
 
     def zero(self, positions: Sequence[int] | None = None) -> None:
-        """Set the gradients at `positions` to zero; all gradients when None."""
+        """Set the gradients at `positions` to zero; all gradients if None."""
         for position in self.views if positions is None else positions:
             self.views[position].zero_()
 
     def keep_residuals(self, positions: Sequence[int]) -> None:
-        """Keep as residuals averages of gradients that no rank had: sums of earlier residuals."""
+        """Keep averages as residuals for gradients that no rank had: sums of earlier residuals."""
         for position in positions:
             view = self.views[position]
             if bool(view.any()):
                 self._residuals[self._records[position].name] = view.clone()
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """Return what the operation has left out on this rank, by parameter name."""
+        """Return the operation's compression error on this rank, by parameter name."""
         residual = self.operation.residual()
         if residual is None:
             return {}
@@ -275,20 +275,20 @@ class Bucket:
 
 
 def _check_missing(record: ParamRecord) -> None:
-    """Refuse a gradient that is there but cannot be moved into a bucket."""
+    """Raise if a gradient exists but cannot be moved into a bucket."""
     grad = record.param.grad
     if grad is None:
         return
     msg = (
         f"gradient of {record.name!r} has layout {grad.layout}, which cannot be averaged in a "
-        "bucket. Use nn.Embedding(sparse=True) under DistributedDataParallel, whose gradients "
-        "are known to be sparse, or make the gradient dense"
+        "bucket. Use nn.Embedding(sparse=True) under DistributedDataParallel, which recognizes its "
+        "sparse gradients, or make the gradient dense"
     )
     raise ConfigError(msg)
 
 
 def _late_text(name: str, is_static: bool, count: int) -> str:
-    """Return the message about a gradient that came after its bucket had been sent."""
+    """Return the message about a gradient that was computed after its bucket had been sent."""
     if is_static:
         times = "once" if count == 1 else f"{count} times"
         return (
@@ -309,7 +309,7 @@ def dropped_text(names: Sequence[str]) -> str:
     return (
         f"{'gradient' if one else 'gradients'} of {first_few(map(repr, names))} "
         f"{'was' if one else 'were'} set to None inside of backward, before the average over ranks "
-        "was there. If a hook on the parameter takes an optimizer's step, each rank has stepped "
-        "with gradients of its own: remove the hook, wrap again and use "
+        "was complete. If a hook on the parameter takes an optimizer's step, each rank has stepped "
+        "with its local gradients: remove the hook, wrap again and use "
         "model.step_in_backward(lambda params: torch.optim.SGD(params, lr=...))"
     )

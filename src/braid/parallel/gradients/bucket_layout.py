@@ -1,8 +1,8 @@
-"""Division of gradients into buckets. Pure: no tensors, no communication.
+"""Assignment of gradients to buckets. Pure: no tensors, no communication.
 
-Problem: reducing every gradient by itself pays a latency each; reducing all at once starts when
-backward has ended. Between the two lie *buckets*: gradients that become ready at about the same
-time are reduced together, while backward goes on.
+Problem: reducing every gradient separately pays one latency each; reducing all together can only
+start when backward has ended. *Buckets* are in between: gradients that become ready at about the
+same time are reduced together, while backward continues.
 
 Backward computes gradients in the reverse of the order in which the forward used the parameters,
 which is roughly the reverse of registration. So buckets are filled from the last parameter to the
@@ -13,7 +13,7 @@ so that communication starts early.
     buckets                                  0: p6 p5     1: p4 p3 p2     2: p1 p0
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-VLDB 2020, sec. 3.2.3. There, buckets leave strictly in order; here each leaves when it is full.
+VLDB 2020, sec. 3.2.3. There, buckets are sent strictly in order; here each is sent when it is full.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ITEM_BYTES["float16"] = 2
 
 
 class Caps(NamedTuple):
-    """Sizes in bytes of the first, second, ... bucket; the last holds for all further ones."""
+    """Sizes in bytes of the first, second, ... bucket; the last applies to all further ones."""
 
     nbytes: tuple[int, ...] = (FIRST_BUCKET_BYTES, BUCKET_CAP_BYTES)
 
@@ -63,7 +63,7 @@ class BucketLayout(NamedTuple):
     """Gradients that are reduced together.
 
     Attributes:
-        dtype: Data type of all members.
+        dtype: Dtype of all members.
         members: Positions of the parameters in the table, in the order of the flat buffer.
         delayed: Whether the bucket waits for a trigger or for the end of backward.
         device: Device of all members.
@@ -83,15 +83,15 @@ def plan_buckets(
     delayed: frozenset[int] = frozenset(),
     devices: Mapping[int, str] | None = None,
 ) -> tuple[BucketLayout, ...]:
-    """Divide parameters into buckets.
+    """Assign parameters to buckets.
 
     Args:
         specs: Parameters by position.
         caps: Sizes at which buckets are full, for each dtype and device separately.
-        order: Positions in the order in which their gradients become ready; parameters that are
-            not in it come last. The reverse of the positions when empty.
-        delayed: Positions whose gradients are reduced together after all others.
-        devices: Devices of parameters by position; all on the CPU when None.
+        order: Positions in the order in which their gradients become ready; positions that are not
+            in it come last. Empty for the reverse of the positions.
+        delayed: Positions with gradients that are reduced together after all others.
+        devices: Devices of parameters by position; None for the CPU.
 
     >>> specs = dict(enumerate([TensorSpec((4,), "float32")] * 3))
     >>> [bucket.members for bucket in plan_buckets(specs, Caps((16, 32)))]
@@ -101,8 +101,8 @@ def plan_buckets(
     """
     caps = caps or Caps()
     if not caps.nbytes or min(caps.nbytes) <= 0:
-        given = ", ".join(map(str, caps.nbytes)) or "none"
-        msg = f"bucket caps must be at least one byte each, got {given}"
+        sizes = ", ".join(map(str, caps.nbytes)) or "none"
+        msg = f"bucket caps must be at least one byte each, got {sizes}"
         raise ConfigError(msg)
     known = [p for p in order if p in specs]
     queue = [*known, *(p for p in sorted(specs, reverse=True) if p not in set(known))]
@@ -134,7 +134,7 @@ def plan_buckets(
 def waiting_cost(
     layouts: Sequence[BucketLayout], specs: Mapping[int, TensorSpec], order: Sequence[int]
 ) -> float:
-    """Return how long bytes wait for their bucket to fill, in bytes times gradients meanwhile.
+    """Return how long bytes wait until their bucket is full, in bytes times gradients.
 
     Args:
         layouts: Buckets.

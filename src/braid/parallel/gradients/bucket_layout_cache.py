@@ -1,16 +1,17 @@
-"""Buckets for every pattern of frozen and unfrozen parameters that comes back.
+"""Buckets for every recurring pattern of frozen and unfrozen parameters.
 
-Problem: programs freeze and unfreeze. Some do it once, for fine tuning; others in every step, as
-adversarial pairs do. Then new buffers in shared memory and a new order to agree on would cost more
-than the step itself. But buckets that are kept keep their memory.
+Problem: programs freeze and unfreeze parameters. Some do so once, for fine-tuning; others in every
+step, for example with adversarial pairs. New buffers in shared memory and a new order to agree on
+would then cost more than the step itself. But buckets that are kept occupy memory.
 
-Idea: which parameters require a gradient is the key. When it changes, the old buckets are retired,
-unless their key has come back before: from then on that program alternates, and the last few
-patterns stay. What is retired gives up its memory and its channels.
+Idea: the pattern of parameters that require a gradient is the key. When it changes, the old buckets
+are retired, unless their key has occurred before: such a program alternates, so the buckets of its
+last few patterns are kept. Retired buckets release their memory and channels.
 
-Buckets are retired when all ranks have said that they require the same gradients. Until then one
-rank may be alone: it runs the model once with frozen parameters, to look at something, and comes
-back. Nobody else sees that, so its buckets and its channels must be those of before.
+Buckets are retired only after all ranks have reported that they require the same gradients. Until
+then a single rank may have changed its pattern, for example to run the model once with frozen
+parameters, and may change it back. Other ranks do not see this, so its old buckets and channels
+must still exist.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ __all__ = ["BucketLayoutCache"]
 
 LOG = logging.getLogger(__name__)
 
-REBUILD_GAIN = 0.9  # new buckets pay when at most this share of the waiting cost is left
+REBUILD_GAIN = 0.9  # new buckets pay if the waiting cost falls to this fraction or less
 MAX_KEPT = 4  # patterns of programs that alternate
 MAX_SEEN = 64  # recent patterns; programs may choose at random in every step
 
 
 class BucketLayoutCache:
-    """The buckets in use, and buckets of patterns that may come back.
+    """The buckets in use, and buckets of patterns that may recur.
 
     Args:
         group: Ranks that reduce together.
@@ -58,21 +59,21 @@ class BucketLayoutCache:
         self._options = options
         self._hook: StateHook | None = None
         self._seen: deque[tuple[bool, ...]] = deque(maxlen=MAX_SEEN)
-        self._kept: dict[tuple[bool, ...], Buckets] = {}  # the last one used comes last
+        self._kept: dict[tuple[bool, ...], Buckets] = {}  # in order of last use
         self.current = self._agreed = self._make(self._pattern())
 
     def use_hook(self, hook: StateHook) -> None:
-        """Run a communication hook in all buckets, now and later."""
+        """Run a communication hook in all current and later buckets."""
         self._hook = hook
         for buckets in {self.current, self._agreed, *self._kept.values()}:
             buckets.use_hook(hook)
 
     def refresh(self, *, accumulating: bool) -> bool:
-        """Look at which parameters require a gradient; return whether `current` has changed.
+        """Update which parameters require a gradient; return whether `current` has changed.
 
         Args:
-            accumulating: Whether gradients wait to be averaged; those of parameters that have been
-                frozen meanwhile are averaged, too.
+            accumulating: Whether accumulated gradients are not averaged yet; parameters frozen
+                since then are still averaged.
         """
         old = self.current
         pattern = self._pattern()
@@ -81,17 +82,17 @@ class BucketLayoutCache:
         if pattern == old.requires_grad:
             return False
         residuals = old.residuals()
-        old.add_residuals({})  # the new buckets have them
-        known = {each.requires_grad: each for each in (*self._kept.values(), self._agreed)}
-        if old not in known.values():  # and no other rank knows it
+        old.add_residuals({})  # moved to the new buckets
+        known = {buckets.requires_grad: buckets for buckets in (*self._kept.values(), self._agreed)}
+        if old not in known.values():  # and other ranks do not use it
             old.retire()
-        # on channels of its own: a rank that changes alone must not seem to send the old buckets
+        # new channels: messages of a rank that changes alone must not match old buckets
         self.current = known.get(pattern) or self._make(pattern)
         self.current.add_residuals(residuals)
         return True
 
     def agree(self) -> None:
-        """Retire or keep the former buckets: all ranks are known to use `current` now."""
+        """Keep or retire the previous buckets, once all ranks use `current`."""
         old, self._agreed = self._agreed, self.current
         if old is self.current:
             return
@@ -105,14 +106,14 @@ class BucketLayoutCache:
             self._kept.pop(next(iter(self._kept))).retire()
 
     def improve(self, device: torch.device) -> None:
-        """Fill new buckets in the order of rank 0's gradients, if that pays; a collective.
+        """Assign parameters to buckets in the order of rank 0's gradients, if better; a collective.
 
         Args:
-            device: Device on which the group takes small messages.
+            device: Device on which the group sends small messages.
         """
         old = self.current
-        own = [*old.arrivals, *(p for p in old.of if p not in old.arrivals)]
-        agreed = torch.tensor(own, dtype=torch.int64, device=device)
+        positions = [*old.arrivals, *(p for p in old.of if p not in old.arrivals)]
+        agreed = torch.tensor(positions, dtype=torch.int64, device=device)
         self._group.broadcast(agreed, 0)
         order: list[int] = agreed.tolist()
         cost = waiting_cost(old.layouts, old.specs, order)
@@ -120,7 +121,7 @@ class BucketLayoutCache:
         pays = not old.has_delayed and better < REBUILD_GAIN * cost
         LOG.info(
             "buckets %s: in the order of gradients, ranks would wait %.0f %% as long",
-            "are filled anew" if pays else "stay",
+            "are filled again" if pays else "stay",
             100 * better / cost if cost else 100.0,
         )
         if pays:

@@ -1,16 +1,16 @@
-"""Times at which buckets were ready, on every rank: who makes the others wait.
+"""Times at which buckets were ready on every rank, to find the rank that makes others wait.
 
-Problem: how long a step takes shows nobody who is slow, since an all-reduce ends on all ranks at
-the same time. What tells is *before* it: when a rank had its bucket full.
+Problem: the duration of a step does not show which rank is slow, since an all-reduce ends on all
+ranks at the same time. The time *before* it does: when a rank's bucket was full.
 
-Idea: each rank notes when a bucket is launched, counted from the end of the last averaging, which
-is the same moment on all ranks but for microseconds. One all_gather puts the times side by side.
+Idea: each rank records when a bucket is launched, relative to the end of the last averaging, which
+is the same moment on all ranks up to microseconds. One all_gather collects the times.
 
     bucket   rank 0    rank 1    behind
     0        12.0 ms   12.3 ms   rank 1 by 0.3 ms
     1        25.1 ms   41.0 ms   rank 1 by 15.9 ms   < critical: all wait for it longest
 
-As a picture, it has a lane for each rank:
+As a chart, it has a lane for each rank:
 
     rank 0   |  0  |   1   |.............:         a bar ends when the bucket is full on this rank;
     rank 1   |   0   |         1         |         dots: the critical bucket waits for the last rank
@@ -37,7 +37,7 @@ WAITING = "#dddddd"
 
 
 class BucketRow(NamedTuple):
-    """One bucket.
+    """Times of one bucket.
 
     Attributes:
         names: Names of its parameters.
@@ -54,17 +54,17 @@ class BucketRow(NamedTuple):
 
     @property
     def late_s(self) -> float:
-        """Seconds that the first rank waits for the last."""
+        """Seconds between the first and the last rank."""
         return max(self.ready_s) - min(self.ready_s)
 
     @property
     def label(self) -> str:
-        """The first names of the parameters."""
+        """Names of the first parameters."""
         return first_few(self.names, 3)
 
 
 class BucketTimes(NamedTuple):
-    """All buckets of one step.
+    """Times of all buckets of one step.
 
     Attributes:
         step: Number of the averaging.
@@ -84,7 +84,7 @@ class BucketTimes(NamedTuple):
         names: Sequence[Sequence[str]],
         ready_s: Sequence[Sequence[float]],
     ) -> BucketTimes:
-        """Combine the times of all ranks.
+        """Combine the times of all ranks into rows, one per bucket.
 
         Args:
             step: Number of the averaging.
@@ -93,7 +93,9 @@ class BucketTimes(NamedTuple):
             ready_s: Times by rank, then by bucket.
         """
         columns = zip(names, zip(*ready_s, strict=True), strict=True)
-        rows = tuple(BucketRow(tuple(own), tuple(times)) for own, times in columns)
+        rows = tuple(
+            BucketRow(tuple(bucket_names), tuple(times)) for bucket_names, times in columns
+        )
         return cls(step, tuple(ranks), rows)
 
     @property
@@ -116,7 +118,7 @@ class BucketTimes(NamedTuple):
         return draw(names, bars, seconds, title=f"averaging {self.step}: {title}")
 
     def _bars(self, lane: int) -> Iterator[Bar]:
-        """Yield the bars of a rank; the pointer shows what each bar is."""
+        """Yield the bars of a rank, with titles that are shown under the pointer."""
         name, before = f"rank {self.ranks[lane]}", 0.0
         for ready, number in sorted((row.ready_s[lane], n) for n, row in enumerate(self.rows)):
             if ready <= 0:  # was not launched
@@ -147,7 +149,7 @@ class BucketTimes(NamedTuple):
 
 
 class ReadyTimes:
-    """Notes when this rank's buckets are ready.
+    """Recorder of the times at which this rank's buckets are ready.
 
     Args:
         now_ns: Clock.
@@ -161,15 +163,15 @@ class ReadyTimes:
         self._last: tuple[tuple[BucketLayout, ...], dict[int, int]] = layouts, {}
 
     def bucket_is_ready(self, index: int) -> None:
-        """Note that a bucket is launched."""
+        """Record that a bucket is launched."""
         self._ready_ns[index] = self._now_ns() - self._began_ns
 
     def averaging_ended(self, layouts: tuple[BucketLayout, ...]) -> None:
-        """Keep the times of this averaging, of buckets with these layouts."""
+        """Keep the times of this averaging, for buckets with these layouts."""
         self._last = layouts, self._ready_ns
 
     def restart(self) -> None:
-        """Begin to count anew."""
+        """Restart the clock."""
         self._ready_ns = {}
         self._began_ns = self._now_ns()
 
@@ -182,11 +184,11 @@ class ReadyTimes:
             group: Ranks that average together.
             records: Parameters by position.
             step: Number of the averaging.
-            device: Device on which the group takes small messages.
+            device: Device on which the group sends small messages.
         """
         layouts, ready_ns = self._last
-        own = [ready_ns.get(index, 0) * 1e-9 for index in range(len(layouts))]
-        table = group.all_gather(torch.tensor([own], dtype=torch.float64, device=device))
+        seconds = [ready_ns.get(index, 0) * 1e-9 for index in range(len(layouts))]
+        table = group.all_gather(torch.tensor([seconds], dtype=torch.float64, device=device))
         names = [[records[p].name for p in layout.members] for layout in layouts]
         rows = table.view(group.size, -1).tolist()
         return BucketTimes.of(step, group.ranks, names, rows)

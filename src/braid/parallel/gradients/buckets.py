@@ -29,7 +29,7 @@ class Buckets:
     Args:
         group: Ranks that reduce together.
         records: All parameters.
-        requires_grad: Whether each of them requires a gradient.
+        requires_grad: Whether each parameter requires a gradient.
         options: Sizes, wire format and delayed parameters.
         order: Positions in the order in which their gradients become ready.
 
@@ -38,9 +38,9 @@ class Buckets:
         layouts: Layouts of the buckets.
         of: Buckets by position; sparse parameters have none.
         sparse: Positions of parameters with sparse gradients.
-        trigger: Position whose gradient launches the delayed buckets; -1 for the end of backward.
-        is_learnt: Whether a whole backward has been seen.
-        arrivals: Positions in the order of their gradients, until that is learnt.
+        trigger: Position of the gradient that launches delayed buckets; -1 for the end of backward.
+        is_learnt: Whether a complete backward has been seen.
+        arrivals: Positions in the order of their gradients in the first complete backward.
     """
 
     def __init__(
@@ -52,10 +52,12 @@ class Buckets:
         order: Sequence[int] = (),
     ) -> None:
         self.requires_grad = requires_grad
-        own = {p: r for p, r in enumerate(records) if requires_grad[p]}
-        dense = {p: r for p, r in own.items() if not r.sparse}
-        self.sparse = [p for p, r in own.items() if r.sparse]
-        self.trigger = next((p for p, r in own.items() if options.delayed_after in r.names), -1)
+        required = {p: r for p, r in enumerate(records) if requires_grad[p]}
+        dense = {p: r for p, r in required.items() if not r.sparse}
+        self.sparse = [p for p, r in required.items() if r.sparse]
+        self.trigger = next(
+            (p for p, r in required.items() if options.delayed_after in r.names), -1
+        )
         self.is_learnt = False
         self.arrivals: dict[int, None] = {}
         self.specs = {p: r.spec for p, r in dense.items()}
@@ -86,7 +88,7 @@ class Buckets:
         )
 
     def plan(self, order: Sequence[int]) -> tuple[BucketLayout, ...]:
-        """Divide these parameters into buckets for gradients that become ready in `order`."""
+        """Assign these parameters to buckets for gradients that become ready in `order`."""
         return plan_buckets(
             self.specs,
             self._options.caps,
@@ -111,17 +113,17 @@ class Buckets:
         return bool(self._delayed)
 
     def use_hook(self, hook: StateHook) -> None:
-        """Run a communication hook in place of each bucket's operation from now on."""
+        """Run a communication hook instead of each bucket's operation from now on."""
         self._schedule = HookSchedule(self._group, hook, len(self._all))
         for bucket in self._all:
             bucket.hook = self._schedule.launch
 
     def wait(self, on_averaged: Callable[[Bucket], object] | None = None) -> None:
-        """Wait for all launched buckets, in their order.
+        """Wait for all launched buckets, in order.
 
         Args:
-            on_averaged: Called with each bucket when its averages are there, while others are
-                still under way.
+            on_averaged: Called with each bucket as soon as its averages are complete, while other
+                buckets may still be in flight.
         """
         try:
             for bucket in self._all:
@@ -136,10 +138,10 @@ class Buckets:
                 self._schedule.reset()
 
     def check_gradients(self) -> None:
-        """Check that gradients which came in this backward can be averaged.
+        """Check that the gradients of this backward can be averaged.
 
         Raises:
-            ConfigError: A hook has dropped some, or a sparse one has a graph of its own.
+            ConfigError: A hook has dropped a gradient, or a sparse gradient has a graph.
         """
         dropped = []
         for bucket in self._all:  # no comprehension, and no call: this is in every backward
@@ -152,19 +154,19 @@ class Buckets:
             record = self._records[position]
             if record.param.grad is not None and record.param.grad.requires_grad:
                 msg = (
-                    f"gradient of {record.name!r} is sparse and has a graph of its own "
+                    f"gradient of {record.name!r} is sparse and has a graph "
                     "(create_graph=True), which cannot be averaged: use sparse=False"
                 )
                 raise ConfigError(msg)
 
     def reset(self) -> None:
-        """Begin a new backward."""
+        """Reset all buckets for a new backward."""
         self.arrivals.clear()
         for bucket in self._all:
             bucket.reset()
 
     def learn(self) -> None:
-        """Expect the gradients of this backward in every one: the graph is static."""
+        """Expect the gradients of this backward in every later one, since the graph is static."""
         self.is_learnt = True
         for bucket in self._all:
             bucket.learn()
@@ -175,7 +177,7 @@ class Buckets:
             bucket.zero()
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """Return what lossy formats have left out on this rank, by parameter name."""
+        """Return the errors of lossy formats on this rank, by parameter name."""
         total = {name: residual.clone() for name, residual in self._residuals.items()}
         for bucket in self._all:
             for name, residual in bucket.residuals().items():
@@ -183,12 +185,12 @@ class Buckets:
         return total
 
     def add_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Replace what has been left out so far; `residuals` are added to the next gradients.
+        """Replace the compression errors; `residuals` are added to the next gradients.
 
-        Sums stay what they would have been, whatever the buckets and hosts were before.
+        Totals are preserved for any previous buckets and hosts.
 
         Args:
-            residuals: Residuals by parameter name. Those of other parameters, such as frozen
+            residuals: Residuals by parameter name. Residuals of other parameters, such as frozen
                 ones, are kept for later buckets.
 
         Raises:
@@ -212,7 +214,7 @@ class Buckets:
         self._residuals.update(residuals)
 
     def retire(self) -> None:
-        """Give up all channels, for other buckets; all ranks do so at the same point."""
+        """Release all channels for other buckets; all ranks do so at the same point."""
         for bucket in self._all:
             bucket.operation.retire()
 

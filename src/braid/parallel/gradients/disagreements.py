@@ -1,4 +1,4 @@
-"""Messages about differences between ranks that a status shows. Pure."""
+"""Messages about differences between ranks, derived from a status. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = [
     "weights_differ",
 ]
 
-OWN_GRADIENTS = (RankState.ACTIVE, RankState.NONFINITE)  # ranks that bring those of a whole step
+OWN_GRADIENTS = (RankState.ACTIVE, RankState.NONFINITE)  # ranks with gradients of a whole step
 
 
 def requires_grad_differs(status: Status, records: Sequence[ParamRecord]) -> str | None:
@@ -43,7 +43,7 @@ def hooks_differ(status: Status, ranks: Sequence[int]) -> str | None:
     lacking = [rank for rank, has in zip(ranks, status.has_hook, strict=True) if not has]
     return (
         f"a communication hook is registered on {_ranks_text(having)} and none on "
-        f"{_ranks_text(lacking)}, so buckets do not meet: call register_comm_hook with the same "
+        f"{_ranks_text(lacking)}, so buckets do not match: call register_comm_hook with the same "
         "hook on every rank, before the first backward"
     )
 
@@ -52,13 +52,13 @@ def weights_differ(status: Status) -> str | None:
     """Describe loss weights that only some ranks have set; None if all or none have."""
     if not status.num_weighted:
         return None
-    own = sum(map(OWN_GRADIENTS.__contains__, status.states))
-    if status.num_weighted >= own:
+    num_active = sum(map(OWN_GRADIENTS.__contains__, status.states))
+    if status.num_weighted >= num_active:
         return None
     return (
-        f"set_loss_weight() was called on {status.num_weighted} of {own} ranks, beside which the "
-        "others count 1: the averages of this step are meaningless. Call it on every rank, with "
-        "its number of samples"
+        f"set_loss_weight() was called on {status.num_weighted} of {num_active} ranks, while the "
+        "others have weight 1: the averages of this step are meaningless. Call it on every rank, "
+        "with its number of samples"
     )
 
 
@@ -68,7 +68,7 @@ def failed_ranks(status: Status, ranks: Sequence[int], reasons: Sequence[str]) -
     Args:
         status: Status with at least one such rank.
         ranks: Global ranks of the group.
-        reasons: Errors by rank, where they are the reducer's own; else empty.
+        reasons: Error of each rank if it was the reducer's; else empty.
     """
     known = "; ".join(filter(None, reasons))
     if known:

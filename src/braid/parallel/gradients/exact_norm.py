@@ -1,21 +1,21 @@
-"""The norm of gradients that are divided over ranks, with the bits of the undivided ones.
+"""Norm of sharded gradients that is bitwise equal to the norm of the unsharded gradients.
 
-Problem: a sum of floating-point numbers depends on its order, so the norm of a gradient that is cut
-into pieces differs in the last bits from that of the whole, and clipping carries the difference
-into every weight.
+Problem: a sum of floating-point numbers depends on its order, so the norm of a sharded gradient
+differs in the last bits from the norm of the whole, and clipping carries the difference into every
+weight.
 
-Idea: a definition of the sum of squares that no cut changes. Squares of BLOCK neighbours of a
-parameter, in float64, are added pair by pair. Sums of blocks then become integers of a common
-scale, which have no rounding, in whichever order ranks and parameters are added:
+Idea: a definition of the sum of squares that does not depend on the sharding. Squares of BLOCK
+neighbors of a parameter, in float64, are added pairwise. Sums of blocks are then converted to
+integers of a common scale, which are added without rounding, for any order of ranks and parameters:
 
     x ** 2     |16 elements|16 elements|...|    float64, added pairwise inside of a block
     blocks     b0          b1                   times a power of two, cut into limbs of 22 bits
     limbs      h0 + h1 + ...  m0 + m1 + ...     int64, exact for up to 2**40 blocks
 
-Cuts have to be multiples of BLOCK elements of a parameter.
+Shards must begin at multiples of BLOCK elements of a parameter.
 
 Source: J. Demmel, H. D. Nguyen, "Parallel Reproducible Summation", IEEE Trans. Computers, 2015, for
-the idea of cutting all summands along one grid.
+the idea to cut all summands along one grid.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["BLOCK", "clip_counted_", "clip_pieces_", "exact_norm"]
 BLOCK = 16  # elements
 LIMB_BITS = 22
 NUM_LIMBS = 3
-CHUNK = 1 << 17  # elements whose squares stay in the cache
-GPU_CHUNK = 1 << 24  # a GPU has no such cache; squares of more elements take too much memory
+CHUNK = 1 << 17  # elements with squares that fit into the cache
+GPU_CHUNK = 1 << 24  # limits the memory for squares; a GPU has no such cache
 
 
 def exact_norm(
@@ -44,25 +44,25 @@ def exact_norm(
 
     Args:
         pieces: Pieces that this rank owns. If each begins at a multiple of BLOCK elements of its
-            parameter, the bits do not depend on the cut.
-        groups: Ranks over which parameters are cut; several groups if along several axes.
+            parameter, the bits do not depend on the sharding.
+        groups: Ranks over which parameters are sharded; several groups for several axes.
         norm_type: p of the p-norm; may be infinite. The bits of norms other than 2 and infinity
-            may depend on the cut.
+            may depend on the sharding.
 
     Raises:
         ConfigError: `norm_type` is not positive.
 
-    Cost: two all_reduces of at most 24 bytes for each group; four passes over the pieces.
+    Cost: two all_reduces of at most 24 bytes per group; four passes over the pieces.
     """
     if not norm_type > 0:
         msg = f"norm_type must be above 0, got {norm_type}"
         raise ConfigError(msg)
-    given = [piece for piece in pieces if piece.numel()]
-    device = given[0].device if given else torch.device("cpu")
+    nonempty = [piece for piece in pieces if piece.numel()]
+    device = nonempty[0].device if nonempty else torch.device("cpu")
     if math.isinf(norm_type):
-        tops = [piece.detach().abs().max().double().reshape(1) for piece in given]
+        tops = [piece.detach().abs().max().double().reshape(1) for piece in nonempty]
         return _largest(tops, device, groups).reshape(())
-    blocks = [_blocks(part, norm_type) for piece in given for part in _chunks(piece)]
+    blocks = [_blocks(part, norm_type) for piece in nonempty for part in _chunks(piece)]
     most = float(_largest([block.max().reshape(1) for block in blocks], device, groups))
     if not math.isfinite(most) or not most:
         return torch.tensor(most, dtype=torch.float64, device=device)
@@ -88,18 +88,18 @@ def clip_pieces_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale pieces of gradients so that the norm of all is at most `max_norm`.
+    """Scale pieces of gradients so that the norm of all pieces is at most `max_norm`.
 
     Args:
         pieces: Gradients that this rank counts.
         max_norm: Largest norm.
-        groups: Ranks that count; several groups if along several axes.
-        copies: Gradients here that another rank counts, such as those of parameters that all have.
+        groups: Ranks that count; several groups for several axes.
+        copies: Local gradients that another rank counts, for example of replicated parameters.
         norm_type: See `exact_norm`.
-        error_if_nonfinite: Whether a norm that is not finite is an error.
+        error_if_nonfinite: Whether to raise if the norm is not finite.
 
     Returns:
-        The norm before scaling; the same on all ranks. In float64 if a gradient is.
+        The norm before scaling; the same on all ranks. Its dtype is float64 if a gradient's is.
 
     Raises:
         ConfigError: The norm is not finite and `error_if_nonfinite` is set, or `max_norm` is
@@ -127,7 +127,7 @@ def clip_counted_(
     """Scale gradients like `clip_pieces_`.
 
     Args:
-        grads: Gradients here, and whether this rank counts each, or another one that has it, too.
+        grads: Local gradients, and whether this rank counts each one, or another rank does.
         max_norm: Largest norm.
         groups: Ranks that count.
     """
@@ -143,7 +143,7 @@ def clip_counted_(
 def _largest(
     values: Sequence[torch.Tensor], device: torch.device, groups: Sequence[Group]
 ) -> torch.Tensor:
-    """Return the largest of all values of all ranks; NaN if one is NaN."""
+    """Return the largest value of all ranks; NaN if one is NaN."""
     most = torch.zeros(1, dtype=torch.float64, device=device)
     if values:
         most = torch.maximum(most, torch.cat([*values]).max())
@@ -159,7 +159,7 @@ def _chunks(piece: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _blocks(x: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the sum of powers of each block."""
+    """Return the sum of powers for each block."""
     wide = x.double()
     powers = wide.square() if norm_type == 2.0 else wide.abs().pow(norm_type)
     if missing := -x.numel() % BLOCK:
@@ -172,8 +172,8 @@ def _blocks(x: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 
 def _limbs(blocks: torch.Tensor, shift: int) -> torch.Tensor:
-    """Return the sums of the blocks' limbs, the highest first."""
-    half = shift // 2  # 2.0**shift may be too large for a number
+    """Return the sums of the blocks' limbs, highest limb first."""
+    half = shift // 2  # 2.0**shift may overflow
     rest = blocks * math.ldexp(1.0, half) * math.ldexp(1.0, shift - half)
     sums = []
     for _ in range(NUM_LIMBS):

@@ -1,7 +1,7 @@
-"""Many tensors as one: a flat buffer with views.
+"""Flat buffers: many tensors as views of one.
 
-Reducing a bucket of gradients is one operation on one contiguous tensor. When the buffer lies in
-shared memory and the gradients are views of it, nothing is copied on the way to the other ranks.
+Reducing a bucket of gradients is one operation on one contiguous tensor. If the buffer is in shared
+memory and the gradients are views of it, sending them to other ranks needs no copy.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 class FlatBuffer:
-    """A flat tensor with one view per shape, one after the other.
+    """Flat tensor with consecutive views, one per shape.
 
     Args:
         shapes: Shapes of the views.
-        dtype: Data type of all views.
+        dtype: Dtype of all views.
         allocate: (shape, dtype) -> tensor, such as `Group.empty`.
-        like: Tensors of these shapes whose strides the views take, where they fill their memory;
-            all views are row-major when None.
-        align: Each view starts at a multiple of so many elements, and ends before the next one.
+        like: Tensors of these shapes; views get the strides of those without gaps in memory. None
+            for row-major views.
+        align: Number of elements; each view starts at a multiple of it.
 
     Attributes:
         tensor: The whole buffer.
@@ -65,8 +65,8 @@ class FlatBuffer:
 
         Args:
             params: Parameters of one device.
-            group: Ranks that read the memory, where it is on the CPU.
-            dtype: Data type of the buffer.
+            group: Ranks that read the memory, if it is on the CPU.
+            dtype: Dtype of the buffer.
             align: See the class.
         """
         device = params[0].device
@@ -88,8 +88,8 @@ class FlatBuffer:
 def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a view of `flat` in the shape of `like`, with the same strides if `like` is dense.
 
-    Optimizers that walk through parameter and gradient side by side expect that of gradients, such
-    as those of channels_last parameters.
+    Optimizers that process parameter and gradient together expect equal strides, for example with
+    channels_last parameters.
     """
     if like.is_contiguous() or not _is_dense(like):
         return flat.view(like.shape)
@@ -97,14 +97,14 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def alone(view: torch.Tensor) -> torch.Tensor:
-    """Return a view as a tensor with a storage of its own, so that saving leaves the buffer out."""
+    """Return a view as a tensor with a separate storage, so that saving it omits the buffer."""
     if not view.numel():
         return torch.empty_like(view)
     return torch.utils.dlpack.from_dlpack(view)
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Return whether the elements of `x` fill its memory without gaps, each once."""
+    """Return whether the elements of `x` fill its memory without gaps or overlaps."""
     expected = 1
     for stride, extent in sorted(zip(x.stride(), x.size(), strict=True)):
         if extent == 1:

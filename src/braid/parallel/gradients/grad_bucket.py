@@ -1,15 +1,15 @@
 """Buckets as communication hooks see them, and the results that hooks may return.
 
-A hook takes the place of the all-reduce of a bucket. It is called when the bucket is full, while
-backward goes on, and says in one of three ways when the average will be there:
+A hook replaces the all-reduce of a bucket. It is called during backward when the bucket is full,
+and returns one of three things:
 
     a future of torch     as hooks of torch's DistributedDataParallel; its value is the average
-    a Work of braid       the average is in the bucket's buffer when it is done
+    a Work of braid       the average is in the bucket's buffer when the Work is complete
     a generator           yields Works, which are waited for at the end of backward, one of each
-                          bucket at a time; the average is in the buffer when it ends. For hooks
-                          that send several messages one after the other (PowerSGD)
+                          bucket at a time; the average is in the buffer when the generator ends.
+                          For hooks that send several messages in sequence (PowerSGD)
 
-`hook_schedule` says in which order hooks are called.
+`hook_schedule` defines the order in which hooks are called.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from braid.parallel.gradients.flat import shaped
 
 __all__ = ["Answer", "GradBucket", "Hook", "Steps", "steps_of"]
 
-FUTURE_S = 300.0  # as long as a collective may take
+FUTURE_S = 300.0  # equal to the deadline of a collective
 
 Steps = Generator[Awaited, None, None]
-Answer = Any  # a torch.futures.Future, a Work or Steps: the user's, so told apart when it comes
+Answer = Any  # a torch.futures.Future, a Work or Steps: from the user, so checked at run time
 Hook = Callable[[Any, "GradBucket"], Answer]
 
 
 class GradBucket:
-    """Gradients that are reduced together; the methods are those of torch's class.
+    """Gradients that are reduced together, with the methods of torch's class.
 
     Args:
         index: Index of the bucket.
@@ -68,15 +68,15 @@ class GradBucket:
         self.group = group
 
     def index(self) -> int:
-        """Return the index of the bucket, whose parameters may change: key state by `names`."""
+        """Return the index of the bucket; its parameters may change, so key state by `names`."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """Return all gradients as one flat tensor, which is not yet divided by anything."""
+        """Return all gradients as one flat tensor, not yet divided by the number of ranks."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return one view of the buffer per parameter, with its strides, as in channels_last."""
+        """Return one view of the buffer per parameter, with the parameter's strides."""
         return list(self._gradients)
 
     def parameters(self) -> list[torch.Tensor]:
@@ -88,9 +88,9 @@ class GradBucket:
         return self._last
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Show another tensor as the buffer from now on, such as a copy in another dtype.
+        """Replace the buffer by another tensor, such as a copy in another dtype.
 
-        Its values when the hook has ended are the result, unless a future brings something else.
+        Its values at the end of the hook are the result, unless a future has another value.
 
         Raises:
             ConfigError: The tensor has another number of elements, or is not contiguous.
@@ -113,7 +113,7 @@ class GradBucket:
             result: A tensor, or a list with one, as futures of collectives have it.
 
         Raises:
-            ConfigError: The result has another number of elements, or is no tensor.
+            ConfigError: The result has another number of elements, or is not a tensor.
         """
         if isinstance(result, list | tuple) and len(result) == 1:
             result = result[0]
@@ -126,10 +126,10 @@ class GradBucket:
 
 
 def steps_of(answer: Answer, bucket: GradBucket) -> Steps:
-    """Return the steps that are left to do after a hook has returned `answer`.
+    """Return the remaining steps after a hook has returned `answer`.
 
     Raises:
-        ConfigError: A hook may not return that.
+        ConfigError: The type of `answer` is not supported.
     """
     if isinstance(answer, Work):
         return _stepwise((answer,), bucket)
@@ -164,7 +164,7 @@ def _stepwise(steps: Iterable[Awaited], bucket: GradBucket) -> Steps:
 
 def _wait_for(future: torch.futures.Future[Any], bucket: GradBucket) -> Steps:
     yield from ()
-    # subclasses bring their value about themselves, by collectives with deadlines
+    # wait() of a subclass may run collectives, which have deadlines
     if type(future).wait is torch.futures.Future.wait:
         ended = threading.Event()
         future.add_done_callback(lambda _: ended.set())

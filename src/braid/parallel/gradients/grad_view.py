@@ -1,16 +1,16 @@
-"""Gradients that live in shared memory: a parameter's `.grad` becomes a view of a flat buffer.
+"""Gradients in shared memory: a parameter's `.grad` becomes a view of a flat buffer.
 
-A gradient is copied into its view once. From then on there is one copy of it: what later backwards
-add to `.grad` goes into the buffer by itself, and what is reduced there is in `.grad` at once.
+A gradient is copied into its view once. From then on there is one copy of it: later backwards add
+to the buffer through `.grad`, and reduced values are in `.grad` without a copy.
 
-A gradient with a graph of its own (`create_graph=True`) stays outside and is copied. Its average
-takes the place of its values, and keeps the graph of this rank's part:
+A gradient with a graph (`create_graph=True`) stays outside and is copied. The average replaces its
+values, and keeps the graph of this rank's gradient:
 
     g = mean over ranks of g_r      loss' = f(g), the same on all ranks
     d loss'/dw = f'(g) mean(dg_r/dw) = mean over ranks of f'(g) dg_r/dw
 
-So the average of what the ranks' own graphs give in the second backward is the derivative of the
-average, and the second backward needs no communication but its averaging.
+So the average of the ranks' results in the second backward is the derivative of the average, and
+the second backward needs no communication except its own averaging.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["averaged_with_graph", "move_grad"]
 def move_grad(param: torch.Tensor, view: torch.Tensor) -> bool:
     """Move the gradient of `param` into `view`, which becomes its `.grad`.
 
-    A gradient with a graph of its own is copied there and stays `.grad`.
+    A gradient with a graph is copied there and stays `.grad`.
 
     Returns:
-        False if there is no gradient, or one that is sparse.
+        False if the gradient is None or sparse.
     """
     grad = param.grad
     if grad is None or grad.layout != torch.strided:
@@ -37,7 +37,7 @@ def move_grad(param: torch.Tensor, view: torch.Tensor) -> bool:
         view.copy_(grad.detach())
     elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
         view.copy_(grad)
-        # not `view` itself: a conversion of the module replaces the memory of this very object
+        # not `view` itself: converting the module replaces the memory of this object
         param.grad = view.detach()
     return True
 
@@ -55,7 +55,7 @@ class _Averaged(torch.autograd.Function):
 
 
 def averaged_with_graph(own: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `average` that is differentiated as this rank's gradient `own`."""
+    """Return a copy of `average` with the autograd graph of this rank's gradient `own`."""
     with torch.enable_grad():
         averaged: torch.Tensor = _Averaged.apply(own, average)  # type: ignore[no-untyped-call]
     return averaged

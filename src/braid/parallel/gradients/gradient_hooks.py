@@ -1,8 +1,8 @@
-"""Hooks on autograd: a backward has reached a module, a gradient is there.
+"""Autograd hooks that report when a backward reaches a module, and when a gradient is ready.
 
-Problem: a parameter keeps its hooks alive. If they kept the reducer alive, which keeps the
-parameters, none of them would ever die: part of that cycle runs through C++, where the garbage
-collector cannot see it.
+Problem: a parameter keeps its hooks alive. If hooks kept the reducer alive, which keeps the
+parameters, none of them would ever be freed: part of that cycle is in C++, invisible to the
+garbage collector.
 
 Idea: hooks hold their listener weakly, and do nothing when it is gone.
 """
@@ -28,8 +28,8 @@ class ForwardPass:
     """One forward pass of a module.
 
     Attributes:
-        weight: Loss weight of its gradients, such as its number of samples; one when None.
-        open: Number of averagings before it, while no backward has reached it; else None.
+        weight: Loss weight of its gradients, such as its number of samples; None for 1.
+        open: Number of averagings before it, until a backward has reached it; then None.
     """
 
     weight: float | None
@@ -37,16 +37,16 @@ class ForwardPass:
 
 
 class GradientListener:
-    """Learns what autograd does with a module; each method does nothing by default."""
+    """Base class for objects that the hooks notify; each method does nothing by default."""
 
     def on_output(self, forward: ForwardPass, /) -> None:
         """Called when a backward has reached an output of a forward pass."""
 
     def on_partial_grad(self, position: int, grad: torch.Tensor, /) -> torch.Tensor | None:
-        """Called before a part of a gradient is accumulated, or returned by torch.autograd.grad.
+        """Called before a partial gradient is accumulated, or returned by torch.autograd.grad.
 
         Returns:
-            What is used in its place; None for the part itself.
+            The gradient to use instead; None to use `grad`.
         """
 
     def on_gradient(self, position: int, /) -> None:
@@ -76,7 +76,7 @@ class GradientHooks:
         self._partial_handles: dict[int, RemovableHandle] = {}
 
     def attach(self, positions: Iterable[int]) -> None:
-        """Put hooks on the parameters at these positions, and on no others."""
+        """Register hooks on the parameters at these positions, and remove all others."""
         wanted = list(positions)
         for position in self._handles.keys() - wanted:
             self._handles.pop(position).remove()
@@ -95,7 +95,7 @@ class GradientHooks:
         self.refresh()
 
     def refresh(self) -> None:
-        """Register hooks on parameters that have been unfrozen: a frozen one takes no such hook."""
+        """Register partial gradient hooks on unfrozen parameters; frozen ones cannot have them."""
         if not self._partial_grads:
             return
         for position in self._handles.keys() - self._partial_handles.keys():
@@ -105,15 +105,15 @@ class GradientHooks:
                 self._partial_handles[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_outputs(self, outputs: Iterable[torch.Tensor], forward: ForwardPass) -> bool:
-        """Call `on_output` when a backward reaches an output; return whether it can."""
+        """Call `on_output` when a backward reaches an output; return False if none can."""
         hook = partial(_on_output, self._listener, forward)
         inner = [output for output in outputs if not output.is_leaf]
-        for output in inner:  # a hook on a parameter that is returned would stay for ever
+        for output in inner:  # a hook on a returned parameter would never be removed
             output.register_hook(hook)  # type: ignore[no-untyped-call]
         return bool(inner)
 
     def __del__(self) -> None:
-        self.close()  # hooks whose listener is gone would be called for ever
+        self.close()  # otherwise hooks without a listener would still be called
 
     def close(self) -> None:
         """Remove the hooks on parameters."""

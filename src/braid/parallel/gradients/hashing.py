@@ -1,8 +1,8 @@
-"""Comparison of parameters across ranks, bit by bit, at the cost of one checksum each.
+"""Bitwise comparison of parameters across ranks, by one checksum per parameter.
 
-Replicas that should be equal can drift: by a buffer that one rank has changed, a kernel that is not
-deterministic, a bit that flipped. Nothing in training shows it until results are wrong. A checksum
-of each parameter, compared now and then, names the parameter and the ranks.
+Replicas that should be equal can drift: a rank has changed a buffer, a kernel is not deterministic,
+a bit has flipped. Training does not show it until results are wrong. Comparing a checksum of each
+parameter from time to time finds the parameter and the ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["checksum", "compare_values"]
 NUM_COLUMNS = 509
 
 RESUME = (
-    "Resume from a checkpoint, and look for what changes parameters outside of the optimizer, or "
-    "is not deterministic, on those ranks"
+    "Resume from a checkpoint, and look for code that changes parameters outside of the optimizer, "
+    "or is not deterministic, on those ranks"
 )
 
 
@@ -44,10 +44,10 @@ def compare_values(
     Raises:
         MismatchError: Parameters differ; raised on every member, with names and ranks.
 
-    Cost: a pass over the parameters, and one all_gather of 8 bytes each.
+    Cost: a pass over the parameters, and one all_gather of 8 bytes per parameter.
     """
-    own = torch.tensor([checksum(record.param) for record in records], dtype=torch.int64)
-    table = group.all_gather(own).view(group.size, -1)
+    checksums = torch.tensor([checksum(record.param) for record in records], dtype=torch.int64)
+    table = group.all_gather(checksums).view(group.size, -1)
     differ = (table != table[0]).any(0).nonzero().flatten().tolist()
     if not differ:
         return
@@ -68,11 +68,11 @@ def compare_values(
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a checksum of a tensor's bits; 0 if it has none.
+    """Return a checksum of a tensor's bits; 0 if it is empty.
 
     It is the CRC-32 of the sums of 64-bit words by column, which takes a sixth of the time of the
-    CRC-32 of all words. The number of columns is a prime, so that rows of a tensor which change
-    places change the sums.
+    CRC-32 of all words. The number of columns is a prime, so that a permutation of a tensor's rows
+    changes the sums.
     """
     if not tensor.numel():
         return 0

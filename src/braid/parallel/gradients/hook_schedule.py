@@ -1,9 +1,9 @@
-"""Communication hooks: called in the order of buckets, and their steps taken in turns.
+"""Schedule of communication hooks: calls in the order of buckets, and their steps in turns.
 
-Buckets are full in another order on every rank, but hooks share the channels of their group. So a
-hook is called when its bucket and all buckets before it are full, and the steps of all hooks are
-taken at the end of backward, one step of each bucket at a time, in the order of buckets. A hook may
-start collectives without a thought for the other ranks.
+Buckets become full in a different order on every rank, but hooks share the channels of their group.
+So a hook is called when its bucket and all buckets before it are full. The steps of all hooks are
+taken at the end of backward, one step of each bucket at a time, in the order of buckets. So a hook
+may start collectives without regard to the order on other ranks.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ StateHook = tuple[object, Hook]
 
 
 class HookSchedule:
-    """Runs a communication hook for the buckets of one backward.
+    """Runner of a communication hook for the buckets of one backward.
 
     Args:
         group: Ranks that reduce together.
-        hook: State and function that `register_comm_hook` was given.
-        num_buckets: Number of buckets that may be launched.
+        hook: State and function passed to `register_comm_hook`.
+        num_buckets: Largest number of buckets in a backward.
     """
 
     def __init__(self, group: Group, hook: StateHook, num_buckets: int) -> None:
         self._group = group
         self._state, self._hook = hook
         self._num_buckets = num_buckets
-        self._waiting: dict[int, Bucket] = {}  # full, but behind one that is not
+        self._waiting: dict[int, Bucket] = {}  # full, but an earlier bucket is not
         self._next = 0
         self._steps: dict[int, Steps] = {}
         self._works: dict[int, Awaited | None] | None = None  # None until the first wait
 
     def launch(self, bucket: Bucket) -> Awaited:
-        """Call the hook of `bucket` when it is the bucket's turn; return the hook's work."""
+        """Call the hook of `bucket` in the order of buckets; return a work for its result."""
         self._waiting[bucket.index] = bucket
         while self._next in self._waiting:
             self._call(self._next)
         return _HookWork(self, bucket.index)
 
     def wait(self, index: int) -> None:
-        """Take steps of all hooks in turns until that of bucket `index` has ended."""
-        for number in sorted(self._waiting):  # behind a bucket that nobody uses
+        """Take steps of all hooks in turns until the hook of bucket `index` has ended."""
+        for number in sorted(self._waiting):  # after a bucket that is not launched
             self._call(number)
         if self._works is None:
             self._works = {n: next(steps, None) for n, steps in sorted(self._steps.items())}
@@ -61,7 +61,7 @@ class HookSchedule:
                     self._works[number] = next(self._steps[number], None)
 
     def reset(self) -> None:
-        """Begin a new backward."""
+        """Reset the schedule for a new backward."""
         self._waiting.clear()
         self._steps.clear()
         self._works = None

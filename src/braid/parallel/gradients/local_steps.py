@@ -1,11 +1,13 @@
 """Detection of optimizer steps that use accumulated gradients of one rank alone.
 
-Problem: with an average in every k-th backward only, a step after another backward, as at the end
-of an epoch whose length is no multiple of k, makes ranks different for ever, and nobody notices.
+Problem: if only every k-th backward averages, a step after another backward makes ranks differ
+permanently, without an error; for example at the end of an epoch with a length that is not a
+multiple of k.
 
-Idea: behind a backward that leaves its gradients local, remember the smallest parameter that has
-one. If it has changed when the next forward begins, somebody has stepped. Its version is compared
-first, its values only if that has moved: weights that are swapped and come back are no step.
+Idea: after a backward with local gradients, copy the smallest parameter that has a gradient. If it
+has changed when the next forward begins, an optimizer has stepped. Its version is compared first,
+and its values only if the version has changed: weights that are swapped and restored are not a
+step.
 """
 
 from __future__ import annotations
@@ -29,23 +31,23 @@ class _Copy(NamedTuple):
 
 
 class LocalSteps:
-    """Warns of steps between backwards that accumulate."""
+    """Warner about optimizer steps between accumulating backwards."""
 
     def __init__(self) -> None:
         self._copy: _Copy | None = None
         self._warned = False
 
     def remember(self, records: Iterable[ParamRecord]) -> None:
-        """Copy a parameter: a backward has left its gradients local."""
-        own = [r for r in records if r.param.grad is not None and r.param.numel()]
-        if own:
-            record = min(own, key=lambda r: r.param.numel())
+        """Copy a parameter after a backward that left gradients local."""
+        candidates = [r for r in records if r.param.grad is not None and r.param.numel()]
+        if candidates:
+            record = min(candidates, key=lambda r: r.param.numel())
             values = record.param.detach().clone()
-            # torch has no public name for it
+            # a private name of torch
             self._copy = _Copy(record, version_of(record.param), values)
 
     def forget(self) -> None:
-        """Drop the copy: gradients have been averaged, or shall stay local."""
+        """Drop the copy, since gradients have been averaged, or remain local on purpose."""
         self._copy = None
 
     def check(self, num_accumulated: int, num_steps: int) -> None:
@@ -53,7 +55,7 @@ class LocalSteps:
 
         Args:
             num_accumulated: Number of backwards since the last average.
-            num_steps: Number of backwards from average to average.
+            num_steps: Number of backwards per average.
         """
         if self._copy is None:
             return
@@ -67,10 +69,10 @@ class LocalSteps:
         self._warned = True
         warnings.warn(
             f"parameter {record.name!r} changed after backward {num_accumulated} of "
-            f"gradient_accumulation_steps={num_steps}, whose gradients are those of this rank "
+            f"gradient_accumulation_steps={num_steps}, with gradients of this rank "
             "alone. If that was an optimizer's step, ranks differ from now on: step only after the "
-            "backward that averages, or call average_next() before one that shall average "
-            "earlier, such as the last of an epoch. Said once; no_sync() says that it is meant",
+            "backward that averages, or call average_next() before a backward that should average "
+            "earlier, such as the last of an epoch. Shown once; no_sync() turns this warning off",
             UserWarning,
             stacklevel=2,
         )

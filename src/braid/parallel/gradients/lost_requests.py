@@ -1,7 +1,7 @@
-"""Channels of requests that no member of a group holds any more, as of dead wrappers.
+"""Channels of requests that no member of a group holds any more, for example of deleted wrappers.
 
-Each member notices for itself when a persistent request dies, at a time of its own. Its number may
-be used again only when all members have noticed, and only at the same point on all of them.
+Each member detects at a different time that a persistent request was deleted. Its number may be
+reused only after all members have detected it, and only at the same point on all of them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ __all__ = ["reclaim_lost_requests"]
 
 
 def reclaim_lost_requests(group: Group) -> None:
-    """Free the numbers of requests that are gone on every member of `group`; a collective.
+    """Free the numbers of requests that are deleted on every member of `group`; a collective.
 
-    Nothing is freed while a member has made requests that the others have not: a lower number
-    must not come between them.
+    Nothing is freed if a member has created requests that other members have not: they must not
+    get different numbers.
 
     Cost: one all_gather of the numbers, and one of their lengths.
     """

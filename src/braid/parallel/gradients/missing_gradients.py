@@ -1,8 +1,8 @@
-"""Gradients that some ranks have and others lack, before they are added or averaged.
+"""Filling of gradients that exist on some ranks only, before they are added or averaged.
 
-A parameter that no rank has used keeps the gradient None, as in one process: its optimizer leaves
-it and its state as they are, while zeros would let weight decay and momentum move it. Where some
-rank has a gradient, the others add zeros.
+If no rank has used a parameter, its gradient stays None, as in one process: its optimizer skips it,
+whereas zeros would change it by weight decay and momentum. If any rank has a gradient, the others
+add zeros.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ __all__ = ["fill_missing_gradients"]
 def fill_missing_gradients(
     params: Sequence[nn.Parameter], groups: Sequence[Group]
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Return the parameters that some rank has a gradient of, with the gradient here; a collective.
+    """Return the parameters with a gradient on any rank, and the local gradients; a collective.
+
+    Missing local gradients are filled with zeros.
 
     Args:
         params: Parameters, the same ones on all ranks.
-        groups: Ranks whose gradients belong together; several groups if along several axes.
+        groups: Ranks that sum gradients; several groups for several axes.
 
-    Cost: one all_reduce of a byte per parameter for each group.
+    Cost: one all_reduce of a byte per parameter per group.
     """
     if not params:
         return []

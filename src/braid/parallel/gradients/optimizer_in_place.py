@@ -1,6 +1,6 @@
-"""Changes of optimizers in place, so that schedulers and scalers keep working.
+"""In-place changes of optimizers, so that schedulers and scalers keep working.
 
-The object stays; its class becomes one that derives from new methods and from its own class.
+The object stays the same; its class becomes a subclass of new methods and of its former class.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["ChangedOptimizer", "change_in_place", "refuse_copy"]
 def change_in_place(
     optimizer: torch.optim.Optimizer, methods: type[ChangedOptimizer], **attributes: Any
 ) -> None:
-    """Give an optimizer new methods and attributes."""
+    """Add methods and attributes to an optimizer."""
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (methods, kind), {})
     optimizer.__dict__.update(attributes)
 
 
 def refuse_copy(name: str) -> NoReturn:
-    """Refuse to copy or pickle an object that belongs to this process and its ranks.
+    """Raise, since the object belongs to this process and its ranks and cannot be copied.
 
     Raises:
         ConfigError: Always.
@@ -34,10 +34,10 @@ def refuse_copy(name: str) -> NoReturn:
 
 
 class ChangedOptimizer:
-    """Methods that every optimizer which averages gradients gets."""
+    """Methods that are added to every optimizer that averages gradients."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse parameters that come later, which would not be averaged.
+        """Raise, since parameters that are added later would not be averaged.
 
         Raises:
             ConfigError: Always.
@@ -45,12 +45,12 @@ class ChangedOptimizer:
         del param_group
         msg = (
             "parameter groups cannot be added after DistributedOptimizer(): they would not be "
-            "averaged. Add them before, frozen if need be"
+            "averaged. Add them before, frozen if necessary"
         )
         raise ConfigError(msg)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse copy and pickle, which would share hooks of this optimizer's parameters.
+        """Raise, since a copy or pickle would share hooks of this optimizer's parameters.
 
         Raises:
             ConfigError: Always.

@@ -1,11 +1,11 @@
-"""Optimizers by the part of a model that one of their updates looks at.
+"""Kinds of optimizers, by the part of a model that one update uses.
 
-by elements   each element changes by its own gradient and state: any cut gives the same bits
-whole         rules look at the shape or the norm of a parameter, which must not be cut
+by elements   each element changes by its own gradient and state: bits do not depend on the sharding
+whole         updates use the shape or the norm of a parameter, so parameters must not be sharded
 refused       LBFGS takes inner products of all parameters; SparseAdam takes sparse gradients
-unknown       anything else, such as an optimizer of the user's
+unknown       anything else, such as an optimizer of the user
 
-Classes are known by name, so that packages which define them need not be imported.
+Classes are identified by name, so that their packages need not be imported.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ WHOLE = frozenset(
     ]
 )
 REFUSED = {
-    "LBFGS": "it takes inner products of all parameters at once",
+    "LBFGS": "it takes inner products of all parameters together",
     "SparseAdam": "it takes sparse gradients, which are not summed in flat vectors",
 }
 
 
 def kind_of_optimizer(optimizer: Optimizer) -> OptimizerKind:
-    """Return whether an optimizer changes each element by itself, as far as its name shows."""
+    """Return the kind of an optimizer, as far as its name shows."""
     name = type(optimizer).__name__
     if name in BY_ELEMENTS:
         return "by elements"
@@ -66,6 +66,6 @@ def kind_of_optimizer(optimizer: Optimizer) -> OptimizerKind:
 
 
 def refusal_of_optimizer(optimizer: Optimizer) -> str | None:
-    """Return why an optimizer can step on no part of a model; None if it may."""
+    """Return why an optimizer cannot step on a part of a model; None if it can."""
     names = (kind.__name__ for kind in type(optimizer).__mro__)
     return next((REFUSED[name] for name in names if name in REFUSED), None)

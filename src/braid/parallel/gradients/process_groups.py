@@ -1,4 +1,4 @@
-"""The braid group that a user means who passes what torch's classes take."""
+"""Conversion of torch's process groups and meshes to braid's groups."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["group_of", "shown_group_of"]
 
 
 def group_of(process_group: Any, device_mesh: Any = None) -> Group:
-    """Return the group behind `process_group`.
+    """Return the braid group of `process_group`.
 
     Args:
         process_group: A braid Group; a process group of `torch.distributed` over the backend
             "braid"; or None for torch's default group, if there is one.
-        device_mesh: A mesh of torch with one dim, in place of `process_group`.
+        device_mesh: A mesh of torch with one dim, instead of `process_group`.
 
     Raises:
-        ConfigError: There is no such group; the message says what to pass.
+        ConfigError: The arguments do not give a group; the message shows valid arguments.
     """
     if isinstance(process_group, Group):
         return process_group
@@ -51,7 +51,7 @@ def group_of(process_group: Any, device_mesh: Any = None) -> Group:
 
 
 def shown_group_of(process_group: Any, device_mesh: Any = None) -> Any:
-    """Return the group that a program sees as `process_group`: its own, or torch's default."""
+    """Return the group to show as `process_group`: the user's argument, or torch's default."""
     if device_mesh is not None:
         return device_mesh.get_group(mesh_dim=0)
     return dist.group.WORLD if process_group is None else process_group
@@ -63,7 +63,7 @@ def _behind(process_group: Any) -> Group | None:
     if group is None and isinstance(process_group, dist.ProcessGroup):
         try:
             backend = backend_for(process_group, torch.device("cpu"))
-        except RuntimeError:  # of other devices only
+        except RuntimeError:  # it has other devices only
             return None
         group = getattr(backend, "braid_group", None)
     return group if isinstance(group, Group) else None

@@ -1,24 +1,25 @@
-"""Gradients of all ranks, averaged bucket by bucket.
+"""Averaging of gradients over all ranks, bucket by bucket.
 
-A hook on every parameter moves the gradient into its bucket, which lies in shared memory. The hook
-that completes a bucket launches it: the memory is offered to the other ranks. When backward ends,
-`finish` tells them what this rank has (`status`), takes the steps of all that has been started and
-waits for the peers'. Steps in between would not end sooner: sums in shared memory are work for the
-same core, and they would drive what backward computes on out of its cache. But a rank that has
-ended earlier sums what all have offered meanwhile, and the last one finds it done.
+A hook on every parameter moves the gradient into its bucket, which is in shared memory. The hook
+that completes a bucket launches it: other ranks may read the memory from then on. When backward
+ends, `finish` exchanges the status of all ranks (`status`), runs the steps of all launched buckets
+and waits for the other ranks. Running steps during backward would not end sooner: sums in shared
+memory use the same core, and would evict the data of backward from its cache. But a rank that ends
+earlier sums all launched buckets, so the last rank finds the sums complete.
 
     backward   p6 p5 | p4 p3 p2 | p1 p0 |
-    bucket 0         >                   :====        > offered   = steps
+    bucket 0         >                   :====        > launch    = steps
     bucket 1                    >        :====        : finish()
     bucket 2                            >:====
     status                               >==
 
-The status carries who has a gradient of what. So parameters that nobody has used keep `.grad` None,
-as in one process, without being declared; buckets that nobody needs are not sent. A gradient
-accumulated by earlier backwards takes part, whether or not the last one added to it.
+The status contains which rank has which gradients. So parameters that no rank has used keep `.grad`
+None, as in one process, without being declared; buckets without gradients are not sent. A gradient
+accumulated by earlier backwards takes part, also if the last backward did not add to it.
 
 The result equals a loop over the ranks' shards in one process, bit by bit: sums are in the order of
 ranks, and the division by their number happens once, at the end (`data_parallel.ddp.reference`).
+
 """
 
 from __future__ import annotations
@@ -59,25 +60,24 @@ __all__ = ["GradientReducer"]
 
 
 class GradientReducer(GradientListener):
-    """Averages gradients over a group during backward.
+    """Reducer that averages gradients over a group during backward.
 
     Args:
         group: Ranks that train together.
         table: Parameters of the model, the same on all ranks.
         options: Sizes, accumulation and checks.
-        listener: Learns of each averaging.
+        listener: Notified about each averaging.
         registers_outputs: Whether forward passes are registered (`register_outputs`). Otherwise a
-            backward begins with the first part of a gradient that is computed.
-        agree: Makes the reducer wait with its memory and its channels until a backward averages
-            for the first time. Called then, before they are made; a collective. Copies of a model
-            need none as long as they are not trained, and one rank alone may make them.
+            backward begins with the first partial gradient.
+        agree: If given, memory and channels are created only when a backward averages for the first
+            time, right after a call of this function; a collective. A copy of a model that is never
+            trained then uses none, and a single rank may make copies.
 
     Attributes:
         synchronizes: False while gradients stay local and accumulate; read when backward begins.
-        loss_weight: Weight of the gradients of forwards that begin now; every backward counts one
-            when None.
-        is_set_up: Whether there are memory and channels already; see the argument `agree`.
-        needs_average: Whether nested backwards have left gradients that `finish` has to average.
+        loss_weight: Weight of the gradients of forwards that begin now; None for 1 per backward.
+        is_set_up: Whether memory and channels exist; see the argument `agree`.
+        needs_average: Whether nested backwards have left gradients that `finish` must average.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class GradientReducer(GradientListener):
         self.needs_average = False
 
     def _set_up(self) -> None:
-        """Make the part with memory and channels, at the same point on all ranks."""
+        """Create the averager with its memory and channels, at the same point on all ranks."""
         if self.is_set_up:
             return
         if self._agree is not None:
@@ -126,7 +126,7 @@ class GradientReducer(GradientListener):
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward through the model is under way in this thread."""
+        """Whether a backward through the model is running in this thread."""
         return self._state.phase is not BackwardPhase.IDLE and is_in_backward()
 
     @property
@@ -142,17 +142,17 @@ class GradientReducer(GradientListener):
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of earlier backwards wait to be averaged."""
+        """Whether gradients of earlier backwards have not been averaged yet."""
         return self._state.num_accumulated > 0
 
     def average_next(self) -> None:
-        """Let the next backward average, whichever number it has."""
+        """Average in the next backward, regardless of the count of accumulated ones."""
         self._state.averages_next = True
 
     def restart(self) -> None:
-        """Discard the count of accumulated gradients, which have been dropped.
+        """Reset the count of accumulated gradients, after the program has dropped them.
 
-        No-op after a failed backward, so that all ranks keep counting alike.
+        No-op after a failed backward, so that all ranks keep the same count.
         """
         if not self._state.failed:
             self._state.drop_accumulated()
@@ -160,7 +160,7 @@ class GradientReducer(GradientListener):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients of backwards inside local."""
+        """Return a context in which gradients of backwards stay local."""
         before = self.synchronizes
         self.synchronizes = False
         try:
@@ -169,10 +169,10 @@ class GradientReducer(GradientListener):
             self.synchronizes = before
 
     def use_hook(self, hook: StateHook) -> None:
-        """Let a communication hook take the place of the all-reduce, with its state.
+        """Call a communication hook, with its state, instead of the all-reduce.
 
         Raises:
-            ConfigError: A backward is under way, or there is a hook already.
+            ConfigError: A backward is running, or a hook is already registered.
         """
         if self._hook is not None:
             msg = "a communication hook has been registered before: a model takes one"
@@ -185,21 +185,21 @@ class GradientReducer(GradientListener):
             self._averager.use_hook(hook)
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """Return what lossy formats have left out on this rank, by parameter name."""
+        """Return the errors of lossy formats on this rank, by parameter name."""
         return self.buckets.residuals() if self.is_set_up else dict(self._early_residuals)
 
     def add_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Replace what has been left out so far; see `Buckets.add_residuals`."""
+        """Replace the compression errors; see `Buckets.add_residuals`."""
         if self.is_set_up:
             self.buckets.add_residuals(residuals)
         else:
             self._early_residuals = residuals
 
     def use_static_graph(self) -> None:
-        """Expect from now on that every backward uses the same parameters, equally often.
+        """Expect that every later backward uses the same parameters the same number of times.
 
         Raises:
-            ConfigError: Gradients have been averaged, or a backward is under way.
+            ConfigError: Gradients have been averaged, or a backward is running.
         """
         if self.num_reductions or self._state.phase is not BackwardPhase.IDLE:
             msg = (
@@ -213,17 +213,17 @@ class GradientReducer(GradientListener):
             self._averager.use_options(self._options)
 
     def set_loss_weight(self, weight: float | None) -> None:
-        """Set the loss weight of the forwards that follow; gradients are scaled by the weight."""
+        """Set the loss weight of later forwards; their gradients are scaled by the weight."""
         if weight is not None:
             self._hooks.register_partial_grad_hooks()
         self.loss_weight = weight
 
     def refresh(self) -> None:
-        """Free other ranks if an exception has ended the last backward; see what is frozen now.
+        """Free other ranks if the last backward raised; update which parameters are frozen.
 
-        Called between steps.
+        It is called between steps.
         """
-        if is_in_backward():  # a forward that is computed again
+        if is_in_backward():  # recomputation of a forward
             return
         if self._state.phase is not BackwardPhase.IDLE:
             self._abandon_backward()
@@ -236,13 +236,13 @@ class GradientReducer(GradientListener):
         else:
             self._hooks.refresh()
 
-    # Counts in a graph would be constants, and every step another graph. `torch.compiler.disable`
-    # would do if it did not import the compiler here, which takes a second; this does so in its
-    # first call, if no optimizer of torch has.
+    # A compiled graph would contain the counts as constants, and be recompiled in every step.
+    # `torch.compiler.disable` would import the compiler here, which takes a second; this decorator
+    # imports it in the first call, if no optimizer of torch has done so.
     @disable_dynamo
     def forward_begins(self) -> None:
-        """Prepare for a forward whose gradients are averaged; call before each."""
-        if is_in_backward():  # a forward that is computed again
+        """Prepare for a forward whose gradients are averaged; call before each such forward."""
+        if is_in_backward():  # recomputation of a forward
             return
         steps = self._options.gradient_accumulation_steps
         self._local_steps.check(self._state.num_accumulated, steps)
@@ -253,10 +253,10 @@ class GradientReducer(GradientListener):
     def register_outputs(
         self, outputs: Sequence[torch.Tensor], *, buffers_used: bool = False
     ) -> None:
-        """Register the outputs of a forward pass. Call once per successful forward.
+        """Register the outputs of a forward pass. Call it once per successful forward.
 
         Args:
-            outputs: Tensors that autograd follows.
+            outputs: Outputs that require a gradient.
             buffers_used: Whether the forward may have changed buffers that are kept equal.
         """
         self._state.buffers_used |= buffers_used
@@ -266,19 +266,19 @@ class GradientReducer(GradientListener):
             self._close_forward(forward)  # no backward will reach it
 
     def shadow_backward(self, weight: float) -> bool:
-        """Take part in one averaging of the others; return False when all ranks have joined.
+        """Take part in one averaging of other ranks; return False when all ranks have joined.
 
-        What this rank has accumulated takes part in the first one; later it has nothing of its own.
+        Accumulated gradients of this rank take part in the first averaging; later ones use zeros.
 
         Args:
-            weight: Weight of this rank in the average when it has no gradients.
+            weight: Weight of this rank in the average if it has no gradients.
         """
         self._local_steps.forget()
         self._set_up()
         return self._averager.shadow(weight)
 
     def finish(self) -> None:
-        """Launch what has not been launched and wait for all; `.grad` then holds the averages."""
+        """Launch all remaining buckets and wait for them; `.grad` then holds the averages."""
         self.needs_average = False
         self._local_steps.forget()
         self._set_up()
@@ -290,11 +290,11 @@ class GradientReducer(GradientListener):
         return self._averager.bucket_times()
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from parameters."""
         self._hooks.close()
         self.needs_average = False
 
-    # One backward, as autograd tells it.
+    # Events of one backward, in the order in which autograd calls them.
 
     def on_output(self, forward: ForwardPass, /) -> None:
         """Begin a backward that has reached an output of `forward`."""
@@ -304,7 +304,7 @@ class GradientReducer(GradientListener):
         self._state.add_weight(forward.weight)
 
     def on_partial_grad(self, position: int, grad: torch.Tensor, /) -> torch.Tensor | None:
-        """Return a part of a gradient times the loss weight of its forward."""
+        """Return a partial gradient multiplied by the loss weight of its forward."""
         state = self._state
         if state.phase is BackwardPhase.IDLE:
             if self._registers_outputs:
@@ -317,7 +317,7 @@ class GradientReducer(GradientListener):
                 self._backward_begins(BackwardPhase.NESTED if is_inner else None)
             else:
                 return None
-        if not state.weights:  # a parameter that the loss uses itself, or behind a hidden output
+        if not state.weights:  # the loss uses a parameter directly, or a hidden output
             state.add_weight(self.loss_weight)
         (weight,) = state.weights
         return None if weight is None else grad * weight
@@ -357,7 +357,7 @@ class GradientReducer(GradientListener):
         at_end_of_backward(self._backward_ended)
 
     def _close_forward(self, forward: ForwardPass) -> None:
-        """Note that a backward has reached a forward."""
+        """Record that a backward has reached a forward."""
         if forward.open == self.num_reductions:
             self._state.num_forwards_without_backward -= 1
         forward.open = None
@@ -379,7 +379,7 @@ class GradientReducer(GradientListener):
             self._local_steps.forget()
 
     def _abandon_backward(self) -> None:
-        """Report a backward that an exception has ended, so that other ranks can end theirs."""
+        """Report a backward that raised, so that other ranks can finish theirs."""
         is_announced = self._state.has_gradient
         if self._state.end(BackwardEnd.ABANDON) is not ReducerAction.REPORT:
             return
@@ -391,7 +391,7 @@ class GradientReducer(GradientListener):
         self._averager.abandon()
 
     def _failed(self, error: ConfigError) -> ConfigError:
-        """Return an error of this rank's backward with its rank, and keep it for other ranks."""
+        """Return an error of this rank's backward with its rank, and store it for other ranks."""
         self._state.failure = f"rank {self._group.ranks[self._group.rank]}: {error}"
         return ConfigError(self._state.failure)
 

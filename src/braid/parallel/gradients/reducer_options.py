@@ -20,18 +20,17 @@ class ReducerOptions:
     """Options of a `GradientReducer`.
 
     Attributes:
-        caps: Sizes of buckets.
-        wire: Format in which float32 gradients cross a network; unchanged when None.
+        caps: Size limits of buckets.
+        wire: Format in which float32 gradients cross a network; None for no conversion.
         gradient_accumulation_steps: Number of backwards whose gradients are added before they are
             averaged.
-        static_graph: Whether every backward uses the same parameters, equally often. Gradients
-            may come in parts then.
-        delayed: Names of parameters that have buckets of their own, launched late.
-        delayed_after: Name of the parameter whose gradient launches them; the end of backward when
-            empty.
-        finite_check: Numbers that are checked for NaN and infinity: `all`, or the `first` of each
-            gradient; `late` for the first without waiting for a GPU, whose outcome is reported with
-            the next averaging.
+        static_graph: Whether every backward uses the same parameters the same number of times. A
+            gradient may then arrive in parts.
+        delayed: Names of parameters with separate buckets that are launched late.
+        delayed_after: Name of the parameter that launches them when its gradient is ready; empty
+            for the end of backward.
+        finite_check: Numbers to check for NaN and infinity: `all`, or the `first` of each gradient;
+            `late` checks the first without waiting for a GPU, and reports with the next averaging.
 
     Raises:
         ConfigError: `gradient_accumulation_steps` is less than 1.
@@ -54,10 +53,10 @@ class ReducerOptions:
 
 @dataclass(frozen=True, slots=True)
 class AveragingOutcome:
-    """Outcome of an averaging; equal on all ranks.
+    """Outcome of an averaging, equal on all ranks.
 
     Attributes:
-        number: Number of averagings so far, this one included.
+        number: Number of averagings so far, including this one.
         status: Sum of the reports of all ranks.
         records: Parameters of the status.
     """
@@ -68,23 +67,23 @@ class AveragingOutcome:
 
     @property
     def unused(self) -> list[str]:
-        """Names of parameters that require a gradient and have none on any rank."""
+        """Names of parameters that require a gradient but have none on any rank."""
         flags = zip(self.records, self.status.present, self.status.requires_grad, strict=True)
         return [record.name for record, present, required in flags if required and not present]
 
     @property
     def nonfinite(self) -> list[str]:
-        """Names of parameters whose gradients are not finite on some rank."""
+        """Names of parameters with gradients that are not finite on some rank."""
         counts = zip(self.records, self.status.nonfinite, strict=True)
         return [record.name for record, count in counts if count]
 
 
 class ReducerListener:
-    """Learns of the averaging in a backward; each method does nothing by default.
+    """Base class for objects that are notified during averaging; methods do nothing by default.
 
     Attributes:
-        steps_in_backward: Whether `on_bucket_averaged` takes optimizer steps. They must not use
-            gradients that are not finite, so these are found in the same backward.
+        steps_in_backward: Whether `on_bucket_averaged` takes optimizer steps. Steps must not use
+            gradients that are not finite, so these are detected in the same backward.
     """
 
     steps_in_backward = False
@@ -96,15 +95,15 @@ class ReducerListener:
         """Called in the first averaging before a bucket with this rank's gradients is launched."""
 
     def start_beside_status(self) -> Sequence[Work]:
-        """Start what travels beside the status; called on all ranks, whatever their state."""
+        """Start messages that are sent with the status; called on all ranks in any state."""
         return ()
 
     def on_bucket_averaged(self, records: Sequence[ParamRecord], *, is_usable: bool) -> None:
-        """Called when the averages of a bucket are there, while others are under way.
+        """Called when the averages of a bucket are complete; other buckets may be in flight.
 
         Args:
             records: Parameters of the bucket that have a gradient on some rank.
-            is_usable: False if some gradient is not finite, or an earlier call has raised.
+            is_usable: False if any gradient is not finite, or an earlier call has raised.
         """
 
     def on_averaged(self, outcome: AveragingOutcome) -> None:

@@ -13,7 +13,7 @@ __all__ = ["ReducerPolicy"]
 
 
 class ReducerPolicy(NamedTuple):
-    """Decides for one rank.
+    """Decisions of one rank.
 
     Attributes:
         options: Options of the reducer.
@@ -49,7 +49,7 @@ class ReducerPolicy(NamedTuple):
         return RankState.ACTIVE if is_finite else RankState.NONFINITE
 
     def is_needed(self, layout: BucketLayout, status: Status) -> bool:
-        """Return whether a bucket of which this rank has nothing is launched all the same.
+        """Return whether to launch a bucket without gradients of this rank.
 
         A failed rank may have launched buckets before the exception, so all others follow.
         """

@@ -1,10 +1,10 @@
-"""Sparse gradients of all ranks, averaged: rows of an embedding that some shard has used.
+"""Averaging of sparse gradients, such as the used rows of an embedding.
 
-Ranks have different rows, and different numbers of them, so there is nothing to add in place: rows
-and their numbers are gathered, and each rank adds them in the order of ranks. That is what one
-process does that sums the ranks' gradients one by one.
+Ranks have different rows, and different numbers of rows, so they cannot be added in place: rows and
+their indices are gathered, and each rank adds them in the order of ranks. One process that sums the
+ranks' gradients in order computes the same.
 
-Cost: one all_gather of a count, and two of as many rows as the rank with most rows has.
+Cost: one all_gather of a count, and two of the largest number of rows of any rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def average_sparse(
     Args:
         group: Ranks that average together.
         param: Parameter of the gradients.
-        grad: Sparse in the first dim, or dense, or None where it was not used.
+        grad: Gradient, sparse in the first dim or dense; None if the parameter was not used.
         mean_weight: Divisor of the mean over ranks.
 
     Returns:
         A coalesced sparse tensor.
     """
-    own = _rows(param, grad)
-    indices, values = own.indices()[0], own.values()
+    local_rows = _rows(param, grad)
+    indices, values = local_rows.indices()[0], local_rows.values()
     counts = group.all_gather(torch.tensor([len(indices)], device=param.device)).tolist()
     most = max(counts)
     padded = indices.new_zeros(most)
@@ -44,7 +44,7 @@ def average_sparse(
     rows, places = torch.unique(total, return_inverse=True)
     summed = values.new_zeros((len(rows), *values.shape[1:]))
     start = 0
-    for own_values, count in zip(all_values, counts, strict=True):  # a rank's rows all differ
+    for own_values, count in zip(all_values, counts, strict=True):  # distinct rows
         summed[places[start : start + count]] += own_values[:count]
         start += count
     summed /= group.size

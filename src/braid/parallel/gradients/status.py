@@ -1,16 +1,16 @@
-"""The status of a backward: one small sum over ranks beside the gradients. Pure.
+"""The status of a backward: one small vector, summed over ranks beside the gradients. Pure.
 
-Problem: who has a gradient of what, which loss weight each rank has, who has no more input, whose
-backward raised, whose numbers are not finite: each of these could have a collective of its own, as
-elsewhere, or a place in every bucket, where a compressed format would spoil it.
+Problem: ranks must know which gradients and loss weights all ranks have, which rank has no more
+input, has raised, or has gradients that are not finite. Each of these could have a separate
+collective, or a field in every bucket, which a compressed format would spoil.
 
-Idea: one vector of 64-bit floats, summed over ranks. Counts are exact; a rank has elements of its
-own, to which the others add zeros.
+Idea: one vector of 64-bit floats, summed over ranks. Counts are exact; each rank has separate
+elements, to which the other ranks add zeros.
 
     | per parameter: present, nonfinite, requires_grad | per rank: state, forwards, hook |
     | loss weight | ranks with a weight | ranks with changed buffers |
 
-It begins when the last gradient of this rank is there, beside buckets that are on their way, and
+The exchange begins when the last gradient of this rank is ready, while buckets are in flight, and
 takes the latency of a small message.
 """
 
@@ -24,11 +24,11 @@ __all__ = ["RankState", "Status", "StatusLayout"]
 
 
 class RankState(enum.IntEnum):
-    """Part of a rank in a backward."""
+    """Role of a rank in a backward."""
 
     ACTIVE = 0
-    JOINED = 1  # it has no more input and only shadows the others
-    FAILED = 2  # an exception ended its backward
+    JOINED = 1  # it has no more input and shadows the other ranks
+    FAILED = 2  # its backward raised
     NONFINITE = 3  # it has gradients that are NaN or infinite
 
 
@@ -36,19 +36,19 @@ STATES = tuple(RankState)
 
 
 class Status(NamedTuple):
-    """The sum of what all ranks reported.
+    """Sum of the reports of all ranks.
 
     Attributes:
         present: Number of ranks that have a gradient, by parameter.
-        nonfinite: Number of ranks whose gradient is not finite, by parameter.
+        nonfinite: Number of ranks with a gradient that is not finite, by parameter.
         requires_grad: Number of ranks on which a parameter requires a gradient, by parameter.
         states: States of the ranks.
         num_forwards_without_backward: Number of forward passes since the last averaging that no
             backward has reached, by rank.
         has_hook: Whether a communication hook is registered, by rank.
         weight: Sum of the loss weights.
-        num_weighted: Number of ranks whose loss weight was set by the program.
-        num_buffers_used: Number of ranks that have used the module in training mode since its
+        num_weighted: Number of ranks on which the program has set a loss weight.
+        num_buffers_used: Number of ranks that have run the module in training mode since its
             buffers were last equal.
     """
 
@@ -63,8 +63,8 @@ class Status(NamedTuple):
     num_buffers_used: int
 
     def ranks(self, state: RankState) -> list[int]:
-        """Group ranks in this state."""
-        return [rank for rank, own in enumerate(self.states) if own is state]
+        """Return the group ranks in this state."""
+        return [rank for rank, rank_state in enumerate(self.states) if rank_state is state]
 
 
 class StatusLayout(NamedTuple):
@@ -97,7 +97,7 @@ class StatusLayout(NamedTuple):
         is_weighted: bool,
         buffers_used: bool,
     ) -> list[float]:
-        """Return the summand of rank `rank`.
+        """Return the status vector of rank `rank`, to be summed over ranks.
 
         >>> StatusLayout(1, 2).encode(
         ...     1,
@@ -114,14 +114,14 @@ class StatusLayout(NamedTuple):
         [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 2.0, 0.0, 1.0, 4.0, 1.0, 0.0]
         """
         size = self.size
-        own = [0.0] * (3 * size)
-        own[rank], own[size + rank] = float(state), float(num_forwards_without_backward)
-        own[2 * size + rank] = float(has_hook)
+        fields = [0.0] * (3 * size)
+        fields[rank], fields[size + rank] = float(state), float(num_forwards_without_backward)
+        fields[2 * size + rank] = float(has_hook)
         flags = map(float, (*present, *nonfinite, *requires_grad))
-        return [*flags, *own, weight, float(is_weighted), float(buffers_used)]
+        return [*flags, *fields, weight, float(is_weighted), float(buffers_used)]
 
     def decode(self, summed: Sequence[float]) -> Status:
-        """Return what the sum of all ranks' vectors says."""
+        """Convert the sum of all ranks' vectors to a `Status`."""
         n, size = self.num_params, self.size
         counts = list(map(round, summed[:-3]))
         weight, num_weighted, num_buffers_used = summed[-3:]

@@ -1,10 +1,10 @@
-"""A model's parameters as data: one record each, comparable across ranks.
+"""A model's parameters as data: one record per parameter, comparable across ranks.
 
 Problem: engines address parameters by position (flat buffers, buckets, shards). If two ranks built
-their models in another order, or with another size, position 3 means different things and gradients
-are averaged into the wrong place, in silence.
+their models in another order, or with another size, position 3 means different things, and
+gradients are averaged into the wrong place without an error.
 
-Idea: walk the module once, the same way everywhere, into a table with one record per parameter;
+Idea: convert the module, in the same way on all ranks, into a table with one record per parameter;
 tied parameters have one record with several names. Ranks compare a digest of the table when a model
 is wrapped. If it differs, the error shows which lines differ on which rank.
 """
@@ -28,12 +28,12 @@ _BORDER = "\n\n"  # between arguments and parameters
 
 
 class ParamRecord(NamedTuple):
-    """One parameter.
+    """Record of one parameter.
 
     Attributes:
         names: Names in the module, in the order of registration.
-        spec: Shape, dtype and whether it required a gradient when the module was walked.
-        param: Parameter of these names.
+        spec: Shape, dtype and whether it required a gradient when the table was made.
+        param: The parameter.
         sparse: Whether its gradients are sparse.
     """
 
@@ -63,7 +63,7 @@ class ParamTable:
 
     @classmethod
     def of(cls, module: nn.Module, ignored: Collection[str] = ()) -> ParamTable:
-        """List the parameters of `module`.
+        """Return the table of a module's parameters.
 
         Args:
             module: Module to walk.
@@ -84,17 +84,20 @@ class ParamTable:
         pairs: Iterable[tuple[str, nn.Parameter]],
         sparse: Collection[torch.Tensor] = frozenset(),
     ) -> ParamTable:
-        """List named parameters in this order; a tied parameter comes with each of its names.
+        """Return a table of named parameters in this order; tied ones come once per name.
 
         Args:
             pairs: Names and parameters.
-            sparse: Parameters whose gradients are sparse.
+            sparse: Parameters with sparse gradients.
         """
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in pairs:
             names.setdefault(param, []).append(name)
         return cls(
-            tuple(ParamRecord(tuple(own), _spec(p), p, p in sparse) for p, own in names.items())
+            tuple(
+                ParamRecord(tuple(rank_table), _spec(p), p, p in sparse)
+                for p, rank_table in names.items()
+            )
         )
 
     @property
@@ -117,7 +120,7 @@ class ParamTable:
             MismatchError: Tables or arguments differ; raised on every member, with the lines that
                 differ.
 
-        Cost: one all_gather of 8 bytes a member.
+        Cost: one all_gather of 8 bytes per member.
         """
         text = "\n".join([f"{name}={value!r}" for name, value in (arguments or {}).items()])
         text += _BORDER + self.digest_table()
@@ -126,7 +129,7 @@ class ParamTable:
             raise MismatchError(_difference(group.objects.all_gather(text), group.ranks))
 
     def make_equal(self, group: Group, arguments: Mapping[str, object] | None = None) -> None:
-        """Compare tables and copy the first member's values to all; a collective.
+        """Compare tables and copy the first member's values to all members; a collective.
 
         Raises:
             MismatchError: Tables or arguments differ, see `compare`.
@@ -157,11 +160,11 @@ def _difference(texts: list[str], ranks: tuple[int, ...]) -> str:
     arguments = [before.split("\n") for before, _, _ in parts]
     tables = [behind.split("\n") if behind else [] for _, _, behind in parts]
     lines = []
-    if any(own != arguments[0] for own in arguments):
+    if any(rank_arguments != arguments[0] for rank_arguments in arguments):
         lines.append("arguments differ between ranks:")
         lines += _differing("argument", arguments, ranks)
         lines.append("pass the same arguments on every rank")
-    if any(own != tables[0] for own in tables):
+    if any(rank_arguments != tables[0] for rank_arguments in tables):
         counts = ", ".join(f"{len(t)} on rank {r}" for r, t in zip(ranks, tables, strict=True))
         lines.append(f"parameters or their order differ between ranks ({counts}):")
         lines += _differing("parameter", tables, ranks)

@@ -1,12 +1,12 @@
-"""Several versions of the same weights, while forwards of old ones wait for their backward.
+"""Several versions of the same weights, kept until the backwards of old forwards have run.
 
-Problem: an asynchronous pipeline steps between the forward of a micro-batch and its backward, which
-must use the weights of the forward. Autograd keeps references to weights: changed in place they are
-refused, and through `.data` the backward silently takes the new ones.
+Problem: an asynchronous pipeline steps between the forward and the backward of a micro-batch, and
+the backward must use the weights of the forward. Autograd keeps references to weights: after an
+in-place change it raises, and after a change through `.data` it uses the new weights.
 
-Idea: a forward gets tensors of its own (`torch.func.functional_call`), which share memory with the
+Idea: a forward uses separate tensors (`torch.func.functional_call`), which share memory with the
 parameters as long as these do not change. Before a step, parameters move to a copy if an older
-version is still needed; else the step is in place. So n versions take the memory of n.
+version is still needed; else the step is in place. So n versions take the memory of n copies.
 
     version 0   ████  forward 0 ........ backward 0
     version 1         ████  forward 1 ........ backward 1     the parameters are the newest
@@ -32,8 +32,8 @@ class WeightVersion:
     """One version of the weights of some modules.
 
     Args:
-        tensors: Its tensors, by parameter.
-        end: Called when one of its uses has ended.
+        tensors: Weights by parameter.
+        end: Called when a use of the version has ended.
     """
 
     def __init__(self, tensors: dict[nn.Parameter, torch.Tensor], end: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ class WeightVersion:
         return functional_call(module, weights, args, kwargs)
 
     def add_gradients(self) -> None:
-        """Move the gradients of a backward to the parameters; one forward needs these no more."""
+        """Move the gradients of a backward to the parameters, and end one use of the version."""
         for param, tensor in self.tensors.items():
             grad, tensor.grad = tensor.grad, None
             if grad is not None:
@@ -56,15 +56,15 @@ class WeightVersion:
 
 
 class WeightVersions:
-    """The versions of some parameters, which an optimizer steps.
+    """Versions of parameters that an optimizer steps.
 
-    Version v is what v steps have made of them, from the last `begin` on.
+    Version v is the result of v steps since the last `begin`.
 
     Args:
         params: The parameters; their `.data` may be replaced by copies.
 
     Attributes:
-        most_live: Largest number of versions at a time so far.
+        most_live: Largest number of simultaneous versions so far.
     """
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
@@ -72,19 +72,19 @@ class WeightVersions:
         self._versions: dict[int, WeightVersion] = {}
         self._uses: Counter[int] = Counter()
         self._newest = 0
-        self._gradients: list[int] = []  # versions of those that no step has used
+        self._gradients: list[int] = []  # versions of gradients that no step has used yet
         self.most_live = 0
 
     @property
     def num_live(self) -> int:
-        """Number of versions that are in memory now."""
+        """Number of versions in memory."""
         return len(self._versions)
 
     def begin(self, uses: Iterable[int]) -> None:
-        """Begin with version 0, which the parameters are now.
+        """Begin with the current parameters as version 0.
 
         Args:
-            uses: Version of each forward to come that has a backward.
+            uses: Version of each future forward that has a backward.
         """
         self._versions.clear()
         self._gradients.clear()
@@ -97,13 +97,13 @@ class WeightVersions:
         return self._versions[version]
 
     def step(self, step: Callable[[], None]) -> list[int]:
-        """Make the next version.
+        """Create the next version.
 
         Args:
-            step: Changes the parameters in place.
+            step: Function that changes the parameters in place.
 
         Returns:
-            Age of each gradient that the step uses: the steps made since the version of its
+            Age of each gradient that the step uses: the number of steps since the version of its
             forward.
 
         Cost: a copy of the parameters if an older version is still needed.
@@ -123,7 +123,7 @@ class WeightVersions:
 
     def _add(self) -> None:
         version = self._newest
-        # of `data`, whose changes autograd does not count: memory is never changed while in use
+        # from `data`, without autograd's version counter: memory in use is never changed
         tensors = {p: p.data.requires_grad_(p.requires_grad) for p in self._params}
         self._versions[version] = WeightVersion(tensors, lambda: self._end(version))
         self.most_live = max(self.most_live, len(self._versions))
