@@ -1,4 +1,4 @@
-"""Context parallelism: sequences divided over ranks, and attention over all of their positions."""
+"""Context parallelism: sequences sharded over ranks, and attention over all of their positions."""
 
 from __future__ import annotations
 

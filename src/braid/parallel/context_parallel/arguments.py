@@ -1,4 +1,4 @@
-"""Checks of queries, keys and values, before anything is sent."""
+"""Checks of queries, keys and values before anything is sent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["as_autocast", "check_attention", "shapes_differ"]
 def check_attention(
     group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, halves: bool
 ) -> None:
-    """Raise ConfigError with everything that is wrong with a rank's tensors.
+    """Raise ConfigError with all problems of a rank's tensors.
 
     Args:
         group: Ranks that share the sequences.
         q: Queries.
         k: Keys.
         v: Values.
-        halves: Whether a rank's positions are two chunks.
+        halves: Whether a rank's positions consist of two chunks.
     """
     if not isinstance(group, Group):
         msg = f"attention over ranks needs a braid.Group first, got {type(group).__name__}"  # type: ignore[unreachable]
@@ -38,12 +38,12 @@ def check_attention(
     if not q.shape[2] == k.shape[2] == v.shape[2]:
         problems.append(
             "numbers of positions differ: each rank has queries, keys and values of the same "
-            "positions (a cache of keys, or attention to another sequence, is not divided)"
+            "positions (a cache of keys, or attention to another sequence, is not supported)"
         )
     elif halves and group.size > 1 and q.shape[2] % 2:
         problems.append(
-            f"{q.shape[2]} positions are no early and late chunk of equal length: cut the sequence "
-            "with split_sequence, or pass balanced=False for pieces in their order"
+            f"{q.shape[2]} positions cannot be an early and a late chunk of equal length: split "
+            "the sequence with split_sequence, or pass balanced=False for contiguous pieces"
         )
     if q.shape[3] != k.shape[3]:
         problems.append("widths of queries and keys differ")
@@ -57,7 +57,7 @@ def check_attention(
 
 
 def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors in the dtype that autocast gives to attention."""
+    """Return tensors in the dtype that autocast uses for attention."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -66,9 +66,9 @@ def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def shapes_differ(keys: torch.Tensor, values: torch.Tensor, error: MismatchError) -> MismatchError:
-    """Return the error of ranks whose messages have different shapes."""
+    """Return the error for ranks with messages of different shapes."""
     return MismatchError(
-        "ranks that share sequences must have as many positions and heads each, of one dtype; "
-        f"this rank has keys {list(keys.shape)} and values {list(values.shape)}: cut sequences "
+        "ranks that share sequences must have equal numbers of positions and heads, of one dtype; "
+        f"this rank has keys {list(keys.shape)} and values {list(values.shape)}: split sequences "
         f"with split_sequence. {error}"
     )

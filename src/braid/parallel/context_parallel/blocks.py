@@ -1,16 +1,15 @@
-"""The block in which queries of a rank meet keys of another rank, and what causality masks.
+"""Blocks of attention: a rank's queries with another rank's keys, and the causal mask.
 
-Keys and values go round the ring; in step t a rank has those of the rank t places before it. With
-the balanced cut each pair of ranks meets in one dense block, so that a mask is needed in step 0
-only:
+Keys and values are passed around the ring; in step t a rank has keys of the rank t places before
+it. With balanced chunks each pair of ranks has one dense block, so only step 0 needs a mask:
 
     keys of           queries           keys             mask
     the rank itself   all               all              causal
     an earlier rank   all               early chunk      none: both chunks come after it
     a later rank      late chunk        all              none: it comes after both chunks
 
-Each step after the first has half of the products of a full block, on all ranks. Without causality
-everything meets everything.
+Each step after the first has half of the products of a full block, on all ranks. Without causal
+masking every block is full.
 
 Source: H. Liu, M. Zaharia, P. Abbeel, Ring attention with blockwise transformers, 2023.
 """
@@ -23,12 +22,12 @@ __all__ = ["AttentionBlock", "block_of"]
 
 
 class AttentionBlock(NamedTuple):
-    """Queries and keys that meet, as slices of what the two ranks have.
+    """Queries and keys of a block, as slices of the positions of two ranks.
 
     Attributes:
         queries: Positions of this rank.
         keys: Positions of the other rank.
-        is_causal: Whether query i sees keys up to i only.
+        is_causal: Whether query i attends to keys up to i only.
     """
 
     queries: slice
@@ -39,17 +38,17 @@ class AttentionBlock(NamedTuple):
 def block_of(
     rank: int, source: int, length: int, *, causal: bool, balanced: bool
 ) -> AttentionBlock | None:
-    """Return the block in which a rank's queries meet the keys of rank `source`.
+    """Return the block of a rank's queries and the keys of rank `source`.
 
     Args:
         rank: Rank of the queries.
         source: Rank of the keys.
         length: Number of positions of each rank.
-        causal: Whether a position sees no later ones.
+        causal: Whether a position attends to no later positions.
         balanced: Whether a rank has an early and a late chunk; see `split_sequence`.
 
     Returns:
-        The block; None where causality masks all of it.
+        The block; None if the causal mask covers all of it.
     """
     everything, half = slice(0, length), length // 2
     if not causal or rank == source:

@@ -1,17 +1,17 @@
-"""All-to-all attention: ranks exchange sequences for heads, and attend to whole sequences.
+"""All-to-all attention: ranks exchange positions for heads, and attend to whole sequences.
 
                         rank 0                rank 1
     before              positions 0 to s/2    positions s/2 to s      all heads
     after all_to_all    heads 0 to H/2        heads H/2 to H          all positions
-    after attention     the same way back
+    after attention     exchanged back
 
-Each rank runs torch's attention on whole sequences with some of the heads. There is one message to
-each other rank instead of a ring, and nothing is sent twice: for n ranks the bytes of a rank fall
-with n, while a ring's stay. The number of ranks is bounded by the number of heads, and a rank must
-have the room for whole sequences of its heads.
+Each rank runs torch's attention on whole sequences with some of the heads. Each rank sends one
+message to each other rank instead of passing data around a ring. With n ranks, the bytes per rank
+decrease with n, while a ring's stay constant. The number of ranks is limited by the number of
+heads, and a rank needs memory for whole sequences of its heads.
 
-Bytes that a rank sends, forward and backward alike, for n ranks; q and kv: bytes of a rank's
-queries, and of its keys and values: (n-1)/n (2 q + kv).
+Bytes that a rank sends in forward, and again in backward, for n ranks: (n-1)/n (2 q + kv), with q
+the bytes of a rank's queries, and kv the bytes of its keys and values.
 
 Source: S. A. Jacobs et al., DeepSpeed Ulysses, 2023.
 """
@@ -46,23 +46,23 @@ def all_to_all_attention(
     Args:
         group: Ranks that share the sequences.
         q: Queries of this rank's positions.
-        k: Keys of this rank's positions; heads of queries are a multiple of theirs.
-        v: Values of this rank's positions, of as many heads as keys.
-        causal: Whether a position sees no later ones.
-        scale: Factor of the products; one over the square root of the width when None.
+        k: Keys of this rank's positions; the number of query heads is a multiple of key heads.
+        v: Values of this rank's positions, with the same number of heads as keys.
+        causal: Whether a position attends to no later positions.
+        scale: Factor of the products; None for one over the square root of the width.
         balanced: Whether a rank's positions are an early and a late chunk (see `split_sequence`);
-            it matters with `causal` only.
+            only used with `causal`.
 
     Shape:
         q: (B, H, s, D); k and v: (B, K, s, D) with s the positions of each rank. Result: as q.
 
     Raises:
-        ConfigError: Shapes do not fit, or heads cannot be divided over the ranks; the message has
+        ConfigError: Shapes are invalid, or heads cannot be divided over the ranks; the message has
             the valid numbers of ranks.
-        MismatchError: Ranks have different numbers of positions, heads or another dtype.
+        MismatchError: Numbers of positions or heads, or dtypes, differ between ranks.
 
     Cost: two all_to_alls forward and two backward: (n-1)/n of the bytes of q, k, v and the output
-        each way.
+        in each direction.
     """
     q, k, v = as_autocast(q, k, v)
     check_attention(group, q, k, v, halves=causal and balanced)
@@ -95,20 +95,20 @@ def _whole_sequences(group: Group, tensors: tuple[torch.Tensor, ...]) -> list[to
 
 
 def _own_positions(group: Group, out: torch.Tensor) -> torch.Tensor:
-    """Return this rank's positions with all heads; the inverse of `_whole_sequences`."""
+    """Return this rank's positions with all heads; inverse of `_whole_sequences`."""
     rows = torch.stack(out.chunk(group.size, 2))  # n B H/n s D
     return torch.cat(all_to_all(group, rows).unbind(0), 1)
 
 
 def _in_order(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return chunks in the order of positions, from the order of ranks."""
+    """Reorder chunks from the order of ranks to the order of positions."""
     chunks = [chunk for rank in range(size) for chunk in chunks_of(size, rank)]
     order = sorted(range(len(chunks)), key=chunks.__getitem__)
     return _permuted(x, order)
 
 
 def _by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return chunks in the order of ranks, from the order of positions."""
+    """Reorder chunks from the order of positions to the order of ranks."""
     return _permuted(x, [chunk for rank in range(size) for chunk in chunks_of(size, rank)])
 
 

@@ -1,8 +1,8 @@
-"""Attention of one block of queries and keys, forward with its logsumexp and backward from it.
+"""Attention of one block of queries and keys: forward with its logsumexp, and backward from it.
 
     S = scale Q K^T     L = log sum_j exp(S_j)     P = exp(S - L)     O = P V
 
-Blocks of the same queries are joined by their logsumexps alone: with L = log(exp(L1) + exp(L2)),
+Blocks of the same queries are merged by their logsumexps alone: with L = log(exp(L1) + exp(L2)),
 
     O = exp(L1 - L) O1 + exp(L2 - L) O2
 
@@ -10,8 +10,8 @@ Backward of a block needs L and O of *all* keys, and is then exact:
 
     D = rowsum(dO * O)    dV = P^T dO    dS = scale P * (dO V^T - D)    dQ = dS K    dK = dS^T Q
 
-torch's flash kernels compute just this. Where there is none, `MatmulKernel` does it with plain
-products; it is also the reference that tests hold the kernels to.
+torch's flash kernels compute exactly this. Without such a kernel, `MatmulKernel` computes it with
+plain products; it is also the reference for tests of the kernels.
 
     B batch, H heads of queries, K heads of keys and values (H is a multiple), S and T positions,
     D width of a head
@@ -54,7 +54,7 @@ class KernelInputs(NamedTuple):
         q: Queries.
         k: Keys.
         v: Values.
-        causal: Whether query i sees keys up to i only.
+        causal: Whether query i attends to keys up to i only.
         scale: Factor of the products.
 
     Shape:
@@ -69,7 +69,7 @@ class KernelInputs(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Computes one block; dtypes of results may be wider than those of the inputs."""
+    """Kernel for one block; dtypes of results may be wider than the inputs'."""
 
     def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block's output (B, H, S, D) and logsumexp (B, H, S)."""
@@ -83,14 +83,14 @@ class Kernel(Protocol):
         Args:
             inputs: Inputs of the forward.
             grad: Gradient of the output.
-            out: Output over all keys, of the dtype of q.
+            out: Output over all keys, in the dtype of q.
             lse: Logsumexp over all keys.
         """
         ...
 
 
 class MatmulKernel:
-    """Plain products, in float32 at least: for every device and dtype."""
+    """Kernel of plain products in float32 at least, for every device and dtype."""
 
     def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
@@ -114,7 +114,7 @@ class MatmulKernel:
 
 
 class FlashKernelCPU:
-    """torch's flash attention on the CPU, for float32, float64, bfloat16 and float16."""
+    """Kernel of torch's flash attention on the CPU, for float32, float64, bfloat16 and float16."""
 
     def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
@@ -132,7 +132,7 @@ class FlashKernelCPU:
 
 
 class FlashKernelCUDA:
-    """torch's flash attention on GPUs, for bfloat16 and float16."""
+    """Kernel of torch's flash attention on GPUs, for bfloat16 and float16."""
 
     def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
@@ -147,7 +147,7 @@ class FlashKernelCUDA:
         """See `Kernel`."""
         q, k, v, causal, scale = inputs
         heads = q.shape[1]
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, of which is none
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is 0
         none: Any = None
         dq, dk, dv = flash_attention_backward(
             *(grad, q, _repeated_as_is(k, heads), _repeated_as_is(v, heads), out, lse),
@@ -192,12 +192,12 @@ def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _repeated_as_is(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return heads of keys or values once for each head of queries."""
+    """Return keys or values with each head repeated for its query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _summed(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Return the gradient of heads of keys or values from those of their repetitions."""
+    """Return the gradient of key or value heads, summed over their repetitions."""
     if x.shape[1] == kv_heads:
         return x
     return _wide(x).view(x.shape[0], kv_heads, -1, *x.shape[2:]).sum(2)

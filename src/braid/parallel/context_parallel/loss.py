@@ -1,7 +1,7 @@
-"""The mean of a loss over a whole sequence of which each rank has some positions.
+"""Mean of a loss over a whole sequence that is sharded over ranks.
 
-A rank's own mean is not enough where positions are left out, such as padding: ranks then have
-different numbers of them. So sums and counts are added over ranks.
+The mean per rank is not enough if positions are ignored, such as padding: ranks then have different
+numbers of positions. So sums and counts are added over ranks.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def mean_over_sequence(
     Args:
         group: Ranks that share the sequences.
         losses: Loss of each of this rank's positions.
-        included: Whether a position has a loss, such as `labels != -100`; all of them when None.
+        included: Whether a position has a loss, such as `labels != -100`; None for all positions.
 
     Shape:
         losses and included: any shape, the same for both. Result: zero-dim.
 
-    Backward: gradients of parameters are those of n times the loss, in terms: average them over the
-    ranks, as DistributedDataParallel does.
+    Backward: gradients of parameters are this rank's terms of n times the gradient of the loss:
+    average them over ranks, as DistributedDataParallel does.
 
     Raises:
-        ConfigError: Shapes differ, or no rank has a position with a loss.
+        ConfigError: Shapes differ, or all positions of all ranks are ignored.
 
     Cost: an all_reduce of 16 bytes forward and backward.
     """
@@ -42,22 +42,27 @@ def mean_over_sequence(
             "must have one shape"
         )
         raise ConfigError(msg)
-    own = losses if included is None else losses.masked_fill(~included, 0)
+    included_losses = losses if included is None else losses.masked_fill(~included, 0)
     count = losses.numel() if included is None else included.sum()
-    numbers = torch.stack([own.sum().double(), torch.as_tensor(count, device=own.device).double()])
+    numbers = torch.stack(
+        [
+            included_losses.sum().double(),
+            torch.as_tensor(count, device=included_losses.device).double(),
+        ]
+    )
     total, num = all_reduce(group, numbers).unbind()
     if not num.item():
-        msg = "no rank has a position with a loss: all of them are left out"
+        msg = "no rank has a position with a loss: all positions are ignored"
         raise ConfigError(msg)
     return (total / num.detach()).to(losses.dtype)
 
 
 def shifted_labels(labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
-    """Return the label that follows each position: shift whole sequences, before they are cut.
+    """Return the label that follows each position; use it before sequences are split.
 
     Args:
-        labels: Labels of whole sequences, whose dim 1 is that of positions.
-        ignore_index: Label of the last position, which nothing follows.
+        labels: Labels of whole sequences, with positions as dim 1.
+        ignore_index: Label of the last position, which has no successor.
     """
     behind = torch.full_like(labels[:, :1], ignore_index)
     return torch.cat([labels[:, 1:], behind], 1)

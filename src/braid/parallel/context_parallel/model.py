@@ -1,15 +1,15 @@
-"""`context_parallel`: run a model on divided sequences without changing its code.
+"""`context_parallel`: runs a model on sharded sequences without changing its code.
 
     context_parallel(model, group)             # on all ranks, with the same model
     loss = model(input_ids=ids, labels=ids).loss     # the same whole batch on all ranks
     loss.backward()                            # then average gradients over the group
 
-Before the model's forward its inputs are cut. During it calls of torch's
-scaled_dot_product_attention are computed over all ranks' positions. What the model returns for
-each position, such as logits, is that of this rank's positions (`gather_sequence` joins it).
+The inputs are split before the model's forward. During the forward, calls of torch's
+scaled_dot_product_attention are computed over all ranks' positions. Results for each position, such
+as logits, cover this rank's positions (`gather_sequence` joins them).
 
-Attention is replaced where it is called, by a mode of torch that each module with children enters.
-So modules that are recomputed in backward (torch.utils.checkpoint) do the same again.
+Attention is replaced by a torch function mode, which each module with children enters. So modules
+that are recomputed in backward (torch.utils.checkpoint) use it as well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from braid.runtime.torch_internals import forward_pre_hooks
 __all__ = ["ContextParallel", "context_parallel"]
 
 WAYS = {"ring": ring_attention, "all_to_all": all_to_all_attention}
-# arguments of models of transformers, and of others that use their names: dim of positions
+# dim of positions of arguments, with the names that models of transformers use
 INPUTS = dict.fromkeys(
     ("input_ids", "inputs_embeds", "token_type_ids", "labels", "position_ids"), 1
 )
@@ -48,40 +48,40 @@ def context_parallel(
     attention: str = "ring",
     inputs: Mapping[str, int] | None = None,
 ) -> ContextParallel:
-    """Let a model run on sequences that are divided over ranks, in place.
+    """Make a model run on sequences that are sharded over ranks, in place.
 
     Args:
-        model: Model, equal on all ranks, whose attention is torch's scaled_dot_product_attention.
+        model: Model, equal on all ranks, with torch's scaled_dot_product_attention.
         group: Ranks that share the sequences; all call the model with the same whole batch.
-        attention: Way to compute it: ring or all_to_all.
+        attention: Algorithm: ring or all_to_all.
         inputs: Dim of positions of each argument of the model's forward that has one, by name;
-            None for the names that models of transformers use; empty for a layer whose inputs are
-            divided already. Give a model that has positions in
-            any other way an argument `position_ids`, which is filled in.
+            None for the names that models of transformers use; empty for a layer with inputs that
+            are sharded already. If a model uses positions in any other way, add an argument
+            `position_ids` to its forward, which is filled in.
 
-    Apart from attention the model must compute each position for itself: neither convolutions along
-    a sequence nor recurrences are divided.
+    Apart from attention, the model must compute each position independently: convolutions along a
+    sequence and recurrences are not supported.
 
     Returns:
-        A handle, whose `remove` gives the model back; also a context manager.
+        A handle with a method `remove` that restores the model; also a context manager.
 
     Raises:
-        ConfigError: The way of attention is not known, forward has none of the arguments, or the
-            model's sequences are divided already.
+        ConfigError: The algorithm is unknown, forward has none of the arguments, or the model's
+            sequences are sharded already.
             Later, in forward: a length that cannot be divided, a mask other than causal, dropout of
             attention, or a model that does not call torch's attention.
 
-    Cost: nothing is sent but by attention, and by the loss of models of transformers.
+    Cost: only attention, and the loss of models of transformers, send messages.
     """
     problems = []
     if not isinstance(group, Group):
-        given = type(group).__name__  # type: ignore[unreachable]
+        kind = type(group).__name__  # type: ignore[unreachable]
         problems.append(
-            f'ranks that share sequences are a group, such as braid.mesh("cp=2")["cp"], got {given}'
+            f'group must be a braid.Group, such as braid.mesh("cp=2")["cp"], got {kind}'
         )
     if any(map(_is_divided, model.modules())):
         problems.append(
-            f"sequences of {type(model).__name__} are divided already: call remove() of the handle "
+            f"sequences of {type(model).__name__} are sharded already: call remove() of the handle "
             "first"
         )
     if attention not in WAYS:
@@ -107,12 +107,12 @@ def _is_divided(module: nn.Module) -> bool:
 
 
 class ContextParallel(AbstractContextManager["ContextParallel"]):
-    """A model that runs on divided sequences; made by `context_parallel`.
+    """Handle of a model that runs on sharded sequences; `context_parallel` creates it.
 
     Args:
         model: The model.
         group: Ranks that share the sequences.
-        attention: Computes attention over ranks.
+        attention: Function that computes attention over ranks.
         inputs: Dim of positions of arguments of forward, by name.
     """
 
@@ -130,7 +130,7 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
         self._attention = attention
         self._num_calls = 0
         self._adapter = Transformers(model, group) if is_transformers(model) else None
-        # hooks in this order: what follows an enter ends with a leave, also when it fails
+        # hooks in this order: a leave follows each enter, also after an exception
         self._handles = [
             hook
             for module in model.modules()
@@ -147,7 +147,7 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
             self._handles += self._adapter.handles
 
     def remove(self) -> None:
-        """Give the model back as it was."""
+        """Restore the model."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -174,38 +174,38 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
     def _split(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cut the inputs, and give the model the positions of this rank."""
+        """Split the inputs, and pass this rank's positions to the model."""
         self._num_calls = 0
         bound = self._signature.bind(*args, **kwargs)
         values, size, rank = bound.arguments, self._group.size, self._group.rank
-        given = {n: dim for n, dim in self._inputs.items() if values.get(n) is not None}
-        if not set(given) - {"position_ids"}:
+        present = {n: dim for n, dim in self._inputs.items() if values.get(n) is not None}
+        if not set(present) - {"position_ids"}:
             msg = (
                 f"{type(model).__name__} was called without any of {', '.join(self._inputs)}: "
                 "there is no sequence to divide"
             )
             raise ConfigError(msg)
-        lengths = {name: values[name].shape[dim] for name, dim in given.items()}
+        lengths = {name: values[name].shape[dim] for name, dim in present.items()}
         if len(set(lengths.values())) > 1:
             msg = f"inputs have sequences of different lengths: {lengths}"
             raise ConfigError(msg)
         (length,) = set(lengths.values())
         if self._adapter is not None:
             self._adapter.prepare(values, length)
-        for name, dim in given.items():
+        for name, dim in present.items():
             if values.get(name) is not None:
                 values[name] = split_sequence(size, rank, values[name], dim)
         if "position_ids" in self._signature.parameters and values.get("position_ids") is None:
-            first = values[next(iter(given))]
-            own = position_ids(size, rank, length, device=first.device)
-            values["position_ids"] = own.unsqueeze(0)
+            first = values[next(iter(present))]
+            positions = position_ids(size, rank, length, device=first.device)
+            values["position_ids"] = positions.unsqueeze(0)
         return bound.args, bound.kwargs
 
     def _check_calls(self, model: nn.Module, _args: object, _output: object) -> None:
         if not self._num_calls:
             msg = (
                 f"{type(model).__name__} has not called torch's scaled_dot_product_attention, so "
-                "each rank's positions have only seen each other: use attention that does "
+                "no position has attended to other ranks: use attention that does "
                 '(attn_implementation="sdpa" for models of transformers)'
             )
             raise ConfigError(msg)
@@ -223,17 +223,17 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
         """Compute a call of scaled_dot_product_attention over all ranks' positions.
 
         Raises:
-            ConfigError: It has a mask other than causal, or dropout.
+            ConfigError: The call has a mask other than causal, or dropout.
         """
         self._num_calls += 1
         problems = []
         if attn_mask is not None:
             problems.append(
-                f"a mask of shape {list(attn_mask.shape)} cannot be divided, only causal attention "
+                f"a mask of shape {list(attn_mask.shape)} is not supported, only causal attention "
                 "(is_causal=True) and attention without a mask"
             )
         if dropout_p:
-            problems.append(f"dropout of attention is not divided, got {dropout_p}: set it to 0")
+            problems.append(f"dropout of attention is not supported, got {dropout_p}: set it to 0")
         if key.shape[1] != query.shape[1] and not options.get("enable_gqa"):
             problems.append(
                 f"{query.shape[1]} heads of queries and {key.shape[1]} of keys need enable_gqa=True"
@@ -244,7 +244,7 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Replaces scaled_dot_product_attention and leaves other functions alone."""
+    """Function mode that replaces scaled_dot_product_attention only."""
 
     def __init__(self, owner: ContextParallel) -> None:
         super().__init__()

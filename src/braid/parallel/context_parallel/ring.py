@@ -1,30 +1,30 @@
-"""Ring attention: keys and values go round the ranks while each computes with those it has.
+"""Ring attention: keys and values are passed around the ranks, which compute in the meantime.
 
     step     rank 0        rank 1        rank 2        rank 3
-    0        q0 with k0    q1 with k1    q2 with k2    q3 with k3        each sends its k, v on
+    0        q0 with k0    q1 with k1    q2 with k2    q3 with k3        each sends its k, v
     1        q0 with k3    q1 with k0    q2 with k1    q3 with k2        while it computes
     2        q0 with k2    q1 with k3    q2 with k0    q3 with k1
     3        q0 with k1    q1 with k2    q2 with k3    q3 with k0
 
-Besides its own a rank has keys and values of two others at most, so the length of a sequence is
-bounded by the memory of all ranks together. Outputs of the steps are joined by their logsumexps
-(see `kernels`).
+In addition to its own, a rank holds keys and values of at most two other ranks, so the length of a
+sequence is limited by the memory of all ranks together. Outputs of the steps are merged by their
+logsumexps (see `kernels`).
 
-Backward is a second pass round the ring, from the logsumexps and without the outputs of single
-steps. The gradients of keys and values travel with them: each rank adds its term, in the order of
-the ring, and the last one sends the sum home. All sums have a fixed order, so two runs are equal
-bitwise.
+Backward is a second pass around the ring. It uses the logsumexps, but no outputs of single steps.
+The gradients of keys and values are sent with them: each rank adds its term, in the order of the
+ring, and the last rank sends the sum to the owner. All sums have a fixed order, so two runs are
+bitwise equal.
 
 Bytes that a rank sends, for n ranks; kv: bytes of a rank's keys and values; wide: bytes of a number
-of sums over bytes of a number (2 for bfloat16):
+in sums divided by bytes of a number (2 for bfloat16):
 
     forward (n-1) kv        backward (n-1) (1 + wide) kv
 
-With as many heads of keys as of queries, a ring sends n/2 times as much forward as all-to-all
-attention (`heads`); with g times fewer heads of keys, n/(g+1) times.
+With equal numbers of key and query heads, a ring sends n/2 times as many bytes in forward as
+all-to-all attention (`heads`); with g times fewer key heads, n/(g+1) times.
 
 Source: H. Liu, M. Zaharia, P. Abbeel, Ring attention with blockwise transformers for near-infinite
-context, 2023; the balanced cut is described in `sequence`.
+context, 2023; `sequence` describes the balanced chunks.
 """
 
 from __future__ import annotations
@@ -59,27 +59,27 @@ def ring_attention(
     Args:
         group: Ranks that share the sequences.
         q: Queries of this rank's positions.
-        k: Keys of this rank's positions; heads of queries are a multiple of theirs.
-        v: Values of this rank's positions, of as many heads as keys.
-        causal: Whether a position sees no later ones.
-        scale: Factor of the products; one over the square root of the width when None.
+        k: Keys of this rank's positions; the number of query heads is a multiple of key heads.
+        v: Values of this rank's positions, with the same number of heads as keys.
+        causal: Whether a position attends to no later positions.
+        scale: Factor of the products; None for one over the square root of the width.
         balanced: Whether a rank's positions are an early and a late chunk (see `split_sequence`);
-            it matters with `causal` only.
+            only used with `causal`.
 
     Shape:
         q: (B, H, s, D); k and v: (B, K, s, D) with s the positions of each rank. Result: as q.
 
     Returns:
-        The output, of the dtype of q; float16 and bfloat16 are summed in float32.
+        The output, in the dtype of q; float16 and bfloat16 are summed in float32.
 
-    Backward: another pass round the ring; every rank calls it.
+    Backward: another pass around the ring; every rank must call it.
 
     Raises:
-        ConfigError: Shapes do not fit; the message has all problems.
-        MismatchError: Ranks have different numbers of positions, heads or another dtype.
+        ConfigError: Shapes are invalid; the message has all problems.
+        MismatchError: Numbers of positions or heads, or dtypes, differ between ranks.
 
-    Cost: n-1 messages of the bytes of k and v forward; backward as many again, and n-1 of their
-        gradients (float32 for float16 and bfloat16). They overlap with n blocks of products.
+    Cost: forward n-1 messages with the bytes of k and v; backward the same, and n-1 messages with
+        their gradients (float32 for float16 and bfloat16). They overlap with n blocks of products.
     """
     q, k, v = as_autocast(q, k, v)
     check_attention(group, q, k, v, halves=causal and balanced)
@@ -90,7 +90,7 @@ def ring_attention(
 
 
 class _Options(NamedTuple):
-    """Arguments of a call that are no tensors."""
+    """Arguments of a call that are not tensors."""
 
     group: Group
     causal: bool
@@ -98,14 +98,14 @@ class _Options(NamedTuple):
     scale: float
 
     def block(self, step: int, length: int) -> AttentionBlock | None:
-        """Return the block of a step; None where everything is masked."""
+        """Return the block of a step; None if all of it is masked."""
         rank = self.group.rank
         source = (rank - step) % self.group.size
         return block_of(rank, source, length, causal=self.causal, balanced=self.balanced)
 
 
 class _Ring(torch.autograd.Function):
-    """Both passes round the ring."""
+    """Autograd function of both passes around the ring."""
 
     @staticmethod
     def forward(
@@ -136,16 +136,16 @@ class _Ring(torch.autograd.Function):
 def _forward_pass(
     options: _Options, kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pass round the ring once; returns output and logsumexp over all keys, in float32 at least."""
-    own = Pair.of(k, v)
+    """Return output and logsumexp over all keys, in float32 at least, after a pass of the ring."""
+    local_pair = Pair.of(k, v)
     out = lse = None
-    for step, pair in enumerate(travelling(options.group, own)):
+    for step, pair in enumerate(travelling(options.group, local_pair)):
         block = options.block(step, q.shape[2])
         if block is None:
             continue
         inputs = _inputs(options, q, pair, block)
         block_out, block_lse = kernel.forward(inputs)
-        if out is None or lse is None:  # a rank's own keys, which all of its queries see some of
+        if out is None or lse is None:  # step 0: each query attends to some of the rank's own keys
             wide = torch.float32 if block_out.dtype in HALF else block_out.dtype
             out, lse = block_out.to(wide, copy=True), block_lse.clone()
         else:
@@ -161,15 +161,15 @@ def _backward_pass(
     grad: torch.Tensor,
     *saved: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pass round the ring again; returns the gradients of the saved q, k and v."""
+    """Return the gradients of the saved q, k and v, after another pass of the ring."""
     q, k, v, out, lse = saved
     group, wide = options.group, lse.dtype
     grad_q = torch.zeros_like(q, dtype=wide)
-    own = Pair.of(torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
+    local_grads = Pair.of(torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
     arriving: Arriving | None = None  # sums for the keys of the next step
     for step, pair in enumerate(travelling(group, Pair.of(k, v))):
-        # the sum for other ranks' keys begins with the first rank that they come to
-        terms = own if step == 0 else own.like(torch.zeros_like(own.flat))
+        # the first rank that receives another rank's keys starts their sum
+        terms = local_grads if step == 0 else local_grads.like(torch.zeros_like(local_grads.flat))
         block = options.block(step, q.shape[2])
         if block is not None:
             rows = block.queries
@@ -185,12 +185,12 @@ def _backward_pass(
             arriving.wait_and_add_to(terms)
         arriving = pass_on(group, terms, GRADIENTS)
     if arriving is not None:
-        arriving.wait_and_add_to(own)
-    return grad_q.to(q.dtype), own.keys.to(k.dtype), own.values.to(v.dtype)
+        arriving.wait_and_add_to(local_grads)
+    return grad_q.to(q.dtype), local_grads.keys.to(k.dtype), local_grads.values.to(v.dtype)
 
 
 def _inputs(options: _Options, q: torch.Tensor, pair: Pair, block: AttentionBlock) -> KernelInputs:
-    """Return the queries of a block with its keys and values."""
+    """Return the queries, keys and values of a block."""
     keys, values = pair.rows(block.keys)
     return KernelInputs(q[:, :, block.queries], keys, values, block.is_causal, options.scale)
 
@@ -201,7 +201,7 @@ def ring_costs(size: int, kv_bytes: int, *, wide: int = 1) -> tuple[Cost, Cost]:
     Args:
         size: Number of ranks.
         kv_bytes: Bytes of a rank's keys and values.
-        wide: Bytes of a number of sums over bytes of a number: 2 for float16 and bfloat16.
+        wide: Bytes of a number in sums divided by bytes of a number: 2 for 16-bit dtypes.
     """
     hops = size - 1
     return Cost(hops, hops * kv_bytes), Cost(2 * hops, hops * (1 + wide) * kv_bytes)

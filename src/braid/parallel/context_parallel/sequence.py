@@ -1,17 +1,17 @@
-"""Cuts of sequences: the positions that each rank has, and how whole sequences are cut and joined.
+"""Sharding of sequences: the positions of each rank, and splitting and joining of sequences.
 
-With causal attention position i looks at i + 1 positions. Were the sequence cut into n pieces in
-their order, the last rank would do most of the work. So it is cut into 2n chunks, of which each
-rank has an early one and a late one, and all ranks do the same work:
+With causal attention position i attends to i + 1 positions. With n contiguous pieces, the last rank
+would do most of the work. So a sequence is split into 2n chunks, an early and a late one for each
+rank, and all ranks do the same work:
 
     n = 3      chunk    0  1  2  3  4  5
                rank     0  1  2  2  1  0        balanced: rank r has chunks r and 2n-1-r
-               rank     0  0  1  1  2  2        not balanced: pieces in their order
+               rank     0  0  1  1  2  2        not balanced: contiguous pieces
 
-All ranks have the same number of positions: other lengths are refused, or padded.
+All ranks have the same number of positions: other lengths raise an error, or are padded.
 
-Source: W. Brandon et al., Striped attention, 2023, for the imbalance; the cut with two chunks is
-that of Megatron-LM's and torch's context parallelism.
+Source: W. Brandon et al., Striped attention, 2023, for the imbalance; two chunks per rank as in
+Megatron-LM's and torch's context parallelism.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def chunks_of(size: int, rank: int, *, balanced: bool = True) -> tuple[int, ...]:
-    """Return the chunks of a rank, in their order; all chunks have the same length."""
+    """Return the chunks of a rank, in order; all chunks have the same length."""
     return (rank, 2 * size - 1 - rank) if balanced and size > 1 else (rank,)
 
 
@@ -51,24 +51,24 @@ def split_sequence(
         rank: Index of the rank.
         x: Whole sequence.
         dim: Dim of positions.
-        balanced: Whether a rank has an early and a late chunk, as causal attention needs it.
+        balanced: Whether a rank has an early and a late chunk, for causal attention.
 
     Raises:
-        ConfigError: The length cannot be divided; the message has the next one that can.
+        ConfigError: The length cannot be divided; the message has the next valid length.
 
-    Cost: nothing is sent.
+    Cost: no messages.
     """
     length = _length(x, dim)
-    own = chunks_of(size, rank, balanced=balanced)
+    chunks = chunks_of(size, rank, balanced=balanced)
     _check_length(size, length, balanced=balanced)
-    width = length // (len(own) * size)
-    return torch.cat([x.narrow(dim, chunk * width, width) for chunk in own], dim)
+    width = length // (len(chunks) * size)
+    return torch.cat([x.narrow(dim, chunk * width, width) for chunk in chunks], dim)
 
 
 def join_sequence(
     parts: Sequence[torch.Tensor], dim: int = 1, *, balanced: bool = True
 ) -> torch.Tensor:
-    """Return the whole sequence of all ranks' positions; the inverse of `split_sequence`.
+    """Return the whole sequence of all ranks' positions; inverse of `split_sequence`.
 
     Args:
         parts: Positions of each rank, in the order of ranks.
@@ -76,21 +76,21 @@ def join_sequence(
         balanced: See `split_sequence`.
 
     Raises:
-        ConfigError: Ranks have different numbers of positions, or an odd number.
+        ConfigError: Numbers of positions differ between ranks, or are odd.
     """
     lengths = [_length(part, dim) for part in parts]
-    own = len(chunks_of(len(parts), 0, balanced=balanced))
-    if len(set(lengths)) > 1 or lengths[0] % own:
+    num_chunks = len(chunks_of(len(parts), 0, balanced=balanced))
+    if len(set(lengths)) > 1 or lengths[0] % num_chunks:
         msg = (
-            f"parts of {lengths} positions are no division of a sequence over {len(parts)} ranks: "
-            f"all ranks have the same number of positions, a multiple of {own}"
+            f"parts of {lengths} positions are not a sequence split over {len(parts)} ranks: all "
+            f"ranks must have the same number of positions, a multiple of {num_chunks}"
         )
         raise ConfigError(msg)
     by_chunk = {
         chunk: piece
         for rank, part in enumerate(parts)
         for chunk, piece in zip(
-            chunks_of(len(parts), rank, balanced=balanced), part.chunk(own, dim), strict=True
+            chunks_of(len(parts), rank, balanced=balanced), part.chunk(num_chunks, dim), strict=True
         )
     }
     return torch.cat([by_chunk[chunk] for chunk in range(len(by_chunk))], dim)
@@ -107,7 +107,7 @@ def gather_sequence(
         dim: Dim of positions.
         balanced: See `split_sequence`.
 
-    Backward: each rank's positions get the sum of all ranks' gradients.
+    Backward: each rank's positions receive the sum of all ranks' gradients.
 
     Cost: (n-1)/n l bytes forward and backward, with l the bytes of the whole sequence.
     """
@@ -119,7 +119,7 @@ def gather_sequence(
 def position_ids(
     size: int, rank: int, length: int, *, balanced: bool = True, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return the positions that a rank has.
+    """Return the positions of a rank.
 
     Args:
         size: Number of ranks.
@@ -143,9 +143,9 @@ def padded_length(size: int, length: int, *, balanced: bool = True) -> int:
 def pad_sequence(
     size: int, x: torch.Tensor, value: float, dim: int = 1, *, balanced: bool = True
 ) -> torch.Tensor:
-    """Return a sequence with values behind its end, so that it can be divided over `size` ranks.
+    """Return a sequence padded at its end, so that it can be divided over `size` ranks.
 
-    With causal attention no earlier position sees them; leave them out of the loss.
+    With causal attention no earlier position attends to the padding; ignore it in the loss.
 
     Args:
         size: Number of ranks.
@@ -174,6 +174,6 @@ def _check_length(size: int, length: int, *, balanced: bool) -> None:
     chunks = size * len(chunks_of(size, 0, balanced=balanced))
     msg = (
         f"a sequence of {length} positions cannot be divided over {size} ranks in {chunks} equal "
-        f"chunks: cut it, or pad it to {fitting} positions with pad_sequence"
+        f"chunks: shorten it, or pad it to {fitting} positions with pad_sequence"
     )
     raise ConfigError(msg)

@@ -1,12 +1,11 @@
-"""Adaptation of models of transformers, which make masks and shift labels themselves.
+"""Adaptation of models of transformers, which create masks and shift labels themselves.
 
-Masks: transformers makes a mask from positions that do not follow each other, as those of a rank's
-two chunks. It does not where it is given a mask of four dims; so it is given a marker, which is
-taken away again at the modules that call attention. These then ask for causal attention by its
-name.
+Masks: transformers creates a mask if positions are not consecutive, as in a rank's two chunks. It
+does not if it gets a mask of four dims. So it gets a marker with four dims, which a hook removes
+before the modules that call attention. These then request causal attention by its name.
 
 Losses: a causal language model shifts labels by one position and takes the mean. Both need the
-whole sequence: labels are shifted before they are cut, and the loss is that of all ranks.
+whole sequence: labels are shifted before they are split, and the loss is the mean over all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = ["Transformers", "is_transformers"]
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Return whether a model is one of transformers, or derived from one."""
+    """Return whether the class of a model is from transformers, or a subclass of one."""
     return any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__)
 
 
@@ -41,7 +40,7 @@ class Transformers:
         group: Ranks that share the sequences.
 
     Attributes:
-        handles: Hooks that were registered.
+        handles: Registered hooks.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
@@ -60,7 +59,7 @@ class Transformers:
             cast("Any", model).loss_function = self._loss
 
     def remove(self) -> None:
-        """Give the model its own loss back."""
+        """Restore the model's loss function."""
         if not self._shifts:
             return
         if self._own_loss is None:
@@ -69,22 +68,22 @@ class Transformers:
             cast("Any", self._model).loss_function = self._own_loss
 
     def prepare(self, values: MutableMapping[str, Any], length: int) -> None:
-        """Change arguments of forward before they are cut: the mask, and labels.
+        """Change arguments of forward before they are split: the mask, and labels.
 
         Args:
             values: Arguments by name.
             length: Length of the whole sequences.
 
         Raises:
-            ConfigError: Some layers do not look at all positions, the mask leaves positions out, or
-                the loss is not that of a causal model.
+            ConfigError: Some layers do not attend to all positions, the mask excludes positions, or
+                the loss is not a causal model's.
         """
         _check_layers(self._model, length)
         mask = values.get("attention_mask")
         if mask is not None and not (mask.dim() == 2 and bool(mask.all())):
             msg = (
                 f"an attention_mask of shape {list(mask.shape)} that leaves positions out is not "
-                "divided: put padding behind the sequences, where causal attention does not see "
+                "supported: put padding behind the sequences, where causal attention does not use "
                 "it, give it the label -100, and leave attention_mask out"
             )
             raise ConfigError(msg)
@@ -94,7 +93,7 @@ class Transformers:
             return
         if not self._shifts:
             msg = (
-                f"the loss of {type(self._model).__name__} is not divided: leave labels out, and "
+                f"the loss of {type(self._model).__name__} is not supported: leave labels out, and "
                 "compute it from the logits with mean_over_sequence"
             )
             raise ConfigError(msg)
@@ -103,10 +102,10 @@ class Transformers:
     def _unmark(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Take the marker away from the arguments of a module."""
+        """Remove the marker from the arguments of a module."""
         marker = self._marker
-        own = tuple(None if x is marker else x for x in args)
-        return own, {name: None if x is marker else x for name, x in kwargs.items()}
+        unmarked = tuple(None if x is marker else x for x in args)
+        return unmarked, {name: None if x is marker else x for name, x in kwargs.items()}
 
     def _loss(
         self,
@@ -127,7 +126,7 @@ class Transformers:
 
 
 def _check_layers(model: nn.Module, length: int) -> None:
-    """Raise ConfigError for layers that look at a window of positions, or mix them otherwise."""
+    """Raise ConfigError for layers that attend to a window of positions, or mix positions."""
     config: Any = getattr(model, "config", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None) or getattr(
@@ -142,7 +141,7 @@ def _check_layers(model: nn.Module, length: int) -> None:
     layers = f"layers of {', '.join(others)}" if others else "attention"
     within = "" if is_short else f" within windows of {window} of {length} positions"
     msg = (
-        f"{type(model).__name__} has {layers}{within}, which is not divided: only attention to all "
+        f"{type(model).__name__} has {layers}{within}, not supported: only attention to all "
         "positions, or to all earlier ones"
     )
     raise ConfigError(msg)
@@ -155,6 +154,6 @@ def _classes_second(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _is_leaf_of_modules(module: nn.Module) -> bool:
-    """Return whether a module has children that have none, as layers of attention do."""
+    """Return whether all children of a module have no children, as in attention layers."""
     children = list(module.children())
     return bool(children) and all(next(child.children(), None) is None for child in children)

@@ -1,7 +1,7 @@
-"""Keys and values on their way round a ring of ranks: rank r sends to r+1 and receives from r-1.
+"""Messages of keys and values around a ring of ranks: rank r sends to r+1 and receives from r-1.
 
-A message is under way while the block before it is computed, so a rank has two of them at a time.
-The progress thread takes the steps of large ones: the thread that computes is busy.
+A message is sent while the previous block is computed, so a rank holds two pairs at a time. The
+progress thread takes the steps of large messages, because the computing thread is busy.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from braid.parallel.context_parallel.arguments import shapes_differ
 
 __all__ = ["GRADIENTS", "KEYS", "Arriving", "Pair", "pass_on", "travelling"]
 
-SMALL_BYTES = 256 << 10  # a message up to here is handed over when it is sent: no step is left
-KEYS, GRADIENTS = 1, 2  # tags: messages of one kind may overtake those of the other
+SMALL_BYTES = 256 << 10  # up to this size, sending completes without further steps
+KEYS, GRADIENTS = 1, 2  # tags, so that messages of one kind may overtake the other kind
 
 
 class Pair(NamedTuple):
-    """Keys and values, or their gradients, in one stretch of memory: one message.
+    """Keys and values, or their gradients, in contiguous memory, sent as one message.
 
     Attributes:
         flat: Elements of both.
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 
     @property
     def message(self) -> torch.Tensor:
-        """Elements of both, in a shape that says in errors what they are."""
+        """Elements of both, in a shape that errors can show."""
         alike = self.keys.shape == self.values.shape
         return self.flat.view(2, *self.keys.shape) if alike else self.flat
 
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
         return _views(flat, keys.shape, values.shape)
 
     def like(self, flat: torch.Tensor) -> Pair:
-        """Return a pair of the same shapes in other memory."""
+        """Return a pair with the same shapes in other memory."""
         return _views(flat, self.keys.shape, self.values.shape)
 
     def rows(self, positions: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,16 +57,16 @@ class Pair(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """A pair that is received while another one is sent."""
+    """Pair that is being received while another one is being sent."""
 
     work: Works
     pair: Pair
 
     def wait(self) -> Pair:
-        """Return the pair when it has come, and the other one has been sent.
+        """Return the pair once it is received, and the other one is sent.
 
         Raises:
-            MismatchError: The rank before has other shapes.
+            MismatchError: The previous rank has other shapes.
         """
         try:
             self.work.wait()
@@ -75,12 +75,12 @@ class Arriving(NamedTuple):
         return self.pair
 
     def wait_and_add_to(self, pair: Pair) -> None:
-        """Add the pair that comes to another one."""
+        """Wait for the received pair, and add it to `pair`."""
         pair.flat.add_(self.wait().flat)
 
 
 def pass_on(group: Group, pair: Pair, tag: int) -> Arriving:
-    """Start to send a pair to the next rank, and to receive that of the rank before."""
+    """Start to send a pair to the next rank, and to receive the previous rank's pair."""
     other = pair.like(torch.empty_like(pair.flat))
     is_small = pair.flat.nbytes <= SMALL_BYTES
     with group.coalesce(steps_by=StepsBy.CALLER if is_small else StepsBy.THREAD) as block:
@@ -90,7 +90,7 @@ def pass_on(group: Group, pair: Pair, tag: int) -> Arriving:
 
 
 def travelling(group: Group, pair: Pair) -> Iterator[Pair]:
-    """Yield the pairs of all ranks, from this rank's backwards; the next one is under way."""
+    """Yield the pairs of all ranks, from this rank's backwards, while the next one is received."""
     for step in range(group.size):
         arriving = pass_on(group, pair, KEYS) if step < group.size - 1 else None
         yield pair

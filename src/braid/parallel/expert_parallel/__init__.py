@@ -1,4 +1,4 @@
-"""Expert parallelism: mixtures of experts whose experts are divided over ranks."""
+"""Expert parallelism: mixtures of experts with different experts on different ranks."""
 
 from __future__ import annotations
 

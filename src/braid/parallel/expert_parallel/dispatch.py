@@ -1,15 +1,15 @@
-"""The way of tokens to the ranks of their experts, and back.
+"""Exchange of tokens with the ranks of their experts, and back.
 
     token 0  chose experts 2, 0        rank 0 has experts 0 and 1, rank 1 has 2 and 3
     token 1  chose experts 1, 3
 
     kept choices by expert     (0, e0) (1, e1) | (0, e2) (1, e3)
     all_to_all                 to rank 0       | to rank 1
-    experts                    each rank runs its own on what came, in the order of ranks
+    experts                    each rank runs its experts on received rows, in the order of ranks
     all_to_all back, and the sum of a token's choices, each times its weight
 
-Ranks first tell each other how many choices each expert has. So messages have their exact lengths,
-without padding to a capacity.
+Ranks first exchange the number of choices of each expert. So messages have exact lengths, without
+padding to a capacity.
 
 Source: D. Lepikhin et al., GShard, 2020; exact lengths as in T. Gale et al., MegaBlocks, 2023.
 """
@@ -33,16 +33,16 @@ class Dispatch:
     """Exchange of tokens for one set of choices.
 
     Args:
-        group: Ranks that share the experts; each has as many, in the order of ranks.
+        group: Ranks that share the experts; each has the same number, in the order of ranks.
         experts: Chosen experts of this rank's tokens, (T, k).
         num_experts: Number of experts over all ranks.
-        capacity_factor: Capacity over the even share; None drops nothing.
+        capacity_factor: Capacity divided by the even share; None drops nothing.
 
     Attributes:
-        counts: Number of choices of each expert by each rank before any are dropped, (n, E).
-        kept: Number of choices of each expert by each rank that are not dropped, (n, E).
+        counts: Number of choices of each expert by each rank before dropping, (n, E).
+        kept: Number of choices of each expert by each rank after dropping, (n, E).
 
-    Cost: an all_gather of 8 E bytes a rank.
+    Cost: an all_gather of 8 E bytes per rank.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Dispatch:
     ) -> None:
         self._group = group
         self._experts = experts
-        own = experts.flatten().bincount(minlength=num_experts)
-        self.counts = group.all_gather(own.unsqueeze(0))
+        num_chosen = experts.flatten().bincount(minlength=num_experts)
+        self.counts = group.all_gather(num_chosen.unsqueeze(0))
         limits = [capacity_of(int(n), num_experts, capacity_factor) for n in self.counts.sum(1)]
-        limit = torch.tensor(limits, device=own.device).unsqueeze(1)
+        limit = torch.tensor(limits, device=num_chosen.device).unsqueeze(1)
         self.kept = self.counts.minimum(limit)
         keep = keep_within(experts, num_experts, limits[group.rank]).flatten()
         order = experts.flatten().argsort(stable=True)
@@ -70,12 +70,13 @@ class Dispatch:
         self._local = local.repeat_interleave(here.flatten())
 
     def run(self, x: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
-        """Send tokens to their experts and return the weighted sums of what they make of them.
+        """Send tokens to their experts and return the weighted sums of the experts' outputs.
 
         Args:
             x: This rank's tokens, (T, D).
             weights: Factor of each choice, (T, k).
-            experts: Maps rows (R, D) and the index of each row's expert on this rank (R,) to rows.
+            experts: Function of rows (R, D) and each row's local expert index (R,) that returns
+                rows.
 
         Cost: two all_to_alls of the kept choices forward and two backward, (n-1)/n of k T D numbers
             each if the load is even.
@@ -87,7 +88,7 @@ class Dispatch:
         rows = experts(rows, self._local)
         back = {"send_sizes": self._receive_sizes, "receive_sizes": self._send_sizes}
         rows = all_to_all(self._group, rows, **back)
-        # each choice has a row of its own: sums of a token have a fixed order
+        # one row per choice: sums of a token have a fixed order
         results = rows.new_zeros(num_tokens * num_choices, rows.shape[-1])
         results = results.index_copy(0, self._rows, rows)
         results = results.view(num_tokens, num_choices, rows.shape[-1])

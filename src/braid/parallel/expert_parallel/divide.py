@@ -1,14 +1,14 @@
-"""`divide_experts`: experts of a whole model, divided over ranks in place.
+"""`divide_experts`: shards the experts of a whole model over ranks, in place.
 
 Models of transformers (Mixtral, Qwen2-MoE, Qwen3-MoE and others) keep the experts of a layer in one
 module with parameters of three dims, (expert, ...), and call it with tokens and choices:
 
     experts(hidden_states, top_k_index, top_k_weights)
 
-Layers of `MixtureOfExperts` that one rank has alone are divided, too.
+Layers of `MixtureOfExperts` with a group of one rank are sharded as well.
 
 Each rank keeps some experts of these parameters. The module's own forward then runs them on the
-tokens that have come from all ranks, each with one choice of weight 1.
+tokens received from all ranks, with one choice of weight 1 per token.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
 def divide_experts(model: nn.Module, group: Group) -> list[str]:
-    """Divide the experts of a model over ranks, in place; the model drops nothing.
+    """Shard the experts of a model over ranks, in place; no tokens are dropped.
 
-    Each rank calls the model with tokens of its own. Parameters keep their names and objects; see
+    Each rank calls the model with different tokens. Parameters keep their names and objects; see
     `average_gradients` for their gradients.
 
     Args:
@@ -42,11 +42,11 @@ def divide_experts(model: nn.Module, group: Group) -> list[str]:
         group: Ranks that share the experts.
 
     Returns:
-        Names of the modules whose experts were divided.
+        Names of the modules with experts that were sharded.
 
     Raises:
-        ConfigError: There are no experts of the form above, their number cannot be divided, or they
-            are divided already; nothing has been changed.
+        ConfigError: The model has no experts of the form above, their number cannot be divided, or
+            they are sharded already; nothing has been changed.
     """
     names = [name for name, module in model.named_modules() if _has_experts(module)]
     problems = []
@@ -70,13 +70,13 @@ def divide_experts(model: nn.Module, group: Group) -> list[str]:
 
 @torch.no_grad()
 def undivide_experts(model: nn.Module, group: Group) -> None:
-    """Make divided experts whole again on all ranks, in place; gradients are dropped.
+    """Gather sharded experts on all ranks, in place; gradients are dropped.
 
     Args:
-        model: Model that `divide_experts` has divided.
+        model: Model that `divide_experts` has sharded.
         group: Ranks that share the experts.
 
-    Cost: an all_gather of each parameter of experts.
+    Cost: an all_gather of each expert parameter.
     """
     for _, module in model.named_modules():
         if isinstance(module, MixtureOfExperts):
@@ -91,14 +91,14 @@ def undivide_experts(model: nn.Module, group: Group) -> None:
 
 
 def _divide(module: nn.Module, group: Group) -> None:
-    """Keep this rank's experts, and send tokens to those of others."""
+    """Keep this rank's experts, and replace forward by one that sends tokens to all experts."""
     if isinstance(module, MixtureOfExperts):
         module.divide(group)
         return
     total = _number(module)
-    own = slice(group.rank * total // group.size, (group.rank + 1) * total // group.size)
+    experts = slice(group.rank * total // group.size, (group.rank + 1) * total // group.size)
     for param in _params(module):
-        param.data = param.data[own].clone()
+        param.data = param.data[experts].clone()
         param.grad = None
         mark_experts(group, param)
     whole = module.forward
@@ -114,7 +114,7 @@ def _forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Run experts of all ranks on this rank's tokens; `own` runs those of this rank."""
+    """Run experts of all ranks on this rank's tokens; `own` runs the experts of this rank."""
 
     def experts(rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         if not len(rows):
@@ -126,7 +126,7 @@ def _forward(
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """Return whether a module has experts in the form that can be divided."""
+    """Return whether a module has experts in the supported form."""
     if isinstance(module, MixtureOfExperts):
         return True
     if not isinstance(getattr(module, "num_experts", None), int) or not list(_params(module)):
@@ -137,14 +137,14 @@ def _has_experts(module: nn.Module) -> bool:
 
 
 def _params(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters whose first dim is that of experts."""
+    """Yield the parameters that have the experts as first dim."""
     for param in module.parameters(recurse=False):
         if param.dim() > 1 and len(param) == _number(module):
             yield param
 
 
 def _is_divided(module: nn.Module) -> bool:
-    """Return whether a module's experts have been divided."""
+    """Return whether a module's experts have been sharded."""
     if isinstance(module, MixtureOfExperts):
         return module.group.size > 1
     return "forward" in module.__dict__

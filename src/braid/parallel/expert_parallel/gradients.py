@@ -1,10 +1,10 @@
-"""Gradients of models with divided experts: averages, and their norm.
+"""Gradients of models with sharded experts: averages, and their norm.
 
-Parameters of experts differ between ranks, all others are equal. A backward leaves
+Parameters of experts differ between ranks, all others are equal. After backward
 
-                  gradient of               made the gradient of the mean loss by
-    experts       the sum of all losses     dividing by the number of ranks
-    others        this rank's loss          an all_reduce
+                  `.grad` is the gradient of   converted to the gradient of the mean loss by
+    experts       the sum of all losses        dividing by the number of ranks
+    others        this rank's loss             an all_reduce
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ __all__ = ["average_gradients", "clip_grad_norm_", "is_of_experts"]
 
 
 def is_of_experts(param: torch.Tensor) -> bool:
-    """Return whether ranks have different experts in a parameter."""
+    """Return whether a parameter holds different experts on different ranks."""
     return len(param.__dict__.get("braid_experts", ())) > 1
 
 
 @torch.no_grad()
 def average_gradients(model: nn.Module, group: Group, replicas: Group | None = None) -> None:
-    """Make gradients those of the mean of all ranks' losses, in place.
+    """Convert gradients to gradients of the mean of all ranks' losses, in place.
 
-    A parameter without a gradient on this rank counts as having zeros where another rank has one;
-    a parameter that no rank has used keeps the gradient None.
+    If any rank has a gradient of a parameter, ranks without one add zeros; a parameter that no rank
+    has used keeps the gradient None.
 
     Args:
-        model: Model with divided experts.
-        group: Ranks that share them.
-        replicas: Ranks that have the same experts, if there are several such groups.
+        model: Model with sharded experts.
+        group: Ranks that share the experts.
+        replicas: Ranks that have the same experts, if there are several groups of experts.
 
-    Cost: one all_reduce of a byte per parameter, and one of the gradients of all parameters but
+    Cost: one all_reduce of a byte per parameter, and one of the gradients of all parameters except
         experts; with `replicas` one more of each over them.
     """
     params = [param for param in model.parameters() if param.requires_grad]
@@ -63,7 +63,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: Group) -> torch.Te
     Experts count on all ranks, other parameters once. Call it after `average_gradients`.
 
     Args:
-        model: Model with divided experts.
+        model: Model with sharded experts.
         max_norm: Largest norm.
         group: Ranks that share the experts.
 

@@ -1,16 +1,16 @@
-"""A mixture of experts whose experts are divided over ranks.
+"""Mixture of experts with different experts on different ranks.
 
                  ┌─ expert 0 ─┐  rank 0
-    x ─ router ──┼─ expert 1 ─┼── y         each rank has its own tokens, a whole router
+    x ─ router ──┼─ expert 1 ─┼── y         each rank has different tokens, a copy of the router
                  ├─ expert 2 ─┤  rank 1     and E/n of the experts
                  └─ expert 3 ─┘
 
-An expert is a perceptron: down(activation(up(x))). A token passes k of them, so the layer has E/k
-times the parameters of one that computes as much.
+An expert is a perceptron: down(activation(up(x))). A token passes k of E experts, so the layer has
+E/k times the parameters of a dense layer with the same compute.
 
-Gradients of experts come from the tokens of all ranks: after backward they are those of the sum of
-all ranks' losses, and those of all other parameters are of this rank's loss. `average_gradients`
-makes both the gradients of the mean.
+Experts receive tokens of all ranks: after backward, their gradients belong to the sum of all ranks'
+losses. Gradients of all other parameters belong to this rank's loss. `average_gradients` converts
+both to gradients of the mean.
 
 Source: N. Shazeer et al., Outrageously large neural networks, 2017; W. Fedus et al., Switch
 transformers, 2022.
@@ -34,15 +34,16 @@ __all__ = ["MixtureOfExperts", "auxiliary_loss", "check_experts", "mark_experts"
 
 
 class MixtureOfExperts(nn.Module):
-    """A layer of experts, of which each rank has some.
+    """Layer of experts, with some of them on each rank.
 
     Args:
         dim: Length of a token.
         hidden: Width of an expert.
         num_experts: Number of experts over all ranks.
-        group: Ranks that share them.
-        top_k: Number of experts that a token passes.
-        capacity_factor: Tokens of a rank that an expert takes, over the even share; None for all.
+        group: Ranks that share the experts.
+        top_k: Number of experts per token.
+        capacity_factor: Largest number of tokens of a rank per expert, divided by the even share;
+            None for no limit.
         activation: Function between the two layers of an expert.
         seed: Seed of the initial values, which do not depend on the number of ranks.
 
@@ -54,7 +55,7 @@ class MixtureOfExperts(nn.Module):
         (..., dim) -> (..., dim); ranks may have different numbers of tokens.
 
     Raises:
-        ConfigError: Numbers do not fit; the message has all problems.
+        ConfigError: Numbers are out of range; the message has all problems.
     """
 
     load_balance_loss: torch.Tensor
@@ -85,20 +86,22 @@ class MixtureOfExperts(nn.Module):
         self.capacity_factor = capacity_factor
         self.activation = activation
         count = num_experts // group.size
-        own = range(group.rank * count, (group.rank + 1) * count)
+        local_experts = range(group.rank * count, (group.rank + 1) * count)
         self.router = nn.Parameter(_drawn(f"{seed}/router", num_experts, dim))
-        self.up = nn.Parameter(torch.stack([_drawn(f"{seed}/{e}/up", hidden, dim) for e in own]))
+        self.up = nn.Parameter(
+            torch.stack([_drawn(f"{seed}/{e}/up", hidden, dim) for e in local_experts])
+        )
         self.down = nn.Parameter(
-            torch.stack([_drawn(f"{seed}/{e}/down", dim, hidden) for e in own])
+            torch.stack([_drawn(f"{seed}/{e}/down", dim, hidden) for e in local_experts])
         )
         mark_experts(group, self.up, self.down)
-        self._whole_group: Group | None = None  # before divide()
+        self._whole_group: Group | None = None  # group before divide()
         self._counts = self._kept = torch.zeros(group.size, num_experts, dtype=torch.int64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the experts of each token make of it; a collective.
+        """Return the weighted sum of the experts' outputs for each token; a collective.
 
-        Cost: an all_gather of 8 E bytes a rank, and two all_to_alls; see `Dispatch`.
+        Cost: an all_gather of 8 E bytes per rank, and two all_to_alls; see `Dispatch`.
         """
         tokens = x.reshape(-1, x.shape[-1])
         routing = route(tokens, self.router, self.top_k)
@@ -110,13 +113,13 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def divide(self, group: Group) -> None:
-        """Keep this rank's experts of a layer that has all, in place; the same on all ranks.
+        """Keep this rank's experts of a layer that has all of them, in place; call on all ranks.
 
         Args:
             group: Ranks that share the experts from now on.
 
         Raises:
-            ConfigError: Their number cannot be divided, or they are divided already.
+            ConfigError: Their number cannot be divided, or they are sharded already.
         """
         problems = check_experts(self.num_experts, group.size)
         if self.group.size > 1:
@@ -132,7 +135,7 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def undivide(self) -> None:
-        """Give each rank all experts again, if `divide` has divided them; a collective."""
+        """Gather all experts on each rank, if `divide` has sharded them; a collective."""
         if self._whole_group is None:
             return
         for param in (self.up, self.down):
@@ -143,13 +146,13 @@ class MixtureOfExperts(nn.Module):
         self._counts = self._kept = torch.zeros(1, self.num_experts, dtype=torch.int64)
 
     def statistics(self) -> dict[str, float]:
-        """Return numbers of the last forward over all ranks, such as for `braid.log`.
+        """Return statistics of the last forward over all ranks, for example for `braid.log`.
 
         Returns:
-            `dropped_share` of all choices, and for each expert `load_E`, its choices over the even
-            share. The same on all ranks.
+            `dropped_share` of all choices, and `load_E` for each expert E: its choices divided by
+            the even share. The same on all ranks.
 
-        Cost: nothing is sent.
+        Cost: no messages.
         """
         total = max(int(self._counts.sum()), 1)
         loads = self._counts.sum(0) * (self.num_experts / total)
@@ -160,7 +163,7 @@ class MixtureOfExperts(nn.Module):
         }
 
     def extra_repr(self) -> str:
-        """Return what `repr` shows: sizes, and the experts of this rank."""
+        """Return sizes, and the experts of this rank, for `repr`."""
         count, hidden, dim = self.up.shape
         first = self.group.rank * count
         return (
@@ -169,7 +172,7 @@ class MixtureOfExperts(nn.Module):
         )
 
     def _experts(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """Run this rank's experts, each on all of its rows at once."""
+        """Run this rank's experts, each on all of its rows in one call."""
         order = local.argsort(stable=True)
         counts = local.bincount(minlength=len(self.up)).tolist()
         parts = rows.index_select(0, order).split_with_sizes(counts)
@@ -183,7 +186,7 @@ class MixtureOfExperts(nn.Module):
 def auxiliary_loss(
     model: nn.Module, *, load_balance: float = 0.01, router_z: float = 0.001
 ) -> torch.Tensor:
-    """Return the weighted sum of this rank's terms of all layers' losses of their last forward.
+    """Return the weighted sum of this rank's router losses, over all layers' last forwards.
 
     Args:
         model: Model with mixtures of experts.
@@ -202,7 +205,7 @@ def auxiliary_loss(
 
 
 def check_experts(num_experts: int, size: int) -> list[str]:
-    """Return problems of dividing experts over ranks."""
+    """Return problems of sharding experts over ranks; an empty list if there are none."""
     if num_experts > 0 and num_experts % size == 0:
         return []
     valid = [n for n in range(1, max(num_experts, 0) + 1) if num_experts % n == 0]
@@ -211,13 +214,13 @@ def check_experts(num_experts: int, size: int) -> list[str]:
 
 
 def mark_experts(group: Group, *params: nn.Parameter) -> None:
-    """Note that the ranks of a group have different experts in these parameters."""
+    """Mark parameters that hold different experts on the ranks of a group."""
     for param in params:
         param.__dict__["braid_experts"] = group.ranks
 
 
 def _drawn(name: str, rows: int, columns: int) -> torch.Tensor:
-    """Return initial values that depend on the name alone."""
+    """Return initial values that depend on the name only."""
     generator = torch.Generator().manual_seed(text_digest(name))
     values = torch.randn(rows, columns, generator=generator)
     return values.mul_(columns**-0.5)

@@ -1,4 +1,4 @@
-"""Models that are no row of layers: captured at module boundaries, and cut into stages."""
+"""Capture of models at module boundaries, and their split into stages of a pipeline."""
 
 from __future__ import annotations
 

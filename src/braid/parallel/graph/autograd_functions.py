@@ -1,10 +1,10 @@
-"""Function modes that also see the calls of autograd.Functions.
+"""Function modes that also intercept the calls of autograd.Functions.
 
-Problem: function modes of torch see the operations in a function's forward, and not its backward,
-which a graph of these operations then lacks. torch has no place to observe `Function.apply`.
+Problem: torch's function modes see the operations in the forward of an autograd.Function, but not
+its backward, which a graph of these operations would lack. torch has no hook on `Function.apply`.
 
-Idea: `apply` is replaced while some model is captured. The replacement knows no mode: it looks for
-one among the modes of the calling thread, so other threads and other captures are unaffected.
+Idea: `apply` is replaced while any model is captured. The replacement looks for a mode among the
+modes of the calling thread, so other threads and other captures are unaffected.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["FunctionMode", "functions_seen"]
 
 
 class FunctionMode(TorchFunctionMode):
-    """Function mode whose `call_function` gets the calls of autograd.Functions.
+    """Function mode with a method `call_function` for calls of autograd.Functions.
 
-    It gets the calls of this thread inside of `functions_seen`, apart from calls that
-    torch.utils.checkpoint makes itself.
+    The method gets the calls of this thread inside of `functions_seen`, except for calls that
+    torch.utils.checkpoint makes internally.
     """
 
     sees_functions: Any = True
@@ -46,7 +46,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 class _FunctionsSeen:
-    """Replaces `apply` of autograd.Function until the last capture that runs has ended."""
+    """Context that replaces `apply` of autograd.Function while any capture runs."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -67,9 +67,9 @@ class _FunctionsSeen:
                 torch.autograd.Function.apply = self._original  # type: ignore[method-assign]
 
     def original(self, cls: type[torch.autograd.Function]) -> Callable[..., Any]:
-        """Return torch's own `apply` of a function."""
-        own: Callable[..., Any] = self._original.__get__(None, cls)
-        return own
+        """Return torch's own `apply` of an autograd.Function."""
+        apply: Callable[..., Any] = self._original.__get__(None, cls)
+        return apply
 
 
 functions_seen = _FunctionsSeen()

@@ -7,11 +7,11 @@
     3      function   add               1, 3     4
     4      module     transformer.h.0   4        5
 
-Inputs and outputs are numbers of values. A cut between two nodes is crossed by the values that are
-made before it and used after it, so a stage hands on a set of tensors, not one.
+Inputs and outputs are numbers of values. The values that cross a cut are computed before it and
+used after it, so a stage sends a set of tensors to the next stage, not a single tensor.
 
-An operation that writes in place gives new numbers to the tensor and to all views of it. They must
-be made on the rank that writes, so no cut may lie between their first use and the write.
+An operation that writes in place gives new numbers to the tensor and all its views. Because they
+must be computed on the rank that writes, there is no cut between their first use and the write.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class ByMode(NamedTuple):
 
 
 class BatchDevice(NamedTuple):
-    """The device of the batch, in the place of the one of the example."""
+    """Placeholder for the device of the batch, instead of the example's device."""
 
 
 class Modes(NamedTuple):
     """Modes that a model sets around its calls.
 
     Attributes:
-        grad: Whether gradients are recorded; None where the model leaves it to its caller.
-        autocast: Device type, whether it is on, and dtype, for each one that the model sets.
+        grad: Whether gradients are recorded; None if the model does not set it.
+        autocast: Device type, whether it is on, and dtype, for each autocast that the model sets.
     """
 
     grad: bool | None = None
@@ -72,16 +72,16 @@ class Modes(NamedTuple):
 
 
 class GraphNode(NamedTuple):
-    """One call.
+    """Call of a module or a function.
 
     Attributes:
         kind: `module` or `function`.
         target: Name of the module, or the function.
-        tree: Positional and keyword arguments, with places instead of tensors.
-        inputs: Values in these places.
-        result_tree: Result, with places instead of tensors.
-        outputs: Values in these places.
-        where: Line of the model that made the call.
+        tree: Positional and keyword arguments, with placeholders instead of tensors.
+        inputs: Values of these placeholders.
+        result_tree: Result, with placeholders instead of tensors.
+        outputs: Values of these placeholders.
+        where: Line of the model with the call.
         writes: Values that are written in place, with their numbers before and after.
         modes: Modes that the model sets around the call.
         is_checkpointed: Whether the model calls it under `torch.utils.checkpoint`.
@@ -107,32 +107,32 @@ class GraphNode(NamedTuple):
 
     @property
     def made(self) -> tuple[int, ...]:
-        """Values that the call makes or writes."""
+        """Values that the call returns or writes."""
         return (*self.outputs, *(new for _, new in self.writes))
 
     def __str__(self) -> str:
-        given, made = (", ".join(map(str, values)) for values in (self.inputs, self.outputs))
-        return f"{self.name}({given}) -> {made}" if made else f"{self.name}({given})"
+        inputs, outputs = (", ".join(map(str, values)) for values in (self.inputs, self.outputs))
+        return f"{self.name}({inputs}) -> {outputs}" if outputs else f"{self.name}({inputs})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedGraph:
-    """A model as nodes; `capture` makes it.
+    """Model as a graph of calls; `capture` creates it.
 
     Attributes:
         nodes: Calls, in order.
-        modules: Modules that are called, by name; the user's own.
-        tensors: Parameters and buffers that operations use directly, by number of the value; and
-            tensors that the model holds otherwise.
+        modules: Called modules of the model, by name.
+        tensors: Parameters, buffers and other tensors of the model that operations use directly, by
+            number of the value.
         names: Names of the parameters and buffers among `tensors`.
         transient: Names of the model's buffers that its `state_dict` leaves out.
-        num_inputs: Number of values that are inputs: tensors of the batch, in their order.
-        result_tree: Result of the model, with places instead of tensors.
-        results: Values in these places.
-        is_training: Whether the model was in training.
-        other_mode: Why the graph holds for this mode only; empty if it holds for both.
-        batch_tree: Arguments of the model, with places instead of tensors.
-        rows_of: Input whose dim 0 is the rows.
+        num_inputs: Number of input values, the tensors of the batch in order.
+        result_tree: Result of the model, with placeholders instead of tensors.
+        results: Values of these placeholders.
+        is_training: Whether the model was in training mode.
+        other_mode: Why the graph is valid for this mode only; empty if it is valid for both.
+        batch_tree: Arguments of the model, with placeholders instead of tensors.
+        rows_of: Input with the number of rows as dim 0.
     """
 
     nodes: tuple[GraphNode, ...]
@@ -149,7 +149,7 @@ class CapturedGraph:
     rows_of: int = 0
 
     def cuts(self, num_parts: int) -> list[int]:
-        """Return positions of nodes at which parts begin, each with about as many parameters.
+        """Return the first nodes of parts with about equal numbers of parameters.
 
         A part begins with a module; operations before it belong to the previous part.
 
@@ -170,10 +170,10 @@ class CapturedGraph:
         total = sum(sizes.values())
         cuts = [0]
         for position, place in enumerate(places):
-            left = num_parts - len(cuts)
-            done = sum(size for i, size in sizes.items() if i < place)
-            is_due = done >= total * len(cuts) / num_parts
-            if left and (is_due or len(places) - position == left):
+            remaining = num_parts - len(cuts)
+            num_before = sum(size for i, size in sizes.items() if i < place)
+            is_due = num_before >= total * len(cuts) / num_parts
+            if remaining and (is_due or len(places) - position == remaining):
                 cuts.append(place)
         return cuts
 
@@ -184,7 +184,7 @@ class CapturedGraph:
         used = {value for node in self.nodes for value in node.inputs} | set(self.results)
         for i, node in enumerate(self.nodes):
             for value in node.inputs:
-                born.setdefault(value, i)  # of the model's own tensors
+                born.setdefault(value, i)  # for the model's own tensors
             for old, new in node.writes:
                 if old in node.inputs or new in used:
                     msg = f"{node} at {node.where} writes to {old} in place, which is made earlier"
@@ -193,7 +193,7 @@ class CapturedGraph:
         return refused
 
     def crossing(self, position: int) -> tuple[int, ...]:
-        """Return the values that are made before a node and used by it or later ones."""
+        """Return the values that are computed before a node and used by it or later nodes."""
         made = set(range(self.num_inputs))
         for node in self.nodes[:position]:
             made.update(node.made)
@@ -201,10 +201,10 @@ class CapturedGraph:
         return tuple(sorted(made & (used | set(self.results))))
 
     def hops(self, cuts: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return the ways of values between parts: value, part that has it, next part that uses it.
+        """Return (value, producer part, consumer part) for every value that crosses parts.
 
-        A value goes from the part that makes it to the first one that uses it, and from there to
-        the next. So its gradients are added in the order in which the whole model adds them.
+        A value goes from the part that computes it to the first part that uses it, and from there
+        to the next one. So gradients are added in the same order as in the whole model.
 
         Args:
             cuts: Positions at which parts begin.
@@ -221,13 +221,13 @@ class CapturedGraph:
                 parts[value].append(len(cuts) - 1)
         return [
             (value, one, other)
-            for value, own in parts.items()
-            for one, other in pairwise(own)
+            for value, users in parts.items()
+            for one, other in pairwise(users)
             if one != other
         ]
 
     def labels(self) -> tuple[str, ...]:
-        """Return a name for each node: that of its module; further calls have a number."""
+        """Return a unique name for each node: its module's name, numbered after the first call."""
         labels: list[str] = []
         calls: dict[str, int] = {}
         for position, node in enumerate(self.nodes):
@@ -246,7 +246,7 @@ class CapturedGraph:
 
 
 def check_cuts(graph: CapturedGraph, cuts: Sequence[int]) -> None:
-    """Raise ConfigError unless cuts are positions of nodes, ascending from 0, and allowed."""
+    """Raise ConfigError unless cuts are ascending positions of nodes from 0, and allowed."""
     num_nodes = len(graph.nodes)
     in_order = list(cuts) == sorted(set(cuts))
     if not cuts or cuts[0] != 0 or not in_order or cuts[-1] >= max(num_nodes, 1):
@@ -260,7 +260,7 @@ def check_cuts(graph: CapturedGraph, cuts: Sequence[int]) -> None:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function; of a property that of the attribute."""
+    """Return the name of a function, or of the attribute for a property's accessor."""
     name = str(getattr(function, "__name__", function))
     if name in {"__get__", "__set__"}:
         return str(getattr(getattr(function, "__self__", None), "__name__", name))

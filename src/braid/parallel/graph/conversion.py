@@ -1,14 +1,14 @@
-"""Writes a model as files: its stages, all stages in one module, and a program that trains them.
+"""Conversion of a model to files: stages, a module of all stages, and a training program.
 
     stage0.py stage1.py ...      the stages, as `source` writes them
-    fused.py                     all stages one after the other: the whole model
+    fused.py                     all stages in sequence: the whole model
     train.py                     trains the stages on the ranks of a mesh
     data_parallel.json           meshes for it: replicas of the whole model,
     model_parallel.json              a stage on each rank,
     hybrid_parallel.json             and both
     README.md                    how to run each of them
 
-The stages are run before they are kept: what they return must be the model's result, bit by bit.
+The stages are run before they are written: their result must equal the model's, bit by bit.
 
 Source: the runtime's configuration files of D. Narayanan et al., PipeDream, SOSP 2019.
 """
@@ -41,7 +41,7 @@ NUM_REPLICAS = 2  # in the files; any number works
 
 
 class Made(NamedTuple):
-    """A model with example arguments, as a function of the user returns them.
+    """Model with example arguments, as returned by a user's function.
 
     Attributes:
         model: The model.
@@ -59,7 +59,7 @@ class Made(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """Files of a model.
+    """Written files of a model.
 
     Attributes:
         files: Text of each file, by name.
@@ -79,7 +79,7 @@ def load_model(target: str) -> Made:
         target: The function, as `module:function`.
 
     Raises:
-        ConfigError: There is no such function, or it returns something else.
+        ConfigError: The function does not exist, or returns something else.
     """
     module, colon, name = target.partition(":")
     if not colon or not module or not name.isidentifier():
@@ -112,7 +112,7 @@ def convert(
     Args:
         made: The model.
         num_stages: Number of stages.
-        out: Directory; made if it does not exist.
+        out: Directory; created if it does not exist.
         schedule: Schedule of pipelines in the configurations.
         num_microbatches: Micro-batches in the configurations.
 
@@ -160,11 +160,11 @@ def _programs(made: Made, num_stages: int, out: Path, about: str) -> dict[str, s
 
 
 def _configs(num_stages: int, schedule: str, num_microbatches: int) -> dict[str, dict[str, Any]]:
-    each, all_in_one = [1] * num_stages, [num_stages]
+    one_per_rank, all_in_one = [1] * num_stages, [num_stages]
     meshes = {
         "data_parallel.json": (1, NUM_REPLICAS, all_in_one),
-        "model_parallel.json": (num_stages, 1, each),
-        "hybrid_parallel.json": (num_stages, NUM_REPLICAS, each),
+        "model_parallel.json": (num_stages, 1, one_per_rank),
+        "hybrid_parallel.json": (num_stages, NUM_REPLICAS, one_per_rank),
     }
     return {
         name: {
@@ -203,7 +203,7 @@ def _readme(
 
 
 def _class_of(text: str, index: int) -> Callable[[nn.Module], nn.Module]:
-    """Return the class of a stage's text."""
+    """Return the class that the source text of a stage defines."""
     module = ModuleType(f"stage{index}")
     exec(compile(text, f"stage{index}.py", "exec"), vars(module))  # noqa: S102 - written above
     kind: Callable[[nn.Module], nn.Module] = vars(module)[f"Stage{index}"]
@@ -211,7 +211,7 @@ def _class_of(text: str, index: int) -> Callable[[nn.Module], nn.Module]:
 
 
 def _check(made: Made, graph: CapturedGraph, kinds: list[Callable[[nn.Module], nn.Module]]) -> None:
-    """Raise ConfigError unless stages return what the model returns, bit by bit."""
+    """Raise ConfigError unless the stages and the model have bitwise equal results."""
     model = made.model
     _, batch = flatten((made.args, made.kwargs))
     modes = [graph.is_training] if graph.other_mode else [True, False]
@@ -230,8 +230,8 @@ def _check(made: Made, graph: CapturedGraph, kinds: list[Callable[[nn.Module], n
         one, other = (list(tensors_in(result)) for result in results)
         if len(one) != len(other) or not all(map(_same, one, other)):
             msg = (
-                f"the stages of {made.module}:{made.function} do not return what the model "
-                "returns: does it draw random numbers outside of torch, or keep state between "
+                f"the stages of {made.module}:{made.function} return another result than the "
+                "model: does it draw random numbers outside of torch, or keep state between "
                 "calls? Nothing was written"
             )
             raise ConfigError(msg)

@@ -1,11 +1,11 @@
-"""Texts of the files that `braid convert` writes beside the stages, with places to be filled."""
+"""Templates of the files that `braid convert` writes beside the stages."""
 
 from __future__ import annotations
 
 __all__ = ["FUSED", "README", "TRAIN"]
 
 FUSED = '''\
-"""All stages of {about} one after the other; `braid convert` wrote it."""
+"""All stages of {about} in sequence; `braid convert` wrote it."""
 
 from torch import nn
 
@@ -28,7 +28,7 @@ TRAIN = '''\
 
     braid run -n {num_stages} {out}/train.py {out}/model_parallel.json
 
-Put your own batches, loss and optimizer in the places of these.
+Replace batches, loss and optimizer by your own.
 """
 
 import json
@@ -84,13 +84,13 @@ if __name__ == "__main__":
 README = """\
 # {about} in {num_stages} stages
 
-`braid convert` wrote these files. Parameters and modules stay those of
-`{module}.{function}()`; the files hold the order in which they are called.
+`braid convert` wrote these files. `{module}.{function}()` creates the parameters and modules;
+the files define the order in which they are called.
 
 | file | |
 |---|---|
 {table}
-| `fused.py` | `Fused(model)`: all stages one after the other, which is the whole model |
+| `fused.py` | `Fused(model)`: all stages in sequence: the whole model |
 | `train.py` | trains the stages on a mesh; put your own batches, loss and optimizer there |
 
 ## How to run

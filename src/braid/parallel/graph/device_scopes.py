@@ -1,7 +1,7 @@
-"""Devices that a model names around its calls while it is captured: `with braid.device(...)`.
+"""Device scopes of a model while it is captured: `with braid.device(...)`.
 
-The graph keeps the texts of the scopes; whoever places the graph merges them. A scope inside of a
-module that is captured as one call would be lost, so it is refused there.
+The graph records the devices of the scopes; the code that places the graph merges them. A scope
+inside of a module that is captured as one call would be lost, so it raises an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def current_devices() -> tuple[str, ...]:
 
 @contextmanager
 def device_scope(device: str | None) -> Iterator[None]:
-    """Add a device to the scopes, or clear them when None.
+    """Add a device to the scopes, or clear them if None.
 
     Raises:
         ConfigError: The code belongs to a module that is captured as one call.

@@ -1,16 +1,16 @@
-"""Captures a model by running it, at the boundaries of its modules.
+"""Capture of a model by running it, at the boundaries of its modules.
 
-Problem: symbolic tracing fails on models that look at their inputs' shapes, and exporting freezes
-what a model does in training and drops checkpointing. But a cut is needed between layers only.
+Problem: symbolic tracing fails on models that read their inputs' shapes; exporting freezes behavior
+in training and drops checkpointing. But cuts are needed between layers only.
 
-Idea: run the model once. Calls of *atoms* (repeated layers, and modules without children)
-are recorded as one call each, and what happens inside stays the user's own module: dropout, hooks
-and checkpointing work as before. The few operations between atoms are recorded as functions.
-Runs with other numbers of rows show which numbers depend on them, and how; a run in the other mode
-shows what depends on training and evaluation.
+Idea: run the model once. A call of an *atom* (a repeated layer, or a module without children) is
+recorded as one call, and the module itself runs in the replay: dropout, hooks and checkpointing
+work as before. The few operations between atoms are recorded as functions. Runs with other numbers
+of rows show which numbers depend on the rows, and how; a run in the other mode shows which
+arguments depend on training and evaluation.
 
 Python values that depend on data (`.item()`, `if x.any():`) would be frozen, so between atoms they
-are refused, with the line of the model. Those that depend on shapes only, such as a condition on
+raise an error with the line of the model. Values that depend on shapes only, such as a condition on
 positions, are the same for every batch.
 """
 
@@ -42,7 +42,7 @@ from braid.runtime.torch_internals import (
 
 __all__ = ["capture", "kept_as_it_was"]
 
-# torch's modules whose parts are recorded
+# modules of torch that are recorded as the calls of their children
 CONTAINERS = {
     *(nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
     *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
@@ -50,20 +50,20 @@ CONTAINERS = {
 
 
 def capture(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedGraph:
-    """Capture a model.
+    """Capture a model as a graph of calls.
 
     Args:
-        model: Model; it is run four times, three in the mode that it is in and one in the other.
-            Its buffers and torch's random generators are afterwards what they were.
+        model: Model; it is run three times in its current mode and once in the other mode. Its
+            buffers and torch's random generators are restored afterwards.
         args: Example arguments; tensors with at least three rows (dim 0).
         kwargs: Further example arguments.
 
     Returns:
-        The graph, whose modules and parameters are those of `model`.
+        The graph, with the modules and parameters of `model`.
 
     Raises:
-        ConfigError: The model turns data into Python values between modules, does something else
-            for another number of rows, or its input has less than three rows.
+        ConfigError: The model turns data into Python values between modules, makes other calls for
+            another number of rows, or its input has less than three rows.
     """
     tree, tensors = flatten((args, kwargs))
     if not tensors:
@@ -107,7 +107,7 @@ class _CapturedRun:
 def _run_recorded(model: nn.Module, args: Any, kwargs: Any) -> _CapturedRun:
     _, inputs = flatten((args, kwargs))
     with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())  # so that models that switch it off are seen
+        stack.enter_context(torch.enable_grad())  # so that a model's no_grad is detected
         recorder = CallRecorder(model, inputs)
         atoms = list(_atoms(model))
         for name, module in atoms:
@@ -138,15 +138,15 @@ def _run_recorded(model: nn.Module, args: Any, kwargs: Any) -> _CapturedRun:
 
 @contextmanager
 def _buffers_kept(model: nn.Module, inside: set[nn.Module]) -> Iterator[None]:
-    """Refuse a model that replaces its buffers, unless it does so inside of its atoms."""
-    own = [
+    """Raise if a model replaces its buffers outside of its atoms."""
+    tracked = [
         (f"{path}.{name}" if path else name, module, name, buffer)
         for path, module in model.named_modules()
         if module not in inside
         for name, buffer in own_buffers(module).items()
     ]
     yield
-    replaced = [path for path, module, name, x in own if own_buffers(module).get(name) is not x]
+    replaced = [path for path, module, name, x in tracked if own_buffers(module).get(name) is not x]
     if replaced:
         msg = (
             f"the model replaces its buffer {', '.join(replaced)} between its modules, which a "
@@ -156,7 +156,7 @@ def _buffers_kept(model: nn.Module, inside: set[nn.Module]) -> Iterator[None]:
 
 
 def _check_tensors(one: _CapturedRun, other: _CapturedRun) -> None:
-    """Refuse tensors that are made anew in each run by something that is not recorded."""
+    """Raise if a tensor differs between runs but its creation was not recorded."""
     tensors, others = one.graph.tensors, other.graph.tensors
     for value in tensors.keys() - one.graph.names.keys():
         if value in others and tensors[value] is not others[value]:
@@ -170,7 +170,7 @@ def _check_tensors(one: _CapturedRun, other: _CapturedRun) -> None:
 
 @contextmanager
 def kept_as_it_was(model: nn.Module, tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Restore modes, buffers and random generators at the end."""
+    """Return a context that restores modes, buffers and random generators at its end."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.clone())
@@ -194,14 +194,14 @@ def kept_as_it_was(model: nn.Module, tensors: list[torch.Tensor]) -> Iterator[No
 
 @contextmanager
 def _recorded(recorder: CallRecorder, name: str, module: nn.Module) -> Iterator[None]:
-    """Let calls of a module be recorded, with its hooks inside of them."""
+    """Return a context in which calls of a module are recorded, including its hooks."""
     call = partial(recorder.call_module, name, module, call_with_hooks(module))
     with call_replaced(module, call):
         yield
 
 
 def _check_hooks(model: nn.Module, inside: set[nn.Module]) -> None:
-    """Refuse hooks of modules that are not called as a whole, if a replay would lose them."""
+    """Raise if modules that are not called as a whole have hooks that a replay would lose."""
     names = [
         name or "the model"
         for name, module in model.named_modules()
@@ -209,20 +209,20 @@ def _check_hooks(model: nn.Module, inside: set[nn.Module]) -> None:
     ]
     if names:
         msg = (
-            f"backward hooks of {', '.join(names)} would be lost, as a captured model calls the "
-            "layers inside: register them on layers"
+            f"backward hooks of {', '.join(names)} would be lost, because a captured model calls "
+            "only the layers inside: register them on layers"
         )
         raise ConfigError(msg)
 
 
 def _is_layer_of_torch(module: nn.Module) -> bool:
-    """Whether a module is one of torch's layers, or of a class made from one; it may have parts."""
+    """Return whether a module is a layer of torch, or of a subclass; it may have children."""
     kinds = [kind for kind in type(module).__mro__ if kind not in CONTAINERS]
     return any(kind.__module__.startswith("torch.nn.modules.") for kind in kinds)
 
 
 def _atoms(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield repeated layers, layers of torch and modules without children, once each."""
+    """Yield repeated layers, layers of torch and modules without children, each once."""
     children = list(model.named_children())
     kinds = {type(child) for _, child in children}
     is_stack = isinstance(model, nn.ModuleList | nn.Sequential) and len(children) > 1

@@ -1,6 +1,6 @@
-"""A part of a model as a module: some of its modules and tensors, under their names in the model.
+"""Parts of a model as modules: some of its modules and tensors, under their names in the model.
 
-Empty modules stand for those that own them. So `state_dict` of a part is a part of the model's.
+Empty modules replace their owners. So the `state_dict` of a part is a subset of the model's.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__ = ["Owner", "add_module", "add_tensor", "owner_at", "part_of"]
 
 
 class Owner(nn.Module):
-    """An empty module in the place of one whose modules or tensors a part of the model uses."""
+    """Empty module that replaces an owner of modules or tensors in a part of the model."""
 
     def __getitem__(self, name: int | str) -> Any:
-        """Return a module or parameter, also by its number in a list."""
-        for own in (self._modules, self._parameters, self._buffers):
-            if str(name) in own:
-                return own[str(name)]
+        """Return a module or tensor by its name, or by its index in a list."""
+        for table in (self._modules, self._parameters, self._buffers):
+            if str(name) in table:
+                return table[str(name)]
         raise KeyError(name)
 
 
 def part_of(model: nn.Module, modules: Iterable[str], tensors: Iterable[str] = ()) -> nn.Module:
-    """Return a part of a model.
+    """Return a part of a model as a module.
 
     Args:
         model: The model.
@@ -42,7 +42,7 @@ def part_of(model: nn.Module, modules: Iterable[str], tensors: Iterable[str] = (
         tensors: Names of its parameters, buffers and other attributes that are tensors.
 
     Returns:
-        A module with these under their names; the model itself if its own name, "", is there.
+        A module with these under their names; the model itself if `modules` contains "".
     """
     part = Owner()
     part.training = model.training
@@ -62,13 +62,13 @@ def part_of(model: nn.Module, modules: Iterable[str], tensors: Iterable[str] = (
 
 
 def add_module(part: nn.Module, name: str, module: nn.Module) -> None:
-    """Let a part have a module of the model under its name there."""
+    """Add a module of the model to a part, under its name in the model."""
     *path, leaf = name.split(".")
     own_modules(owner_at(part, path))[leaf] = module
 
 
 def add_tensor(part: nn.Module, name: str, tensor: torch.Tensor, *, is_transient: bool) -> None:
-    """Let a part have a parameter or buffer of the model under its name there."""
+    """Add a parameter or buffer of the model to a part, under its name in the model."""
     *path, leaf = name.split(".")
     owner = owner_at(part, path)
     if isinstance(tensor, nn.Parameter):
@@ -80,7 +80,7 @@ def add_tensor(part: nn.Module, name: str, tensor: torch.Tensor, *, is_transient
 
 
 def owner_at(part: nn.Module, path: Sequence[str]) -> nn.Module:
-    """Return the module at a path of names; makes empty ones where there are none."""
+    """Return the module at a path of names; create empty modules for missing names."""
     module = part
     for name in path:
         inner = own_modules(module).get(name)

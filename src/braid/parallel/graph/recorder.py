@@ -1,7 +1,7 @@
-"""Records the calls of a model that runs: of its modules, and the operations between them.
+"""Recorder of a running model: calls of its modules, and the operations between them.
 
-What happens inside of an atom is not recorded. A tensor that is returned as it was given (by an
-`Identity`, by dropout in evaluation) is recorded as another tensor, since it is one in other modes.
+Operations inside of an atom are not recorded. A tensor that is returned unchanged (by `Identity`,
+or by dropout in evaluation) is recorded as another tensor, since in other modes it is another one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Applied", "CallRecorder"]
 
 
 class CallRecorder(FunctionMode):
-    """Records the calls of one run.
+    """Recorder of the calls of one run.
 
     Args:
         model: The model.
@@ -37,9 +37,9 @@ class CallRecorder(FunctionMode):
     Attributes:
         nodes: Calls so far.
         modules: Modules that were called, by name.
-        tensors: Tensors that no call has made, by number of the value.
-        names: Names of those that are parameters or buffers.
-        lines: Lines that used them first.
+        tensors: Tensors that no call has returned, by number of the value.
+        names: Names of the parameters and buffers among `tensors`.
+        lines: Lines of the model that first used `tensors`.
     """
 
     def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
@@ -53,10 +53,10 @@ class CallRecorder(FunctionMode):
         self._params = dict(model.named_parameters(remove_duplicate=False))
         self._known |= {id(p): name for name, p in self._params.items()}
         self._values: dict[int, int] = {}
-        self._alive: list[torch.Tensor] = []  # an id is used again when its tensor is gone
+        self._alive: list[torch.Tensor] = []  # an id is reused once its tensor is freed
         self._sharing: dict[int, list[torch.Tensor]] = {}  # views of the same memory
         self._data: set[int] = set()  # values that depend on more than shapes
-        self._unsized: set[int] = set()  # values whose shape depends on data
+        self._unsized: set[int] = set()  # values with a shape that depends on data
         self._inside = 0
         self._modes = _modes()
         self._python_state = random.getstate()
@@ -65,11 +65,11 @@ class CallRecorder(FunctionMode):
 
     @property
     def sees_functions(self) -> bool:
-        """Whether calls are recorded now: not inside of an atom."""
+        """Whether calls are recorded, which is not the case inside of an atom."""
         return not self._inside
 
     def value_of(self, x: torch.Tensor) -> int:
-        """Return the number of a value; one that nothing has made is a tensor of the model."""
+        """Return the number of a value; a tensor that no call has returned gets a new number."""
         value = self._values.get(id(x))
         if value is None:
             value = self._new(x)
@@ -123,10 +123,10 @@ class CallRecorder(FunctionMode):
             return call(*args, **kwargs)
         self._check_python_state()
         prefix = f"{name}." if name else ""
-        own = module.named_parameters(remove_duplicate=False)
-        if not all(self._params.get(prefix + path) is param for path, param in own):
+        named_params = module.named_parameters(remove_duplicate=False)
+        if not all(self._params.get(prefix + path) is param for path, param in named_params):
             msg = (
-                f"{name} is called at {line()} with other parameters than its own (by "
+                f"{name} is called at {line()} with replaced parameters (by "
                 "functional_call?), which a captured model would not do"
             )
             raise ConfigError(msg)
@@ -148,7 +148,7 @@ class CallRecorder(FunctionMode):
             raise ConfigError(msg)
 
     def end(self, result: Any) -> tuple[Any, tuple[int, ...]]:
-        """Return the result's tree and values."""
+        """Return the structure of the model's result, and its values."""
         self._check_python_state()
         tree, tensors = flatten(result)
         return tree, tuple(self.value_of(x) for x in tensors)
@@ -170,15 +170,17 @@ class CallRecorder(FunctionMode):
             return result
         inputs = tuple(self.value_of(x) for x in used)
         writes = tuple(self._written(written))
-        own = {id(x) for x in written}
+        written_ids = {id(x) for x in written}
         keeps = isinstance(target, str) or not _is_in_place(target)
 
         def another(x: torch.Tensor) -> torch.Tensor:
-            return x.view_as(x) if keeps and id(x) in self._values and id(x) not in own else x
+            return (
+                x.view_as(x) if keeps and id(x) in self._values and id(x) not in written_ids else x
+            )
 
         result = map_tensors(result, another)
         result_tree, made = flatten(result)
-        outputs = tuple(self._values[id(x)] if id(x) in own else self._new(x) for x in made)
+        outputs = tuple(self._values[id(x)] if id(x) in written_ids else self._new(x) for x in made)
         all_made = {*outputs, *(new for _, new in writes)}
         if kind == "module" or target in RANDOM or self._data.intersection(inputs):
             self._data |= all_made
@@ -195,7 +197,7 @@ class CallRecorder(FunctionMode):
         return result
 
     def _written(self, written: Iterable[torch.Tensor]) -> Iterable[tuple[int, int]]:
-        """Give new numbers to tensors that were written, and to all others of their memory."""
+        """Give new numbers to tensors that were written, and to all others in their memory."""
         shared = {id(y): y for x in written for y in [x, *self._sharing.get(_memory_of(x), ())]}
         for x in shared.values():
             old = self._values[id(x)]
@@ -204,7 +206,7 @@ class CallRecorder(FunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """`apply` of an autograd.Function, as a function that can be compared."""
+    """Comparable function for `apply` of an autograd.Function."""
 
     kind: type[torch.autograd.Function]
 
@@ -239,7 +241,7 @@ def _modes() -> Modes:
 
 
 def _modes_since(before: Modes, *, checkpointed: bool) -> Modes:
-    """Return the modes that differ; checkpointing switches gradients off by itself."""
+    """Return the modes that have changed; checkpointing disables gradients itself."""
     now = _modes()
     return Modes(
         None if now.grad == before.grad or checkpointed else now.grad,
@@ -252,11 +254,11 @@ def _modes_since(before: Modes, *, checkpointed: bool) -> Modes:
 
 
 def _is_checkpointed(module: nn.Module | None) -> bool:
-    """Whether the model calls `torch.utils.checkpoint` around what is being recorded.
+    """Return whether the model calls `torch.utils.checkpoint` around the recorded call.
 
-    A module that checkpoints itself in its `__call__` will do so in the replay, too.
+    A module that checkpoints itself in its `__call__` will do so in the replay as well.
     """
-    frame, inside = sys._getframe(1), False  # noqa: SLF001 - the only way to see the caller
+    frame, inside = sys._getframe(1), False  # noqa: SLF001 - the only way to find the caller
     while frame.f_back is not None and frame.f_code.co_name != "_run_recorded":
         inside |= frame.f_code.co_filename == checkpoint.__file__
         if module is not None and frame.f_locals.get("self") is module:

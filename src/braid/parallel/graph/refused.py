@@ -1,4 +1,4 @@
-"""Operations that a captured model would freeze or lose, and the lines that make them."""
+"""Operations that a captured model would freeze or lose, and the model's line that calls them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from braid.runtime.seeding.keyed import DROPOUT, LIKE, TAKES_GENERATOR
 
 __all__ = ["RANDOM", "check_function", "is_sized_by_data", "line"]
 
-# what turns data into Python values
+# functions that turn data into Python values
 REFUSED: dict[Any, str] = {
     torch.Tensor.item: "item()",
     torch.Tensor.tolist: "tolist()",
@@ -34,14 +34,14 @@ REFUSED: dict[Any, str] = {
     torch.Tensor.allclose: "allclose()",
     torch.allclose: "allclose()",
 }
-# what a replay would not do
+# calls that a replay would omit
 LOST: dict[Any, str] = {
     torch.Tensor.register_hook: "register_hook()",
     torch.Tensor.data.__set__: "an assignment to .data",  # type: ignore[attr-defined]
     torch.Tensor.backward: "backward()",
 }
 RANDOM = {*TAKES_GENERATOR, *LIKE, *DROPOUT, torch.randint_like, torch.rrelu, torch.alpha_dropout}
-# functions whose result has as many elements as data say
+# functions with a result size that depends on data
 SIZED_BY_DATA: frozenset[Any] = frozenset(
     {
         *(torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere),
@@ -57,7 +57,7 @@ SIZES: frozenset[Any] = frozenset(
     }
 )
 TORCH = str(Path(torch.__file__).parent)
-HERE = str(Path(__file__).parent)  # of the modules that record
+HERE = str(Path(__file__).parent)  # directory of the recording modules
 
 
 def check_function(
@@ -67,7 +67,7 @@ def check_function(
     is_data: Callable[[torch.Tensor], bool],
     is_unsized: Callable[[torch.Tensor], bool],
 ) -> None:
-    """Refuse a function that a captured model would freeze or lose.
+    """Raise for a function that a captured model would freeze or lose.
 
     Args:
         func: The function.
@@ -76,7 +76,7 @@ def check_function(
         is_unsized: Whether a tensor's shape depends on data.
 
     Raises:
-        ConfigError: It does so; with the line.
+        ConfigError: The function would be frozen or lost; the message has the model's line.
     """
     refused, tensors = REFUSED.get(func), [x for x in args if isinstance(x, torch.Tensor)]
     if refused is not None and any(map(is_data, tensors)):
@@ -97,7 +97,7 @@ def check_function(
 
 
 def is_sized_by_data(target: Any, args: Sequence[Any]) -> bool:
-    """Whether the shape of a function's result depends on data."""
+    """Return whether the shape of a function's result depends on data."""
     if target is torch.Tensor.__getitem__:
         _, index = flatten(args[1:])
         return any(x.dtype in {torch.bool, torch.uint8} for x in index)
@@ -107,8 +107,8 @@ def is_sized_by_data(target: Any, args: Sequence[Any]) -> bool:
 
 
 def line() -> str:
-    """Return the model's line that is being executed; torch's own lines only if no other is."""
-    frame = sys._getframe(1)  # noqa: SLF001 - the only way to see the caller
+    """Return the model's line that is being executed, or torch's line if there is none."""
+    frame = sys._getframe(1)  # noqa: SLF001 - the only way to find the caller
     text = ""
     while frame.f_back is not None and frame.f_code.co_name != "_run_recorded":
         file = frame.f_code.co_filename

@@ -1,17 +1,17 @@
-"""A part of a captured model as a module, which takes and returns the values that cross its cuts.
+"""Parts of a captured model as modules, which take and return the values that cross its cuts.
 
-The first segment takes the batch: one tensor, or a tuple of those that were captured. The last one
-returns what the model does. Between them a dictionary of values goes on, with the number of rows.
-In a pipeline it holds the values that the next segment uses. A value goes straight from the segment
-that makes it to the first one that uses it, and from there to the next that uses it, as a skip
-connection past those between.
+The first segment takes the batch: one tensor, or a tuple of the captured tensors. The last segment
+returns the model's result. Between segments, a dictionary of values is passed on with the number of
+rows. In a pipeline it holds the values that the next segment uses. A value goes directly from the
+segment that computes it to the first segment that uses it, and from there to the next one, as a
+skip connection past the segments between them.
 
     segment 0 ── x ──▶ segment 1 ── x ──▶ segment 2 ── x, mask ──▶ segment 3
         └──────────────── mask ──────────────▲
 
-Parameters and buffers have the names that they have in the model, those that the model itself uses
-between its modules, too: empty modules stand for their owners. So `state_dict` of a segment is a
-part of the model's.
+Parameters and buffers have their names in the model, also if the model uses them directly between
+its modules: empty modules replace their owners. So the `state_dict` of a segment is a subset of
+the model's.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ Around = Callable[[str], AbstractContextManager[None]]
 def segments(
     graph: CapturedGraph, num_parts: int, cuts: Sequence[int] | None = None
 ) -> list[GraphSegment]:
-    """Cut a captured model into modules in a row.
+    """Split a captured model into a list of modules.
 
     Args:
         graph: The model.
         num_parts: Number of segments.
-        cuts: Positions of the nodes at which segments begin; chosen by parameters when None.
+        cuts: Positions of the nodes at which segments begin; None to balance parameters.
 
     Raises:
-        ConfigError: The model cannot be cut so.
+        ConfigError: The model cannot be cut at these positions.
     """
     cuts = graph.cuts(num_parts) if cuts is None else list(cuts)
     check_cuts(graph, cuts)
@@ -69,19 +69,19 @@ class GraphNodes(nn.Module):
     Args:
         graph: The model.
         positions: Positions of the nodes, ascending.
-        results: Further values that are read, such as results of the model.
+        results: Further values to read, such as results of the model.
     """
 
     def __init__(
         self, graph: CapturedGraph, positions: Sequence[int], results: Iterable[int] = ()
     ) -> None:
         super().__init__()
-        # without the modules of all segments, which would stay alive with this one
+        # without the modules of other segments, which would be kept alive
         self._graph = dataclasses.replace(graph, nodes=(), modules={}, tensors={})
         labels = graph.labels()
         self._nodes = tuple(graph.nodes[position] for position in positions)
         self._labels = tuple(labels[position] for position in positions)
-        self._whole: tuple[nn.Module, ...] = ()  # in a tuple, as it is no part of the segment
+        self._whole: tuple[nn.Module, ...] = ()  # in a tuple, so it is not registered as a child
         for node in self._nodes:
             if node.kind == "module":
                 add_module(self, str(node.target), graph.modules[str(node.target)])
@@ -99,7 +99,7 @@ class GraphNodes(nn.Module):
 
     @property
     def training(self) -> bool:
-        """Whether the segment is in training; that of the module that shares its modules."""
+        """Whether the segment is in training mode, like the module that shares its modules."""
         return self._whole[0].training if self._whole else self._is_training
 
     @training.setter
@@ -112,7 +112,7 @@ class GraphNodes(nn.Module):
         return self._tensors
 
     def tensor(self, value: int) -> torch.Tensor:
-        """Return a tensor of the model as it is now: `to` and `load_state_dict` may replace it."""
+        """Return the current tensor of a value, since `to` and `load_state_dict` may replace it."""
         if value in self._tensors:
             return self._tensors[value]
         *path, leaf = self._graph.names[value].split(".")
@@ -130,18 +130,18 @@ class GraphNodes(nn.Module):
         first: int = 0,
         around: Around | None = None,
     ) -> None:
-        """Run nodes in a row.
+        """Run consecutive nodes.
 
         Args:
-            known: Values by number; results are added, and values that no node needs any more are
+            known: Values by number; results are added, and values that no later node needs are
                 removed.
-            now: Everything that arguments depend on.
-            dead: Values that are removed after a node, for each node that runs.
+            now: Rows, mode and device, on which arguments depend.
+            dead: Values to remove after each node; its length is the number of nodes to run.
             first: Index of the first node.
-            around: Makes the context in which a module runs, from its name.
+            around: Function that returns the context in which a module of a given name runs.
 
         Raises:
-            ConfigError: The model was captured in the other mode, in which it makes other calls.
+            ConfigError: The model was captured in the other mode, with other calls.
         """
         self._check_mode()
         end = first + len(dead)
@@ -158,7 +158,7 @@ class GraphNodes(nn.Module):
             modes = ["evaluation", "training"]
             msg = (
                 f"the model was captured in {modes[self._graph.is_training]}, and in "
-                f"{modes[self.training]} {self._graph.other_mode}: capture it in that mode, too"
+                f"{modes[self.training]} {self._graph.other_mode}: also capture it in that mode"
             )
             raise ConfigError(msg)
 
@@ -198,12 +198,12 @@ class GraphNodes(nn.Module):
 
 
 class GraphSegment(GraphNodes):
-    """Nodes of a graph from one cut to the next.
+    """Nodes of a graph between two cuts.
 
     Args:
         graph: The model.
         cuts: Positions of the nodes at which segments begin.
-        index: Number of this segment.
+        index: Index of this segment.
         namespace: Namespace of the values that skip segments, for all segments of the model.
     """
 
@@ -236,15 +236,15 @@ class GraphSegment(GraphNodes):
         yield from self._pops
 
     def forward(self, value: Any, *, around: Around | None = None) -> Any:
-        """Run the nodes.
+        """Run the nodes of the segment.
 
         Args:
-            value: The batch, or what the previous segment returns.
-            around: Makes the context in which a module runs, from its name.
+            value: The batch, or the result of the previous segment.
+            around: Function that returns the context in which a module of a given name runs.
 
         Raises:
             ConfigError: The batch has another number of tensors than the captured one, or the model
-                was captured in the other mode, in which it makes other calls.
+                was captured in the other mode, with other calls.
         """
         if self._index:
             rows, known = value["rows"], dict(value["values"])
@@ -275,7 +275,7 @@ class GraphSegment(GraphNodes):
 
 
 def last_uses(nodes: Sequence[GraphNode], kept: Iterable[int]) -> list[list[int]]:
-    """Return the values that each node is the last one to use, without those that are kept."""
+    """Return the values that each node is the last to use, except for `kept` values."""
     kept = set(kept)
     dead: list[list[int]] = []
     for node in reversed(nodes):
@@ -294,11 +294,11 @@ def _plainly(_label: str) -> AbstractContextManager[None]:
 
 
 def share_modules(whole: nn.Module, segment: GraphSegment) -> None:
-    """Let a module have what a segment has, under the same names, and share it from then on.
+    """Add a segment's modules and tensors to a module, and share them from then on.
 
     Args:
         whole: Module of all segments of a rank.
-        segment: Segment, which uses the modules, parameters and buffers of `whole` afterwards.
+        segment: Segment; afterwards it uses the modules, parameters and buffers of `whole`.
     """
     _merge(whole, segment)
     for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -309,10 +309,10 @@ def share_modules(whole: nn.Module, segment: GraphSegment) -> None:
 
 def _merge(whole: nn.Module, part: nn.Module) -> None:
     for name, inner in own_modules(part).items():
-        own = own_modules(whole).get(name)
-        if isinstance(own, Owner) and isinstance(inner, Owner):
-            _merge(own, inner)
-        elif own is None or isinstance(own, Owner):  # which is empty beside the module itself
+        existing = own_modules(whole).get(name)
+        if isinstance(existing, Owner) and isinstance(inner, Owner):
+            _merge(existing, inner)
+        elif existing is None or isinstance(existing, Owner):  # an empty Owner is replaced
             own_modules(whole)[name] = inner
     own_parameters(whole).update(own_parameters(part))
     own_buffers(whole).update(own_buffers(part))

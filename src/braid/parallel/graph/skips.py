@@ -1,8 +1,8 @@
-"""Values that go from one part of a model straight to a later one, past those between them.
+"""Skip connections: values that go from one part of a model directly to a later, non-adjacent part.
 
-A part stashes a value under a key, and the later part pops it from the same dictionary. Whoever
-runs the parts gives them the dictionary (`use_skips`), and carries its values to where they are
-popped. Parts declare their keys: `stashable()` and `poppable()`.
+A part stashes a value under a key, and the later part pops it from the same dictionary. The code
+that runs the parts provides the dictionary (`use_skips`), and transfers its values to the part that
+pops them. Parts declare their keys: `stashable()` and `poppable()`.
 
 Source: C. Kim et al., torchgpipe (2020), section 3.3.
 """
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Namespace:
-    """Tells equal names apart; each object is a namespace, and its copy is the same one."""
+    """Namespace that distinguishes equal names; a copy is the same namespace."""
 
     __slots__ = ("_id",)
 
@@ -46,22 +46,22 @@ class Namespace:
 
 
 class SkipKey(NamedTuple):
-    """Name of a skip connection in its namespace; None is the common one."""
+    """Name of a skip connection in its namespace; None is the common namespace."""
 
     namespace: Namespace | None
     name: str
 
 
 Skips = dict[SkipKey, "torch.Tensor | None"]
-# tensors that are stashed: each pipeline's stage sets its own
+# stashed tensors: each pipeline's stage sets its own
 _SKIPS: ContextVar[Skips | None] = ContextVar("braid_skips", default=None)
-# those of layers that this thread calls without a pipeline
+# stashed tensors of layers that this thread calls without a pipeline
 _PLAIN: ContextVar[Skips | None] = ContextVar("braid_plain_skips", default=None)
 
 
 @contextmanager
 def use_skips(skips: Skips) -> Iterator[None]:
-    """Let layers stash into and pop from `skips` inside of the context."""
+    """Return a context in which layers stash into and pop from `skips`."""
     token = _SKIPS.set(skips)
     try:
         yield
@@ -70,12 +70,12 @@ def use_skips(skips: Skips) -> Iterator[None]:
 
 
 def current_skips() -> Skips | None:
-    """Return the dictionary that somebody carries to where it is popped; None if nobody does."""
+    """Return the dictionary set by `use_skips`; None outside of it."""
     return _SKIPS.get()
 
 
 def thread_skips() -> Skips:
-    """Return the dictionary of the context, or without one that of this thread."""
+    """Return the dictionary set by `use_skips`, or else the one of this thread."""
     skips = _SKIPS.get() if _SKIPS.get() is not None else _PLAIN.get()
     if skips is None:
         skips = {}
@@ -85,19 +85,19 @@ def thread_skips() -> Skips:
 
 @runtime_checkable
 class Skipping(Protocol):
-    """A module that stashes or pops."""
+    """Module that stashes or pops values."""
 
     def stashable(self) -> Iterable[SkipKey]:
-        """Return the keys that it stashes."""
+        """Return the keys that the module stashes."""
         ...
 
     def poppable(self) -> Iterable[SkipKey]:
-        """Return the keys that it pops."""
+        """Return the keys that the module pops."""
         ...
 
 
 def skips_of(module: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
-    """Return the keys that a layer stashes and those that it pops, with all modules in it."""
+    """Return the keys that a layer stashes, and the keys that it pops, including its children."""
     stashes: list[SkipKey] = []
     pops: list[SkipKey] = []
     for part in module.modules():

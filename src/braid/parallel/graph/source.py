@@ -1,4 +1,4 @@
-"""Writes a part of a captured model as a Python module: straight-line code that a person can read.
+"""Conversion of a part of a captured model to a readable Python module of straight-line code.
 
     class Stage1(nn.Module):
         def forward(self, values):
@@ -7,10 +7,10 @@
             x19 = x18 * self.model.scale  # modeling_gpt2.py:611
             return x19
 
-Modules and parameters are the user's own. Values have the numbers of the graph, and inputs of the
-model the names of its arguments.
+It calls the user's own modules and parameters. Values have the numbers of the graph, and inputs of
+the model the names of its arguments.
 
-Source: the code generator of D. Narayanan et al., PipeDream, SOSP 2019, which writes modules anew.
+Source: the code generator of D. Narayanan et al., PipeDream, SOSP 2019, which writes new modules.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def stage_source(
         about: Origin of the model, for the docstring.
 
     Raises:
-        ConfigError: A call cannot be written as code; the message names it with its line.
+        ConfigError: A call cannot be written as code; the message shows it with its line.
     """
     named = _input_names(model, graph)
     text, roots = _StageSource(model, graph, cuts, index, named).source(about)
@@ -90,7 +90,7 @@ class _StageSource:
         self._tensors = {v: self._name_of(v) for v in sorted(self._used & graph.tensors.keys())}
 
     def source(self, about: str) -> tuple[str, set[str]]:
-        """Return the text, and the first names of the modules that it imports."""
+        """Return the text, and the top-level names of the modules that it imports."""
         body = [*self._enter(), *self._calls(), *self._leave()]
         modules = dict.fromkeys(str(n.target) for n in self._nodes if n.kind == "module")
         argument = self._argument()
@@ -128,18 +128,18 @@ class _StageSource:
         return "\n".join(lines) + "\n", roots
 
     def _name_of(self, value: int) -> str:
-        """Return the name of a tensor that the model holds."""
+        """Return the name of a tensor of the model."""
         if value in self._graph.names:
             return self._graph.names[value]
         tensor = self._graph.tensors[value]
         for path, module in self._model.named_modules():
-            for name, own in vars(module).items():
-                if own is tensor:
+            for name, attribute in vars(module).items():
+                if attribute is tensor:
                     return f"{path}.{name}" if path else name
         node = next(node for node in self._nodes if value in node.inputs)
         msg = (
             f"{node} at {node.where} cannot be written as code: it uses a tensor of shape "
-            f"{list(tensor.shape)} that is no attribute of a module; use register_buffer"
+            f"{list(tensor.shape)} that is not an attribute of a module; use register_buffer"
         )
         raise ConfigError(msg)
 
@@ -149,34 +149,34 @@ class _StageSource:
         return self._named.get(value, f"x{value}")
 
     def _given(self) -> list[str]:
-        """Return what the stage takes."""
+        """Return the names of the stage's inputs."""
         if not self._index:
             return [self._var(value) for value in range(self._graph.num_inputs)]
         rows = ["rows"] if self._needs(Scaled, self._begin) else []
         return [*map(self._var, self._graph.crossing(self._begin)), *rows]
 
     def _argument(self) -> str:
-        given = self._given()
-        return given[0] if len(given) == 1 else "values"
+        names = self._given()
+        return names[0] if len(names) == 1 else "values"
 
     def _enter(self) -> Iterator[str]:
-        given = self._given()
-        if len(given) > 1:
-            yield f"{', '.join(given)} = values"
+        names = self._given()
+        if len(names) > 1:
+            yield f"{', '.join(names)} = values"
         if not self._index and self._needs(Scaled, 0):
             yield f"rows = {self._var(self._graph.rows_of)}.shape[0]"
         if self._needs(BatchDevice, self._begin, self._end):
             yield f"device = {self._var(self._on_device())}.device"
 
     def _needs(self, kind: type, begin: int, end: int | None = None) -> bool:
-        """Whether calls from a position on, or up to another, depend on the rows or the device."""
+        """Return whether calls between two positions depend on the rows or the device."""
         trees = [node.tree for node in self._graph.nodes[begin:end]]
         if end is None or self._is_last:
             trees.append(self._graph.result_tree)
         return any(_has(tree, kind) for tree in trees)
 
     def _on_device(self) -> int:
-        """Return a value that the stage takes and that is on the device of the batch."""
+        """Return an input of the stage that is on the device of the batch."""
         if not self._index:
             return self._graph.rows_of
         crossing = self._graph.crossing(self._begin)
@@ -236,13 +236,13 @@ class _StageSource:
 
 
 def _input_names(model: nn.Module, graph: CapturedGraph) -> dict[int, str]:
-    """Return the names of the arguments that are inputs."""
+    """Return the names of the arguments that are inputs, by value."""
     args, kwargs = graph.batch_tree
     try:
-        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
-        given = kwargs
-    names = {index_of(tree): name for name, tree in given.items() if index_of(tree) is not None}
+        arguments = kwargs
+    names = {index_of(tree): name for name, tree in arguments.items() if index_of(tree) is not None}
     return {
         value: name
         for value, name in names.items()
@@ -267,7 +267,7 @@ def _contexts(modes: Modes) -> list[str]:
 
 
 def _pattern(tree: Any, outputs: Sequence[int], targets: dict[int, str]) -> str | None:
-    """Return the left side of an assignment; None if a part of the result has a name."""
+    """Return the left side of an assignment; None if the result has parts with names."""
     place = index_of(tree)
     if place is not None:
         return targets.pop(outputs[place], "_")
@@ -284,7 +284,7 @@ def _pattern(tree: Any, outputs: Sequence[int], targets: dict[int, str]) -> str 
 
 
 def _paths(tree: Any, outputs: Sequence[int], path: str = "") -> Iterator[tuple[int, str]]:
-    """Yield the values of a result with the expressions of their places in it."""
+    """Yield the values of a result with the expressions that select them."""
     place = index_of(tree)
     if place is not None:
         yield outputs[place], path

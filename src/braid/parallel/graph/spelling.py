@@ -1,7 +1,7 @@
-"""Spells values, functions and names of modules as Python expressions.
+"""Conversion of values, functions and module names to Python expressions.
 
-Anything that no other program could make again (a lambda, a closure, an object without a literal)
-has no spelling.
+Objects that another program could not create again (a lambda, a closure, an object without a
+literal) have no expression.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from braid.runtime.torch_internals import OpOverload, OpOverloadPacket, function
 
 __all__ = ["Spelling", "Unspelled", "spell_path"]
 
-LONG = 70  # characters of a call that is written on several lines
-# methods of tensors with the operator that calls them
+LONG = 70  # length of a call above which it is split into several lines
+# methods of tensors, and the operators that call them
 OPERATORS: Mapping[str, str] = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "matmul": "@", "pow": "**",
     "__and__": "&", "__or__": "|", "__xor__": "^", "__eq__": "==", "eq": "==", "ne": "!=",
@@ -49,11 +49,11 @@ TORCH: tuple[tuple[str, Any], ...] = (
 
 
 class Unspelled(ConfigError):
-    """A value has no spelling."""
+    """A value has no Python expression."""
 
 
 class Spelling:
-    """Expressions of one module.
+    """Builder of the expressions of one module.
 
     Attributes:
         imports: Modules that the expressions need.
@@ -63,7 +63,7 @@ class Spelling:
         self.imports: set[str] = set()
 
     def call(self, node: GraphNode, names: Sequence[str], callee: str = "") -> str:
-        """Return the call of a node.
+        """Return the expression of a node's call.
 
         Args:
             node: The node.
@@ -77,38 +77,38 @@ class Spelling:
         method = _method_of(target)
         if method is None:
             return self._plain_call(self.function(target), args, kwargs, names)
-        own, *rest = (self.value(arg, names) for arg in args)
+        receiver, *rest = (self.value(arg, names) for arg in args)
         if getattr(target, "__name__", "") == "__get__":
-            return f"{own}.{method}"
+            return f"{receiver}.{method}"
         if method == "__getitem__":
-            return f"{own}[{self._index(args[1], names)}]"
+            return f"{receiver}[{self._index(args[1], names)}]"
         if method == "__setitem__":
-            return f"{own}[{self._index(args[1], names)}] = {rest[1]}"
-        if len(rest) == 1 and not kwargs and re.fullmatch(r"[\w.\[\]]+", own):
+            return f"{receiver}[{self._index(args[1], names)}] = {rest[1]}"
+        if len(rest) == 1 and not kwargs and re.fullmatch(r"[\w.\[\]]+", receiver):
             if method in OPERATORS:
-                return f"{own} {OPERATORS[method]} {rest[0]}"
+                return f"{receiver} {OPERATORS[method]} {rest[0]}"
             if method in REFLECTED:
-                return f"{rest[0]} {REFLECTED[method]} {own}"
-        return self._plain_call(f"{own}.{method}", args[1:], kwargs, names)
+                return f"{rest[0]} {REFLECTED[method]} {receiver}"
+        return self._plain_call(f"{receiver}.{method}", args[1:], kwargs, names)
 
     def _plain_call(
         self, callee: str, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
     ) -> str:
-        given = [self._argument(arg, names) for arg in args]
-        given += [f"{name}={self._argument(arg, names)}" for name, arg in kwargs.items()]
-        if len(callee) + sum(map(len, given)) > LONG:
-            return "\n".join([f"{callee}(", *(f"    {part}," for part in given), ")"])
-        return f"{callee}({', '.join(given)})"
+        arguments = [self._argument(arg, names) for arg in args]
+        arguments += [f"{name}={self._argument(arg, names)}" for name, arg in kwargs.items()]
+        if len(callee) + sum(map(len, arguments)) > LONG:
+            return "\n".join([f"{callee}(", *(f"    {part}," for part in arguments), ")"])
+        return f"{callee}({', '.join(arguments)})"
 
     def _argument(self, tree: Any, names: Sequence[str]) -> str:
         text = self.value(tree, names)
         return text[1:-1] if isinstance(tree, Scaled) and text.startswith("(") else text
 
     def function(self, function: Callable[..., Any]) -> str:
-        """Return the name of a function.
+        """Return the expression of a function.
 
         Raises:
-            Unspelled: It has none, such as a lambda.
+            Unspelled: The function has no name, such as a lambda.
         """
         if isinstance(function, Applied):
             return f"{self.imported(function.kind)}.apply"
@@ -121,10 +121,10 @@ class Spelling:
         return self.imported(function)
 
     def imported(self, thing: Any) -> str:
-        """Return the name of a class or function in its module.
+        """Return the qualified name of a class or function, and record its import.
 
         Raises:
-            Unspelled: It cannot be imported by its name.
+            Unspelled: The object cannot be imported by its name.
         """
         module, path = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
         value: Any = None
@@ -141,14 +141,14 @@ class Spelling:
         return f"{module}.{path}"
 
     def value(self, tree: Any, names: Sequence[str]) -> str:
-        """Return a value.
+        """Return the expression of a value.
 
         Args:
-            tree: The value, with places instead of tensors.
-            names: Expressions of the tensors in these places.
+            tree: The value, with placeholders instead of tensors.
+            names: Expressions of the tensors of these placeholders.
 
         Raises:
-            Unspelled: It has no spelling.
+            Unspelled: The value has no expression.
         """
         place = index_of(tree)
         if place is not None:
@@ -205,7 +205,7 @@ class Spelling:
         return f"{kind}({', '.join(f'{key}={value}' for key, value in values.items())})"
 
     def _index(self, index: Any, names: Sequence[str]) -> str:
-        """Return what is between the brackets of an index."""
+        """Return the expression between the brackets of an index."""
         if isinstance(index, slice):
             parts = [
                 "" if x is None else self.value(x, names)
@@ -219,7 +219,7 @@ class Spelling:
 
 
 def _literal(x: Any) -> str:
-    """Return a literal; empty for a value that has none."""
+    """Return the literal of a value; empty if it has none."""
     if isinstance(x, float) and not math.isfinite(x):
         return f"float({str(x)!r})"
     if isinstance(x, torch.device):
@@ -232,7 +232,7 @@ def _literal(x: Any) -> str:
 
 
 def spell_path(owner: str, path: str) -> str:
-    """Return the expression of a module or tensor, from its name in the model."""
+    """Return the expression of a module or tensor with this name in the model."""
     for name in path.split(".") if path else ():
         if name.isidentifier() and not keyword.iskeyword(name):
             owner += f".{name}"

@@ -1,7 +1,7 @@
-"""Arguments that differ from run to run: by the rows of the batch, or by training and evaluation.
+"""Arguments that differ between runs, by the rows of the batch, or by training and evaluation.
 
 A model is run with several numbers of rows, and in both modes. Arguments that differ become
-`Scaled` or `ByMode`, and `resolved` makes arguments of them again.
+`Scaled` or `ByMode`; `resolved` converts them back to arguments.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 def with_rows(whole: CapturedGraph, part: CapturedGraph, rows: int) -> CapturedGraph:
-    """Return a graph in which numbers that depend on the rows do so.
+    """Return a graph with `Scaled` numbers where numbers depend on the rows.
 
     Args:
         whole: Graph of a run.
         part: Graph of a run with one row less.
-        rows: Rows of the first one.
+        rows: Number of rows of `whole`.
 
     Raises:
-        ConfigError: The model makes other calls, or something else depends on the rows.
+        ConfigError: The model makes other calls, or anything but numbers depends on the rows.
     """
     difference = _difference_of(whole, part)
     if difference:
@@ -52,12 +52,12 @@ def with_rows(whole: CapturedGraph, part: CapturedGraph, rows: int) -> CapturedG
 
 
 def with_modes(graph: CapturedGraph, other: CapturedGraph, rows: int) -> CapturedGraph:
-    """Return a graph in which arguments that depend on the mode do so.
+    """Return a graph with `ByMode` arguments where arguments depend on the mode.
 
     Args:
-        graph: Graph, with what depends on the rows.
-        other: Graph of a run in the other mode, with as many rows.
-        rows: Their number.
+        graph: Graph with `Scaled` numbers.
+        other: Graph of a run in the other mode, with the same number of rows.
+        rows: Number of rows.
     """
     difference = _difference_of(graph, other)
     if difference:
@@ -75,14 +75,14 @@ def _difference_of(one: CapturedGraph, other: CapturedGraph) -> str:
     """Return the first difference between the calls of two runs; empty if there is none."""
     for a, b in zip(one.nodes, other.nodes, strict=False):
         if _calls(a) != _calls(b):
-            return f"the model calls {b} at {b.where} in place of {a}"
+            return f"the model calls {b} at {b.where} instead of {a}"
     if len(one.nodes) != len(other.nodes):
         return f"the model makes {len(other.nodes)} calls instead of {len(one.nodes)}"
     return "" if one.results == other.results else "the model returns other values"
 
 
 def with_devices(graph: CapturedGraph, device: torch.device) -> CapturedGraph:
-    """Return a graph in which a device, that of the example, is that of the batch."""
+    """Replace the example's device by the batch's device throughout the graph."""
 
     def walk(tree: Any, _node: GraphNode) -> Any:
         if isinstance(tree, torch.device):
@@ -93,7 +93,7 @@ def with_devices(graph: CapturedGraph, device: torch.device) -> CapturedGraph:
 
 
 class Situation(NamedTuple):
-    """Everything that arguments depend on."""
+    """Rows, mode and device, on which arguments depend."""
 
     rows: int
     is_training: bool
@@ -101,7 +101,7 @@ class Situation(NamedTuple):
 
 
 def resolved(tree: Any, now: Situation) -> Any:
-    """Return arguments for a number of rows, a mode and a device."""
+    """Return the arguments for a number of rows, a mode and a device."""
     if isinstance(tree, Scaled):
         return tree.factor * now.rows + tree.offset
     if isinstance(tree, ByMode):
@@ -112,10 +112,10 @@ def resolved(tree: Any, now: Situation) -> Any:
 
 
 def check_rows(graph: CapturedGraph, again: CapturedGraph) -> None:
-    """Check that numbers depend on the rows alike in graphs of different numbers of rows.
+    """Check that numbers depend on the rows in the same way in two graphs.
 
     Raises:
-        ConfigError: They do not: a third number of rows would give other numbers.
+        ConfigError: They differ: a third number of rows would give other numbers.
     """
     for one, other in zip(_ends(graph), _ends(again), strict=True):
         if not _alike(one.tree, other.tree):
@@ -127,7 +127,7 @@ def check_rows(graph: CapturedGraph, again: CapturedGraph) -> None:
 
 
 def _ends(graph: CapturedGraph) -> list[GraphNode]:
-    """Return the nodes, and the result as the arguments of one more."""
+    """Return the nodes, and a last node with the result as its arguments."""
     end = GraphNode("function", "the result", graph.result_tree, graph.results, None, (), "the end")
     return [*graph.nodes, end]
 
@@ -191,14 +191,14 @@ def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _check_object(one: Any, another: Any, node: GraphNode) -> None:
-    """Refuse an argument that the model makes anew in each run, such as a cache of keys."""
+    """Raise if the model creates an argument in each run, such as a cache of keys."""
     try:
         same = one is another or bool(one == another)
-    except Exception:  # noqa: BLE001 - a comparison of the user's
+    except Exception:  # noqa: BLE001 - comparison by the user's class
         same = False
     if not same:
         msg = (
-            f"{node} at {node.where} is given a {type(one).__name__} that the model makes anew for "
+            f"{node} at {node.where} gets a {type(one).__name__} that the model creates for "
             "each batch, which a captured model would not: pass tensors in lists, dicts or "
             "dataclasses between modules (for models of transformers, use_cache=False)"
         )

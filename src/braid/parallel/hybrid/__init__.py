@@ -1,4 +1,4 @@
-"""Several ways of training in parallel on one mesh; see README.md."""
+"""Combination of several parallel engines on one mesh; see README.md."""
 
 from __future__ import annotations
 

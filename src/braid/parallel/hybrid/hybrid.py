@@ -1,21 +1,22 @@
-"""`HybridParallel`: stages, replicas, divided sequences and divided layers on one mesh.
+"""`HybridParallel`: pipeline stages, replicas, sharded sequences and sharded layers on one mesh.
 
     hybrid = HybridParallel(model, "pp=2,dp=2,tp=2", group, num_microbatches=8)
-    hybrid.attach(optimizer)             # made of the whole model
+    hybrid.attach(optimizer)             # created with the whole model's parameters
     loss = hybrid.step(batch, target, loss=nn.functional.cross_entropy)
     hybrid.clip_grad_norm_(1.0)
     optimizer.step()
 
     pp    stages of layers        Pipeline over the ranks that differ along pp only
-    tp    parts of layers         parallelize, before stages are made
-    dp    samples                 replicas of the pipeline; gradients are added over them
-    cp    positions               replicas, too; attention sees the positions of all
-    ep    experts                 replicas of all else, with samples of their own
+    tp    shards of layers        parallelize, before stages are made
+    dp    samples                 replicas of the pipeline; gradients are averaged over them
+    cp    positions               replicas as well; attention covers the positions of all ranks
+    ep    experts                 replicas of all other layers, with different samples
 
-With `shard` replicas own parts of optimizer states, gradients and parameters; see `sharded_stages`.
+With `shard`, replicas own shards of optimizer states, gradients and parameters; see
+`sharded_stages`.
 
-A mesh of one stage is a pipeline of one stage, whose micro-batches accumulate gradients: one path
-for each number of ranks along each axis.
+A mesh of one stage is a pipeline of one stage; its micro-batches accumulate gradients. So there is
+one code path for every number of ranks along each axis.
 
 Source: D. Narayanan et al., Efficient large-scale language model training on GPU clusters using
 Megatron-LM, SC 2021, section 3.
@@ -64,54 +65,54 @@ __all__ = ["AXES", "HybridParallel"]
 AXES = {
     "pp": "stages of a pipeline",
     "dp": "replicas",
-    "cp": "divided sequences",
-    "ep": "divided experts",
-    "tp": "divided layers",
+    "cp": "sharded sequences",
+    "ep": "sharded experts",
+    "tp": "sharded layers",
 }
 SEQUENCE_DIM = 1
 
 
 class HybridParallel:
-    """Trains a model on a mesh.
+    """Engine that trains a model on a mesh.
 
-    Every rank makes the whole model, alike. Its layers are divided in place, and each rank trains
-    the parameters of its stages. Its optimizer is made of the whole model's parameters; one of
-    `parameters()` trains as well, and cannot be saved by `checkpoint` if there are several stages.
+    Every rank creates the same whole model. Its layers are sharded in place, and each rank trains
+    the parameters of its stages. Create the optimizer with the whole model's parameters; one of
+    `parameters()` trains as well, but cannot be saved by `checkpoint` if there are several stages.
 
     Args:
         model: The model.
         mesh: Numbers of ranks along pp, dp, cp, ep and tp, such as `pp=2,dp=2,tp=2`, in any
             order; the last axis varies fastest.
         group: Ranks of the mesh.
-        layers: The model as modules in a row, of the same parameters, or as `braid.capture` has
-            captured it; the model itself when None, an `nn.Sequential`.
+        layers: The model as a list of modules with the same parameters, or as `braid.capture` has
+            captured it; None for the model itself, an `nn.Sequential`.
         num_microbatches: See `Pipeline`.
-        plan: See `parallelize`; None for a model whose family is known.
-        shard: State that replicas own parts of: 1 for optimizer states, 2 for gradients, too, 3 for
-            parameters, too; 0 for none. The optimizer then needs `attach`, and replicas equally
-            many samples.
-        averages: Whether `step` averages gradients and losses over replicas. If not, gradients are
-            those of this replica, of `whole_records`.
+        plan: See `parallelize`; None for a model of a known family.
+        shard: State to shard over replicas: 1 for optimizer states, 2 to add gradients, 3 to add
+            parameters; 0 for none. The optimizer then needs `attach`, and all replicas the same
+            number of samples.
+        averages: Whether `step` averages gradients and losses over replicas. If not, gradients of
+            `whole_records` are local to this replica.
         options: Other arguments of `Pipeline`, such as schedule, balance, recompute and seed.
 
-    With cp, inputs and targets are cut along dim 1, and the first layer is given (inputs, position
-    ids).
+    With cp, inputs and targets are sharded along dim 1, and the first layer is called with (inputs,
+    position ids).
 
-    With ep, layers of experts are divided by `divide_experts`; a loss may add `auxiliary_loss` of
+    With ep, layers of experts are sharded by `divide_experts`; a loss may add `auxiliary_loss` of
     the layers of the last stage.
 
     Attributes:
-        model: The model, of which this rank has parts.
+        model: The model, partly on this rank.
         mesh: The mesh.
         place: Index of this rank along each axis.
-        groups: Ranks along each axis, by its name; axes with the same ranks share a group.
-        samples: Ranks that have samples of their own, in their order: those of dp and ep.
+        groups: Ranks along each axis, by axis name; axes with the same ranks share a group.
+        samples: Ranks with different samples, in order: the axes dp and ep.
         pipeline: Stages of this rank.
 
     Raises:
-        ConfigError: The mesh has other axes or another number of ranks, layers or heads cannot be
-            divided; all problems are named.
-        MismatchError: Ranks have other models or arguments.
+        ConfigError: The mesh has other axes or another number of ranks, or layers or heads cannot
+            be divided; the message has all problems.
+        MismatchError: Models or arguments differ between ranks.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class HybridParallel:
         self._sharded: ShardedStages | None = None
         if shard and self.pipeline.splits_backward:
             msg = (
-                "a schedule that splits backwards into those of inputs and of weights cannot be "
+                "a schedule that splits backwards into input and weight gradients cannot be "
                 f"sharded, got shard={shard}: use 1f1b, gpipe or interleaved"
             )
             raise ConfigError(msg)
@@ -182,21 +183,21 @@ class HybridParallel:
         self._owners = self._owners_of()
 
     def named_pieces(self) -> dict[str, nn.Parameter]:
-        """Return what an attached optimizer changes on this rank, by names of whole parameters."""
+        """Return the tensors that an attached optimizer steps on this rank, by parameter name."""
         if self._sharded is not None:
             return dict(self._sharded.named_pieces())
         trained = set(self.pipeline.parameters())
         return {name: param for name, param in self.model.named_parameters() if param in trained}
 
     def whole_records(self) -> list[ParamRecord]:
-        """Return the parameters of this rank that compute, which have this replica's gradients."""
+        """Return this rank's unsharded parameters, with the gradients of this replica."""
         if self._sharded is not None:
             return self._sharded.whole_records()
         return list(ParamTable.named(self.named_pieces().items()))
 
     @property
     def sharding(self) -> Sharding | None:
-        """Engine that divides what replicas train; None without."""
+        """Engine that shards the state of replicas; None without `shard`."""
         return None if self._sharded is None else self._sharded.sharding
 
     def parameters(self) -> list[nn.Parameter]:
@@ -204,7 +205,7 @@ class HybridParallel:
         return list(self.pipeline.parameters())
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let an optimizer of the whole model step on what this rank has; states it has are cut."""
+        """Make an optimizer of the whole model step on this rank's parts, and shard its states."""
         divide_states(optimizer, self._shapes, self._tensor)
         for param, state in optimizer.state.items() if self._experts.size > 1 else ():
             for name, value in state.items():
@@ -214,7 +215,7 @@ class HybridParallel:
             self._sharded.attach(optimizer)
 
     def _grads(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, bool]]:
-        """Yield parameters with their gradients, and whether replicas have the same."""
+        """Yield parameters with their gradients, and whether replicas have the same gradient."""
         if self._sharded is not None:
             yield from self._sharded.grads()
             return
@@ -226,7 +227,7 @@ class HybridParallel:
         """Run forwards and backwards of a batch; see `Pipeline.step`.
 
         Args:
-            batch: Inputs of this rank's replica; all ranks of it give the same.
+            batch: Inputs of this rank's replica; the same on all ranks of the replica.
             target: Targets of the loss.
             loss: Function (output, target) that returns the mean loss over samples.
 
@@ -237,29 +238,33 @@ class HybridParallel:
         if self._sharded is not None:
             self._sharded.sharding.begin_step()
             with self._sharded.sharding.no_sync():
-                own = self.pipeline.step(inputs, targets, loss=loss)
+                mean_loss = self.pipeline.step(inputs, targets, loss=loss)
             if self._averages:
                 self._sharded.average()
         else:
-            own = self.pipeline.step(inputs, targets, loss=loss)
+            mean_loss = self.pipeline.step(inputs, targets, loss=loss)
             if self._experts.size > 1:
                 average_gradients(self.pipeline, self._experts, self._alike)
-        is_done = self._adds_in_pipeline() or not self._averages
-        return own if is_done else self._replicas.all_reduce(own, op="avg")
+        is_averaged = self._adds_in_pipeline() or not self._averages
+        return mean_loss if is_averaged else self._replicas.all_reduce(mean_loss, op="avg")
 
     def evaluate(self, batch: Any, target: Any, *, loss: Any) -> torch.Tensor:
         """Return the mean loss of a batch, on all ranks, without gradients; see `step`."""
         if self._sharded is not None:
             self._sharded.sharding.begin_step()
-        own = self.pipeline.evaluate(*self._cut(batch, target), loss=loss)
-        return own if self._adds_in_pipeline() else self._replicas.all_reduce(own, op="avg")
+        mean_loss = self.pipeline.evaluate(*self._cut(batch, target), loss=loss)
+        return (
+            mean_loss
+            if self._adds_in_pipeline()
+            else self._replicas.all_reduce(mean_loss, op="avg")
+        )
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their 2-norm over the whole mesh is at most `max_norm`.
 
-        Each element counts once: parameters that stages share, those that are whole on all ranks
-        of tp, and those of replicas.
+        Each element counts once: parameters that stages share, parameters that are replicated on
+        all ranks of tp, and parameters of replicas.
 
         Returns:
             The norm before scaling, on all ranks.
@@ -285,16 +290,16 @@ class HybridParallel:
     def checkpoint(
         self, optimizer: Optimizer | None, others: Mapping[str, torch.Tensor] | None = None
     ) -> tuple[Snapshot, dict[str, Any]]:
-        """Return what this rank writes of a checkpoint, and values that are no tensors; collective.
+        """Return this rank's tensors of a checkpoint, and other values; a collective.
 
-        Each element of the model and of the optimizer's states is written once.
+        Each element of the model and the optimizer's states is written once.
 
         Args:
             optimizer: Optimizer of the whole model; None to leave it out.
-            others: Further tensors by name; those of this rank alone begin with `own/`.
+            others: Further tensors by name; names of tensors of this rank alone begin with `own/`.
 
         Raises:
-            ConfigError: The optimizer lacks parameters of the model that other stages train.
+            ConfigError: The optimizer lacks parameters that other stages train.
         """
         further = dict(others or {})
         buffers = agreed_buffers(self.model, [self._replicas])
@@ -305,8 +310,8 @@ class HybridParallel:
             tensors = training_tensors(self.model, optimizer)
             numbers = training_numbers(self.model, optimizer)
         tensors |= {f"model/{name}": buffer for name, buffer in buffers.items()}
-        own = {name: x for name, x in further.items() if name.startswith(OWN)}
-        shared = {name: x for name, x in further.items() if name not in own}
+        rank_tensors = {name: x for name, x in further.items() if name.startswith(OWN)}
+        shared = {name: x for name, x in further.items() if name not in rank_tensors}
         of_layers = HybridSnapshot(
             tensors | shared,
             self._params,
@@ -316,7 +321,7 @@ class HybridParallel:
             writes=not self._alike.rank,
             experts=self._experts,
         )
-        of_rank = ReplicatedSnapshot(own, rank=self._group.rank, size=self._group.size)
+        of_rank = ReplicatedSnapshot(rank_tensors, rank=self._group.rank, size=self._group.size)
         snapshots: list[Snapshot] = [of_rank, of_layers]
         if self._sharded is not None:
             snapshots.append(self._sharded.snapshot(optimizer))
@@ -349,9 +354,9 @@ class HybridParallel:
         return slicing.part_of(whole, self._tensor.rank, self._tensor.size)
 
     def make_whole(self) -> None:
-        """Give all ranks the whole model, as it is trained; a collective.
+        """Restore the whole trained model on all ranks; a collective.
 
-        Nothing is left of the mesh: make another `HybridParallel` to train on.
+        The engine cannot be used afterwards: make another `HybridParallel` to train on.
         """
         if self._sharded is not None:
             self._sharded.sharding.undo()
@@ -366,9 +371,9 @@ class HybridParallel:
                 self.groups["pp"].broadcast(tensor.detach(), self._owners[name])
 
     def close(self) -> None:
-        """Free the groups along the axes and stop sharding. Not a collective.
+        """Free the groups along the axes and stop sharding; not a collective.
 
-        Call it after the last step; further calls do nothing. Divided layers cannot compute
+        Call it after the last step; further calls do nothing. Sharded layers cannot compute
         afterwards: call `make_whole` first to keep the model. An engine that is garbage-collected
         with its model needs no `close`: this rank frees the groups when it makes its next group.
         """
@@ -378,16 +383,16 @@ class HybridParallel:
             group.close()
 
     def _adds_in_pipeline(self, shard: int | None = None) -> bool:
-        """Return whether the pipeline itself adds gradients and losses over replicas."""
+        """Return whether the pipeline adds gradients and losses over replicas."""
         sharded = self._sharded is not None if shard is None else bool(shard)
         alone = self._replicas.size == 1 or not self._averages
         return not alone and not sharded and self._experts.size == 1
 
     def _counts(self, param: torch.Tensor, *, is_copied: bool) -> bool:
-        """Return whether this rank counts a gradient in a norm, of all ranks that have the same.
+        """Return whether this rank counts a gradient in a norm, among ranks with the same gradient.
 
         Args:
-            param: Its parameter.
+            param: Parameter of the gradient.
             is_copied: Whether replicas have the same gradient.
         """
         copies = self._alike if is_of_experts(param) else self._replicas
@@ -397,9 +402,9 @@ class HybridParallel:
         return (is_part or not self._tensor.rank) and not self.pipeline.counts_elsewhere(param)
 
     def _along(self, axes: tuple[str, ...]) -> Group:
-        """Return the ranks that differ from this one along some axes only.
+        """Return the group of ranks that differ from this rank along these axes only.
 
-        Axes of one rank change nothing, so several sets of axes share a group, on all ranks alike.
+        Axes with one rank are ignored, so several sets of axes share a group, on all ranks.
         """
         here = [axis for axis in self.mesh.axes if axis in axes]
         peers = tuple(self.mesh.peers(here, self._group.rank))
@@ -410,7 +415,7 @@ class HybridParallel:
         return self._groups_by_peers[peers]
 
     def _owners_of(self) -> dict[str, int]:
-        """Return the first rank of the pipeline whose stages have a tensor, by name."""
+        """Return the first rank of the pipeline with a stage that holds each tensor, by name."""
         mine = {*self.pipeline.parameters(), *self.pipeline.buffers()}
         named = self._named()
         is_mine = torch.tensor([int(tensor in mine) for tensor in named.values()])
@@ -418,22 +423,22 @@ class HybridParallel:
         return dict(zip(named, holders.argmax(0).tolist(), strict=True))
 
     def _named(self) -> dict[str, torch.Tensor]:
-        """Return parameters and kept buffers of the model by name."""
+        """Return parameters and persistent buffers of the model by name."""
         return {**dict(self.model.named_parameters()), **kept_buffers(self.model)}
 
     def _cut(self, batch: Any, target: Any) -> tuple[Any, Any]:
-        """Return the positions of this rank, of inputs and targets."""
+        """Return this rank's positions of inputs and targets."""
         size, rank = self._sequence.size, self._sequence.rank
         if size == 1:
             return batch, target
         first = next(iter(tensors_in(batch)))
         rows, length = first.shape[0], first.shape[SEQUENCE_DIM]
-        own = position_ids(size, rank, length, device=first.device).expand(rows, -1)
+        positions = position_ids(size, rank, length, device=first.device).expand(rows, -1)
         parts = [
             map_tensors(value, lambda x: split_sequence(size, rank, x, SEQUENCE_DIM))
             for value in (batch, target)
         ]
-        return (parts[0], own), parts[1]
+        return (parts[0], positions), parts[1]
 
 
 def _check(
@@ -447,11 +452,11 @@ def _check(
         known = ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
         problems.append(f"the mesh {mesh} has {', '.join(others)}: its axes may be {known}")
     if isinstance(layers, CapturedGraph) and dict(mesh.axes).get("cp", 1) > 1:
-        problems.append("a captured model has no place for positions of divided sequences (cp)")
+        problems.append("a captured model cannot take positions of sharded sequences (cp)")
     if mesh.size != group.size:
-        problems.append(f"the mesh {mesh} has {mesh.size} ranks, and the group {group.size}")
+        problems.append(f"the mesh {mesh} has {mesh.size} ranks, but the group has {group.size}")
     if layers is None and not isinstance(model, nn.Sequential):
         problems.append(
-            f"{type(model).__name__} is no nn.Sequential: give its layers in a row as layers="
+            f"{type(model).__name__} is not an nn.Sequential: pass a list of its layers as layers="
         )
     raise_all(problems)

@@ -1,12 +1,12 @@
-"""Sharding of what a rank trains on a mesh: its stages, with its parts of divided layers.
+"""Sharding of a rank's stages on a mesh over their replicas.
 
-Replicas of a stage own parts of its optimizer states (1), gradients (2) and parameters (3). A
-pipeline runs several backwards for a step, so gradients add up on whole parameters, and are
-averaged once at the end.
+Replicas of a stage own shards of its optimizer states (1), gradients (2) and parameters (3). A
+pipeline runs several backwards per step, so gradients are accumulated unsharded, and are averaged
+once at the end.
 
-Experts that are divided over ranks are left as they are, with gradients of their own replicas.
-Parameters that several layers share are left whole: they may lie on several stages, which add their
-gradients up. So are, at stage 3, those outside of the units that are gathered together.
+Experts on different ranks are not sharded further; their gradients come from replicas with the same
+experts. Parameters that several layers share are not sharded: they may belong to several stages,
+which add their gradients. At stage 3, parameters outside of gathered units are not sharded either.
 
 Source: S. Rajbhandari et al., ZeRO, SC 2020; Megatron-DeepSpeed has stage 1 with pipelines only.
 """
@@ -40,7 +40,7 @@ from braid.parallel.tensor_parallel import Slicing, slicing_of
 
 __all__ = ["ShardedStages"]
 
-GATHERED = 3  # stage at which parameters are in parts
+GATHERED = 3  # stage with sharded parameters
 
 
 class ShardedStages:
@@ -48,16 +48,16 @@ class ShardedStages:
 
     Args:
         model: The whole model.
-        layers: Its layers in a row, by which parameters that are shared are known.
+        layers: List of its layers, used to find shared parameters.
         trained: Parameters of this rank's stages.
-        group: Replicas, which own the parts.
+        group: Replicas, which own the shards.
         alike: Replicas that have the same experts.
         layer_group: Ranks that share layers.
         mesh_group: All ranks of the mesh, which raise the same error.
-        stage: See the module.
+        stage: 1, 2 or 3, see the module docstring.
 
     Raises:
-        ConfigError: There is no such stage, or some rank has nothing to shard.
+        ConfigError: The stage is unknown, or a rank has nothing to shard.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class ShardedStages:
         stage: int,
     ) -> None:
         counts = Counter(p for layer in layers for p in set(layer.parameters()))
-        own = set(trained)
-        units = [unit for unit in default_units(model) if own & set(unit.parameters())]
+        trained_params = set(trained)
+        units = [unit for unit in default_units(model) if trained_params & set(unit.parameters())]
         inside = {p for unit in units for p in unit.parameters()}
         self._slicings: dict[str, Slicing | None] = {}
         ignored, self._kept = set(), []
@@ -82,9 +82,9 @@ class ShardedStages:
             self._slicings[name] = slicing_of(param)
             is_outside = stage == GATHERED and param not in inside
             is_shared = counts[param] > 1 or is_outside or is_of_experts(param)
-            if param not in own or is_shared:
+            if param not in trained_params or is_shared:
                 ignored.add(name)
-            if param in own and is_shared:
+            if param in trained_params and is_shared:
                 self._kept.append((name, param))
         options = ShardingOptions(stage=stage, units=units, ignored=frozenset(ignored))
         has_none = len(ignored) == len(self._slicings)
@@ -111,7 +111,7 @@ class ShardedStages:
         self.sharding.average()
         grads = fill_missing_gradients([param for _, param in self._kept], [self._group])
         for param, grad in grads:
-            if is_of_experts(param):  # the sum of the losses of all ranks that share them
+            if is_of_experts(param):  # the sum over all ranks that share them
                 grad.div_(self._group.size // self._alike.size)
         for group, of_experts in ((self._group, False), (self._alike, True)):
             with group.coalesce() as block:
@@ -121,9 +121,9 @@ class ShardedStages:
             block.work.wait()
 
     def grads(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, bool]]:
-        """Yield parameters with the gradients that are here, and whether other replicas have them.
+        """Yield parameters with their local gradients, and whether other replicas have the same.
 
-        Those of replicas that have the same are to be counted once.
+        Gradients that several replicas have must be counted once.
         """
         for record, owned in self.sharding.owned():
             if owned.grad is not None:
@@ -133,31 +133,36 @@ class ShardedStages:
                 yield param, param.grad, True
 
     def named_pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what the optimizer steps on here, with the names of whole parameters."""
+        """Yield the tensors that the optimizer steps on here, with their parameter names."""
         for record, owned in self.sharding.owned():
             yield record.name, owned
         yield from self._kept
 
     def whole_records(self) -> list[ParamRecord]:
-        """Return the parameters that compute, whose gradients are whole before `average`."""
+        """Return the unsharded parameters; before `average` their gradients are unsharded too."""
         return [*self.sharding.whole_records(), *ParamTable.named(self._kept)]
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let an optimizer of the whole model step on this rank's pieces, and on whole ones."""
+        """Make an optimizer of the whole model step on this rank's shards and unsharded tensors."""
         known = {id(record.param) for record in self.sharding.table}
         others = [
             [p for p in group["params"] if id(p) not in known] for group in optimizer.param_groups
         ]
-        states = {p: optimizer.state.pop(p) for own in others for p in own if p in optimizer.state}
+        states = {
+            p: optimizer.state.pop(p)
+            for group_params in others
+            for p in group_params
+            if p in optimizer.state
+        }
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in known]
         attach(self.sharding, optimizer)
-        for group, own in zip(optimizer.param_groups, others, strict=True):
-            group["params"] += own
+        for group, group_params in zip(optimizer.param_groups, others, strict=True):
+            group["params"] += group_params
         optimizer.state.update(states)
 
     def kept_tensors(self, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
-        """Return parameters that this rank trains whole, with their states."""
+        """Return the unsharded parameters that this rank trains, with their states."""
         tensors: dict[str, torch.Tensor] = {}
         for name, param in self._kept:
             tensors[f"model/{name}"] = param
@@ -168,16 +173,16 @@ class ShardedStages:
         return tensors
 
     def snapshot(self, optimizer: Optimizer | None) -> Snapshot:
-        """Return this rank's pieces as boxes of whole tensors."""
+        """Return this rank's shards as boxes of whole tensors."""
         return _Pieces(self.sharding, optimizer, self._slicings, self._layer_group)
 
     def numbers(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """Return values of the training that are no tensors; a collective of the replicas."""
+        """Return values of the training that are not tensors; a collective of the replicas."""
         return sharded_numbers(self.sharding, optimizer)
 
 
 class _Pieces:
-    """Pieces of parts of tensors, as boxes of the whole tensors; see `Snapshot`."""
+    """Shards of sharded layers, as boxes of the whole tensors; see `Snapshot`."""
 
     def __init__(
         self,
@@ -206,7 +211,7 @@ class _Pieces:
 
 
 def _in_whole(piece: Slice, slicing: Slicing, rank: int, size: int) -> Iterator[Slice]:
-    """Yield a box of a part of a tensor as boxes of the whole one: one for each packed block."""
+    """Yield a box of a shard as boxes of the whole tensor, one for each packed block."""
     dim, length = slicing.dim, piece.global_shape[slicing.dim]
     unit = length // slicing.blocks
     shape = list(piece.global_shape)

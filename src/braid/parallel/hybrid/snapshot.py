@@ -1,7 +1,7 @@
-"""The part of a checkpoint that a rank of a mesh writes: each element of each tensor once.
+"""Snapshot of a rank of a mesh: each element of each tensor is written by one rank.
 
 stages      the first stage that trains a parameter writes it
-layers      each rank writes its part, as boxes of the whole tensor; the first one what is whole
+layers      each rank writes its shard, as boxes of the whole tensor; rank 0 unsharded tensors
 replicas    the first one writes
 """
 
@@ -21,14 +21,14 @@ __all__ = ["HybridSnapshot"]
 
 
 class HybridSnapshot:
-    """Tensors of this rank as boxes of whole ones; see `braid.checkpoint.Snapshot`.
+    """Tensors of this rank as boxes of whole tensors; see `braid.checkpoint.Snapshot`.
 
     Args:
         tensors: Tensors by name: `model/NAME`, `optimizer/NAME/STATE` and others.
         params: Parameters by name.
-        owners: Stage that writes a parameter, by name; the first one writes all other tensors.
+        owners: Stage that writes each parameter, by name; stage 0 writes all other tensors.
         group: Ranks that share layers.
-        stage: Rank of this one in its pipeline.
+        stage: Rank of this process in its pipeline.
         writes: Whether this rank's replica writes.
         experts: Ranks that share experts.
     """
@@ -63,7 +63,7 @@ class HybridSnapshot:
                 yield from self._experts_of(name, tensor)
                 continue
             if self._experts.rank:
-                continue  # the first one writes what all have
+                continue  # rank 0 writes tensors that all ranks have
             slicing = None if param is None else slicing_of(param)
             if slicing is not None and param is not None and tensor.shape == param.shape:
                 shape = slicing.whole_shape(tensor, size)
@@ -73,7 +73,7 @@ class HybridSnapshot:
                 yield Slice(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
 
     def _experts_of(self, name: str, tensor: torch.Tensor) -> Iterable[Slice]:
-        """Yield this rank's experts as a box of all."""
+        """Yield this rank's experts as a box of the tensor of all experts."""
         if self._group.rank:
             return
         count = tensor.shape[0]

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer states divided over ranks: ZeRO and FSDP as layouts."""
+"""Parameters, gradients and optimizer states sharded over ranks: ZeRO and FSDP as layouts."""
 
 from braid.parallel.sharding.engine import Sharding, sharding_of
 from braid.parallel.sharding.fsdp import FullyShardedDataParallel

@@ -1,17 +1,17 @@
-"""The engine: units, flat vectors, gradients and an optimizer that steps on this rank's pieces.
+"""Sharding engine: units, flat vectors, gradients, and an optimizer on this rank's pieces.
 
                      stage 1              stage 2              stage 3
-    parameters       whole                whole                in parts, whole while a unit computes
-    gradients        whole                in parts             in parts
-    optimizer        in parts             in parts             in parts
+    parameters       whole                whole                sharded, gathered during use
+    gradients        whole                sharded              sharded
+    optimizer        sharded              sharded              sharded
 
     backward         reduce-scatter of gradients, unit by unit
     step             on this rank's pieces
     after the step   all-gather of parameters                  (before use, unit by unit)
 
-Sums are in the order of ranks and divided once. So all stages have the bits of one process that
-runs the ranks' samples in turn, for optimizers that treat elements one by one, and for others if
-each parameter belongs to one rank.
+Sums are in the order of ranks and divided once. So all stages are bitwise equal to one process that
+runs the ranks' samples in turn, for elementwise optimizers, and for other optimizers if each
+parameter belongs to one rank.
 
 Source: S. Rajbhandari et al., "ZeRO", SC 2020; Y. Zhao et al., "PyTorch FSDP", VLDB 2023.
 """
@@ -59,36 +59,36 @@ REPLICA = "replica"
 
 
 class Sharding:
-    """Parameters, gradients and optimizer states of a model, divided over ranks.
+    """Engine that shards the parameters, gradients and optimizer states of a model over ranks.
 
     Args:
-        model: Model to train; the same on all ranks, up to values. Changed in place.
-        group: Ranks that own the parts.
-        options: Stage, units, data types and checks.
-        replicas: Ranks that own the same part, whose gradients are averaged, too; None if there are
-            none.
+        model: Model to train; the same on all ranks, except for values. Changed in place.
+        group: Ranks that own the shards.
+        options: Stage, units, dtypes and checks.
+        replicas: Ranks that own the same shard; gradients are averaged over them as well. None if
+            there are no replicas.
 
     Attributes:
-        model, options: As given.
-        places: Ranks that own parts, and their replicas.
-        disk: Files of the optimizer's states, if they are there.
+        model, options: Arguments.
+        places: Ranks that own shards, and their replicas.
+        disk: Files of the optimizer's states, if they are offloaded.
         layouts: Layouts of the flat vectors of parameters.
-        table: Parameters by name; their objects are the model's own.
-        shares_late: Whether ranks get the parameters that an optimizer's step has changed when the
-            next step begins, so that the optimizer's step itself is local.
+        table: Parameters by name; the same objects as in the model.
+        shares_late: Whether stepped parameters are gathered only when the next step begins, so that
+            the optimizer's step is local.
 
     Raises:
-        ConfigError: The model cannot be sharded; all problems are named.
-        MismatchError: Ranks have other parameters or options; the message shows which.
+        ConfigError: The model cannot be sharded; the message has all problems.
+        MismatchError: Parameters or options differ between ranks; the message shows which.
 
-    Cost: stages 1 and 2 send 2 l (n-1)/n bytes a rank and step, l = bytes of all parameters, as
-        data parallel training does; stage 3 sends 3 l (n-1)/n, less those of the root and of the
-        last unit if they stay whole.
+    Cost: stages 1 and 2 send 2 l (n-1)/n bytes per rank and step, l = bytes of all parameters, as
+        data parallel training does; stage 3 sends 3 l (n-1)/n, less the bytes of the root and of
+        the last unit if they stay gathered.
 
-    On failure: a lost rank raises PeerLostError in everyone's forward, backward or step. An
-        exception in the backward of one rank raises CommError in that of the others as soon as it
-        begins its next forward; gradients of the step are dropped, and all may go on. After an
-        exception in its forward at stage 3, the others wait for that rank until their deadline.
+    On failure: a lost rank raises PeerLostError in forward, backward or step on all other ranks. An
+        exception in the backward of one rank raises CommError in the backward of the others when
+        that rank begins its next forward; gradients of the step are dropped, and all may continue.
+        After an exception in its forward at stage 3, the others wait until their deadline.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Sharding:
         self._compare([spec.name for spec in specs])
         sites = _sites_of(model)
         flats = [self._make_flats(spec) for spec in specs]
-        for flat in (flat for own in flats for flat in own):
+        for flat in (flat for unit_flats in flats for flat in unit_flats):
             flat.sites = [sites.get(id(p), []) for p in (r.param for r in flat.records)]
             flat.leave()
-        self._flats = [flat for own in flats for flat in own]
+        self._flats = [flat for unit_flats in flats for flat in unit_flats]
         self._use_param_slots(specs, flats)
         self._units = [
-            Unit(spec.name, spec.module, own, frees_after_forward=self._frees(spec))
-            for spec, own in zip(specs, flats, strict=True)
+            Unit(spec.name, spec.module, unit_flats, frees_after_forward=self._frees(spec))
+            for spec, unit_flats in zip(specs, flats, strict=True)
         ]
         self._gradients = self._make_gradients()
         self._reducer = ShardReducer(
@@ -153,7 +153,7 @@ class Sharding:
 
     @property
     def flats(self) -> Sequence[FlatShard]:
-        """The flat vectors, those of the root first."""
+        """Flat vectors of parameters, the root's first."""
         return self._flats
 
     @property
@@ -163,7 +163,7 @@ class Sharding:
 
     @property
     def units(self) -> Sequence[Unit]:
-        """The units, the root first."""
+        """Units, the root first."""
         return self._units
 
     def owned(self) -> Iterator[tuple[ParamRecord, nn.Parameter]]:
@@ -172,7 +172,7 @@ class Sharding:
             yield from zip(flat.records, flat.owned, strict=True)
 
     def ignored(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that stay whole on each rank, by name."""
+        """Return the parameters that are not sharded, by name."""
         named = self.model.named_parameters()
         return {name: param for name, param in named if name in self.options.ignored}
 
@@ -181,7 +181,7 @@ class Sharding:
         return [owned.grad for _, owned in self.owned() if owned.grad is not None]
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """Return the norm of all gradients as if they were one vector, each element once.
+        """Return the norm of all gradients as if they were one vector; each element counts once.
 
         A collective, with the same result on all ranks and for any number of them.
         """
@@ -204,13 +204,13 @@ class Sharding:
         )
 
     def zero_grad(self) -> None:
-        """Drop all gradients, also those that `no_sync` has left on whole parameters."""
+        """Drop all gradients, including local gradients from `no_sync`."""
         self.drop_local_gradients()
         for _, owned in self.owned():
             owned.grad = None
 
     def whole_records(self) -> list[ParamRecord]:
-        """Return the parameters that compute, on which `no_sync` leaves whole gradients."""
+        """Return the parameters for computation, on which `no_sync` leaves whole gradients."""
         return [
             record._replace(param=leaf)
             for flat in self._flats
@@ -218,7 +218,7 @@ class Sharding:
         ]
 
     def keep_own_gradients(self) -> None:
-        """Give this rank's pieces their parts of whole gradients that are equal on all ranks."""
+        """Set the gradients of this rank's pieces from whole gradients, equal on all ranks."""
         for flat in self._flats:
             for leaf, owned, piece in zip(flat.leaves, flat.owned, flat.pieces, strict=True):
                 grad, leaf.grad, owned.grad = leaf.grad, None, None
@@ -227,11 +227,11 @@ class Sharding:
                     owned.grad = part.view_as(owned).to(owned)
 
     def drop_local_gradients(self) -> None:
-        """Drop gradients that `no_sync` has left on whole parameters."""
+        """Drop local gradients from `no_sync`."""
         self._reducer.drop()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Keep gradients of backwards inside local; the next backward outside averages the sum.
+        """Return a context in which gradients stay local; the next backward outside averages.
 
         Cost: memory for whole gradients.
         """
@@ -239,7 +239,7 @@ class Sharding:
 
     @property
     def synchronizes(self) -> bool:
-        """Whether backwards average gradients; read when one begins."""
+        """Whether backwards average gradients; read when a backward begins."""
         return self._reducer.synchronizes
 
     @synchronizes.setter
@@ -247,25 +247,25 @@ class Sharding:
         self._reducer.synchronizes = value
 
     def begin_step(self) -> None:
-        """Let units see what the optimizer has changed, and follow their order anew.
+        """Use the parameters of the last optimizer step, and record the order of units again.
 
-        A forward of the model begins with it; engines that run parts of the model call it.
+        A forward of the model calls this method; engines that run parts of the model must call it.
         """
         if not self._has_shared:
             self._share()
         self._residency.begin()
 
     def average(self) -> None:
-        """Average the gradients that backwards inside of `no_sync` have left; a collective.
+        """Average the local gradients from backwards inside of `no_sync`; a collective.
 
-        For engines that run several backwards of their own, such as those of a pipeline.
+        For engines that run several backwards per step, such as pipelines.
         """
         self._reducer.average()
 
     def share_step(self) -> None:
-        """Let all ranks have the parameters that an optimizer's step has changed; a collective.
+        """Gather the parameters that an optimizer's step has changed on all ranks; a collective.
 
-        No-op at stage 3, where parameters are gathered before use.
+        No-op at stage 3, because parameters are gathered before use.
         """
         self._has_shared = False
         if not self.shares_late:
@@ -283,7 +283,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Let the model have whole parameters inside, to be read; a collective."""
+        """Return a context in which the model has whole parameters for reading; a collective."""
         self._residency.gather_all()
         try:
             yield
@@ -291,10 +291,10 @@ class Sharding:
             self._residency.free_all()
 
     def undo(self) -> None:
-        """Give all ranks whole parameters again, with memory of their own; a collective.
+        """Restore whole parameters on all ranks, in separate memory; a collective.
 
-        The optimizer steps on the pieces still, and is of no use any more.
-        Gradients of pieces are dropped.
+        The optimizer still refers to the pieces and cannot be used any more. Gradients of pieces
+        are dropped.
         """
         self._residency.free_all()
         self.close()
@@ -302,12 +302,12 @@ class Sharding:
             flat.undo()
 
     def close(self) -> None:
-        """Remove the hooks from the model. Not a collective.
+        """Remove the hooks from the model; not a collective.
 
         Call it after the last backward; further calls do nothing. At stage 3 the parameters remain
         this rank's pieces: call `undo` instead to keep the model. An engine that is
-        garbage-collected with its model needs no `close`. The group's next engine uses its channels
-        again.
+        garbage-collected with its model needs no `close`. The group's next engine reuses its
+        channels.
         """
         if sharding_of(self.model) is not self:
             return
@@ -318,7 +318,7 @@ class Sharding:
             delattr(record.param, MARK)
 
     def _compare(self, units: Sequence[str]) -> None:
-        """Compare parameters and options over ranks, and copy the values of the first rank."""
+        """Compare parameters and options across ranks, and copy the values of the first rank."""
         arguments = {**self.options.in_common(), "units": list(units)}
         for group in (self.places.group, self.places.replicas):
             if group is None:
@@ -332,7 +332,7 @@ class Sharding:
             reclaim_lost_requests(group)
 
     def _make_flats(self, spec: UnitSpec) -> list[FlatShard]:
-        """Make the flat vectors of a unit: frozen parameters, and each dtype, have their own."""
+        """Create the flat vectors of a unit, separate for each dtype and for frozen parameters."""
         kinds: dict[tuple[torch.dtype, bool], list[ParamRecord]] = {}
         for record in spec.records:
             kinds.setdefault((record.param.dtype, record.param.requires_grad), []).append(record)
@@ -366,20 +366,20 @@ class Sharding:
         return self._owners[id(record.param)]
 
     def _frees(self, spec: UnitSpec) -> bool:
-        """Return whether a unit is in parts between forward and backward."""
+        """Return whether a unit is freed between forward and backward."""
         wanted = self.options.reshard_after_forward
         return bool(spec.name) if wanted is None else wanted
 
     def _use_param_slots(self, specs: Sequence[UnitSpec], flats: Sequence[list[FlatShard]]) -> None:
-        """Give vectors their slots; units that are whole at the same time have different ones."""
+        """Assign slots to vectors; units gathered at the same time have different slots."""
         if self.options.stage != 3:
             for flat in self._flats:
                 flat.use_slot(None)
             return
         keys = [
             (spec.depth, index % 2, number) if spec.name and self._frees(spec) else (index, number)
-            for index, (spec, own) in enumerate(zip(specs, flats, strict=True))
-            for number in range(len(own))
+            for index, (spec, unit_flats) in enumerate(zip(specs, flats, strict=True))
+            for number in range(len(unit_flats))
         ]
         slots: list[Slot[FlatShard]] = plan_slots(
             keys,
@@ -391,7 +391,7 @@ class Sharding:
             flat.use_slot(slot)
 
     def _make_gradients(self) -> list[FlatGradients]:
-        """Return the gradients in the order of backward: the root's come last."""
+        """Return the gradients in the order of backward; the root's are last."""
         flats = [flat for flat in reversed(self._flats) if flat.requires_grad]
         lengths = [flat.partition.length for flat in flats]
         dtypes = [flat.dtypes.reduce for flat in flats]
@@ -414,12 +414,12 @@ class Sharding:
         ]
 
     def _before_forward(self) -> None:
-        """Check at the begin of a forward that parameters are those that were divided.
+        """Check at the begin of a forward that the sharded parameters have not been changed.
 
-        If an exception has ended the last backward, the other ranks learn of it before.
+        If the last backward raised, the other ranks are notified first.
 
         Raises:
-            ConfigError: They are not, or frozen ones are to be trained now.
+            ConfigError: Parameters have been moved or converted, or frozen ones are unfrozen.
         """
         if self._reducer.is_in_backward:
             for unit in self._residency.shadow_backward():
@@ -428,7 +428,7 @@ class Sharding:
         problems = []
         if moved := [name for flat in self._flats for name in flat.moved()]:
             problems.append(
-                f"{first_few(moved)} have other memory than when the model was sharded: call "
+                f"{first_few(moved)} have moved to other memory since the model was sharded: call "
                 "model.to(...), model.half() and such before"
             )
         trained = {id(gradients.flat) for gradients in self._gradients}
@@ -442,7 +442,7 @@ class Sharding:
         raise_all(problems)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be copied or pickled, which would share the ranks' memory and channels.
+        """Raise, since a copy or pickle would share the ranks' memory and channels.
 
         Raises:
             ConfigError: Always.
@@ -464,13 +464,13 @@ class Sharding:
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """Return the engine that has divided a model; None if it is whole."""
+    """Return the engine that has sharded a model; None if it is not sharded."""
     engine = vars(model).get(MARK)
     return engine if isinstance(engine, Sharding) else None
 
 
 def _sums_aside(flat: FlatShard) -> bool:
-    """Return whether sums need other memory than that of the pieces' gradients."""
+    """Return whether sums need separate memory beside the gradients of the pieces."""
     return flat.stage == 1 or not sums_in_dtype_of_pieces(flat)
 
 

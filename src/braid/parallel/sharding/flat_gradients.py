@@ -1,13 +1,13 @@
-"""Gradients of a flat vector: from those of whole parameters to averages of the owned pieces.
+"""Gradients of a flat vector: reduced from gradients of whole parameters to averages of pieces.
 
-    backward leaves `.grad` of the whole parameters       (this rank's samples)
-    launch   copies them into a flat vector               (a slot, or at stage 1 memory of its own)
+    backward computes `.grad` of the whole parameters     (this rank's samples)
+    launch   copies them into a flat vector               (a slot; at stage 1 separate memory)
              and starts the reduce-scatter
-    finish   waits, sums over replicas, and puts the averages into `.grad` of the owned pieces
+    finish   waits, sums over replicas, and writes the averages to `.grad` of the owned pieces
 
-Sums are in the order of ranks and are divided once, at the end. Averages are added to what the
-pieces have from earlier backwards. What accumulates locally, without sums over ranks, has the dtype
-of these sums: 512 gradients of 1 are 512, where bfloat16 would end at 256.
+Sums are in the order of ranks and are divided once, at the end. Averages are added to the pieces'
+gradients from earlier backwards. Local accumulation, without sums over ranks, uses the dtype of
+these sums: 512 gradients of 1 sum to 512, whereas bfloat16 would stop at 256.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class FlatGradients:
             pieces' gradients.
 
     Attributes:
-        flat: As given.
-        slot: As given.
+        flat: Argument.
+        slot: Argument.
         is_launched: Whether the sum has been started in this backward.
     """
 
@@ -74,22 +74,22 @@ class FlatGradients:
         )
         self._work: Work | None = None
         self._earlier: list[tuple[int, torch.Tensor]] = []
-        self._local: dict[int, torch.Tensor] = {}  # sums of leaves of another dtype than the sums'
+        self._local: dict[int, torch.Tensor] = {}  # local sums in another dtype
 
     def busy(self) -> list[FlatGradients]:
-        """Return the gradients that use the slots now."""
+        """Return the gradients that are using the slots."""
         slots = [slot for slot in (self.slot, self._part_slot) if slot is not None]
         return list({id(s.holder): s.holder for s in slots if s.holder is not None}.values())
 
     def kept_memory(self) -> list[torch.Tensor]:
-        """Return memory that is this vector's alone: all gradients at stage 1, else the pieces'."""
+        """Return unshared memory: all gradients at stage 1, else the gradients of the pieces."""
         if self.flat.stage != 1:
             return [self._memory]
         inside = sums_in_dtype_of_pieces(self.flat)
         return [self.slot.tensor] if inside else [self.slot.tensor, self._memory]
 
     def shared_memory(self) -> list[torch.Tensor]:
-        """Return memory that other vectors use, too."""
+        """Return memory that is shared with other vectors."""
         slots = [self._part_slot] if self.flat.stage == 1 else [self.slot, self._part_slot]
         return [slot.tensor for slot in slots if slot is not None]
 
@@ -102,12 +102,12 @@ class FlatGradients:
         return [grad for i in range(len(self.flat.leaves)) for grad in self._grads_of(i)]
 
     def _grads_of(self, index: int) -> list[torch.Tensor]:
-        """Return the local sum of a leaf's gradients, and the gradient that is not in it."""
+        """Return the local sum of a leaf's gradients, and the gradient not added to it yet."""
         grads = self._local.get(index), self.flat.leaves[index].grad
         return [grad.detach() for grad in grads if grad is not None]
 
     def accumulate(self, index: int) -> None:
-        """Add a whole parameter's gradient to its local sum, if that has another dtype."""
+        """Add a whole parameter's gradient to its local sum, if the sum has another dtype."""
         leaf = self.flat.leaves[index]
         if leaf.grad is None or leaf.dtype == self.flat.dtypes.reduce:
             return
@@ -118,7 +118,7 @@ class FlatGradients:
             self._local[index] = grad.to(self.flat.dtypes.reduce)
 
     def launch(self) -> None:
-        """Take the gradients of the whole parameters and start their sum; both slots are free."""
+        """Copy the gradients of whole parameters and start their sum; both slots must be free."""
         self.is_launched = True
         self.slot.holder = self
         if self._part_slot is not None:
@@ -138,7 +138,7 @@ class FlatGradients:
         self._work = self._request.start(steps_by=StepsBy.WAITER)
 
     def finish(self) -> None:
-        """Wait for the averages; the slots are free then."""
+        """Wait for the averages, and release the slots."""
         if self._work is None:
             return
         work, self._work = self._work, None
@@ -153,10 +153,10 @@ class FlatGradients:
                 slot.holder = None
 
     def deliver(self, has: Sequence[bool]) -> None:
-        """Give the owned pieces their averages.
+        """Write the averages to the gradients of the owned pieces.
 
         Args:
-            has: Whether some rank had a gradient of each parameter. Others keep what they have.
+            has: Whether any rank had a gradient of each parameter. Other gradients are unchanged.
         """
         for owned, grad, some in zip(self.flat.owned, self._grads, has, strict=True):
             if some and grad.numel():
@@ -170,11 +170,11 @@ class FlatGradients:
         self._earlier = []
 
     def reset(self) -> None:
-        """Begin a new backward."""
+        """Reset the state for a new backward."""
         self.is_launched = False
 
     def drop(self) -> None:
-        """Drop the gradients of whole parameters, and forget a sum that was never waited for."""
+        """Drop the gradients of whole parameters, and discard a sum that was not waited for."""
         for leaf in self.flat.leaves:
             leaf.grad = None
         self._local.clear()
@@ -182,6 +182,6 @@ class FlatGradients:
 
 
 def sums_in_dtype_of_pieces(flat: FlatShard) -> bool:
-    """Return whether sums have the dtype and the device of the pieces' gradients."""
+    """Return whether sums have the dtype and device of the pieces' gradients."""
     same_device = flat.master_device == flat.device
     return flat.dtypes.reduce == flat.dtypes.master and same_device

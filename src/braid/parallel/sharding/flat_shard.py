@@ -1,14 +1,14 @@
-"""The parameters of a unit as a flat vector, of which each rank owns a part.
+"""Parameters of a unit as a flat vector that is sharded over ranks.
 
     master      this rank's part, as the optimizer sees it: one piece for each parameter
-    source      the same numbers, as peers read them; another tensor only if they compute in another
-                dtype
-    full        the whole vector, gathered from all sources; parameters compute as views of it
+    source      the same values, as other ranks read them; a separate tensor only if the dtype for
+                computation differs
+    full        the whole vector, gathered from all sources; parameters are views of it
 
     stage 3     full is in a slot while the unit computes      original parameters are the pieces
-    stage 1, 2  full is always there, source is a part of it   original parameters are the views
+    stage 1, 2  full is permanent, source is a part of it      original parameters are the views
 
-A reduce-scatter makes gradients of the whole vector into those of the pieces.
+A reduce-scatter reduces gradients of the whole vector to gradients of the pieces.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["Dtypes", "FlatShard", "Places"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dtypes:
-    """Data types of a flat vector.
+    """Dtypes and memory of a flat vector.
 
     Attributes:
         compute: Dtype of parameters in forward and backward.
         master: Dtype of the pieces that the optimizer changes.
         reduce: Dtype of gradients as they are summed.
-        on_host: Whether the pieces are in the host's memory, wherever parameters compute.
-        pinned: Whether that memory is pinned.
+        on_host: Whether the pieces are in host memory, for any device of computation.
+        pinned: Whether the host memory is pinned.
     """
 
     compute: torch.dtype
@@ -49,11 +49,11 @@ class Dtypes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """Ranks over which flat vectors are cut and copied.
+    """Ranks over which flat vectors are sharded and replicated.
 
     Attributes:
-        group: Ranks that own the parts.
-        replicas: Ranks that own the same part; None if this is the only one.
+        group: Ranks that own the shards.
+        replicas: Ranks that own the same shard; None without replicas.
     """
 
     group: Group
@@ -61,35 +61,36 @@ class Places:
 
     @property
     def groups(self) -> list[Group]:
-        """Groups that together are all ranks whose gradients are averaged."""
+        """Groups that together contain all ranks over which gradients are averaged."""
         return [self.group] if self.replicas is None else [self.group, self.replicas]
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks whose gradients are averaged."""
+        """Number of ranks over which gradients are averaged."""
         return self.group.size * (1 if self.replicas is None else self.replicas.size)
 
 
 class FlatShard:
-    """A flat vector of parameters.
+    """Flat vector of parameters, sharded over ranks.
 
     Args:
         records: Parameters; all of one device and one dtype.
-        partition: Their places.
-        places: Ranks that own the parts.
+        partition: Positions of the parameters in the vector, and its cuts.
+        places: Ranks that own the shards.
         stage: 1, 2 or 3.
-        dtypes: Data types.
+        dtypes: Dtypes.
         title: Name in reports.
-        whole: Whether each parameter belongs to one rank, and keeps its shape there.
+        whole: Whether each parameter belongs to one rank, with its shape.
 
     Attributes:
-        records, partition, places, stage, dtypes, title, whole: As given.
+        records, partition, places, stage, dtypes, title, whole: Arguments.
         pieces: Elements of each parameter that this rank owns.
         shapes: Shape of each parameter.
         owned: Parameters of the optimizer: this rank's pieces.
-        leaves: Parameters that compute; between uses of a unit, they have no values at stage 3.
+        leaves: Parameters that modules compute with; between uses of a unit at stage 3, they have
+            no values.
         sites: Modules and names under which each parameter is registered.
-        is_entered: Whether modules compute with the whole parameters.
+        is_entered: Whether modules have the whole parameters.
     """
 
     def __init__(
@@ -142,12 +143,12 @@ class FlatShard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole vector is there."""
+        """Whether the whole vector has been gathered."""
         return self._full is not None and self._gathering is None
 
     @property
     def full(self) -> torch.Tensor | None:
-        """The whole vector, if it is there or on its way."""
+        """The whole vector, if it is gathered or being gathered."""
         return self._full
 
     def moved(self) -> list[str]:
@@ -164,7 +165,7 @@ class FlatShard:
         ]
 
     def zeros(self, numel: int) -> torch.Tensor:
-        """Return memory like that of the pieces."""
+        """Return zeros with the dtype, device and pinning of the pieces."""
         pinned = self.dtypes.pinned and self.device.type == "cuda"
         dtype, device = self.dtypes.master, self.master_device
         return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned)
@@ -172,10 +173,10 @@ class FlatShard:
     # Parameters
 
     def use_slot(self, slot: Slot[FlatShard] | None) -> None:
-        """Register the gathering into `slot`, or at stages 1 and 2 into the vector in place."""
+        """Set up gathering into `slot`, or at stages 1 and 2 into the vector in place."""
         self._slot = slot
         target = self._full if slot is None else slot.tensor[: self.partition.length]
-        assert target is not None, "the whole vector is kept where there is no slot"
+        assert target is not None, "without a slot, the whole vector is kept"
         self._target = target
         rows = torch.split(target, list(self.partition.widths))
         group = self.places.group
@@ -184,23 +185,23 @@ class FlatShard:
 
     @property
     def slot(self) -> Slot[FlatShard] | None:
-        """Slot of the whole vector; None if it has memory of its own."""
+        """Slot of the whole vector; None if it has separate memory."""
         return self._slot
 
     def kept_memory(self) -> list[torch.Tensor]:
-        """Return the memory that is held between uses, each once."""
+        """Return the memory that is held between uses, without duplicates."""
         kept = [self._source] if self._slot is not None or self._full is None else [self._full]
         if self._master.data_ptr() != self._source.data_ptr():
             kept.append(self._master)
         return kept
 
     def refresh(self) -> None:
-        """Copy the optimizer's numbers to where peers read them, if that is elsewhere."""
+        """Copy the optimizer's values to the memory that other ranks read, if it is separate."""
         if self._source.data_ptr() != self._master.data_ptr():
             self._source.copy_(self._master, non_blocking=self.dtypes.pinned)
 
     def start_gather(self) -> None:
-        """Start to gather the whole vector; the slot is free."""
+        """Start to gather the whole vector; the slot must be free."""
         if self._gathering is not None:
             return
         assert self._request is not None, "use_slot comes first"
@@ -212,7 +213,7 @@ class FlatShard:
         self._gathering = self._request.start()
 
     def finish_gather(self) -> None:
-        """Wait for the whole vector; parameters have values from now on."""
+        """Wait for the whole vector, and make parameters views of it."""
         if self._gathering is None:
             return
         work, self._gathering = self._gathering, None
@@ -230,12 +231,12 @@ class FlatShard:
         return full
 
     def use_aside(self) -> None:
-        """Let parameters have values in new memory, since the slot is in use."""
+        """Gather into new memory, since the slot is in use, and make parameters views of it."""
         self._full = self.gather_aside()
         self._show()
 
     def release(self) -> None:
-        """Free the whole vector; parameters have no values any more."""
+        """Free the whole vector; parameters then have no values."""
         if self._slot is None or self._full is None:
             return
         if self._gathering is not None:
@@ -248,7 +249,7 @@ class FlatShard:
             self._slot.holder = None
 
     def offset_of(self, address: int) -> int:
-        """Return the element at an address in the whole vector; -1 if it is elsewhere."""
+        """Return the index of the element at an address; -1 if it is outside of the vector."""
         if self._full is None:
             return -1
         offset = address - self._full.data_ptr()
@@ -256,17 +257,17 @@ class FlatShard:
         return offset // size if 0 <= offset < self.partition.length * size else -1
 
     def named_sites(self) -> Iterator[tuple[ParamRecord, Sequence[tuple[nn.Module, str]]]]:
-        """Yield each parameter with its modules and names."""
+        """Yield each parameter with the modules and names of its registrations."""
         yield from zip(self.records, self.sites, strict=True)
 
     def enter(self) -> None:
-        """Let modules compute with the whole parameters."""
+        """Register the whole parameters in the modules."""
         self.is_entered = True
         if self.stage == 3:
             _register(self.sites, self.leaves)
 
     def leave(self) -> None:
-        """Let modules have this rank's pieces as parameters."""
+        """Register this rank's pieces as parameters of the modules."""
         self.is_entered = False
         if self.stage == 3:
             _register(self.sites, self.owned)
@@ -298,12 +299,12 @@ class FlatShard:
             )
 
     def _make_params(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the optimizer's parameters, and those that compute."""
+        """Return the optimizer's parameters, and the parameters that modules compute with."""
         owned, leaves = [], []
         for index, record in enumerate(self.records):
             needed = record.param.requires_grad
             part = self.shaped(self._master, index)
-            record.param.grad = None  # of another shape at stage 3, and no optimizer would drop it
+            record.param.grad = None  # its shape is wrong at stage 3; no optimizer drops it
             if self.stage == 3:
                 record.param.data = part
                 owned.append(record.param)
@@ -323,7 +324,7 @@ class FlatShard:
         return [view.clone() for view in _views(full, self.partition, self.shapes)]
 
     def undo(self) -> None:
-        """Give the original parameters whole values again, in memory of their own."""
+        """Restore whole values of the original parameters, in separate memory."""
         for record, value in zip(self.records, self.whole_values(), strict=True):
             record.param.data = value
             if self.stage == 3:
@@ -331,10 +332,10 @@ class FlatShard:
         self.leave()
 
     def shaped(self, memory: torch.Tensor, index: int) -> torch.Tensor:
-        """Return what this rank owns of a parameter, as a view of memory for the rank's part.
+        """Return this rank's piece of a parameter, as a view of memory for the rank's part.
 
-        A parameter without dims keeps its shape on its owner, so that states that optimizers make
-        have the shapes of one process.
+        A parameter without dims keeps its shape on its owner, so that optimizer states have the
+        same shapes as in one process.
         """
         piece, shape = self.pieces[index], self.shapes[index]
         part = memory[piece.start : piece.start + piece.numel]
@@ -361,16 +362,16 @@ def _views(
 
 
 def _hole(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor without memory, which shows by NaN that a parameter is used too late."""
+    """Return a tensor of NaN without memory, which exposes use of a freed parameter."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
 def _register(
     sites: Sequence[Sequence[tuple[nn.Module, str]]], params: Sequence[nn.Parameter]
 ) -> None:
-    for own, param in zip(sites, params, strict=True):
-        for module, name in own:
+    for param_sites, param in zip(sites, params, strict=True):
+        for module, name in param_sites:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 own_parameters(module)[name] = param
-            else:  # such as nn.LSTM, which keeps its weights in a list, too
+            else:  # for example nn.LSTM, which also keeps its weights in a list
                 setattr(module, name, param)

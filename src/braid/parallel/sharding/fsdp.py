@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel: a wrapper whose parameters, gradients and states are in parts.
+"""FullyShardedDataParallel: module wrapper with sharded parameters, gradients and states.
 
     model = braid.FullyShardedDataParallel(model, process_group=group)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -33,10 +33,10 @@ __all__ = ["FullyShardedDataParallel", "ShardedModule", "make_sharding"]
 
 
 class ShardedModule:
-    """Methods of a sharded model, whatever shards it.
+    """Methods of a sharded model, used by the wrapper and by `fully_shard`.
 
     Attributes:
-        sharding: The engine.
+        sharding: Engine that shards the model.
     """
 
     sharding: Sharding
@@ -46,7 +46,7 @@ class ShardedModule:
     ) -> torch.Tensor:
         """Scale gradients so that their norm is at most `max_norm`; a collective.
 
-        Use it in place of torch's function, which sees the pieces of one rank only.
+        Use it instead of torch's function, which uses the pieces of one rank only.
 
         Returns:
             The norm before scaling.
@@ -54,49 +54,49 @@ class ShardedModule:
         return self.sharding.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Keep gradients of backwards inside local; see `Sharding.no_sync`."""
+        """Return a context in which gradients stay local; see `Sharding.no_sync`."""
         return self.sharding.no_sync()
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Let the module have whole parameters inside, to be read; a collective."""
+        """Return a context in which the module has whole parameters for reading; a collective."""
         return self.sharding.gathered()
 
 
 class FullyShardedDataParallel(ShardedModule, nn.Module):
-    """Wraps a module so that each rank keeps a part of its parameters, gradients and states.
+    """Module wrapper that keeps a shard of parameters, gradients and optimizer states per rank.
 
     Parameters stay the same objects: between uses they are this rank's pieces, flat and possibly
-    empty, which any optimizer that treats elements one by one may change. Optimizers that look at
-    shapes or norms, such as Muon, Adafactor, LARS and LAMB, need `whole_parameters=True`, and their
-    steps fail without it; LBFGS cannot be used.
+    empty, on which any elementwise optimizer may step. Optimizers that use shapes or norms, such as
+    Muon, Adafactor, LARS and LAMB, need `whole_parameters=True`; without it their steps raise an
+    error. LBFGS cannot be used.
 
     Args:
-        module: Module to train; the same on every rank, up to values.
-        process_group: Ranks that own the parts; see `DistributedDataParallel`.
-        mesh: In place of `process_group`: a mesh of one axis, or of two of which the last one has
-            the parts and the first one replicas of them (hybrid sharding), such as
-            `braid.mesh("replica=2,shard=2")`; also a DeviceMesh of torch.
-        units: Modules whose parameters are gathered together; the elements of the outermost
-            ModuleLists when None.
+        module: Module to train; the same on every rank, except for values.
+        process_group: Ranks that own the shards; see `DistributedDataParallel`.
+        mesh: Instead of `process_group`: a mesh with one axis for shards, or with an axis for
+            replicas before it (hybrid sharding), such as `braid.mesh("replica=2,shard=2")`; or a
+            DeviceMesh of torch.
+        units: Modules with parameters that are gathered together; None for the elements of the
+            outermost ModuleLists.
         reshard_after_forward: Whether parameters are freed between forward and backward: None for
-            all units but the root and the last one, False to keep them, which sends a third less.
-        mp_policy: Data types, see `MixedPrecisionPolicy`; also torch's.
-        offload_policy: Places, see `CPUOffloadPolicy` and `DiskOffloadPolicy`; also torch's.
-        ignored_params: Parameters that stay as they are; nothing is averaged or copied for them.
-        shard_placement_fn: Refused, as parts are ranges of elements, not of a dim.
+            all units but the root and the last one; False to keep them, which sends a third less.
+        mp_policy: Dtypes, see `MixedPrecisionPolicy`; or torch's policy.
+        offload_policy: Memory, see `CPUOffloadPolicy` and `DiskOffloadPolicy`; or torch's policy.
+        ignored_params: Parameters that are not sharded, averaged or copied.
+        shard_placement_fn: Not supported, because shards are ranges of elements, not of a dim.
         whole_parameters: Whether each parameter belongs to one rank.
-        master_dtype: Data type of the optimizer's pieces, such as float32 for a bfloat16 model;
-            that of the model when None.
-        init_sync: Compare parameters, and copy rank 0's values and buffers at wrapping.
+        master_dtype: Dtype of the optimizer's pieces, such as float32 for a bfloat16 model; None
+            for the model's dtype.
+        init_sync: Whether to compare parameters, and copy rank 0's values and buffers at wrapping.
 
     Raises:
-        ConfigError: The module cannot be sharded, or arguments contradict each other; all problems
-            are named.
-        MismatchError: Ranks have other parameters; the message shows which.
+        ConfigError: The module cannot be sharded, or arguments are contradictory; the message has
+            all problems.
+        MismatchError: Parameters differ between ranks; the message shows which.
 
     Cost: see `Sharding`.
 
-    Source: Y. Zhao et al., "PyTorch FSDP", VLDB 2023. Parts are ranges of flat vectors as in FSDP1;
+    Source: Y. Zhao et al., "PyTorch FSDP", VLDB 2023. Shards are ranges of flat vectors as FSDP1's;
         memory is freed and bounded as in FSDP2, without DTensor.
     """
 
@@ -138,30 +138,30 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         return self.module(*args, **kwargs)
 
     def close(self) -> None:
-        """Stop sharding; see `Sharding.close`. Not a collective."""
+        """Stop sharding; not a collective. See `Sharding.close`."""
         self.sharding.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, also those that `no_sync` has left."""
+        """Drop all gradients, including local gradients from `no_sync`."""
         del set_to_none
         self.sharding.zero_grad()
 
-    def state_dict(  # type: ignore[override]  # without the form that fills a given dict
+    def state_dict(  # type: ignore[override]  # without the argument `destination`
         self, *_args: Any, **_options: Any
     ) -> dict[str, Any]:
         """Return whole parameters and buffers under the names of the module; a collective.
 
-        `braid.save` writes the parts of each rank instead.
+        `braid.save` writes the shards of each rank instead.
         """
         return dict(gathered_state.state_dict(self.sharding))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> None:
-        """Load whole parameters and buffers, of which each rank takes its pieces.
+        """Load whole parameters and buffers; each rank keeps its pieces.
 
         Raises:
-            ConfigError: Names or shapes are not those of the module; nothing has been changed.
+            ConfigError: Names or shapes differ from the module's; nothing has been changed.
         """
         if assign:
             msg = "assign=True would replace the pieces of this rank: leave it out"
@@ -169,13 +169,13 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         gathered_state.load_state_dict(self.sharding, state_dict, strict=strict)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's whole state by parameters' names; a collective."""
+        """Return the optimizer's whole state by parameter name; a collective."""
         return gathered_state.optimizer_state_dict(self.sharding, optimizer)
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load what `optimizer_state_dict` has returned, on any number of ranks."""
+        """Load the result of `optimizer_state_dict`, on any number of ranks."""
         gathered_state.load_optimizer_state_dict(self.sharding, optimizer, state)
 
     def __getattr__(self, name: str) -> Any:
@@ -200,7 +200,7 @@ def make_sharding(
     """Shard a module with the arguments of FSDP2.
 
     Raises:
-        ConfigError: There is no such group, mesh or policy; see `Sharding` for the others.
+        ConfigError: The group, mesh or policy is invalid; see `Sharding` for other problems.
     """
     precision, offload = precision_of(mp_policy), offload_of(offload_policy)
     groups = _groups_of(process_group, mesh)
@@ -224,25 +224,25 @@ def make_sharding(
 
 
 def refuse_placement(shard_placement_fn: Any) -> None:
-    """Refuse the argument that says along which dim a parameter is cut.
+    """Raise if `shard_placement_fn`, which chooses the sharded dim of parameters, is used.
 
     Raises:
-        ConfigError: It is given.
+        ConfigError: `shard_placement_fn` is not None.
     """
     if shard_placement_fn is not None:
         msg = (
-            "shard_placement_fn is not supported: parts are ranges of a unit's elements, not of a "
-            "dim. Leave it out, or pass whole_parameters=True for optimizers that look at shapes"
+            "shard_placement_fn is not supported: shards are ranges of a unit's elements, not of a "
+            "dim. Leave it out, or pass whole_parameters=True for optimizers that use shapes"
         )
         raise ConfigError(msg)
 
 
 class _ShardGroups(NamedTuple):
-    """Groups of a rank.
+    """Groups of this rank.
 
     Attributes:
         shard: Ranks that together own each parameter once.
-        replicas: Ranks that own the same parts; None if there are no others.
+        replicas: Ranks that own the same shard; None without replicas.
     """
 
     shard: Group
@@ -250,10 +250,10 @@ class _ShardGroups(NamedTuple):
 
 
 def _groups_of(process_group: Any, mesh: Any) -> _ShardGroups:
-    """Return the groups of this rank; the last axis of a mesh has the parts.
+    """Return the groups of this rank; the last axis of a mesh has the shards.
 
     Raises:
-        ConfigError: There is no such group, the mesh has more than two axes, or both are given.
+        ConfigError: The group is invalid, the mesh has more than two axes, or both are given.
     """
     if mesh is None:
         groups = [group_of(process_group)]
@@ -288,7 +288,7 @@ def _check_axes(num_axes: int, shown: str) -> None:
 
 
 def _cast(sharding: Sharding, policy: MixedPrecisionPolicy) -> None:
-    """Convert inputs of units, and outputs of the model, to the policy's data types."""
+    """Convert inputs of units, and outputs of the model, to the policy's dtypes."""
     for unit in sharding.units if policy.cast_forward_inputs else ():
         unit.input_dtype = policy.param_dtype
     sharding.units[0].output_dtype = policy.output_dtype

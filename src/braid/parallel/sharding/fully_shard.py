@@ -1,13 +1,13 @@
-"""fully_shard: the calls of FSDP2, blocks first and the model last.
+"""fully_shard: the calls of FSDP2, first for blocks and finally for the model.
 
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model, process_group=group)
     optimizer = torch.optim.AdamW(model.parameters())
 
-A call notes that a module is a unit. The model is divided when its first forward begins, or its
-methods are used, since only then is known which module is the outermost one. The parameters are
-the same objects before and after, so an optimizer may be made in between.
+A call marks a module as a unit. The model is sharded when its first forward begins, or when its
+methods are used, because only then the outermost module is known. The parameters are the same
+objects before and after, so an optimizer may be created in between.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from braid.parallel.sharding.units import MARK
 __all__ = ["FSDPModule", "fully_shard", "register_fsdp_forward_method"]
 
 NOTE = "braid_fully_shard"  # arguments of the call, as an attribute of the module
-OUTER = "braid_fully_shard_outer"  # the next module around it that was passed after it
+OUTER = "braid_fully_shard_outer"  # the next enclosing module that was passed later
 
 
 class FSDPModule(ShardedModule):
-    """Methods that a module has after `fully_shard`; its class derives from its own and this."""
+    """Methods that `fully_shard` adds to a module; its class becomes a subclass of this one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; the first one of the outermost module divides it before."""
+        """Run the module's forward; the first forward of the outermost module shards it first."""
         _divide(self)  # type: ignore[arg-type]  # a module, see the class
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # of the module
 
     @property
     def sharding(self) -> Sharding:  # type: ignore[override]  # made at its first use
-        """The engine; a collective at its first use."""
+        """Engine that shards the model; a collective at its first use."""
         return _engine_of(self)  # type: ignore[arg-type]  # a module, see the class
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Let backwards from now on average gradients, or keep them local."""
+        """Set whether later backwards average gradients, or keep them local."""
         self.sharding.synchronizes = requires_gradient_sync
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Refuse, once the module is divided: it would have the flat pieces of one rank.
+        """Raise once the module is sharded, because it would return flat pieces of one rank.
 
         Raises:
-            ConfigError: The module is divided.
+            ConfigError: The module is sharded.
         """
         is_asked = not args and not options  # torch passes a destination to modules inside
         if is_asked and "braid_fully_shard_engine" in vars(self):
@@ -75,7 +75,7 @@ class FSDPModule(ShardedModule):
         return gathered_state.state_dict(self.sharding)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load whole parameters and buffers, of which each rank takes its pieces."""
+        """Load whole parameters and buffers; each rank keeps its pieces."""
         gathered_state.load_state_dict(self.sharding, state)
 
 
@@ -90,22 +90,22 @@ def fully_shard(
     offload_policy: Any = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> nn.Module:
-    """Let a module be a unit of a sharded model, or the model itself.
+    """Mark a module as a unit of a sharded model, or as the model itself.
 
-    The arguments of the outermost module hold for all units.
+    The arguments of the outermost module apply to all units.
 
     Args:
-        module: Block, or model; changed in place.
+        module: Block or model, changed in place.
         mesh: See `FullyShardedDataParallel`.
         process_group: See `FullyShardedDataParallel`.
         reshard_after_forward: See `FullyShardedDataParallel`.
-        shard_placement_fn: Refused.
+        shard_placement_fn: Not supported.
         mp_policy: See `FullyShardedDataParallel`.
         offload_policy: See `FullyShardedDataParallel`.
         ignored_params: See `FullyShardedDataParallel`.
 
     Returns:
-        The module, whose class has the methods of `FSDPModule`, too.
+        The module; its class also has the methods of `FSDPModule`.
 
     Raises:
         ConfigError: The module has been passed before, or `shard_placement_fn` is given.
@@ -131,10 +131,10 @@ def fully_shard(
 
 
 def _engine_of(module: nn.Module) -> Sharding:
-    """Return the engine of the outermost module, made if it is not there yet.
+    """Return the engine of the outermost module; create it if necessary.
 
     Raises:
-        ConfigError: The module is a unit of another one.
+        ConfigError: The module is a unit of another module.
     """
     _divide(module)
     engine = vars(module).get("braid_fully_shard_engine")
@@ -148,7 +148,7 @@ def _engine_of(module: nn.Module) -> Sharding:
 
 
 def _divide(module: nn.Module) -> None:
-    """Divide the outermost model around a module, if that has not been done."""
+    """Shard the outermost model around a module, unless this has been done."""
     if NOTE not in vars(module):
         return
     model = module
@@ -166,7 +166,7 @@ def _divide(module: nn.Module) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather a unit's parameters also while another method than forward computes with them.
+    """Gather a unit's parameters also during a method other than forward.
 
     No-op for a module without sharded parameters.
 
@@ -176,7 +176,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: Name of the method, such as "encode".
 
     Raises:
-        ConfigError: There is no such method, or the module has parameters of a unit around it.
+        ConfigError: The method does not exist, or the module's parameters belong to an outer unit.
     """
     if isinstance(module, FullyShardedDataParallel):
         module = module.module

@@ -1,8 +1,8 @@
-"""Whole state dicts of a sharded training, on every rank, and back.
+"""Whole state dicts of a sharded training, gathered on every rank, and their loading.
 
-For checkpoints `state` writes the pieces of each rank, which takes no memory. Whole state dicts
-are for export and for programs that keep their own files: names are those of the unwrapped model,
-and those of the optimizer's states are names of parameters, so they fit any division.
+Checkpoints of `state` contain the pieces of each rank, which needs no extra memory. Whole state
+dicts are for export and for programs that write their own files. Names are the unwrapped model's,
+and optimizer states have parameter names, so state dicts do not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = [
 def state_dict(sharding: Sharding) -> dict[str, torch.Tensor]:
     """Return whole parameters and buffers under the names of the model; a collective.
 
-    Tied parameters come under each of their names, as in torch. Buffers are the same on all ranks,
+    A tied parameter has an entry for each name, as in torch. Buffers are the same on all ranks,
     see `agreed_buffers`.
 
-    Cost: one all_gather of each unit; memory for the whole model.
+    Cost: one all_gather per unit; memory for the whole model.
     """
     whole = agreed_buffers(sharding.model, sharding.places.groups)
     for flat in sharding.flats:
@@ -46,21 +46,21 @@ def state_dict(sharding: Sharding) -> dict[str, torch.Tensor]:
 def load_state_dict(
     sharding: Sharding, state: Mapping[str, torch.Tensor], *, strict: bool = True
 ) -> None:
-    """Load whole parameters and buffers, of which each rank takes its pieces.
+    """Load whole parameters and buffers; each rank keeps its pieces.
 
     Args:
         sharding: The engine.
-        state: Tensors by name, as `state_dict` returns them; a superset on each rank of what it
-            owns.
+        state: Tensors by name, as `state_dict` returns them; on each rank at least the tensors that
+            it owns parts of.
         strict: Whether missing and unknown names are errors.
 
     Raises:
         ConfigError: Names are missing or unknown, or shapes differ; nothing has been changed.
     """
-    own = {name: record for record in sharding.table for name in record.names}
+    records = {name: record for record in sharding.table for name in record.names}
     whole = {**sharding.ignored(), **kept_buffers(sharding.model)}
     kept = torch.nn.Module.state_dict(sharding.model, keep_vars=True).keys()
-    wanted = {name: own[name].spec.shape for name in own if name in kept}
+    wanted = {name: records[name].spec.shape for name in records if name in kept}
     wanted |= {name: tuple(tensor.shape) for name, tensor in whole.items()}
     problems = [
         f"{name} has the shape {list(state[name].shape)}, the model's is {list(shape)}"
@@ -72,7 +72,7 @@ def load_state_dict(
     if strict and (unknown := sorted(state.keys() - wanted.keys() - kept)):
         problems.append(f"{first_few(unknown)} are not in the model")
     if problems:
-        raise ConfigError("the state is of another model: " + "; ".join(problems))
+        raise ConfigError("the state belongs to another model: " + "; ".join(problems))
     with torch.no_grad():
         for flat in sharding.flats:
             for index, record in enumerate(flat.records):
@@ -85,12 +85,12 @@ def load_state_dict(
 
 
 def optimizer_state_dict(sharding: Sharding, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the whole state of an optimizer, with names in place of numbers; a collective.
+    """Return the whole state of an optimizer, with parameter names as keys; a collective.
 
     Returns:
         `{"state": {NAME: {...}}, "param_groups": [{"params": [NAME, ...], ...}]}`.
 
-    Cost: one all_gather of each state; memory for all of them.
+    Cost: one all_gather per state; memory for all states.
     """
     names = {id(owned): record.name for record, owned in sharding.owned()}
     whole: dict[str, dict[str, Any]] = {}
@@ -106,10 +106,10 @@ def optimizer_state_dict(sharding: Sharding, optimizer: torch.optim.Optimizer) -
 def load_optimizer_state_dict(
     sharding: Sharding, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Load what `optimizer_state_dict` has returned, on any number of ranks.
+    """Load the result of `optimizer_state_dict`, on any number of ranks.
 
     Raises:
-        ConfigError: Parameter groups are others than the optimizer's.
+        ConfigError: Parameter groups differ from the optimizer's.
     """
     places = {
         record.name: (flat, index)
@@ -122,10 +122,10 @@ def load_optimizer_state_dict(
     if list(map(sorted, mine)) != list(map(sorted, theirs)):
         msg = (
             f"the state has groups of {list(map(len, theirs))} parameters, and the optimizer of "
-            f"{list(map(len, mine))}, or others in them: make the optimizer as it was made then"
+            f"{list(map(len, mine))}, or others: create the optimizer with the same groups"
         )
         raise ConfigError(msg)
-    numbers = {name: i for i, name in enumerate(n for own in mine for n in own)}
+    numbers = {name: i for i, name in enumerate(n for group_names in mine for n in group_names)}
     cut = {}
     for name, values in state["state"].items():
         flat, index = places[name]
@@ -137,8 +137,8 @@ def load_optimizer_state_dict(
                 for key, value in values.items()
             }
     groups = [
-        {**group, "params": [numbers[name] for name in own]}
-        for group, own in zip(state["param_groups"], mine, strict=True)
+        {**group, "params": [numbers[name] for name in group_names]}
+        for group, group_names in zip(state["param_groups"], mine, strict=True)
     ]
     optimizer.load_state_dict({"state": cut, "param_groups": groups})
 
@@ -163,13 +163,13 @@ def _whole_state(flat: FlatShard, index: int, own: Mapping[str, Any]) -> dict[st
 
 
 class _Facts(NamedTuple):
-    """Plain data about the state of a parameter on one rank.
+    """Metadata of the state of a parameter on one rank.
 
     Attributes:
         numel: Number of elements of the rank's piece.
-        cut: Data types of states with an element for each element of the piece, by name.
-        small: Shapes and data types of other tensors.
-        plain: Values that are no tensors.
+        cut: Dtypes of states with an element for each element of the piece, by name.
+        small: Shapes and dtypes of other tensors.
+        plain: Values that are not tensors.
     """
 
     numel: int
@@ -179,7 +179,7 @@ class _Facts(NamedTuple):
 
     @classmethod
     def of(cls, flat: FlatShard, index: int, own: Mapping[str, Any]) -> _Facts:
-        """Return the facts of this rank."""
+        """Return the metadata of this rank."""
         tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
         cut = {key: str(x.dtype) for key, x in tensors.items() if _is_cut(flat, index, x)}
         return cls(

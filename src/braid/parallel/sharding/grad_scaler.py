@@ -1,7 +1,7 @@
-"""A gradient scaler whose ranks agree on nonfinite gradients.
+"""Gradient scaler for sharded models, with agreement on nonfinite gradients.
 
-Each rank sees its own pieces only. If one found infinity and left its step out, parts of the model
-would have taken a step, and others not. So ranks tell each other, before any of them steps.
+Each rank has its own pieces only. If one rank found infinity and skipped its step, parts of the
+model would have taken a step, and others not. So ranks exchange a flag before any of them steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         sharding: Engine of the model.
         options: Arguments of torch's scaler, such as `init_scale`.
 
-    Cost: one all_reduce of 4 bytes a step for each axis of ranks.
+    Cost: one all_reduce of 4 bytes per step for each axis of ranks.
     """
 
     def __init__(self, sharding: Sharding, **options: Any) -> None:
@@ -32,11 +32,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self._groups = [g for g in (places.group, places.replicas) if g is not None]
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
-        """Unscale this rank's gradients, and return whether some rank has nonfinite ones."""
+        """Unscale this rank's gradients, and return whether any rank has nonfinite gradients."""
         known = super()._unscale_grads_(*args)
         nonfinite = torch.zeros(1, dtype=torch.float32, device=self._master_device)
-        for own in known.values():
-            nonfinite = torch.maximum(nonfinite, own.reshape(1).to(nonfinite.device))
+        for flag in known.values():
+            nonfinite = torch.maximum(nonfinite, flag.reshape(1).to(nonfinite.device))
         for group in self._groups:
             nonfinite = group.all_reduce(nonfinite, op="max")
         return dict.fromkeys(known or [self._master_device], nonfinite.reshape(()))

@@ -6,8 +6,8 @@
       2     -         -         shard      shard          2   the same
       3     -         shard     shard      shard          3   one more all-gather, for backward
 
-A parameter whose storage layout is `shard` and whose compute layout is `-` is gathered before use.
-With an axis of replicas, all layouts are the same: axes that a layout does not name hold replicas.
+A parameter with storage layout `shard` and compute layout `-` is gathered before use. With an axis
+of replicas, the layouts are the same: axes that a layout does not name hold replicas.
 
 Source: S. Rajbhandari et al., "ZeRO", SC 2020, section 5 and 7.
 """
@@ -47,10 +47,10 @@ def layouts_of(stage: int, mesh: Mesh, axis: str = SHARD) -> Layouts:
     Args:
         stage: 1, 2 or 3.
         mesh: Mesh of the ranks; other axes than `axis` hold replicas.
-        axis: Axis over which vectors are cut.
+        axis: Axis over which vectors are sharded.
 
     Raises:
-        ConfigError: There is no such stage.
+        ConfigError: The stage is unknown.
     """
     if stage not in STAGES:
         msg = f"stage must be 1, 2 or 3, got {stage!r}"
@@ -65,13 +65,13 @@ def layouts_of(stage: int, mesh: Mesh, axis: str = SHARD) -> Layouts:
 
 
 class Bytes(NamedTuple):
-    """Bytes for each parameter.
+    """Bytes per parameter.
 
     Attributes:
-        param: Bytes of a parameter as it computes.
-        gradient: Bytes of a gradient as backward leaves it.
-        owned_gradient: Bytes of a gradient as the optimizer reads it, if that is another tensor.
-        states: Bytes of the optimizer's states, and of the parameter in float32 if that is another
+        param: Bytes of a parameter in computation.
+        gradient: Bytes of a gradient after backward.
+        owned_gradient: Bytes of a gradient for the optimizer, if it is a separate tensor.
+        states: Bytes of the optimizer's states, and of the parameter in float32 if it is a separate
             tensor.
     """
 
@@ -81,7 +81,7 @@ class Bytes(NamedTuple):
     states: float
 
     def live(self, stage: int, num_ranks: int) -> float:
-        """Return the bytes on each rank for each parameter of the model, between steps.
+        """Return the bytes on each rank per parameter of the model, between steps.
 
         >>> Bytes(2, 2, 0, 12).live(3, 4), Bytes(2, 2, 0, 12).live(2, 4)
         (4.0, 5.5)

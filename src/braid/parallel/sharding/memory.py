@@ -1,6 +1,6 @@
-"""Bytes that a sharded training holds on this rank, counted from its tensors.
+"""Measured bytes of a sharded training on this rank, counted from its tensors.
 
-Formulas of `layouts.Bytes` are compared with these.
+Tests compare the formulas of `layouts.Bytes` with them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["LiveBytes", "live_bytes", "memory_of"]
 
 
 class LiveBytes(NamedTuple):
-    """Bytes on one rank.
+    """Bytes of a sharded training on one rank.
 
     Attributes:
-        parameters: Bytes of parameters, as they are kept between uses, with the optimizer's own
-            ones if these have another dtype.
-        gradients: Bytes of gradients, as backward leaves them.
+        parameters: Bytes of parameters between uses, including the optimizer's copies if these have
+            another dtype.
+        gradients: Bytes of gradients after backward.
         states: Bytes of the optimizer's states.
-        slots: Bytes of memory in which units are whole for a time, with their gradients.
+        slots: Bytes of memory for temporarily gathered units and their gradients.
     """
 
     parameters: int
@@ -33,7 +33,7 @@ class LiveBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sum of all."""
+        """Total bytes."""
         return sum(self)
 
 
@@ -57,19 +57,19 @@ def live_bytes(sharding: Sharding, optimizer: torch.optim.Optimizer) -> LiveByte
 def memory_of(
     sharding: Sharding,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Return the memory of parameters, of gradients, and in which units are whole for a time."""
+    """Return the memory of parameters, of gradients, and of slots for gathered units."""
     parameters: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
     slots: list[torch.Tensor] = []
     for flat in sharding.flats:
         parameters += flat.kept_memory()
         slots += [] if flat.slot is None else [flat.slot.tensor]
-    for own in sharding.gradients:
-        gradients += own.kept_memory() + own.local_gradients()
-        slots += own.shared_memory()
+    for flat_gradients in sharding.gradients:
+        gradients += flat_gradients.kept_memory() + flat_gradients.local_gradients()
+        slots += flat_gradients.shared_memory()
     return parameters, gradients, slots
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors, each memory once."""
+    """Return the bytes of tensors; each memory counts once."""
     return sum({x.data_ptr(): x.numel() * x.element_size() for x in tensors}.values())

@@ -1,11 +1,12 @@
-"""States of an optimizer in files that are mapped into memory.
+"""Optimizer states in memory-mapped files.
 
-After a step, tensors that the optimizer has made are copied into files, and take their place in its
-state. The kernel writes pages back and drops them when memory is short, so a rank can train more
-than fits. Optimizers have to change their states in place, as those of torch do.
+After a step, tensors that the optimizer has created are copied into files, and the mapped tensors
+replace them in its state. The kernel writes pages back and drops them when memory is short, so a
+rank can train models that exceed its memory. Optimizers must change their states in place, as
+torch's do.
 
 Source: S. Rajbhandari et al., "ZeRO-Infinity", SC 2021, section 5, for states beyond the host's
-memory; mapped files take the place of its own input and output.
+memory; mapped files replace its own input and output.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ LEAST_BYTES = 4096  # smaller states stay in memory, as a file takes a page at l
 
 
 class StatesOnDisk(AbstractContextManager["StatesOnDisk"]):
-    """Moves the states of optimizers to files; a context manager that removes them.
+    """Mover of optimizer states to files; a context manager that removes the files.
 
     Args:
-        directory: Directory in which one for this rank is made.
-        rank: Rank, for the name.
+        directory: Directory in which a directory for this rank is created.
+        rank: Rank, used in the name.
 
     Attributes:
         directory: Directory of this rank's files.
@@ -40,11 +41,11 @@ class StatesOnDisk(AbstractContextManager["StatesOnDisk"]):
         self.directory = Path(tempfile.mkdtemp(prefix=f"states-{rank:05d}-", dir=directory))
         self._num_files = 0
         self._mapped: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
-        # files that are mapped stay until the tensors die
+        # mapped files stay until the tensors are freed
         self._finalizer = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move the optimizer's states after each of its steps, as far as they are new."""
+        """Move new states of the optimizer to files after each of its steps."""
         reference = weakref.ref(self)
 
         def after_step(stepped: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -55,7 +56,7 @@ class StatesOnDisk(AbstractContextManager["StatesOnDisk"]):
         optimizer.register_step_post_hook(after_step)
 
     def move(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move states of an optimizer that are not in files."""
+        """Move states of an optimizer that are not in files yet."""
         for state in optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and self._is_new(value):
@@ -63,11 +64,11 @@ class StatesOnDisk(AbstractContextManager["StatesOnDisk"]):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in files."""
+        """Total bytes in files."""
         return sum(path.stat().st_size for path in self.directory.iterdir())
 
     def close(self) -> None:
-        """Remove the files; states that are in use keep their memory until they die."""
+        """Remove the files; tensors in use keep their memory until they are freed."""
         self._finalizer()
 
     def __exit__(self, *_exc: object) -> None:

@@ -1,7 +1,7 @@
-"""Rules by which optimizers can be sharded, and the step on the pieces of this rank.
+"""Kinds of optimizers for sharding, and optimizer steps on the pieces of this rank.
 
-by elements   each element changes by its own gradient and state: any cut gives the same bits
-whole         rules look at the shape or the norm of a parameter: each belongs to one rank
+by elements   each element changes by its own gradient and state: bits do not depend on the sharding
+whole         updates use the shape or norm of a parameter: each parameter belongs to one rank
 not at all    LBFGS takes inner products of all parameters; SparseAdam takes sparse gradients
 """
 
@@ -25,13 +25,13 @@ from braid.parallel.sharding.units import MARK
 
 __all__ = ["attach", "has_pieces", "needs_whole", "refuse_wrong_rules", "shard_optimizer"]
 
-ENGINES: dict[int, weakref.ref[Sharding]] = {}  # of parameters, by their ids
+ENGINES: dict[int, weakref.ref[Sharding]] = {}  # engines by parameter id
 
 
 def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's rule needs whole parameters.
+    """Return whether an optimizer needs whole parameters.
 
-    Optimizers that are not known are taken to need them, with a warning.
+    Unknown optimizers are assumed to need them, with a warning.
 
     Raises:
         ConfigError: The optimizer cannot be sharded.
@@ -59,22 +59,22 @@ def shard_optimizer(
     whole: bool | None = None,
     **options: Any,
 ) -> Sharding:
-    """Divide the states of an optimizer over ranks, and gradients and parameters by stage (ZeRO).
+    """Shard the states of an optimizer over ranks; by stage also gradients and parameters (ZeRO).
 
-    The model and the optimizer stay the same objects. Call `clip_grad_norm_` and `zero_grad` of
-    what is returned, since gradients at all stages are those of this rank's pieces.
+    The model and the optimizer stay the same objects. Call `clip_grad_norm_` and `zero_grad` of the
+    returned engine, since gradients belong to this rank's pieces at all stages.
 
     Args:
-        optimizer: Optimizer of the model; its states, if there are some, are cut.
-        model: The model; the same on all ranks, up to values.
-        stage: 1 for states of the optimizer, 2 for gradients, too, 3 for parameters, too.
-        process_group: Ranks that own the parts; see `DistributedDataParallel`.
-        whole: Whether each parameter belongs to one rank; by the optimizer's rule when None.
+        optimizer: Optimizer of the model; existing states are sharded.
+        model: The model; the same on all ranks, except for values.
+        stage: 1 for optimizer states, 2 to add gradients, 3 to add parameters.
+        process_group: Ranks that own the shards; see `DistributedDataParallel`.
+        whole: Whether each parameter belongs to one rank; None to decide by the optimizer.
         options: Further fields of `ShardingOptions`.
 
     Raises:
         ConfigError: The model or the optimizer cannot be sharded.
-        MismatchError: Ranks have other parameters or options; the message shows which.
+        MismatchError: Parameters or options differ between ranks; the message shows which.
 
     Cost: see `Sharding`.
     """
@@ -94,15 +94,15 @@ def shard_optimizer(
 def attach(
     sharding: Sharding, optimizer: torch.optim.Optimizer, *, whole: bool | None = None
 ) -> None:
-    """Let an optimizer step on this rank's pieces, in place; states that it has are cut.
+    """Make an optimizer step on this rank's pieces, in place; existing states are sharded.
 
     Args:
-        sharding: Engine whose model has the optimizer's parameters.
-        optimizer: Optimizer of the model, made before or after sharding.
-        whole: Whether its rule needs whole parameters; known by its name when None.
+        sharding: Engine that has sharded the optimizer's parameters.
+        optimizer: Optimizer of the model, created before or after sharding.
+        whole: Whether it needs whole parameters; None to decide by its name.
 
     Raises:
-        ConfigError: The optimizer cannot be sharded, or not like this, or has other parameters.
+        ConfigError: The optimizer cannot be sharded in this way, or has other parameters.
     """
     _check(sharding, optimizer, whole)
     places = {}
@@ -138,10 +138,10 @@ def attach(
 
 
 def refuse_wrong_rules(sharding: Sharding) -> None:
-    """Let steps of an optimizer that is not attached fail if it cannot use the pieces.
+    """Make steps of unattached optimizers raise if they cannot use the pieces.
 
-    Without it LBFGS, or rules that look at norms, would step on pieces as if they were parameters;
-    at stages 1 and 2 any rule would find no gradients, and change nothing.
+    Otherwise LBFGS, or optimizers that use norms, would step on pieces as if they were parameters;
+    at stages 1 and 2 any optimizer would find no gradients, and change nothing.
     """
     ids, reference = [id(record.param) for record in sharding.table], weakref.ref(sharding)
     ENGINES.update(dict.fromkeys(ids, reference))
@@ -155,19 +155,19 @@ def refuse_wrong_rules(sharding: Sharding) -> None:
 
 
 def has_pieces(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has parameters of a sharded model, and states of its pieces."""
+    """Return whether an optimizer steps on the pieces of a sharded model."""
     return isinstance(optimizer, _Attached) or _engine_of(optimizer) is not None
 
 
 def _engine_of(optimizer: torch.optim.Optimizer) -> Sharding | None:
-    """Return the engine of the first parameter that has one, unless it has been undone."""
+    """Return the engine of the first sharded parameter, unless sharding was undone."""
     params = (p for group in optimizer.param_groups for p in group["params"])
     references = (ENGINES[id(p)] for p in params if id(p) in ENGINES and MARK in vars(p))
     return next((engine for one in references if (engine := one()) is not None), None)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Refuse an optimizer that is not attached and cannot use the pieces of its parameters."""
+    """Raise if an unattached optimizer cannot use the pieces of its parameters."""
     if not ENGINES or isinstance(optimizer, _Attached):
         return
     engine = _engine_of(optimizer)
@@ -177,37 +177,37 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
     name = type(optimizer).__name__
     if any(owned is not record.param for record, owned in engine.owned()):
         msg = (
-            f"{name} has parameters of a sharded model, whose gradients have gone to other pieces: "
+            f"{name} has parameters of a sharded model, but their gradients are on its pieces: "
             "call sharding.attach(engine, optimizer), or attach(optimizer) of HybridParallel, "
             "before the first step"
         )
         raise ConfigError(msg)
     if kind_of_optimizer(optimizer) == "whole" and not engine.options.whole:
         msg = (
-            f"{name} looks at shapes or norms of whole parameters, and has pieces: wrap the model "
+            f"{name} uses shapes or norms of whole parameters, but has pieces: wrap the model "
             "in FullyShardedDataParallel(model, whole_parameters=True), or call "
-            "sharding.shard_optimizer(optimizer, model, stage=3) in place of wrapping"
+            "sharding.shard_optimizer(optimizer, model, stage=3) instead of wrapping"
         )
         raise ConfigError(msg)
 
 
-register_optimizer_step_pre_hook(_before_step)  # one for all models, as they come and go
+register_optimizer_step_pre_hook(_before_step)  # one hook for all models
 
 
 class _Attached:
-    """Methods of an optimizer that steps on pieces; its class derives from its own and this."""
+    """Methods of an optimizer that steps on pieces; its class becomes a subclass of this one."""
 
     braid_sharding: weakref.ref[Sharding]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero gradients, and drop those that `no_sync` has left on whole parameters."""
+        """Zero gradients, and drop local gradients from `no_sync`."""
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the optimizer
         engine = type(self).braid_sharding()
         if engine is not None:
             engine.drop_local_gradients()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse copy and pickle, which would share this rank's pieces.
+        """Raise, since a copy or pickle would share this rank's pieces.
 
         Raises:
             ConfigError: Always.
@@ -216,7 +216,7 @@ class _Attached:
 
 
 def _check_known(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers that cannot be sharded in any way."""
+    """Raise for optimizers that cannot be sharded in any way."""
     reason = refusal_of_optimizer(optimizer)
     if reason is not None:
         msg = (
@@ -240,14 +240,14 @@ def _check(sharding: Sharding, optimizer: torch.optim.Optimizer, whole: bool | N
     _check_known(optimizer)
     if whole is None and not sharding.options.whole and needs_whole(optimizer):
         problems.append(
-            f"{type(optimizer).__name__} needs whole parameters, and elements were divided: pass "
+            f"{type(optimizer).__name__} needs whole parameters, but elements were sharded: pass "
             "whole=True"
         )
     raise_all(problems)
 
 
 def _cut(value: Any, shape: torch.Size, begin: int, end: int, *, whole: bool) -> Any:
-    """Return what this rank owns of a state; states of another shape are kept as they are."""
+    """Return this rank's piece of a state; states of another shape are returned unchanged."""
     if whole or not isinstance(value, torch.Tensor) or value.shape != shape or not shape:
         return value
     return value.reshape(-1)[begin:end].clone()

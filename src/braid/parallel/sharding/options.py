@@ -1,4 +1,4 @@
-"""Options of sharding, checked where they are given."""
+"""Options of sharding, checked when they are set."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class ShardingOptions:
     """Options of sharding.
 
     Attributes:
-        stage: 1 (optimizer states in parts), 2 (gradients, too) or 3 (parameters, too).
-        units: Modules whose parameters are gathered together; the elements of the outermost
-            ModuleLists when None.
-        whole: Whether each parameter belongs to one rank, as optimizers need that look at shapes or
-            norms; otherwise all ranks own equally many elements.
+        stage: 1 (optimizer states sharded), 2 (gradients as well) or 3 (parameters as well).
+        units: Modules with parameters that are gathered together; None for the elements of the
+            outermost ModuleLists.
+        whole: Whether each parameter belongs to one rank, for optimizers that use shapes or norms;
+            otherwise all ranks own the same number of elements.
         reshard_after_forward: Whether parameters are freed between forward and backward, at stage
-            3; those of all units but the root and the last one when None.
-        param_dtype: Data type of parameters in forward and backward; their own when None.
-        reduce_dtype: Data type of gradients as they are summed; that of parameters in backward when
-            None.
-        master_dtype: Data type of the optimizer's pieces; the parameters' own when None.
-        offload: Place of the pieces and of the optimizer's states.
-        ignored: Names of parameters that stay as they are, on each rank.
-        init_sync: Whether values of the first rank are copied to all, buffers included.
+            3; None for all units but the root and the last one.
+        param_dtype: Dtype of parameters in forward and backward; None for their own.
+        reduce_dtype: Dtype in which gradients are summed; None for the dtype of parameters in
+            backward.
+        master_dtype: Dtype of the optimizer's pieces; None for the parameters' own.
+        offload: Memory of the pieces and of the optimizer's states.
+        ignored: Names of parameters that are not sharded.
+        init_sync: Whether values of the first rank are copied to all ranks, including buffers.
     """
 
     stage: int = 3
@@ -68,7 +68,7 @@ class ShardingOptions:
         raise_all(problems)
 
     def dtypes_of(self, dtype: torch.dtype) -> Dtypes:
-        """Return the data types of a flat vector of parameters."""
+        """Return the dtypes of a flat vector of parameters."""
         compute = self.param_dtype or dtype
         return Dtypes(
             compute=compute,

@@ -1,16 +1,16 @@
-"""Places of parameters in flat vectors, and the cuts between ranks, as plain numbers.
+"""Positions of parameters in flat vectors, and the cuts between ranks, as plain numbers.
 
-The parameters of a unit lie one after the other in a flat vector, which is cut once per rank:
+The parameters of a unit are concatenated to a flat vector, which is cut once per rank:
 
-    by elements      |--- w1 ------|-- w2 --|b|.|      each rank owns equally many elements
+    by elements      |--- w1 ------|-- w2 --|b|.|      ranks own the same number of elements
                      |  rank 0   |   rank 1     |
 
     whole            |--- w1 ------|b|-- w2 --|.|      each parameter belongs to one rank
                      |    rank 0     | rank 1   |
 
-Parameters begin at multiples of ALIGN elements, and cuts are such multiples, too. So a vector
-instruction that works on a part of a parameter meets the same elements as in the whole parameter:
-fused optimizers round elements at the end of a tensor, which fill no vector, in another way.
+Parameters begin at multiples of ALIGN elements, and cuts are such multiples as well. So a vector
+instruction on a part of a parameter gets the same elements as in the whole parameter: fused
+optimizers round the remaining elements at the end of a tensor, which fill no vector, differently.
 
 Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", SC 2020, section 5; Y. Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2 (flat vectors).
@@ -46,7 +46,7 @@ class ParamPiece(NamedTuple):
 
     Attributes:
         begin: First element, counted in the parameter.
-        end: Element behind the last one; equal to `begin` if the rank owns nothing.
+        end: One after the last element; equal to `begin` if the rank owns nothing.
         start: First element, counted in the rank's part of the flat vector.
     """
 
@@ -61,7 +61,7 @@ class ParamPiece(NamedTuple):
 
 
 class FlatPartition(NamedTuple):
-    """Places of parameters in a flat vector, and its cuts.
+    """Positions of parameters in a flat vector, and its cuts.
 
     Attributes:
         numels: Number of elements of each parameter.
@@ -75,7 +75,7 @@ class FlatPartition(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of elements of the flat vector, with the gaps between parameters."""
+        """Number of elements of the flat vector, including the gaps between parameters."""
         return self.bounds[-1]
 
     @property
@@ -84,7 +84,7 @@ class FlatPartition(NamedTuple):
         return tuple(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
 
     def pieces(self, rank: int) -> tuple[ParamPiece, ...]:
-        """Return what a rank owns of each parameter."""
+        """Return the elements of each parameter that a rank owns."""
         low, high = self.bounds[rank], self.bounds[rank + 1]
         pieces = []
         for numel, start in zip(self.numels, self.starts, strict=True):
@@ -95,7 +95,7 @@ class FlatPartition(NamedTuple):
 
 
 def by_elements(numels: Sequence[int], num_ranks: int) -> FlatPartition:
-    """Cut parameters so that all ranks own equally many elements.
+    """Cut the flat vector so that all ranks own the same number of elements.
 
     The flat vector has the layout `shard`, and each rank owns its box.
     """
@@ -108,7 +108,7 @@ def by_elements(numels: Sequence[int], num_ranks: int) -> FlatPartition:
 
 
 def by_owners(numels: Sequence[int], owners: Sequence[int], num_ranks: int) -> FlatPartition:
-    """Order parameters by their owners, so that each rank owns whole ones."""
+    """Order parameters by owner, so that each rank owns whole parameters."""
     starts = [0] * len(numels)
     bounds = [0]
     here = 0
@@ -122,7 +122,7 @@ def by_owners(numels: Sequence[int], owners: Sequence[int], num_ranks: int) -> F
 
 
 def assign_owners(numels: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """Give each parameter to one rank, the largest first to the rank with the fewest elements.
+    """Assign each parameter to a rank, the largest first to the rank with the fewest elements.
 
     Source: R. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (longest first).
     """
@@ -136,7 +136,7 @@ def assign_owners(numels: Sequence[int], num_ranks: int) -> tuple[int, ...]:
 
 
 class FlatBox(NamedTuple):
-    """A box of a tensor whose elements lie one after the other in the flat tensor.
+    """Box of a tensor with elements that are contiguous in the flat tensor.
 
     Attributes:
         offset: First index of each dim.
@@ -150,9 +150,9 @@ class FlatBox(NamedTuple):
 
 
 def boxes_of(shape: Sequence[int], begin: int, end: int) -> tuple[FlatBox, ...]:
-    """Return the boxes that a range of a row-major tensor's elements consists of, in order.
+    """Return the boxes that make up a range of a row-major tensor's elements, in order.
 
-    There are at most two for each dim and one more: a part of the first row, whole rows, and a
+    There are at most two boxes per dim and one more: a part of the first row, whole rows, and a
     part of the last row.
 
     >>> boxes_of((4, 3), 2, 8)
@@ -160,7 +160,7 @@ def boxes_of(shape: Sequence[int], begin: int, end: int) -> tuple[FlatBox, ...]:
 , FlatBox(offset=(2, 0), extent=(1, 2), begin=6))
 
     Raises:
-        ConfigError: The range is not in the tensor.
+        ConfigError: The range is outside of the tensor.
     """
     numel = math.prod(shape)
     if not 0 <= begin <= end <= numel:

@@ -1,6 +1,6 @@
-"""Data types and places of sharded parameters, under the names that FSDP2's users know.
+"""Dtypes and memory of sharded parameters, under the names of FSDP2.
 
-The policies of `torch.distributed.fsdp` are accepted as well: only their attributes are read.
+The policies of `torch.distributed.fsdp` are accepted as well: only their attributes are used.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """Data types of a sharded model.
+    """Dtypes of a sharded model.
 
     Attributes:
-        param_dtype: Data type in which parameters are gathered and compute; their own when None.
-            The optimizer changes them in their own.
-        reduce_dtype: Data type in which gradients are summed; `param_dtype` when None.
-        output_dtype: Data type of floating-point outputs of the model; as they are when None.
+        param_dtype: Dtype in which parameters are gathered and compute; None for their own. The
+            optimizer steps in their own dtype.
+        reduce_dtype: Dtype in which gradients are summed; None for `param_dtype`.
+        output_dtype: Dtype of floating-point outputs of the model; None for no conversion.
         cast_forward_inputs: Whether floating-point inputs of units are converted to `param_dtype`.
     """
 
@@ -43,15 +43,15 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """A policy that offloads nothing."""
+    """Policy without offloading."""
 
 
 @dataclass(frozen=True, slots=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Pieces of parameters, their gradients and the optimizer's states are in the host's memory.
+    """Policy with the pieces, their gradients and the optimizer's states in host memory.
 
     Attributes:
-        pin_memory: Whether that memory is pinned, so that copies overlap with computation.
+        pin_memory: Whether host memory is pinned, so that copies overlap with computation.
     """
 
     pin_memory: bool = True
@@ -59,10 +59,10 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True, slots=True)
 class DiskOffloadPolicy(CPUOffloadPolicy):
-    """The optimizer's states are in files that are mapped into memory, from the first step on.
+    """Policy with the optimizer's states in memory-mapped files, from the first step on.
 
     Attributes:
-        directory: Directory of the files, on a local disk; each rank makes one below it.
+        directory: Directory of the files, on a local disk; each rank creates one below it.
     """
 
     directory: str | Path = ""
@@ -74,10 +74,10 @@ class DiskOffloadPolicy(CPUOffloadPolicy):
 
 
 def precision_of(policy: Any) -> MixedPrecisionPolicy:
-    """Return a policy of data types, also from that of torch.
+    """Return a policy of dtypes, converted from torch's policy if necessary.
 
     Raises:
-        ConfigError: The argument is something else.
+        ConfigError: The type of the argument is not supported.
     """
     if policy is None:
         return MixedPrecisionPolicy()
@@ -97,10 +97,10 @@ def precision_of(policy: Any) -> MixedPrecisionPolicy:
 
 
 def offload_of(policy: Any) -> OffloadPolicy:
-    """Return a policy of places, also from that of torch.
+    """Return an offload policy, converted from torch's policy if necessary.
 
     Raises:
-        ConfigError: The argument is something else.
+        ConfigError: The type of the argument is not supported.
     """
     if policy is None:
         return OffloadPolicy()

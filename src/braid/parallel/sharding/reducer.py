@@ -1,13 +1,13 @@
-"""Gradients of all units, summed and cut while backward goes on.
+"""Reduce-scatter of the gradients of all units during backward.
 
-A hook on each whole parameter sees its gradient. When all gradients of a flat vector are there, its
-sum is started. Sums are started in one order on all ranks, that of the units in backward, since
-they take turns in two slots; a vector that is complete too early waits. When backward ends, what is
-left is started, with zeros for missing gradients, and all are waited for. Then ranks tell each
-other who had which gradients: parameters that no rank has used keep the gradient None.
+A hook on each whole parameter reports its gradient. When all gradients of a flat vector are ready,
+its sum is started. Since sums alternate between two slots, all ranks start them in the same order,
+the order of units in backward; a vector that is complete too early waits. When backward ends, the
+remaining sums are started, with zeros for missing gradients, and all sums are waited for. Then
+ranks exchange which gradients they had: parameters that no rank has used keep the gradient None.
 
     backward   unit 3    | unit 2    | unit 1    | root
-    sums        .         3 a         2 b         1 a (after 3)   root, wait, who had what
+    sums        .         3 a         2 b         1 a (after 3)   root, wait, exchange
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = ["ShardReducer"]
 
 
 class ShardReducer(GradientListener):
-    """Sums gradients of flat vectors during backward.
+    """Reducer that sums gradients of flat vectors during backward.
 
     Args:
-        gradients: Gradients of all flat vectors that can have some.
-        groups: Groups that together are all ranks that average, for the exchange of who had which
-            gradients.
+        gradients: Gradients of all flat vectors that require them.
+        groups: Groups that together contain all ranks that average; they exchange which gradients
+            each rank had.
         before_end: Called when autograd has computed all gradients of a backward.
-        on_end: Called when a backward has ended, and its sums.
+        on_end: Called when a backward and its sums have ended.
 
     Attributes:
         synchronizes: False while gradients stay local and accumulate; read when backward begins.
@@ -65,13 +65,13 @@ class ShardReducer(GradientListener):
         self._seen: set[int] = set()
         self._groups = list(groups)
         self._firsts: dict[int, int] = {}
-        for number, (own, _) in enumerate(leaves):
-            self._firsts.setdefault(id(own), number)
-        self._arrivals: list[int] | None = []  # of complete vectors in the first backward
+        for number, (leaf_gradients, _) in enumerate(leaves):
+            self._firsts.setdefault(id(leaf_gradients), number)
+        self._arrivals: list[int] | None = []  # order of complete vectors in the first backward
         context = gradients[0].flat.places.group.context
         self._num_leaves = len(leaves)
         self._own_flag = len(leaves) + context.rank
-        # who has which gradients, and which ranks have abandoned the backward
+        # flags: gradients that exist on any rank, and ranks that have abandoned the backward
         length = len(leaves) + context.world_size
         self._has = gradients[0].flat.places.group.empty((length,), torch.uint8).zero_()
         self._requests = [g.persistent("all_reduce", self._has, op="max") for g in groups]
@@ -82,7 +82,7 @@ class ShardReducer(GradientListener):
         self._hooks.attach(range(len(records)))
 
     def backward_begins(self) -> None:
-        """Prepare for the gradients of a backward; no-op inside of one."""
+        """Prepare for the gradients of a backward; no-op during a backward."""
         if self._is_in_backward:
             return
         self._is_in_backward = True
@@ -99,7 +99,7 @@ class ShardReducer(GradientListener):
         """See `GradientListener`.
 
         Raises:
-            ConfigError: The sum of the gradient has been started.
+            ConfigError: The sum of the gradient was started earlier in this backward.
         """
         self.backward_begins()
         gradients = self._owner[position]
@@ -110,8 +110,8 @@ class ShardReducer(GradientListener):
                 raise ConfigError(_late_text(self._records[position].name))
             return
         self._seen.add(position)
-        left = self._missing[id(gradients)] = self._missing[id(gradients)] - 1
-        if left:
+        remaining = self._missing[id(gradients)] = self._missing[id(gradients)] - 1
+        if remaining:
             return
         if self._sums:
             if self._arrivals is not None:
@@ -120,7 +120,7 @@ class ShardReducer(GradientListener):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients of backwards inside local, where they add up whole."""
+        """Return a context in which gradients stay local, and accumulate unsharded."""
         before, self.synchronizes = self.synchronizes, False
         try:
             yield
@@ -128,7 +128,7 @@ class ShardReducer(GradientListener):
             self.synchronizes = before
 
     def average(self) -> None:
-        """Average the gradients that backwards inside of `no_sync` have left; a collective."""
+        """Average the local gradients from backwards inside of `no_sync`; a collective."""
         self._is_in_backward, self._sums, self._next = True, True, 0
         for gradients in self._gradients:
             gradients.reset()
@@ -137,7 +137,7 @@ class ShardReducer(GradientListener):
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward has begun and not ended; in a forward, an exception has ended it."""
+        """Whether a backward has begun and not ended; if true in a forward, the backward raised."""
         return self._is_in_backward
 
     def complete(self, flats: Sequence[FlatShard]) -> None:
@@ -149,7 +149,7 @@ class ShardReducer(GradientListener):
             self._launch_in_order()
 
     def abandon(self) -> None:
-        """End a backward that an exception has ended here; other ranks are told at its end."""
+        """End a backward that raised on this rank; its flag notifies other ranks at their end."""
         self._is_in_backward = False
         if self._sums:
             self._has[self._own_flag] = 1
@@ -157,12 +157,12 @@ class ShardReducer(GradientListener):
         self.drop()
 
     def drop(self) -> None:
-        """Drop gradients that have accumulated locally."""
+        """Drop local gradients."""
         for gradients in self._gradients:
             gradients.drop()
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from parameters."""
         self._hooks.close()
 
     def _launch_in_order(self) -> None:
@@ -179,7 +179,7 @@ class ShardReducer(GradientListener):
         gradients.launch()
 
     def _note(self, gradients: FlatGradients) -> None:
-        """Note which gradients this rank has."""
+        """Record which gradients this rank has."""
         first = self._firsts[id(gradients)]
         has = gradients.has_gradients()
         self._has[first : first + len(has)] = torch.tensor(has, dtype=torch.uint8)
@@ -194,8 +194,8 @@ class ShardReducer(GradientListener):
         self._on_end()
         if lost:
             msg = (
-                f"an exception has ended this backward on ranks {lost}, which have gone on: its "
-                "gradients are dropped on all ranks. Go on with the next step, or let the rank end"
+                f"an exception has ended this backward on ranks {lost}, which have continued: its "
+                "gradients are dropped on all ranks. Continue with the next step, or end the rank"
             )
             raise CommError(msg)
 
@@ -212,8 +212,8 @@ class ShardReducer(GradientListener):
         lost = [rank for rank, flag in enumerate(has[self._num_leaves :]) if flag]
         for gradients in self._gradients:
             first = self._firsts[id(gradients)]
-            own = has[first : first + len(gradients.flat.leaves)]
-            gradients.deliver([False] * len(own) if lost else own)
+            present = has[first : first + len(gradients.flat.leaves)]
+            gradients.deliver([False] * len(present) if lost else present)
         if self._arrivals is not None:
             if lost:
                 self._arrivals.clear()
@@ -222,7 +222,7 @@ class ShardReducer(GradientListener):
         return lost
 
     def _learn_order(self, arrivals: list[int]) -> None:
-        """Start sums in the order of the first backward from now on, if it is that of all ranks."""
+        """Start later sums in the order of the first backward, if it was the same on all ranks."""
         self._arrivals = None
         numbers = list(range(len(self._gradients)))
         order = arrivals + [n for n in numbers if n not in arrivals]

@@ -1,4 +1,4 @@
-"""When the parameters of which unit are whole: gathered before use, freed after it.
+"""Gathering and freeing of units: parameters are gathered before use and freed after it.
 
     forward    |--- unit 0 ---|--- unit 1 ---|--- unit 2 ---|
     gather      0  1           .  2           .
@@ -8,13 +8,13 @@
     gather      2  1           .  0
     free                       2              1              0
 
-While a unit computes, the next one is on its way, if its slot is free. The order is that of the
-last forward; it is a guess and need not hold. What backward needs and nobody has gathered, such as
-parameters of a unit that was freed too early, is gathered when it is needed.
+While a unit computes, the next unit is being gathered, if its slot is free. The next unit is
+guessed from the order of the last forward, which need not hold. Parameters that backward needs but
+that are not gathered, for example because their unit was freed too early, are gathered on demand.
 
-All ranks gather in one order. The loss of a rank may leave a unit out, and the other ranks would
-wait for its part. So a rank gathers all units that backward passes, in the order of `unit_calls`,
-and starts the sums of units that get no further gradients.
+All ranks gather in the same order. If the loss of a rank does not depend on a unit, the other ranks
+would wait for its part. So a rank gathers all units that backward passes, in the order of
+`unit_calls`, and starts the sums of units that get no further gradients.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from braid.parallel.sharding.unit_calls import ForwardCalls, UnitCall
 
 __all__ = ["CALL", "Residency", "Unit"]
 
-CALL = "braid_unit_call"  # runs a function as the unit's forward, as an attribute of its module
+CALL = "braid_unit_call"  # attribute of a unit's module: runs a function as the unit's forward
 
 NO_GRAPH = (
-    "a backward with create_graph=True keeps parameters for a second one, and at stage 3 their "
-    "memory is used for others by then: shard at stage 2 for second derivatives"
+    "a backward with create_graph=True keeps parameters for a second one, but at stage 3 their "
+    "memory is then used for other parameters: shard at stage 2 for second derivatives"
 )
 
 
 class Unit:
-    """A module whose parameters are gathered together.
+    """Module with parameters that are gathered together.
 
     Args:
         name: Name of the module.
         module: The module.
-        flats: Its parameters, one flat vector for each dtype.
+        flats: Parameters of the module, one flat vector per dtype.
         frees_after_forward: Whether parameters are freed between forward and backward.
 
     Attributes:
-        name, module, flats, frees_after_forward: As given.
-        input_dtype: Data type that floating inputs of a forward are converted to, if any.
-        output_dtype: Data type that floating outputs are converted to, if any.
-        num_forwards: Number of forward passes under way.
-        num_pushed: Number of them that replace what autograd saves.
+        name, module, flats, frees_after_forward: Arguments.
+        input_dtype: Dtype to which floating inputs of a forward are converted, if any.
+        output_dtype: Dtype to which floating outputs are converted, if any.
+        num_forwards: Number of running forward passes.
+        num_pushed: Number of them with hooks on saved tensors.
         in_backward: Whether a backward has reached the unit's outputs.
         reached_at: Forward and begin of the call that backward has reached last.
         is_complete: Whether the unit gets no further gradients in this backward.
@@ -87,12 +87,12 @@ class Unit:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all parameters are there."""
+        """Whether all parameters are gathered."""
         return all(flat.is_whole for flat in self.flats)
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the unit computes in a forward."""
+        """Whether the unit is running a forward."""
         return self.num_forwards > 0
 
     def __repr__(self) -> str:
@@ -101,17 +101,17 @@ class Unit:
 
 
 class Residency:
-    """Gathers and frees the parameters of units.
+    """Manager that gathers and frees the parameters of units.
 
     Args:
         units: All units; the first one is the root.
         on_backward: Called when a backward reaches the outputs of a unit.
         reset: Called when a forward of the root begins.
         on_complete: Called with a unit that gets no further gradients in this backward.
-        keeps_last: Whether the unit that came last in the last forward is kept for backward.
+        keeps_last: Whether the last unit of the last forward stays gathered for backward.
 
     Attributes:
-        units: As given.
+        units: Argument.
         order: Units in the order of the last forward of the root.
     """
 
@@ -139,18 +139,18 @@ class Residency:
             for x in [slot.tensor]
         ]
         self._calls: ForwardCalls[Unit] = ForwardCalls()
-        self._reached: list[ForwardCalls[Unit]] = []  # forwards that this backward has reached
+        self._reached: list[ForwardCalls[Unit]] = []  # forwards reached by this backward
         self._num_forwards = 0  # since the last backward
         self._saved = SavedParams(self._find, self._restore)
         self._aside: dict[int, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._num_pinned = 0
-        self._is_by_parts = False  # an engine begins steps, and runs units without the root
+        self._is_by_parts = False  # an engine begins steps and runs units without the root
         for unit in self.units if self._slots else self.units[:1]:
             self._add_hooks(unit)
 
     def close(self) -> None:
-        """Remove the hooks; parameters stay as they are."""
+        """Remove the hooks; parameters are not changed."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -158,7 +158,7 @@ class Residency:
             vars(unit.module).pop(CALL, None)
 
     def gather_all(self) -> None:
-        """Gather all units, each into new memory where it has none of its own, until `free_all`."""
+        """Gather all units until `free_all`, into new memory if they use a slot."""
         for flat in (flat for unit in self.units for flat in unit.flats):
             flat.refresh()
         self._num_pinned += 1
@@ -179,7 +179,7 @@ class Residency:
             self.free(unit)
         self._aside.clear()
         for forward in self._reached if not self._is_by_parts else ():
-            forward.reset()  # a graph that is kept has another backward
+            forward.reset()  # a retained graph may have another backward
         self._reached.clear()
 
     def free(self, unit: Unit) -> None:
@@ -201,8 +201,8 @@ class Residency:
         ]
         vars(module)[CALL] = partial(self._call, unit)
         for flat in unit.flats if self._slots else ():
-            names = {module: r.name for r, own in flat.named_sites() for module, _ in own}
-            for holder, name in names.items():  # after the hook above, where this is the module
+            names = {module: r.name for r, sites in flat.named_sites() for module, _ in sites}
+            for holder, name in names.items():  # after the hook above, if on this module
                 refuse = partial(_refuse_pieces, flat, name)
                 self._handles.append(holder.register_forward_pre_hook(refuse))
 
@@ -219,7 +219,7 @@ class Residency:
         return output
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be copied or pickled with a module that has these hooks.
+        """Raise, since a module with these hooks cannot be copied or pickled.
 
         Raises:
             ConfigError: Always.
@@ -227,7 +227,7 @@ class Residency:
         refuse_copy("a sharded model")
 
     def _before_forward(self, unit: Unit, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        again = is_in_backward()  # a checkpoint computes a forward again
+        again = is_in_backward()  # a checkpoint recomputes a forward
         is_root = unit is self.units[0]
         is_outside = not self._is_by_parts and not any(u.num_forwards for u in self.units)
         if not again and (not unit.num_forwards if is_root else is_outside):
@@ -236,7 +236,7 @@ class Residency:
         self._make_whole(unit)
         if not again:
             if not is_root:
-                if self._is_by_parts and self._calls.of(unit):  # of the next micro-batch
+                if self._is_by_parts and self._calls.of(unit):  # in the next micro-batch
                     self._calls = ForwardCalls(self._calls.number + 1)
                 self._calls.begin(unit)
                 self.order.append(unit)
@@ -247,7 +247,7 @@ class Residency:
         return _in_dtype(args, unit.input_dtype), _in_dtype(kwargs, unit.input_dtype)
 
     def begin(self) -> None:
-        """Begin a step of an engine that runs units without the root; forwards do not, then."""
+        """Begin a step of an engine that runs units without the root; forwards then do not."""
         self._is_by_parts = True
         self._begin()
 
@@ -270,7 +270,7 @@ class Residency:
         return _in_dtype(output, unit.output_dtype)
 
     def _free_after_forward(self, unit: Unit, output: Any) -> None:
-        if not unit.num_forwards:  # an exception has ended it before it began
+        if not unit.num_forwards:  # an exception was raised before the forward began
             return
         unit.num_forwards -= 1
         forward = self._calls
@@ -282,7 +282,7 @@ class Residency:
             x.register_hook(lambda _grad: self._before_backward(unit, forward, call))  # type: ignore[no-untyped-call]
         has_graph = bool(outputs)
         if call is not None and torch.is_grad_enabled():
-            # a rank may return its inputs, which need no gradient, where others compute
+            # a rank may return its inputs, without a graph, while others compute
             has_graph = call.has_graph = has_graph or any(f.requires_grad for f in unit.flats)
         if not has_graph or (unit.frees_after_forward and not self._comes_last(unit)):
             self.free(unit)
@@ -290,19 +290,19 @@ class Residency:
             for flat in unit.flats:
                 flat.leave()
         if unit is self.units[0]:
-            for other in self.units[1:]:  # gathered ahead for nothing
+            for other in self.units[1:]:  # prefetched but not used
                 is_ahead = other.frees_after_forward and not self._comes_last(other)
                 if not other.is_in_use and (is_ahead or not outputs):
                     self.free(other)
 
     def _comes_last(self, unit: Unit) -> bool:
-        """Return whether backward begins with a unit, which is then kept for it."""
+        """Return whether backward begins with this unit, so that it stays gathered."""
         earlier = self._earlier_order
         is_last = len(self.order) == len(earlier) and earlier[-1:] == [unit]
         return self._keeps_last and is_last
 
     def _next_in_forward(self, unit: Unit) -> Unit | None:
-        """Return the unit that came next in the last forward; at first, that of the list."""
+        """Return the next unit by the order of the last forward, or at first of the list."""
         earlier = self._earlier_order or self.units[1:]
         index = len(self.order)
         return earlier[index] if index < len(earlier) and earlier[index] is not unit else None
@@ -312,12 +312,12 @@ class Residency:
     def _before_backward(
         self, unit: Unit, forward: ForwardCalls[Unit], call: UnitCall[Unit] | None
     ) -> None:
-        """Gather a unit with a gradient at its outputs, and all units before it in backward.
+        """Gather a unit when backward reaches its outputs, after all units before it in backward.
 
         Args:
             unit: The unit.
             forward: Forward of the outputs.
-            call: Call of the outputs; None for the root, or if a checkpoint computes again.
+            call: Call of the outputs; None for the root, or during recomputation.
         """
         self._on_backward()
         if (unit.in_backward and unit.is_whole) if call is None else call.is_reached:
@@ -339,13 +339,13 @@ class Residency:
         self._reach(forward, call)
 
     def _reach_all(self, forwards: Sequence[ForwardCalls[Unit]]) -> None:
-        """Gather what backward has left out of forwards, the last forward first."""
+        """Gather the unreached units of forwards, the last forward first."""
         for forward in sorted(forwards, key=lambda forward: -forward.number):
             for missing in forward.unreached():
                 self._reach(forward, missing)
 
     def _reach(self, forward: ForwardCalls[Unit], call: UnitCall[Unit]) -> None:
-        """Gather a unit for backward, and the one before; free those that backward has passed."""
+        """Gather a unit for backward, prefetch the next, and free the units before it."""
         unit = call.unit
         call.is_reached = unit.in_backward = True
         unit.reached_at = forward.number, call.begin
@@ -355,7 +355,7 @@ class Residency:
         self._prefetch(None if before is None else before.unit)
 
     def _free_passed(self, place: tuple[int, int]) -> None:
-        """Free the units that backward has passed before it reached a place.
+        """Free the units that backward had passed before it reached a call.
 
         Autograd runs the nodes of later forwards first, so these units are finished.
         """
@@ -367,14 +367,14 @@ class Residency:
                     self._on_complete(unit)
 
     def _is_certain(self, unit: Unit) -> bool:
-        """Return whether backward has passed all calls of a unit."""
+        """Return whether backward is known to have passed all calls of a unit."""
         is_only = self._num_forwards == 1 and not self._is_by_parts
         return is_only and all(c.has_graph and c.is_reached for c in self._calls.of(unit))
 
     def reach_rest(self) -> None:
-        """Gather what other ranks gather in the rest of a backward that has no more nodes here.
+        """Gather the units that other ranks gather in the rest of this rank's finished backward.
 
-        Not for engines that run parts: other parts of the forward have backwards of their own.
+        Not for engines that run parts: other parts of the forward have separate backwards.
         """
         if self._is_by_parts:
             return
@@ -389,10 +389,10 @@ class Residency:
         self._num_forwards = 0
 
     def shadow_backward(self) -> Iterator[Unit]:
-        """Gather what the other ranks gather in the rest of a backward that has ended here.
+        """Gather the units that other ranks gather in the rest of a backward that raised here.
 
         Yields:
-            Units in the order of backward, those that are gathered while they are whole.
+            Units in the order of backward, each while it is gathered.
         """
         forward, root = self._calls, self.units[0]
         with torch.no_grad():
@@ -408,7 +408,7 @@ class Residency:
         self._num_forwards = 0
 
     def _find(self, address: int) -> FlatShard | None:
-        """Return the vector that lies at an address, if it is to be freed."""
+        """Return the flat vector at an address, if it is temporary memory."""
         for begin, end, slot in self._ranges:
             if begin <= address < end:
                 holder = slot.holder
@@ -445,7 +445,7 @@ class Residency:
             flat.enter()
 
     def _make_room(self, flat: FlatShard) -> None:
-        """Free the slot of a vector, unless the holder computes in a forward."""
+        """Free the slot of a vector, unless its holder is running a forward."""
         holder = None if flat.slot is None else flat.slot.holder
         if holder is None or holder is flat:
             return
@@ -461,14 +461,14 @@ class Residency:
 
 
 def _in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return a value whose floating tensors have a data type, if one is given."""
+    """Return a value with floating tensors converted to a dtype, if it is not None."""
     if dtype is None:
         return value
     return map_tensors(value, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def _refuse_pieces(flat: FlatShard, name: str, module: nn.Module, _args: Any) -> None:
-    """Refuse a forward of a module that has pieces of its parameters.
+    """Raise if a module's forward would use pieces of its parameters.
 
     Raises:
         ConfigError: The unit of the module's parameters is not in use.

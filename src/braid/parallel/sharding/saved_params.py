@@ -1,10 +1,10 @@
-"""Parameters that autograd has saved for backward are gathered anew there.
+"""Hooks that gather parameters again when backward needs tensors that autograd has saved.
 
-Problem: a matrix product saves its weight, as a view of memory that is soon used for other weights.
+Problem: a matrix product saves its weight, a view of memory that is soon used for other weights.
 
-Idea: while a unit computes, hooks on saved tensors replace each view of such memory by its place
-in the flat vector, and make a view anew when backward asks for it. Other tensors are left to the
-hooks that were there before, such as those of a checkpoint.
+Idea: while a unit computes, hooks on saved tensors replace each view of such memory by its position
+in the flat vector, and create a new view when backward unpacks it. Other tensors are passed to the
+hooks that were active before, such as a checkpoint's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Restore = Callable[[FlatShard], torch.Tensor]
 
 
 class _SavedPlace(NamedTuple):
-    """Place of a saved tensor in a flat vector."""
+    """Position of a saved tensor in a flat vector."""
 
     flat: FlatShard
     offset: int
@@ -40,8 +40,8 @@ class SavedParams:
     """Hooks on tensors that are saved for backward.
 
     Args:
-        find: Returns the flat vector whose memory an address is in, if any.
-        restore: Returns the whole vector in backward, gathered if need be.
+        find: Function that returns the flat vector at an address, or None.
+        restore: Function that returns the whole vector in backward, gathered if necessary.
     """
 
     def __init__(self, find: Find, restore: Restore) -> None:
@@ -49,7 +49,7 @@ class SavedParams:
         self._restore = restore
 
     def push(self) -> None:
-        """Replace parameters in what is saved from now on, in this thread."""
+        """Activate the hooks in this thread."""
         outer = _top()
         if outer is not None and getattr(outer[0], "sharding", None) is self:
             push_saved_tensors_hooks(*outer)
@@ -62,7 +62,7 @@ class SavedParams:
             if flat is None:
                 return outer_pack(x)
             offset = flat.offset_of(x.data_ptr())
-            if x.dtype != flat.dtypes.compute:  # the bits in another type
+            if x.dtype != flat.dtypes.compute:  # a view of the bits with another dtype
                 return outer_pack(x.clone())
             return _SavedPlace(flat, offset, x.size(), x.stride())
 
@@ -74,7 +74,7 @@ class SavedParams:
             offset = full.storage_offset() + saved.offset
             return full.as_strided(saved.size, saved.stride, offset)
 
-        pack.sharding = self  # type: ignore[attr-defined]  # to know it again
+        pack.sharding = self  # type: ignore[attr-defined]  # to recognize the hook
         push_saved_tensors_hooks(pack, unpack)
 
     def pop(self) -> None:
@@ -83,15 +83,15 @@ class SavedParams:
 
 
 def _top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return the hooks that are in force."""
+    """Return the active hooks."""
     top: tuple[Callable[..., Any], Callable[..., Any]] | None = saved_tensors_hooks(True)
     return top
 
 
 def _detached(x: torch.Tensor) -> torch.Tensor:
-    """Pack a tensor as it is; autograd adds its place in the graph when it unpacks.
+    """Pack a tensor detached; autograd restores its graph when it unpacks the tensor.
 
-    A graph that held its own output as it is would never be freed.
+    A graph that held its own output would never be freed.
     """
     return x.detach()
 

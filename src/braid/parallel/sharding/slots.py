@@ -1,8 +1,8 @@
-"""Memory that flat vectors use in turn.
+"""Memory slots that flat vectors use in turn.
 
-A unit's parameters are whole for a short time only. Allocating them anew each time costs more than
-gathering them: fresh pages are zeroed by the kernel one by one. Idea: two slots for all units of a
-depth. While one unit computes in the first, the next one is gathered into the second.
+A unit's parameters are gathered for a short time only. Allocating memory each time costs more than
+gathering: the kernel zeroes new pages one by one. Idea: two slots for all units of a depth. While
+one unit computes in the first slot, the next unit is gathered into the second.
 
     units     0 1 2 3 4 5
     slots     a b a b a b        forward: gather 1 into b while 0 computes in a
@@ -28,7 +28,7 @@ class Slot(Generic[Holder]):
         tensor: The memory.
 
     Attributes:
-        tensor: As given.
+        tensor: Argument.
         holder: Vector that uses the memory now; None if it is free.
     """
 
@@ -43,13 +43,13 @@ def plan_slots(
     dtypes: Sequence[torch.dtype],
     allocate: Sequence[Allocate],
 ) -> list[Slot[Holder]]:
-    """Allocate one slot for each key, as long as the longest vector that uses it.
+    """Allocate one slot per key, with the length of the longest vector that uses it.
 
     Args:
-        keys: Key of each vector; vectors of one key take turns.
-        lengths: Number of elements of each.
-        dtypes: Data type of each.
-        allocate: Function that makes the memory of each: (shape, dtype) -> tensor.
+        keys: Key of each vector; vectors with the same key use the slot in turn.
+        lengths: Number of elements of each vector.
+        dtypes: Dtype of each vector.
+        allocate: Allocator for each vector: (shape, dtype) -> tensor.
 
     Returns:
         The slot of each vector.

@@ -1,14 +1,14 @@
-"""The state of a sharded training as boxes of whole tensors, and back.
+"""Checkpoint state of a sharded training, as boxes of whole tensors.
 
 A rank's piece of a parameter is a range of its elements: a part of a row, whole rows, and another
-part of a row. As boxes of the whole tensor they are in a checkpoint like those of any other
-division, so it can be loaded by another number of ranks, another stage, or without sharding.
+part of a row. Since they are stored as boxes of the whole tensor, a checkpoint can be loaded by
+another number of ranks, at another stage, or without sharding.
 
-    model/NAME               boxes of parameters, in the dtype of the model; buffers, of which
-                             running statistics that differ between ranks are averaged
+    model/NAME               boxes of parameters, in the dtype of the model; buffers, with running
+                             statistics averaged over ranks
     optimizer/NAME/exp_avg   boxes of states with the shape of the parameter
     optimizer/NAME/step      other states, from the owner of the parameter's first element
-    optimizer/NAME/master    boxes of the optimizer's numbers, if they are of another dtype
+    optimizer/NAME/master    boxes of the optimizer's copy, if it has another dtype
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ MASTER = "master"
 
 
 class ShardedSnapshot:
-    """The part of a sharded training that this rank writes; a `Snapshot` of `braid.checkpoint`.
+    """Pieces of a sharded training that this rank writes; a `Snapshot` of `braid.checkpoint`.
 
-    All ranks make it: they agree on buffers, see `agreed_buffers`.
+    Create it on all ranks, because they agree on buffers, see `agreed_buffers`.
 
     Args:
         sharding: The engine.
-        optimizer: Optimizer that steps on its pieces; None to leave it out.
+        optimizer: Optimizer that steps on the pieces; None to leave it out.
     """
 
     def __init__(self, sharding: Sharding, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -50,7 +50,7 @@ class ShardedSnapshot:
         self._buffers = agreed_buffers(sharding.model, sharding.places.groups)
 
     def pieces(self) -> Iterable[Slice]:
-        """Yield the boxes of this rank; one of all replicas writes."""
+        """Yield the boxes of this rank; only the first replica writes."""
         places = self._sharding.places
         if places.replicas is not None and places.replicas.rank:
             return
@@ -92,7 +92,7 @@ class ShardedSnapshot:
 def sharded_numbers(
     sharding: Sharding, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Return values of a sharded training that are no tensors, as `training_numbers`; a collective.
+    """Return values of a sharded training that are not tensors; a collective.
 
     They are the same on all ranks.
     """
@@ -103,12 +103,12 @@ def sharded_numbers(
 def restore_sharded(
     checkpoint: Checkpoint, sharding: Sharding, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Load this rank's pieces of a checkpoint, whichever number of ranks wrote it; a collective.
+    """Load this rank's pieces from a checkpoint of any number of ranks; a collective.
 
     Args:
         checkpoint: Checkpoint of the same model, sharded or not.
         sharding: The engine.
-        optimizer: Optimizer that steps on its pieces; None to leave it as it is.
+        optimizer: Optimizer that steps on the pieces; None to not load it.
 
     Raises:
         CheckpointError: See `restore_training`.
@@ -127,11 +127,11 @@ def restore_sharded(
 
 
 class _Owned(nn.Module):
-    """A model whose parameters are this rank's pieces, whatever the stage."""
+    """View of a model with this rank's pieces as parameters, at any stage."""
 
     def __init__(self, sharding: Sharding) -> None:
         super().__init__()
-        self._of = {"sharding": sharding}  # no submodule
+        self._of = {"sharding": sharding}  # not registered as a child
         self._leaves = {
             id(leaf): owned
             for flat in sharding.flats
@@ -149,7 +149,7 @@ class _Owned(nn.Module):
         """Yield the model's buffers."""
         yield from self._of["sharding"].model.named_buffers()
 
-    def state_dict(  # type: ignore[override]  # without the form that fills a given dict
+    def state_dict(  # type: ignore[override]  # without the argument `destination`
         self, *_args: Any, **_options: Any
     ) -> dict[str, Any]:
         """Return the names of the model with this rank's pieces."""
@@ -158,7 +158,7 @@ class _Owned(nn.Module):
 
 
 class _PiecesOf(Checkpoint):
-    """A checkpoint from which a rank reads its pieces only."""
+    """Checkpoint from which a rank reads only its pieces."""
 
     def __init__(self, checkpoint: Checkpoint, sharding: Sharding) -> None:
         super().__init__(
@@ -171,7 +171,7 @@ class _PiecesOf(Checkpoint):
         }
 
     def names(self) -> dict[str, str]:
-        """Return the names of tensors, without optimizer states of parameters of other ranks."""
+        """Return the names of tensors, without optimizer states that other ranks own."""
         return {name: full for name, full in super().names().items() if self._is_here(name)}
 
     def require(self, expected: Mapping[str, TensorSpec]) -> None:
@@ -185,7 +185,7 @@ class _PiecesOf(Checkpoint):
         super().require(whole)
 
     def read(self, name: str, box: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Return this rank's piece of a tensor that has the shape of its parameter."""
+        """Return this rank's piece of a tensor, or the whole if it has another shape."""
         place = self._places.get(param_of(name))
         if place is None or box is not None:
             return super().read(name, box)
@@ -221,5 +221,5 @@ def _boxes(flat: FlatShard, index: int, name: str, values: torch.Tensor) -> Iter
     flat_values = values.reshape(-1)
     for box in boxes_of(shape, piece.begin, piece.end):
         first = box.begin - piece.begin
-        own = flat_values[first : first + math.prod(box.extent)]
-        yield Slice(name, shape, box.offset, own.view(box.extent))
+        part = flat_values[first : first + math.prod(box.extent)]
+        yield Slice(name, shape, box.offset, part.view(box.extent))

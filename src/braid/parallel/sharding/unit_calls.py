@@ -1,12 +1,13 @@
-"""The calls of units in a forward, and the order in which backward reaches them.
+"""Calls of units in a forward, and the order in which backward reaches them.
 
     forward    |--------- 0 ---------| |- 3 -|         call 0 contains calls 1 and 2
                  |- 1 -|    |- 2 -|
     backward   3  0  2  1
 
-Backward reaches a call at its outputs: the last end first, and of calls that end together the outer
-one first. The loss of a rank may not depend on a call, and backward leaves the call out there. All
-ranks know the whole order, so each can do for such calls what the other ranks do.
+Backward reaches a call at its outputs: the call that ended last comes first; of calls that end
+together, the outer one. If the loss of a rank does not depend on a call, its backward skips the
+call. All ranks know the whole order, so a rank can take the same steps for skipped calls as the
+other ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class UnitCall(Generic[Called]):
 
     Attributes:
         unit: The unit.
-        begin: Number of calls that had begun before.
-        end: Number of calls that had begun when this one ended; -1 before.
+        begin: Number of calls that began before this one.
+        end: Number of calls that had begun when this one ended; -1 before its end.
         has_graph: Whether backward can reach its outputs.
-        is_reached: Whether backward has reached its outputs, or has passed them.
+        is_reached: Whether backward has reached or passed its outputs.
     """
 
     unit: Called
@@ -39,7 +40,7 @@ class UnitCall(Generic[Called]):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Place in the order of backward."""
+        """Sort key for the order of backward."""
         return -self.end, self.begin
 
 
@@ -49,7 +50,7 @@ class ForwardCalls(Generic[Called]):
 
     Attributes:
         number: Number of the forward.
-        calls: Calls in their order.
+        calls: Calls in order.
     """
 
     number: int = 0
@@ -60,11 +61,11 @@ class ForwardCalls(Generic[Called]):
         return [call for call in self.calls if call.unit is unit]
 
     def begin(self, unit: Called) -> None:
-        """Note that a call begins."""
+        """Record the begin of a call."""
         self.calls.append(UnitCall(unit, len(self.calls)))
 
     def finish(self, unit: Called) -> UnitCall[Called] | None:
-        """Note that a call ends, and return it; None if it has not begun."""
+        """Record the end of a call, and return it; None if no call of the unit is running."""
         for call in reversed(self.calls):
             if call.unit is unit and call.end < 0:
                 call.end = len(self.calls)
@@ -72,14 +73,14 @@ class ForwardCalls(Generic[Called]):
         return None
 
     def before(self, call: UnitCall[Called]) -> UnitCall[Called] | None:
-        """Return the call that began before another one."""
+        """Return the call that began before `call`; None for the first."""
         return self.calls[call.begin - 1] if call.begin else None
 
     def unreached(self, until: UnitCall[Called] | None = None) -> list[UnitCall[Called]]:
         """Return the calls that backward has not reached, in the order of backward.
 
         Args:
-            until: Call before which the result ends.
+            until: Call at which the result ends, exclusive.
         """
         missing = [call for call in self.calls if call.has_graph and not call.is_reached]
         if until is not None:

@@ -1,8 +1,8 @@
-"""Units: the modules whose parameters are gathered together, and the parameters of each.
+"""Units: modules with parameters that are gathered together, and the parameters of each.
 
 By default the elements of a model's outermost ModuleLists are units, such as the blocks of a
-transformer. All other parameters belong to the root, which is whole from the first to the last
-layer. A parameter that several units share belongs to the unit around all of them.
+transformer. All other parameters belong to the root, which stays gathered from the first to the
+last layer. A parameter that several units share belongs to the innermost unit around all of them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MARK = "braid_sharding"  # attribute of sharded modules
 
 @dataclass(slots=True)
 class UnitSpec:
-    """One unit of a model.
+    """Unit of a model.
 
     Attributes:
         name: Name of the module in the model; empty for the root.
         module: The module.
-        depth: Number of units around it.
-        records: Its parameters, in the order of the model.
+        depth: Number of units that enclose it.
+        records: Parameters of the unit, in the order of the model.
     """
 
     name: str
@@ -57,26 +57,26 @@ def default_units(model: nn.Module) -> list[nn.Module]:
 def divide_into_units(
     model: nn.Module, modules: Iterable[nn.Module], table: ParamTable
 ) -> list[UnitSpec]:
-    """Give each parameter to a unit.
+    """Assign each parameter to a unit.
 
     Args:
         model: The root unit.
-        modules: Modules that are units, besides the root.
-        table: Parameters to give away.
+        modules: Modules that are units, in addition to the root.
+        table: Parameters to assign.
 
     Returns:
-        The root, then the other units in the order of the model; those without parameters are
-        left out.
+        The root, then the other units in the order of the model; units without parameters are
+        omitted.
 
     Raises:
-        ConfigError: Some module is not a part of the model.
+        ConfigError: A module is not part of the model.
     """
     wanted = {id(module): module for module in modules if module is not model}
     names = {id(module): name for name, module in model.named_modules()}
     strangers = [type(m).__name__ for key, m in wanted.items() if key not in names]
     if strangers:
         msg = (
-            f"units {first_few(strangers)} are no modules of {type(model).__name__}: pass modules "
+            f"units {first_few(strangers)} are not modules of {type(model).__name__}: pass modules "
             "of the model, such as model.blocks"
         )
         raise ConfigError(msg)
@@ -94,7 +94,7 @@ def divide_into_units(
 
 
 def _around(name: str, specs: dict[str, UnitSpec]) -> list[str]:
-    """Return the units around a module or parameter, outermost first."""
+    """Return the units that enclose a module or parameter, outermost first."""
     parts = name.split(".")
     prefixes = [".".join(parts[:i]) for i in range(len(parts))]
     return [prefix for prefix in dict.fromkeys(prefixes) if prefix in specs]
@@ -104,7 +104,7 @@ def check_shapes(model: nn.Module) -> None:
     """Check that all parameters have a shape.
 
     Raises:
-        ConfigError: Some are of lazy modules.
+        ConfigError: Parameters of lazy modules have no shape.
     """
     kind = nn.parameter.UninitializedParameter
     lazy = [name for name, param in model.named_parameters() if isinstance(param, kind)]
@@ -114,10 +114,10 @@ def check_shapes(model: nn.Module) -> None:
 
 
 def check_params(model: nn.Module, table: ParamTable) -> None:
-    """Check that parameters can be cut over ranks.
+    """Check that parameters can be sharded over ranks.
 
     Raises:
-        ConfigError: They cannot; all problems are named.
+        ConfigError: Some parameters cannot be sharded; the message has all problems.
     """
     problems = []
     marked = [name or type(model).__name__ for name, m in model.named_modules() if MARK in vars(m)]
@@ -138,7 +138,7 @@ def check_params(model: nn.Module, table: ParamTable) -> None:
     checks = (
         ("are not contiguous in memory: call .contiguous()", lambda p: not p.is_contiguous()),
         ("are on the device meta, without values: call to_empty() and set them", _is_meta),
-        ("are no floating-point numbers: register them as buffers", _is_integer),
+        ("are not floating-point numbers: register them as buffers", _is_integer),
     )
     for text, is_wrong in checks:
         names = [r.name for r in table if is_wrong(r.param)]
