@@ -1,4 +1,4 @@
-"""Pipelines: a model cut into stages, which work on micro-batches as a program says."""
+"""Pipelines: a model split into stages that process micro-batches by a program."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Balance: how many layers each stage gets, by the time or the memory that layers take.
+"""Balance: the number of layers of each stage, by the time or the memory of layers.
 
     balance = balance_by_time(4, model, batch)       # of the whole batch, or of a micro-batch
     print(balance)                                   # bars by stage and layer
     pipeline = Pipeline(model, balance=balance, ...)
 
-Layers are measured one after the other on what the ones before have made of a sample, so shapes,
-containers, dtypes and skip connections are those of training. Afterwards the layers are as they
-were: modes, devices, gradients, buffers, and torch's random generators.
+Layers are measured in sequence on a sample, each on the output of the previous layer, so shapes,
+containers, dtypes and skip connections are the same as in training. Afterwards modes, devices,
+gradients, buffers and torch's random generators are restored.
 
-`block_partition` then makes the heaviest stage as light as possible. Measure on one rank, and
-broadcast the result: times differ from rank to rank.
+`block_partition` then minimizes the cost of the heaviest stage. Measure on one rank, and broadcast
+the result, because times differ between ranks.
 
-Source: C. Kim et al., torchgpipe (2020), whose functions of these names measure alike; there
+Source: C. Kim et al., torchgpipe (2020), with functions of these names and measurements; there
 `balance_by_size` runs one row and needs CUDA, here it runs a micro-batch on any device.
 """
 
@@ -49,7 +49,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Balance(Sequence[int]):
-    """Number of layers of each stage, and the costs by which they were chosen.
+    """Number of layers of each stage, and the costs from which they were computed.
 
     Attributes:
         sizes: Number of layers, by stage.
@@ -98,16 +98,16 @@ def balance_by_time(
 ) -> Balance:
     """Balance layers by the time of their forward and backward.
 
-    All layers run in turn, until the timeout; the median over these rounds counts, and the first
-    round does not.
+    All layers run in several rounds, until the timeout; the cost is the median over the rounds
+    after the first.
 
     Args:
         num_parts: Number of stages.
-        layers: The model: an `nn.Sequential`, modules in a row, or segments of a captured model.
+        layers: The model: an `nn.Sequential`, a list of modules, or segments of a captured model.
         sample: Input of the first layer, best a micro-batch; it is not changed.
-        timeout_s: Seconds after which no further round begins. One is timed in any case.
-        device: Device to measure on, to which a layer goes only while it runs; that of the layers
-            when None.
+        timeout_s: Seconds after which no further round begins. At least one round is timed.
+        device: Device to measure on; a layer is moved to it only while it runs. None for the
+            layers' device.
         clock: Clock for the times.
 
     Raises:
@@ -122,7 +122,7 @@ def balance_by_time(
             seconds: list[float] = []
             run_all(named, sample, device, _timed(seconds, clock))
             times.append(seconds)
-    costs = [statistics.median(own) for own in zip(*times[1:], strict=True)]
+    costs = [statistics.median(layer_times) for layer_times in zip(*times[1:], strict=True)]
     return _balance(num_parts, named, costs, "s")
 
 
@@ -137,16 +137,16 @@ def balance_by_size(
 ) -> Balance:
     """Balance layers by the memory that they take in training.
 
-    The cost of a layer is the bytes that it keeps of a micro-batch from forward to backward, its
-    output among them, plus `param_scale` times the bytes of its parameters. A parameter that
-    several layers use counts for each of them: stages have their own copies.
+    The cost of a layer is the bytes that it saves of a micro-batch from forward to backward,
+    including its output, plus `param_scale` times the bytes of its parameters. A parameter that
+    several layers use counts for each of them, because stages have separate copies.
 
     Args:
         num_parts: Number of stages.
         layers: The model; see `balance_by_time`.
         sample: A batch; it is not changed.
         num_microbatches: Number of micro-batches of this batch.
-        param_scale: Copies of a parameter, with gradient and state of the optimizer: 2 for SGD, 3
+        param_scale: Copies of a parameter, including gradient and optimizer state: 2 for SGD, 3
             with momentum, 4 for Adam.
         device: Device to measure on; see `balance_by_time`.
 
@@ -184,7 +184,7 @@ def _named(layers: Layers, num_parts: int) -> list[tuple[str, nn.Module]]:
         if isinstance(layers, nn.Module)
         else [(str(i), layer) for i, layer in enumerate(layers)]
     )
-    block_partition([0] * len(named), num_parts)  # refuses numbers that do not fit, before a run
+    block_partition([0] * len(named), num_parts)  # raises for invalid numbers before a run
     return named
 
 
@@ -224,7 +224,7 @@ def _sized(costs: list[float], param_scale: float) -> Run:
 
 
 def _bars(balance: Balance) -> str:
-    """Draw a bar for each stage, and below it one for each of its layers.
+    """Draw a bar for each stage, followed by a bar for each of its layers.
 
     stage 0  3 layers  12.1 ms  ██████████████████████████████
       0 Embedding       1.1 ms  ██▋
@@ -245,7 +245,7 @@ def _bars(balance: Balance) -> str:
 
 
 def _rows(balance: Balance) -> Iterator[tuple[str, float, bool]]:
-    """Yield name, cost, and whether it is a stage's: each stage, followed by its layers."""
+    """Yield name, cost, and whether it is a stage: each stage, followed by its layers."""
     layers = iter(zip(balance.names, balance.costs, strict=True))
     for stage, (size, cost) in enumerate(zip(balance, balance.stage_costs, strict=True)):
         yield f"stage {stage}  {size} layer{'s' * (size != 1)}", cost, True

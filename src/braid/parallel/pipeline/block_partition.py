@@ -1,7 +1,7 @@
-"""Cuts a row of layers into contiguous parts, so that the heaviest part is as light as possible.
+"""Partition of a list of layers into contiguous parts with a minimal largest cost.
 
-A pipeline is as fast as its slowest stage. So of all cuts into `num_parts` parts, none of them
-empty, one is chosen with
+A pipeline is as fast as its slowest stage. Of all partitions into `num_parts` nonempty parts, one
+is chosen with
 
     1. the least largest cost of a part,
     2. among these the least sum of squares of the costs of parts,
@@ -9,8 +9,8 @@ empty, one is chosen with
 
     costs  5 | 1 1 1 | 1 1       not  5 | 1 1 1 1 1 |        nor  5 | 1 | 1 1 1 1
 
-where 2 and 3 make parts even that are not the heaviest. Costs become integers over a common
-denominator, so that sums are exact: the answer is the same on every machine.
+where 2 and 3 even out the parts that are not the heaviest. Costs are converted to integers over a
+common denominator, so that sums are exact: the result is the same on every machine.
 
 Source: the problem is linear partitioning; bisection over the limit follows A. Pinar, C. Aykanat,
 "Fast optimal load balancing algorithms for 1D partitioning", JPDC 64 (2004). torchgpipe has a
@@ -31,7 +31,7 @@ Merit = tuple[int, int]  # sums of squares: of the costs of parts, of their numb
 
 
 def block_partition(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Return the number of layers of each part; see the module.
+    """Return the number of layers of each part; see the module docstring.
 
     Args:
         costs: Cost of each layer, such as its seconds or bytes.
@@ -61,14 +61,14 @@ def block_partition(costs: Sequence[float], num_parts: int) -> list[int]:
 
 
 def _integers(costs: Sequence[float]) -> list[int]:
-    """Return costs times their common denominator."""
+    """Return costs multiplied by their common denominator."""
     ratios = [cost.as_integer_ratio() for cost in costs]
     common = math.lcm(*(denominator for _, denominator in ratios))
     return [numerator * (common // denominator) for numerator, denominator in ratios]
 
 
 def _least_limit(ends: Sequence[int], num_parts: int) -> int:
-    """Return the least L for which parts of at most L suffice."""
+    """Return the smallest L for which parts of cost at most L hold all layers."""
     low, high = -1, ends[-1]  # low does not suffice, high does
     while high - low > 1:
         middle = (low + high) // 2
@@ -80,9 +80,9 @@ def _least_limit(ends: Sequence[int], num_parts: int) -> int:
 
 
 def _suffices(ends: Sequence[int], num_parts: int, limit: int) -> bool:
-    """Whether parts that are filled one after the other, up to the limit, hold all layers.
+    """Return whether parts that are filled in sequence, up to the limit, hold all layers.
 
-    They may be fewer: to cut a part makes none heavier.
+    Fewer parts than `num_parts` suffice, because splitting a part makes no part heavier.
     """
     begin, used = 0, 1
     for before, end in pairwise(ends):
@@ -96,8 +96,8 @@ def _suffices(ends: Sequence[int], num_parts: int, limit: int) -> bool:
 def _most_even(ends: Sequence[int], num_parts: int, limit: int) -> list[int]:
     """Return the most even parts within the limit.
 
-    A dynamic programme over prefixes: best[i] has the least merit of i layers in k parts, and the
-    number of layers of the last one.
+    A dynamic program over prefixes: best[i] has the least merit of i layers in k parts, and the
+    number of layers of the last part.
     """
     num_layers = len(ends) - 1
     best: list[tuple[Merit, int] | None] = [((0, 0), 0), *[None] * num_layers]
@@ -116,7 +116,7 @@ def _most_even(ends: Sequence[int], num_parts: int, limit: int) -> list[int]:
 def _extended(
     best: Sequence[tuple[Merit, int] | None], ends: Sequence[int], stop: int, limit: int
 ) -> tuple[Merit, int] | None:
-    """Return the least merit of `stop` layers with one part more, and its number of layers."""
+    """Return the least merit of `stop` layers with one more part, and the part's size."""
     least: tuple[Merit, int] | None = None
     for start in range(stop - 1, -1, -1):
         cost, size = ends[stop] - ends[start], stop - start

@@ -1,4 +1,4 @@
-"""Layers cut into the stages of a pipeline, and what every pipeline checks of its user's arguments.
+"""Partition of layers into the stages of a pipeline, and checks of user arguments.
 
 layers, a module, wires or a captured graph ──> named layers ──balance──> parts, one per stage
 """
@@ -37,7 +37,7 @@ __all__ = [
     "trained_params",
 ]
 
-# of pipelines, besides those that are set before layers are
+# attributes that pipelines set after they register layers
 OWN_NAMES = frozenset({"device", "stages", "balance", "stage", "optimizer", "most_live", "age"})
 
 
@@ -55,11 +55,11 @@ def parts_of(
         pipeline: Module that will have the layers under their names.
         layers: The model; see `Pipeline`.
         num_stages: Number of stages.
-        balance: Number of layers of each stage; as even as possible when None.
-        deferred: Whether BatchNorms follow whole batches.
+        balance: Number of layers of each stage; None for a partition of equal sizes.
+        deferred: Whether running statistics of BatchNorms are updated once per batch.
 
     Raises:
-        ConfigError: There are fewer layers than stages, `balance` does not fit, or a layer has a
+        ConfigError: There are fewer layers than stages, `balance` does not match, or a layer has a
             name that the pipeline uses.
     """
     if isinstance(layers, CapturedGraph):
@@ -77,8 +77,8 @@ def parts_of(
     taken = [name for name, _ in named if name in OWN_NAMES or hasattr(pipeline, name)]
     if taken:
         msg = (
-            f"layers cannot have the names {', '.join(taken)}, which pipelines use "
-            "themselves: rename them, or give the layers as a list"
+            f"layers cannot have the names {', '.join(taken)}, which are attributes of pipelines: "
+            "rename them, or pass the layers as a list"
         )
         raise ConfigError(msg)
     sizes = _balance(balance, len(named), num_stages)
@@ -87,7 +87,7 @@ def parts_of(
 
 
 def edges_of(parts: Sequence[Sequence[Layer]]) -> list[Edge]:
-    """Return the skip connections between stages, numbered alike on all ranks.
+    """Return the skip connections between stages, with the same numbers on all ranks.
 
     Args:
         parts: Layers of each stage of the whole model.
@@ -110,13 +110,13 @@ def edges_of(parts: Sequence[Sequence[Layer]]) -> list[Edge]:
 
 
 def trained_params(part: Iterable[Layer]) -> list[nn.Parameter]:
-    """Return the parameters of layers that are trained, each once."""
+    """Return the trained parameters of layers, without duplicates."""
     params = (p for layer in part for p in layer.module.parameters())
     return list(dict.fromkeys(p for p in params if p.requires_grad))
 
 
 def refuse_shared(parts: Sequence[Sequence[Layer]]) -> None:
-    """Raise ConfigError if stages share parameters, which could not be stepped apart."""
+    """Raise ConfigError if stages share parameters, because they step at different times."""
     holder: dict[nn.Parameter, tuple[int, str]] = {}
     for stage, part in enumerate(parts):
         for layer in part:
@@ -124,15 +124,15 @@ def refuse_shared(parts: Sequence[Sequence[Layer]]) -> None:
                 other, known = holder.setdefault(param, (stage, name))
                 if other != stage:
                     msg = (
-                        f"stages {other} and {stage} share a parameter, {known} and {name}, and "
-                        "step at other times: give each its own, or put their layers into one "
-                        "stage by balance"
+                        f"stages {other} and {stage} share a parameter, {known} and {name}, but "
+                        "step at different times: use separate parameters, or put their layers "
+                        "into one stage by balance"
                     )
                     raise ConfigError(msg)
 
 
 def register(pipeline: nn.Module, layer: Layer) -> None:
-    """Register a layer; modules of a captured model under their names there."""
+    """Register a layer; modules of a captured model keep their names in the model."""
     if isinstance(layer.module, GraphSegment):
         share_modules(pipeline, layer.module)
     else:
@@ -142,7 +142,7 @@ def register(pipeline: nn.Module, layer: Layer) -> None:
 
 @contextmanager
 def noting(problems: list[str]) -> Iterator[None]:
-    """Note errors instead of raising them, so that all are named at once."""
+    """Return a context that collects errors, so that all can be raised together."""
     try:
         yield
     except ConfigError as exc:
@@ -159,46 +159,46 @@ def table_of(layers: Iterable[Layer]) -> ParamTable:
 
 
 def checked_loss(loss: Any) -> torch.Tensor:
-    """Return a loss that is one number.
+    """Return a loss after checking that it is a single number.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The loss is anything else.
     """
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss.reshape(())
-    given = (
+    found = (
         f"a tensor of shape {list(loss.shape)} and {loss.dtype}"
         if isinstance(loss, torch.Tensor)
         else f"{type(loss).__name__}"
     )
-    msg = f"the loss of a micro-batch must be one floating point number, its mean, got {given}"
+    msg = f"the loss of a micro-batch must be one floating point number, its mean, got {found}"
     raise ConfigError(msg)
 
 
 def check_target(target: Any, rows: int) -> None:
-    """Raise ConfigError unless a target has as many rows as the batch."""
+    """Raise ConfigError unless a target has the same number of rows as the batch."""
     count = num_rows(target) if list(tensors_in(target)) else rows
     if count != rows:
-        msg = f"the target has {count} rows, and the batch {rows}"
+        msg = f"the target has {count} rows, but the batch has {rows}"
         raise ConfigError(msg)
 
 
 def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return layers with their names, in order; one that comes twice is there twice.
+    """Return layers with their names, in order; a layer that is used twice occurs twice.
 
     Raises:
-        ConfigError: The module is not a row of layers, since it defines a forward.
+        ConfigError: The module is not a list of layers, because it defines a forward.
     """
     is_row = isinstance(module, nn.ModuleList) or (
         isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     )
     if not is_row:
         msg = (
-            f"{type(module).__name__} is no row of layers, since it has a forward of its own: "
+            f"{type(module).__name__} is not an nn.Sequential or a list of modules: "
             "pass an nn.Sequential or a list of modules, or braid.capture(model, example)"
         )
         raise ConfigError(msg)
-    # not named_children, which leaves out what comes twice
+    # not named_children, which omits duplicates
     return [(name, layer) for name, layer in own_modules(module).items() if layer is not None]
 
 

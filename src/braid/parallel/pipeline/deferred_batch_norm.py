@@ -1,8 +1,8 @@
-"""BatchNorm whose running statistics are those of the whole batch, not of its micro-batches.
+"""BatchNorm with running statistics of the whole batch instead of its micro-batches.
 
-Micro-batches are normalised by their own mean and variance, as everywhere. But running statistics
-that follow each micro-batch decay faster, and see the variance of fewer samples. Here sums are kept
-over the micro-batches, and the running statistics follow them once at the end of the batch.
+Micro-batches are normalized by their own mean and variance, as usual. But running statistics that
+are updated per micro-batch decay faster, and use the variance of fewer samples. Here sums are kept
+over the micro-batches, and the running statistics are updated once at the end of the batch.
 
 Source: C. Kim et al., torchgpipe (2020), section 3.4.
 """
@@ -24,18 +24,18 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class DeferredBatchNorm(BatchNorm):
-    """BatchNorm of any number of dims for pipelines.
+    """BatchNorm for pipelines, with any number of dims.
 
     Args:
         num_features: Number of channels (dim 1).
-        eps: Added to the variance.
+        eps: Number added to the variance.
         momentum: Weight of a batch in the running statistics; None for their mean.
-        affine: Whether it has a weight and a bias.
-        chunks: Number of micro-batches after which it commits by itself; None if `commit` is
-            called.
+        affine: Whether the layer has a weight and a bias.
+        chunks: Number of micro-batches after which it commits automatically; None to call
+            `commit`.
 
     Attributes:
-        num_tracked: Micro-batches since the last commit.
+        num_tracked: Number of micro-batches since the last commit.
     """
 
     _sum: torch.Tensor
@@ -63,7 +63,7 @@ class DeferredBatchNorm(BatchNorm):
             raise ValueError(msg)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise by the micro-batch, and add to the sums."""
+        """Normalize by the micro-batch's statistics, and add the micro-batch to the sums."""
         if not self.training:
             return super().forward(x)
         self._check_input_dim(x)
@@ -86,7 +86,7 @@ class DeferredBatchNorm(BatchNorm):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Let the running statistics follow the micro-batches since the last commit."""
+        """Update the running statistics by the micro-batches since the last commit."""
         if not self.num_tracked:
             return
         rows = self._num_rows
@@ -104,7 +104,7 @@ class DeferredBatchNorm(BatchNorm):
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: Module, chunks: int | None = 1) -> Module:
-        """Return a module with every BatchNorm that tracks statistics replaced by a deferred one.
+        """Return a module with every BatchNorm that tracks statistics converted to this class.
 
         Parameters and running statistics stay the same tensors; modules without BatchNorm stay
         the same objects.

@@ -1,22 +1,22 @@
-"""A pipeline over the devices of one process, which is called as any other module.
+"""Pipeline over the devices of one process; it is called like any other module.
 
     model = braid.parallel.pipeline.DevicePipeline(layers, ["cuda:0", "cuda:1"], balance=[3, 2],
                                           num_microbatches=8)
     loss = criterion(model(x), target)      # forwards of all micro-batches; the output is one batch
     loss.backward()                         # backwards; gradients are in .grad
 
-The forward runs the first half of a GPipe program, one thread for each device. Its result is that
-of one autograd function, whose backward runs the second half. Copies between devices are on streams
-of their own. With devices that are all `cpu` the stages work on threads.
+The forward runs the first half of a GPipe program, with one thread per device. Its result belongs
+to one autograd function; the backward of this function runs the second half. Copies between devices
+run on separate streams. If all devices are `cpu`, stages run on threads.
 
-That backward waits for the backwards of the stages, which torch runs on a thread of each GPU. So it
-must not run on such a thread itself. Two functions see to this:
+The backward waits for the backwards of the stages, which torch runs on one thread per GPU. So it
+must not run on such a thread itself. Two functions ensure this:
 
     batch ─▶ _Stages ─▶ empty tensor on the CPU ─▶ _Outputs ─▶ outputs on the last device
              backward on the calling thread        backward on the thread of the last device
 
-Gradients go into `.grad` as the backwards of the stages end: call `backward()`, since
-`torch.autograd.grad` of parameters cannot see them.
+Gradients are added to `.grad` when the backwards of the stages end: call `backward()`, because
+`torch.autograd.grad` of parameters does not return them.
 
 Source: Y. Huang et al., GPipe, NeurIPS 2019; C. Kim et al., torchgpipe (2020).
 """
@@ -55,28 +55,28 @@ Result = TypeVar("Result")
 
 
 class DevicePipeline(nn.Module):
-    """Runs layers in a row on several devices of one process, on micro-batches.
+    """Module that runs a list of layers on several devices of one process, on micro-batches.
 
     Args:
         layers: The model. Layers are moved to their devices.
-        devices: Devices, one for each stage; those after the last stage are left out.
+        devices: Devices, one per stage; additional devices are not used.
         balance: Number of layers on each device.
         num_microbatches: Number of micro-batches of a batch; fewer if it has fewer rows.
         recompute: Micro-batches whose layers run again in backward: `always`, `except_last` or
             `never`.
-        deferred_batch_norm: Whether running statistics follow whole batches; see
+        deferred_batch_norm: Whether running statistics are updated once per batch; see
             `DeferredBatchNorm`.
 
     Attributes:
         partitions: Layers of each stage, under their names.
-        balance, devices: As given.
-        num_microbatches, recompute: As given; they may be changed between batches.
-        spans: Actions of the last forward and backward, if it is a list before; None to record
-            nothing.
+        balance, devices: Arguments.
+        num_microbatches, recompute: Arguments; they may be changed between batches.
+        spans: Set it to a list to record the actions of the next forward and backward; None to
+            record nothing.
 
     Raises:
-        ConfigError: The balance does not fit to the layers, or there are too few devices.
-        TypeError: Layers stash what no later layer pops, or pop what none has stashed.
+        ConfigError: The balance does not match the layers, or there are too few devices.
+        TypeError: A stashed tensor is popped by no later layer, or a popped one was not stashed.
     """
 
     def __init__(
@@ -111,25 +111,25 @@ class DevicePipeline(nn.Module):
         """Return the output of a batch, on the last device.
 
         Args:
-            batch: Containers of tensors that are cut along dim 0; moved to the first device.
+            batch: Containers of tensors that are split along dim 0; moved to the first device.
 
         Raises:
             ConfigError: The batch has no rows.
-            Exception: Exception of a layer; the first one, of whichever stage.
+            Exception: First exception of a layer, in any stage.
         """
         if not self.balance:
             return batch
         batch = map_tensors(batch, lambda x: x.to(self.devices[0]))
         sizes = self._sizes_of(num_rows(batch))
         if not sizes:
-            msg = "a batch of 0 rows cannot be cut into micro-batches"
+            msg = "a batch of 0 rows cannot be split into micro-batches"
             raise ConfigError(msg)
         trains = torch.is_grad_enabled()
         run = _BatchRun(self, sizes, trains=trains)
         pairs = [flatten(part) for part in scatter(batch, sizes)]
-        tensors = [x for _, own in pairs for x in own]
+        tensors = [x for _, part_tensors in pairs for x in part_tensors]
         run.trees = [tree for tree, _ in pairs]
-        run.counts = [len(own) for _, own in pairs]
+        run.counts = [len(part_tensors) for _, part_tensors in pairs]
         if trains:
             link = _Stages.apply(run, phony(torch.device("cpu"), True), *tensors)  # type: ignore[no-untyped-call]
             outputs = _Outputs.apply(run, link)  # type: ignore[no-untyped-call]
@@ -153,7 +153,7 @@ class DevicePipeline(nn.Module):
             )
         if len(self.devices) < len(self.balance):
             problems.append(
-                f"{len(self.balance)} stages need as many devices, got {len(self.devices)}"
+                f"{len(self.balance)} stages need one device each, got {len(self.devices)}"
             )
         if self.num_microbatches < 1:
             problems.append(
@@ -170,12 +170,12 @@ class DevicePipeline(nn.Module):
 
 
 class _Partition(nn.Sequential):
-    """Layers of one stage, which the stage calls one by one."""
+    """Layers of one stage, which the stage calls separately."""
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Warn: the partition itself is never called, so its hooks never run."""
+        """Warn, because the partition itself is never called, so its hooks never run."""
         warnings.warn(
-            "hooks of a partition never run, since its layers are called one by one: register them "
+            "hooks of a partition never run, since its layers are called separately: register them "
             "on a layer, such as model.partitions[0][0]",
             stacklevel=2,
         )
@@ -183,12 +183,12 @@ class _Partition(nn.Sequential):
 
 
 class _BatchRun:
-    """One forward and its backward.
+    """Forward of a batch and its backward.
 
     Attributes:
-        trees: Micro-batches with places instead of tensors.
+        trees: Micro-batches with placeholders instead of tensors.
         counts: Number of tensors of each micro-batch.
-        results: Outputs with places instead of tensors, and their numbers of tensors.
+        results: Outputs with placeholders instead of tensors, and their numbers of tensors.
         outputs: Tensors of the outputs, until they are returned.
         output_grads: Gradients of the outputs, with the stream that computes each.
     """
@@ -211,7 +211,7 @@ class _BatchRun:
         program = (gpipe if trains else forward_only)(size, len(sizes))
         if trains and owner.training:
             program = with_recompute(program, owner.recompute)
-        # a seed of its own for each forward, which follows `torch.manual_seed`
+        # a new seed for each forward, drawn from torch's generator
         seed = int(torch.randint(2**62, (), device="cpu")) if owner.training else 0
         ends = accumulate(sizes, initial=0)
         self._draws = [Draws(seed, 0, range(*pair)) for pair in pairwise(ends)]
@@ -232,16 +232,16 @@ class _BatchRun:
         ]
         outputs = self._work(jobs)[-1]
         flat = [flatten(outputs[i]) for i in sorted(outputs)]
-        self.results = [(tree, len(own)) for tree, own in flat]
-        self._needs_grad = [[x.requires_grad for x in own] for _, own in flat]
-        return tuple(x.detach() for _, own in flat for x in own)
+        self.results = [(tree, len(output_tensors)) for tree, output_tensors in flat]
+        self._needs_grad = [[x.requires_grad for x in output_tensors] for _, output_tensors in flat]
+        return tuple(x.detach() for _, output_tensors in flat for x in output_tensors)
 
     def needs_grad(self) -> list[bool]:
-        """Return which outputs need a gradient."""
-        return [needs for own in self._needs_grad for needs in own]
+        """Return whether each output requires a gradient."""
+        return [needs for flags in self._needs_grad for needs in flags]
 
     def _work(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Run jobs on the default streams, after and before the caller's own work."""
+        """Run jobs on the default streams, ordered before and after the caller's own work."""
         for device in self._devices:
             wait_stream(default_stream(device), current_stream(device))
         results = self._workers.run([partial(self._in_context, job) for job in jobs])
@@ -250,17 +250,17 @@ class _BatchRun:
         return results
 
     def _in_context(self, job: Callable[[], Result]) -> Result:
-        """Run a job on a thread that has a context of CUDA, without which libraries warn."""
+        """Run a job on a thread with a CUDA context, because some libraries warn without one."""
         for device in self._devices:
             torch.cuda.current_stream(device).query()  # a thread's first call makes its context
         return job()
 
     def backward(self) -> list[torch.Tensor]:
-        """Return the gradients of the batch's tensors that need one, in their order."""
+        """Return the gradients of the batch's tensors that require one, in order."""
         if self._is_done:
             msg = (
-                "backward through this output of a DevicePipeline has run already, and freed what "
-                "it needs: call the model again (retain_graph has no effect on it)"
+                "backward through this output of a DevicePipeline has run already, and freed its "
+                "saved tensors: call the model again (retain_graph has no effect on it)"
             )
             raise ConfigError(msg)
         self._is_done = True
@@ -272,8 +272,8 @@ class _BatchRun:
         rest = iter([grad for grad, _ in self.output_grads])
         self.output_grads = []
         by_microbatch = []
-        for own in self._needs_grad:
-            pairs = [(next(rest), needs) for needs in own]
+        for flags in self._needs_grad:
+            pairs = [(next(rest), needs) for needs in flags]
             by_microbatch.append([grad for grad, needs in pairs if needs])
         with torch.enable_grad():
             jobs = [partial(e.run_backwards, by_microbatch) for e in self._executors]
@@ -282,7 +282,7 @@ class _BatchRun:
         return [grad for i in sorted(first) for grad in first[i]]
 
     def _add_up(self, earlier: Mapping[nn.Parameter, torch.Tensor | None]) -> None:
-        """Give each copy of a shared parameter the sum of all copies' gradients."""
+        """Set the gradient of each copy of a shared parameter to the sum over all copies."""
         for copies in self._tied:
             grads = [p.grad for p in copies if p.grad is not None]
             if not grads:
@@ -298,7 +298,7 @@ class _BatchRun:
 
 
 class _Stages(torch.autograd.Function):
-    """The stages as one function of the batch; parameters get their gradients on the way."""
+    """Autograd function of all stages; its backward also adds gradients of parameters."""
 
     @staticmethod
     def forward(ctx: Any, run: _BatchRun, _nothing: torch.Tensor, *tensors: torch.Tensor) -> Any:
@@ -316,7 +316,7 @@ class _Stages(torch.autograd.Function):
 
 
 class _Outputs(torch.autograd.Function):
-    """The outputs of the stages, as a function of the empty tensor that stands for them."""
+    """Autograd function from the empty tensor that represents the stages to their outputs."""
 
     @staticmethod
     def forward(ctx: Any, run: _BatchRun, _nothing: torch.Tensor) -> Tensors:
@@ -338,9 +338,9 @@ class _Outputs(torch.autograd.Function):
 def _separate(
     parts: Sequence[nn.Module], devices: Sequence[torch.device]
 ) -> list[list[nn.Parameter]]:
-    """Give each device a copy of its own of parameters that parts share; return the copies.
+    """Give each device a separate copy of parameters that parts share; return the copies.
 
-    To be called before parts are moved, since moving a module moves its parameters in place.
+    Call it before parts are moved, because moving a module moves its parameters in place.
     """
     copies: dict[nn.Parameter, dict[torch.device, nn.Parameter]] = {}
     for part, device in zip(parts, devices, strict=True):
@@ -348,12 +348,14 @@ def _separate(
             for name, param in own_parameters(module).items():
                 if param is None:
                     continue
-                own = copies.setdefault(param, {})
-                if device not in own:
+                device_copies = copies.setdefault(param, {})
+                if device not in device_copies:
                     copy = nn.Parameter(param.detach().clone(), param.requires_grad)
-                    own[device] = copy if own else param
-                own_parameters(module)[name] = own[device]
-    return [list(own.values()) for own in copies.values() if len(own) > 1]
+                    device_copies[device] = copy if device_copies else param
+                own_parameters(module)[name] = device_copies[device]
+    return [
+        list(device_copies.values()) for device_copies in copies.values() if len(device_copies) > 1
+    ]
 
 
 def _device_of(device: torch.device | str | int) -> torch.device:

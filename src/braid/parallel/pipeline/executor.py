@@ -1,18 +1,18 @@
-"""Executes the actions of one rank of a pipeline's program, one after the other.
+"""Executor of the actions of one rank of a pipeline's program, in order.
 
-The program decides everything: what is computed when, and what is sent where. So one executor runs
-GPipe, 1F1B, interleaved, breadth-first and zero bubble programs, and programs that only infer.
+The program defines all computations and messages, and their order. So one executor runs GPipe,
+1F1B, interleaved, breadth-first and zero bubble programs, and programs for inference.
 
     recv_f  F  send_f        value of the previous stage -> layers -> next stage
-            R                the layers once more, saving what backward needs
+            R                the layers again, saving tensors for backward
     recv_b  B  send_b        gradients of the outputs -> backward -> gradients of the inputs
             I  send_b  W     the same in two parts: to the inputs, and later to the weights
 
-What layers stash goes to the stage that pops it after F, and its gradient back after B or I, beside
-the messages of the program: sends wait for nobody, so this holds up no rank that has work.
+Stashed tensors are sent after F to the stage that pops them, and their gradients back after B or I,
+in addition to the messages of the program. Sends do not block, so this delays no rank with work.
 
 An exception on one rank ends the step on all: the group is aborted with layer, stage, micro-batch
-and action, which the waits of all other ranks raise.
+and action, which all other waiting ranks raise as an error.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from braid.runtime.seeding import Draws
 
 __all__ = ["Executor", "LossOf"]
 
-# loss of the output for a micro-batch, with its weight in it
+# weighted loss of the output for a micro-batch
 LossOf = Callable[[Any, int], torch.Tensor]
 DrawsOf = Callable[[int], Draws]
 Gradients = list["torch.Tensor"]
-# key of a value on this rank: its sort, the stage or connection that takes it, the micro-batch
+# key of a value on this rank: kind, consuming stage or connection, micro-batch
 Key = tuple[str, "int | Edge", int]
 VALUE, OUTPUT, GRADS, INPUT_GRADS = "input", "output", "gradients of outputs", "gradients of inputs"
 STASHED, STASHED_GRADS = "stashed value", "gradients of a stashed value"
@@ -58,18 +58,19 @@ def _tag(edge: Edge, microbatch: int) -> int:
 
 
 class Executor:
-    """Runs the part of a program that belongs to this rank.
+    """Executor of the part of a program that belongs to this rank.
 
     Args:
-        program: Program of the pipeline, for as many ranks as there are.
-        carrier: Way to the other ranks.
+        program: Program of the pipeline, for the number of ranks in the group.
+        carrier: Carrier of messages to the other ranks.
         stages: Stages of this rank, by number.
-        on_gradients: Called with a stage when its last gradient of a step is there.
-        on_step: Called with a STEP, to take the step of its stage; needed by programs with steps.
+        on_gradients: Called with a stage when its last gradient of a step has been computed.
+        on_step: Called with a STEP, to step the optimizer of its stage; needed by programs with
+            steps.
 
     Raises:
-        ConfigError: The program is of another size, has other stages here, or actions that are not
-            executed.
+        ConfigError: The program has another size, has other stages here, or actions that are not
+            supported.
     """
 
     def __init__(
@@ -80,15 +81,19 @@ class Executor:
         on_gradients: Callable[[int], None] | None = None,
         on_step: Callable[[Action], None] | None = None,
     ) -> None:
-        own = {action.unit for action in program.ranks[carrier.rank] if action.kind in WORK}
+        local_stages = {
+            action.unit for action in program.ranks[carrier.rank] if action.kind in WORK
+        }
         problems = []
         if program.num_ranks != carrier.size:
             problems.append(f"{program} is not for a group of {carrier.size} ranks")
-        if not own <= set(stages):
-            problems.append(f"{program} has stages {sorted(own)} here, got {sorted(stages)}")
+        if not local_stages <= set(stages):
+            problems.append(
+                f"{program} has stages {sorted(local_stages)} here, got {sorted(stages)}"
+            )
         if on_step is None and any(a.kind == "STEP" for a in program.ranks[carrier.rank]):
             problems.append(
-                f"{program} takes optimizer steps: give optimizers with step_in_program"
+                f"{program} takes optimizer steps: pass optimizers with step_in_program"
             )
         raise_all(problems)
         self._actions = program.ranks[carrier.rank]
@@ -128,21 +133,21 @@ class Executor:
         """Execute the program once.
 
         Args:
-            microbatches: Parts of the batch; only the rank of the first stage reads them.
+            microbatches: Micro-batches; only the rank of the first stage reads them.
             loss_of: Loss of an output of the last stage; needed by programs that train.
-            draws: Random numbers of a micro-batch; those of torch's generators when None.
+            draws: Random numbers of a micro-batch; None for torch's generators.
 
         Returns:
             On the rank of the last stage its losses, or its outputs without `loss_of`, by
             micro-batch; empty on all other ranks.
 
         Raises:
-            CommError: Another rank has failed; the message says in which layer and action.
+            CommError: Another rank has failed; the message has its layer and action.
             Exception: An exception of a layer or of `loss_of` on this rank.
         """
         self._batches, self._loss_of, self._draws = microbatches, loss_of, draws
         results = self._perform(self._actions)
-        self._under_way.clear()  # gradients of the batch, which the caller does not take
+        self._under_way.clear()  # gradients of the batch are not returned
         return results
 
     def run_forwards(
@@ -168,10 +173,12 @@ class Executor:
             micro-batch.
         """
         if self._last in self._stages:
-            self._under_way |= {(GRADS, self._last, i): own for i, own in enumerate(grads)}
+            self._under_way |= {(GRADS, self._last, i): tensors for i, tensors in enumerate(grads)}
         self._perform([a for a in self._actions if a.kind in BACKWARD])
-        left = self._under_way.items()
-        grads_of_batch = {i: own for (sort, at, i), own in left if (sort, at) == (INPUT_GRADS, 0)}
+        remaining = self._under_way.items()
+        grads_of_batch = {
+            i: tensors for (sort, at, i), tensors in remaining if (sort, at) == (INPUT_GRADS, 0)
+        }
         self._under_way.clear()
         return grads_of_batch
 
@@ -189,7 +196,7 @@ class Executor:
         except StageError as exc:
             self._abort(f"layer {exc.layer}, {PIPELINE.describe(action)}", exc.error)
             raise exc.error from None
-        except StaleError as exc:  # a send under way has ended the group before this action
+        except StaleError as exc:  # a running send has ended the group before this action
             self._carrier.pass_on(str(exc))
             self.clear()
             raise CommError(str(exc)) from exc
@@ -197,7 +204,7 @@ class Executor:
             self._carrier.pass_on(str(exc))
             self.clear()
             raise
-        except BaseException as exc:  # also an exit: the others would wait for ever
+        except BaseException as exc:  # also an exit: other ranks would wait
             self._abort(PIPELINE.describe(action), exc)
             raise
         results, self._results = self._results, {}
@@ -208,13 +215,13 @@ class Executor:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all that is under way, after a failure."""
+        """Drop all values and gradients, after a failure."""
         self._under_way.clear()
         self._results.clear()
         for stage in self._stages.values():
             stage.clear()
 
-    # One method for each kind of action
+    # One method per kind of action
 
     def _recv_f(self, action: Action) -> None:
         self._under_way[VALUE, action.unit, action.index] = self._carrier.recv_value(action.peer)
@@ -256,7 +263,7 @@ class Executor:
             self._results[i] = output
             return
         if (stage.index, i) in self._recomputed:
-            return  # R has the output that backward begins at
+            return  # backward begins at the output of R
         with torch.set_grad_enabled(self._trains):
             loss = self._loss_of(output, i)
         self._results[i] = loss.detach()
@@ -299,11 +306,11 @@ class Executor:
         self._stages[action.unit].backward_to_weights(action.index)
 
     def _step(self, action: Action) -> None:
-        assert self._on_step is not None, "checked when it was made"
+        assert self._on_step is not None, "checked in the constructor"
         self._on_step(action)
 
     def _grads_of_outputs(self, action: Action) -> Mapping[Edge | None, Gradients]:
-        """Return the gradients of a stage's output and of what it has stashed."""
+        """Return the gradients of a stage's output and stashed tensors."""
         stage, i = self._stages[action.unit], action.index
         grads: dict[Edge | None, Gradients] = {None: self._under_way.pop((GRADS, stage.index, i))}
         for edge in stage.stashes:
@@ -315,7 +322,7 @@ class Executor:
         return grads
 
     def _hand_on(self, action: Action, grads: Mapping[Edge | None, Gradients]) -> None:
-        """Keep the gradients of a stage's inputs for the stages that made these."""
+        """Keep or send the gradients of a stage's inputs for the stages that computed them."""
         stage, i = self._stages[action.unit], action.index
         for edge in stage.pops:
             if self._ranks[edge.source, i] == self._carrier.rank:

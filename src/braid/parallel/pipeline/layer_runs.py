@@ -1,7 +1,7 @@
-"""Layers run one after the other to be measured, and left as they were.
+"""Runs of layers for measurements, with the layers restored afterwards.
 
-Each layer gets what those before it have made of a sample, with a graph of its own, so shapes,
-containers, dtypes and skip connections are those of training.
+The layers run in sequence on a sample, each with a separate graph, so shapes, containers, dtypes
+and skip connections are the same as in training.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Run = Callable[[nn.Module, Any, Skips], Any]
 def run_all(
     named: Sequence[tuple[str, nn.Module]], x: Any, device: torch.device | str | None, run: Run
 ) -> None:
-    """Run layers one after the other on a sample, each with a graph of its own.
+    """Run layers in sequence on a sample, each with a separate graph.
 
     Args:
         named: Layers with their names.
-        x: Input of the first one; it is not changed.
-        device: Device to which a layer goes while it runs; that of the layers when None.
-        run: Runs a layer on its input and the tensors that were stashed, and returns its output.
+        x: Input of the first layer; it is not changed.
+        device: Device for a layer while it runs; None for the layers' device.
+        run: Function that runs a layer on its input and the stashed tensors; returns its output.
 
     Raises:
         ConfigError: A layer fails.
@@ -49,8 +49,8 @@ def run_all(
                     x = run(layer, x, skips)
             except Exception as exc:
                 msg = (
-                    f"layer {name} ({type(layer).__name__}) could not be measured on what the "
-                    f"layers before it make of the sample: {type(exc).__name__}: {exc}. Give a "
+                    f"layer {name} ({type(layer).__name__}) could not be measured on the output of "
+                    f"the layers before it: {type(exc).__name__}: {exc}. Pass a "
                     "sample with which the model trains"
                 )
                 raise ConfigError(msg) from exc
@@ -61,14 +61,14 @@ def run_all(
 
 
 def _as_input(x: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
-    """Return a copy with a graph of its own; no leaf, so that a layer may change it in place."""
+    """Return a copy with a separate graph; not a leaf, so that a layer may change it in place."""
     leaf = x.detach().to(device or x.device).requires_grad_(x.requires_grad)
     return leaf.clone()
 
 
 @contextmanager
 def _on(device: torch.device | str | None, layer: nn.Module) -> Iterator[None]:
-    """Move a layer to a device, and back afterwards; its parameters stay the same objects."""
+    """Return a context with a layer moved to a device; its parameters stay the same objects."""
     if device is None:
         yield
         return
@@ -80,12 +80,12 @@ def _on(device: torch.device | str | None, layer: nn.Module) -> Iterator[None]:
         for tensor, data in kept:
             if isinstance(tensor, nn.Parameter):
                 tensor.grad = None
-            tensor.data = data  # the same memory as before, whoever else has views of it
+            tensor.data = data  # the same memory as before, because views of it may exist
 
 
 @contextmanager
 def as_they_were(layers: Sequence[nn.Module], sample: Any) -> Iterator[None]:
-    """Let layers train inside of the context, and restore all that this changes."""
+    """Return a context in which layers may train; it restores all state of the layers."""
     modules = list(dict.fromkeys(m for layer in layers for m in layer.modules()))
     modes = [(module, module.training) for module in modules]
     params = list(dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)))

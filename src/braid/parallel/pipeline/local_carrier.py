@@ -1,7 +1,7 @@
-"""Messages between stages on the devices of one process: handed from thread to thread.
+"""Messages between stages on the devices of one process, passed between threads.
 
-Between devices they are copied on streams of their own, so that a copy waits for the computation
-that makes its tensor, the computation that needs it waits for the copy, and nothing else waits.
+Between devices they are copied on separate streams: a copy waits for the computation of its tensor,
+the computation that uses it waits for the copy, and nothing else waits.
 
     device 0   compute  F0 ──┐  F1           F2
                copy          └─▶ F0 ──┐
@@ -31,7 +31,7 @@ __all__ = ["ActionSpan", "LocalCarrier", "LocalWire"]
 
 
 class ActionSpan(NamedTuple):
-    """Time that an action took; work on a GPU ends later than its action."""
+    """Duration of an action; work on a GPU ends later than its action."""
 
     rank: int
     name: str
@@ -41,13 +41,13 @@ class ActionSpan(NamedTuple):
 
 
 class LocalWire:
-    """Messages that all threads share.
+    """Queues of messages, shared by all threads.
 
     Args:
         devices: Device of each rank.
 
     Attributes:
-        devices: As given.
+        devices: Argument.
         spans: Actions so far, if they are recorded.
     """
 
@@ -60,13 +60,13 @@ class LocalWire:
         self._streams: dict[tuple[torch.device, bool], Stream] = {}
 
     def put(self, source: int, target: int, edge: int, value: Any) -> None:
-        """Hand over a value."""
+        """Put a value into a queue."""
         with self._changed:
             self._lines[source, target, edge].append(value)
             self._changed.notify_all()
 
     def get(self, source: int, target: int, edge: int) -> Any:
-        """Wait for a value, and take it.
+        """Wait for a value, and return it.
 
         Raises:
             CommError: A rank has failed.
@@ -79,7 +79,7 @@ class LocalWire:
             return line.popleft()
 
     def abort(self, text: str) -> None:
-        """Let all waits raise an error with this text."""
+        """Make all waits raise an error with this text."""
         with self._changed:
             self._failure = self._failure or text
             self._changed.notify_all()
@@ -94,11 +94,11 @@ class LocalWire:
 
 
 class LocalCarrier:
-    """Way of one thread to the others; see `Carrier`.
+    """Carrier between threads; see `Carrier`.
 
     Args:
         wire: Messages of all threads.
-        rank: Number of this thread and of its device.
+        rank: Number of this thread and its device.
     """
 
     def __init__(self, wire: LocalWire, rank: int) -> None:
@@ -126,7 +126,7 @@ class LocalCarrier:
     ) -> list[torch.Tensor]:
         """See `Carrier`."""
         tensors = self.recv_value(peer, edge)
-        assert len(tensors) == len(like), "gradients of other outputs than those that were sent"
+        assert len(tensors) == len(like), "gradients of other outputs than the sent ones"
         return tensors  # type: ignore[no-any-return]
 
     def finish(self) -> None:
@@ -151,7 +151,7 @@ class LocalCarrier:
         """See `Carrier`."""
 
     def _moved(self, x: torch.Tensor, peer: int) -> torch.Tensor:
-        """Return a tensor on the device of `peer`; one that is on the CPU stays there."""
+        """Return a tensor on the device of `peer`; tensors on the CPU stay there."""
         device, y = self._wire.devices[peer], x.detach()
         if x.device == self._device != device:
             source = self._wire.stream(x.device, sends=True)
@@ -163,7 +163,7 @@ class LocalCarrier:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return a device as tensors name theirs."""
+    """Return a device with its index, as tensors have it."""
     if str(device) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return device

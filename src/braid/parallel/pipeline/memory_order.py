@@ -1,7 +1,7 @@
-"""The order of a tensor's dims in memory, which a message keeps.
+"""Order of a tensor's dims in memory, which messages preserve.
 
-Kernels choose by it: a convolution of channels_last images may have other last bits than one of
-row-major images. So a tensor that has no gaps is sent as it lies in memory, and arrives with the
+Kernels depend on it: a convolution of channels_last images may differ in the last bits from one of
+row-major images. So a tensor without gaps is sent in its memory order, and is received with the
 same strides. Views with gaps or overlaps are sent in row-major order.
 """
 
@@ -15,9 +15,9 @@ __all__ = ["as_in_memory", "in_order_of", "order_of", "restored"]
 
 
 def order_of(x: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the dims from the largest stride to the smallest; None if they are in row-major order.
+    """Return the dims from the largest stride to the smallest; None for row-major order.
 
-    None for tensors with gaps or overlaps as well.
+    Tensors with gaps or overlaps also return None.
     """
     if x.is_contiguous():
         return None
@@ -33,14 +33,14 @@ def as_in_memory(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_order_of(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with the order of its tensor, as its receiver expects it."""
+    """Return a gradient with its tensor's order in memory, which the receiver expects."""
     return grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
 
 
 def restored(
     memory: torch.Tensor, shape: Sequence[int], order: Sequence[int] | None
 ) -> torch.Tensor:
-    """Return the tensor of this shape whose `as_in_memory` is `memory`."""
+    """Return the tensor of this shape from its memory; inverse of `as_in_memory`."""
     if order is None:
         return memory.view(tuple(shape))
     inverse = sorted(range(len(order)), key=lambda dim: order[dim])

@@ -1,17 +1,17 @@
 """Messages between stages on different ranks: values of any shape, and gradients.
 
-Shapes may change from micro-batch to micro-batch, so a value is announced by a digest of its
-structure: containers, shapes, dtypes, order in memory, and which tensors need a gradient. The
-structure itself follows only the first time. Gradients need no announcement, since their receiver
-has the outputs.
+Shapes may change between micro-batches, so a value is announced by a digest of its structure:
+containers, shapes, dtypes, order in memory, and which tensors require a gradient. The structure
+itself is sent only the first time. Gradients need no announcement, because their receiver has the
+outputs.
 
     first        digest, structure, tensors
     afterwards   digest, tensors               as one message, if they are small
     changed      a message of the length that the receiver expects, then as above
 
-Sends wait for nobody: a tensor belongs to its message until it has gone. Messages of one edge come
-in the order in which they were sent; edge 0 joins neighbouring stages. A skip connection has an
-edge for each micro-batch, and brings its structure each time.
+Sends do not block: a tensor must not change until its message has been sent. Messages of one edge
+arrive in the order in which they were sent; edge 0 joins neighboring stages. A skip connection has
+an edge per micro-batch, and sends its structure each time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACKED_BYTES = 64 << 10  # copying more costs more than a message
 
 
 class Carrier(Protocol):
-    """Way between the ranks of a pipeline, whether they are processes or threads.
+    """Carrier of messages between the ranks of a pipeline, which are processes or threads.
 
     Attributes:
         rank: This rank.
@@ -58,41 +58,41 @@ class Carrier(Protocol):
         ...
 
     def send_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
-        """Send tensors whose shapes the receiver knows."""
+        """Send tensors with shapes that the receiver knows."""
         ...
 
     def recv_tensors(
         self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
     ) -> list[torch.Tensor]:
-        """Receive tensors with the shapes and dtypes of others."""
+        """Receive tensors with the shapes and dtypes of `like`."""
         ...
 
     def finish(self) -> None:
-        """Wait until all messages have gone."""
+        """Wait until all messages have been sent."""
         ...
 
     def span(self, name: str, microbatch: int) -> AbstractContextManager[object]:
-        """Return a context that records the time that an action takes."""
+        """Return a context that records the duration of an action."""
         ...
 
     def abort(self, text: str) -> None:
-        """Let all other ranks raise an error with this text."""
+        """Make all other ranks raise an error with this text."""
         ...
 
     def pass_on(self, text: str) -> None:
-        """Let all ranks that this one meets raise an error that it has received."""
+        """Make all ranks in this rank's groups raise an error that it has received."""
         ...
 
 
 class _Layout(NamedTuple):
-    """Places of small tensors in one message."""
+    """Offsets of small tensors in one message."""
 
     nbytes: int
     offsets: tuple[int, ...]
 
 
 class _Expected(NamedTuple):
-    """The last structure on an edge; its layout if its tensors are small enough for one message."""
+    """Last structure on an edge, with a layout if its tensors fit into one message."""
 
     digest: int
     structure: SentStructure
@@ -100,7 +100,7 @@ class _Expected(NamedTuple):
 
 
 def _layout_of(specs: Sequence[SentSpec]) -> _Layout | None:
-    """Return places for tensors in one message behind a digest; None if they are too large."""
+    """Return offsets of tensors in a message after a digest; None if they are too large."""
     at, offsets = HEADER_BYTES, []
     for spec in specs:
         offsets.append(at)
@@ -112,17 +112,19 @@ def _layout_of(specs: Sequence[SentSpec]) -> _Layout | None:
 
 
 def _packed(layout: _Layout, digest: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a message of a digest and tensors; without them it says that others follow."""
+    """Return a message of a digest and tensors; without tensors, other messages follow."""
     packed = torch.empty(layout.nbytes, dtype=torch.uint8)
     packed[:HEADER_BYTES].view(torch.int64)[0] = digest
     for tensor, offset in zip(tensors, layout.offsets, strict=False):
-        own = as_in_memory(tensor.detach())
-        packed[offset : offset + own.nbytes].view(own.dtype).view(own.shape).copy_(own)
+        content = as_in_memory(tensor.detach())
+        packed[offset : offset + content.nbytes].view(content.dtype).view(content.shape).copy_(
+            content
+        )
     return packed
 
 
 def _unpacked(packed: torch.Tensor, expected: _Expected) -> Any:
-    """Return the value of a message, whose tensors share its memory."""
+    """Return the value of a message; its tensors share the message's memory."""
     assert expected.layout is not None
     tensors = []
     for spec, offset in zip(expected.structure.specs, expected.layout.offsets, strict=True):
@@ -133,19 +135,19 @@ def _unpacked(packed: torch.Tensor, expected: _Expected) -> Any:
 
 
 class _Sent(NamedTuple):
-    """A tensor under way, and how often it had been changed in place before."""
+    """Tensor that is being sent, and its version when sending began."""
 
     work: Work
     tensor: torch.Tensor
     version: int
 
     def check(self) -> None:
-        """Raise ConfigError if the tensor has been changed on its way."""
+        """Raise ConfigError if the tensor has been changed since sending began."""
         if version_of(self.tensor) != self.version:
             msg = (
-                f"a tensor of shape {list(self.tensor.shape)} was changed in place before the "
-                "next stage had it, which may have got either: return a new tensor from the "
-                "layer, or a clone"
+                f"a tensor of shape {list(self.tensor.shape)} was changed in place before it was "
+                "sent to the next stage, which may have received either value: return a new tensor "
+                "from the layer, or a clone"
             )
             raise ConfigError(msg)
 
@@ -155,11 +157,11 @@ class Messages:
 
     Args:
         group: Ranks of the pipeline.
-        device: Device of this rank's stages, where values arrive; numbers that were on the CPU stay
-            there.
+        device: Device of this rank's stages, on which values are received; tensors from the CPU
+            stay on the CPU.
 
     Attributes:
-        others: Groups with ranks of other pipelines, such as replicas, which fail with this one.
+        others: Groups with ranks of other pipelines, such as replicas; they are aborted as well.
     """
 
     def __init__(self, group: Group, device: torch.device | None = None) -> None:
@@ -172,7 +174,7 @@ class Messages:
         self._structures: dict[tuple[int, int, int], SentStructure] = {}
         self._descriptions: dict[SentStructure, tuple[bytes, int]] = {}
         self._under_way: list[_Sent] = []
-        # last structure that was sent and received, by peer and edge
+        # last sent and received structure, by peer and edge
         self._expected_there: dict[tuple[int, int], _Expected] = {}
         self._expected_here: dict[tuple[int, int], _Expected] = {}
 
@@ -184,7 +186,7 @@ class Messages:
         is_plain = all(isinstance(part, torch.Tensor) for part in parts)
         structure = SentStructure(tree, specs)
         raw, digest = self._described(structure, is_plain=is_plain)
-        if edge:  # its messages need not come in the order in which others go
+        if edge:  # messages of skip connections have no fixed order
             self._send(torch.tensor([digest, len(raw)]), peer, edge)
             self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), peer, edge)
             self.send_tensors(tensors, peer, edge)
@@ -259,7 +261,7 @@ class Messages:
             group.abort(text)
 
     def _described(self, structure: SentStructure, *, is_plain: bool) -> tuple[bytes, int]:
-        """Return the bytes of a structure and their digest; kept for tensors and tuples of them."""
+        """Return the bytes of a structure and their digest; cached for tensors and tuples."""
         if is_plain and (known := self._descriptions.get(structure)) is not None:
             return known
         raw = structure.as_bytes()

@@ -1,7 +1,7 @@
-"""Cuts a batch into micro-batches along dim 0, whatever containers hold its tensors.
+"""Splitting of a batch into micro-batches along dim 0, for any containers of tensors.
 
 Sizes differ by one row at most. The mean loss of a batch of N rows is the sum of the micro-batches'
-means, each times n_i / N: with these weights uneven micro-batches give the exact gradient.
+means, each multiplied by n_i / N: with these weights uneven micro-batches give the exact gradient.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ __all__ = ["gather", "num_rows", "scatter", "sizes_of"]
 
 
 def num_rows(batch: Any) -> int:
-    """Return the rows of a batch: the length of dim 0 of its tensors.
+    """Return the number of rows of a batch, the length of dim 0 of its tensors.
 
     Raises:
-        ConfigError: There is no tensor, or lengths differ.
+        ConfigError: The batch has no tensor, or lengths differ.
     """
     _, tensors = flatten(batch)
     lengths = {tensor.shape[0] for tensor in tensors if tensor.dim()}
     if len(lengths) != 1:
-        given = f"tensors of {sorted(lengths)} rows" if lengths else "no tensor with rows"
-        msg = f"a batch is cut along dim 0 of its tensors, which must be equally long, got {given}"
+        found = f"tensors of {sorted(lengths)} rows" if lengths else "no tensor with rows"
+        msg = f"a batch is cut along dim 0 of its tensors, which must be equally long, got {found}"
         raise ConfigError(msg)
     return int(lengths.pop())
 
 
 def sizes_of(rows: int, num_microbatches: int) -> list[int]:
-    """Return the sizes of at most `num_microbatches` micro-batches; none of them is empty."""
+    """Return the sizes of at most `num_microbatches` nonempty micro-batches."""
     count = min(rows, num_microbatches)
     return [rows // count + (i < rows % count) for i in range(count)] if count else []
 
 
 def scatter(batch: Any, sizes: list[int]) -> list[Any]:
-    """Cut a batch into micro-batches of these sizes; tensors without dims go to all of them."""
+    """Split a batch into micro-batches of these sizes; tensors without dims go to all of them."""
     tree, tensors = flatten(batch)
     parts = [
         torch.split(tensor, sizes) if tensor.dim() else [tensor] * len(sizes) for tensor in tensors
@@ -47,13 +47,13 @@ def scatter(batch: Any, sizes: list[int]) -> list[Any]:
 
 
 def gather(parts: list[Any]) -> Any:
-    """Join micro-batches to one batch; one tensor for each of theirs.
+    """Concatenate micro-batches to one batch.
 
     Raises:
-        ConfigError: They have different numbers of tensors, or tensors without dims.
+        ConfigError: Numbers of tensors differ, or tensors have no dims.
     """
     trees, tensors = zip(*(flatten(part) for part in parts), strict=True)
-    counts = {len(own) for own in tensors}
+    counts = {len(items) for items in tensors}
     if len(counts) > 1:
         msg = (
             f"micro-batches returned {', '.join(map(str, sorted(counts)))} tensors: their outputs "
@@ -66,5 +66,7 @@ def gather(parts: list[Any]) -> Any:
             "joined to a batch: return a value for each row"
         )
         raise ConfigError(msg)
-    joined = [torch.cat(own) if own[0].dim() else own[-1] for own in zip(*tensors, strict=True)]
+    joined = [
+        torch.cat(items) if items[0].dim() else items[-1] for items in zip(*tensors, strict=True)
+    ]
     return unflatten(trees[0], joined)

@@ -1,17 +1,17 @@
-"""`Pipeline`: a model of layers in a row, trained over the stages of a group of ranks.
+"""`Pipeline`: trains a list of layers as stages on the ranks of a group.
 
     pipeline = braid.Pipeline(model, num_microbatches=8, schedule="1f1b", group=group)
-    optimizer = torch.optim.AdamW(pipeline.parameters())  # those of this rank's stages
+    optimizer = torch.optim.AdamW(pipeline.parameters())  # parameters of this rank's stages
     for batch, target in batches:
         loss = pipeline.step(batch, target, loss=nn.functional.cross_entropy)
         optimizer.step()
         optimizer.zero_grad()
 
-Gradients have the bits of one process that runs the micro-batches in turn, adds their gradients in
-this order and weighs each loss by its share of the batch: every schedule with a name runs the
-backwards of a stage in the order of micro-batches.
+Gradients are bitwise equal to one process that runs the micro-batches in turn, adds their gradients
+in this order and weighs each loss by its share of the batch: all named schedules run the backwards
+of a stage in the order of micro-batches.
 
-Source: Y. Huang et al., GPipe, NeurIPS 2019; the schedules name theirs.
+Source: Y. Huang et al., GPipe, NeurIPS 2019; the schedules name their sources.
 """
 
 from __future__ import annotations
@@ -66,46 +66,45 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class Pipeline(nn.Module):
-    """Trains layers in a row over the ranks of a group.
+    """Engine that trains a list of layers over the ranks of a group.
 
-    Every rank makes the whole model, alike, and keeps the layers of its stages; drop the model
+    Every rank creates the same whole model, and keeps the layers of its stages; delete the model
     afterwards to free the others. Parameters keep their names. A parameter that stages share is
-    copied to their ranks, and its gradients are added. Copies and replicas begin with the values of
-    the first of their ranks.
+    copied to their ranks, and its gradients are added. Copies and replicas start with the values of
+    their first rank.
 
     Args:
-        layers: The model: an `nn.Sequential`, modules in a row, or what
-            `braid.parallel.graph.capture` has made of any other model. Each module takes what the
-            one before returns: any containers of tensors. Or a list of (module, names of inputs,
-            names of outputs); see `wired`.
+        layers: The model: an `nn.Sequential`, a list of modules, or a graph from
+            `braid.parallel.graph.capture` for any other model. Each module takes the output of the
+            previous one, any containers of tensors. Or a list of (module, names of inputs, names of
+            outputs); see `wired`.
         num_microbatches: Number of micro-batches of a batch; fewer if it has fewer rows.
         schedule: Name of a schedule of `programs.schedule.pipeline`, a file with a program or with
             torch's CSV, or a function of the numbers of ranks and micro-batches that returns a
             program.
-        balance: Number of layers of each stage; as even as possible when None.
+        balance: Number of layers of each stage; None for a partition of equal sizes.
         group: Ranks of the pipeline.
-        replicas: Ranks that have the stages of this one and train on other samples, in the order of
-            their samples; gradients are added over them. None without replicas.
+        replicas: Ranks with the same stages and other samples, in the order of their samples;
+            gradients are added over them. None without replicas.
         recompute: Micro-batches whose layers run again in backward, so that a stage keeps their
-            inputs only: `always`, `except_last` or `never`. A number k instead keeps every k-th
-            boundary between layers, and recomputes from one to the next.
-        deferred_batch_norm: Whether running statistics of BatchNorm follow whole batches in place
-            of micro-batches; see `DeferredBatchNorm`.
-        seed: Seed of the layers' random numbers, such as those of dropout. They depend on it, the
-            step, the layer and the sample, and not on stages, micro-batches or ranks.
+            inputs only: `always`, `except_last` or `never`. An integer k checkpoints every k
+            layers.
+        deferred_batch_norm: Whether running statistics of BatchNorm are updated once per batch
+            instead of once per micro-batch; see `DeferredBatchNorm`.
+        seed: Seed of the layers' random numbers, such as dropout. They depend on the seed, the
+            step, the layer and the sample, but not on stages, micro-batches or ranks.
 
     Attributes:
         group: Ranks of the pipeline.
         stages: Stages of this rank, by number.
         balance: Number of layers of each stage.
-        num_steps: Number of steps so far, by which random numbers are drawn. Set it when a run is
-            resumed.
+        num_steps: Number of steps so far, which keys random numbers. Set it when a run is resumed.
 
     Raises:
-        ConfigError: There are fewer layers than stages, `balance` does not fit, or the schedule is
-            unknown; the message has all that is wrong.
-        MismatchError: Ranks have other models or arguments; the message has what differs.
-        TypeError: Layers stash what no later layer pops, or pop what none has stashed.
+        ConfigError: There are fewer layers than stages, `balance` does not match, or the schedule
+            is unknown; the message has all problems.
+        MismatchError: Models or arguments differ between ranks; the message has the differences.
+        TypeError: A stashed tensor is popped by no later layer, or a popped one was not stashed.
     """
 
     def __init__(
@@ -152,26 +151,29 @@ class Pipeline(nn.Module):
             for stage, part in enumerate(parts)
             if self._homes[stage] == group.rank
         }
-        params = [p for own in self.stages.values() for p in own.parameters()]
+        params = [p for local_stage in self.stages.values() for p in local_stage.parameters()]
         self.device = params[0].device if params else torch.device("cpu")
         self._messages = Messages(group, self.device)
         self._messages.others += [g for g in (replicas, *self._tied.groups) if g is not None]
         self._tied.make_equal()
         if replicas is not None:
-            own_layers = (layer for own in self.stages.values() for layer in own.layers)
+            own_layers = (
+                layer for local_stage in self.stages.values() for layer in local_stage.layers
+            )
             table_of(own_layers).make_equal(replicas, arguments)
         self._replicas = Replicas(self.stages, replicas)
         self._optimizers: dict[int, Optimizer] = {}
         self._shared_optimizer: Optimizer | None = None
-        for own in self.stages.values():
-            for layer in own.layers:
+        for local_stage in self.stages.values():
+            for layer in local_stage.layers:
                 register(self, layer)
-        self._executor(num_microbatches, trains=True)  # refuses what it cannot execute
+        self._executor(num_microbatches, trains=True)  # raises for unsupported programs
 
     def step_in_program(self, make: MakeOptimizer) -> list[Optimizer]:
-        """Let each stage take its optimizer's step as soon as its gradients are complete.
+        """Take the optimizer steps of each stage as soon as its gradients are complete.
 
-        `step` then steps and sets gradients to None. Parameters that stages share step at its end.
+        `step` then steps and sets gradients to None. Parameters that stages share are stepped at
+        its end.
 
         Args:
             make: Function of parameters that returns an optimizer for them, such as
@@ -180,10 +182,12 @@ class Pipeline(nn.Module):
         Returns:
             The optimizers, for learning rate schedules and checkpoints.
         """
-        num_stages = Counter(p for own in self.stages.values() for p in own.parameters())
+        num_stages = Counter(
+            p for local_stage in self.stages.values() for p in local_stage.parameters()
+        )
         shared = set(self._tied.params) | {p for p, count in num_stages.items() if count > 1}
-        for stage, own in self.stages.items():
-            if params := [p for p in own.parameters() if p not in shared]:
+        for stage, local_stage in self.stages.items():
+            if params := [p for p in local_stage.parameters() if p not in shared]:
                 self._optimizers[stage] = make(params)
         if rest := [p for p in num_stages if p in shared]:
             self._shared_optimizer = make(rest)
@@ -192,7 +196,7 @@ class Pipeline(nn.Module):
         return [*self._optimizers.values(), *others]
 
     def _take_step(self, action: Action) -> None:
-        """Take the step of a stage's own parameters."""
+        """Take the step of a stage's unshared parameters."""
         stage = action.unit
         self._replicas.finish(stage)
         if stage in self._optimizers:
@@ -203,20 +207,20 @@ class Pipeline(nn.Module):
         """Run forwards and backwards of a batch; gradients are added to `.grad`.
 
         Args:
-            batch: Input of the model: containers of tensors that are cut along dim 0. All ranks
-                give it, as all need its length; only the first stage reads the rest.
-            target: Targets of the loss, cut alike; only the last stage reads them.
+            batch: Input of the model: containers of tensors that are split along dim 0. All ranks
+                pass it, because they need its length; only the first stage reads the rest.
+            target: Targets of the loss, split in the same way; only the last stage reads them.
             loss: Function (output, target) that returns the mean loss over samples.
 
         Returns:
             Mean loss of the batch, on all ranks; without a graph.
 
         Raises:
-            CommError: Another rank has failed; the message says in which layer and action.
-            ConfigError: The batch has no rows, or ranks have batches of other lengths.
+            CommError: Another rank has failed; the message has its layer and action.
+            ConfigError: The batch has no rows, or lengths of batches differ between ranks.
 
-        Cost: per stage and micro-batch two messages of a boundary's bytes; an all_gather and a
-            broadcast of 8 bytes.
+        Cost: per stage and micro-batch two messages with the bytes between stages; an all_gather
+            and a broadcast of 8 bytes.
         """
         try:
             return self._step(batch, target, loss)
@@ -228,7 +232,7 @@ class Pipeline(nn.Module):
             raise
 
     def _step(self, batch: Any, target: Any, loss: Loss) -> torch.Tensor:
-        # those of earlier steps have been added up over ranks already
+        # gradients of earlier steps have been added over ranks already
         added = set(self._tied.params) | self._replicas.params
         earlier = {p: p.grad for p in added if p.grad is not None}
         for param in earlier:
@@ -277,12 +281,12 @@ class Pipeline(nn.Module):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule has gradients of inputs and of weights as actions of their own."""
+        """Whether the schedule has separate actions for gradients of inputs and of weights."""
         program = self._make(self.group.size, self._num_microbatches)
         return any(action.kind == "W" for actions in program.ranks for action in actions)
 
     def fail_with(self, *groups: Group) -> None:
-        """Let other groups of this rank fail when a step fails, so that none waits in them."""
+        """Abort other groups of this rank when a step fails, so that no rank waits in them."""
         self._messages.others += [group for group in groups if group.size > 1]
 
     def evaluate(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
@@ -293,7 +297,7 @@ class Pipeline(nn.Module):
             return self._replicas.sum_of(self._sum_of(losses))
 
     def predict(self, batch: Any) -> Any:
-        """Return the output of a batch on the rank of the last stage, and None on all others."""
+        """Return the output of a batch on the rank of the last stage, and None on other ranks."""
         with torch.inference_mode(mode=False), torch.no_grad():
             outputs = self._run(batch, None, None, trains=False)
         return gather([outputs[i] for i in sorted(outputs)]) if outputs else None
@@ -302,7 +306,7 @@ class Pipeline(nn.Module):
         rows = num_rows(batch)
         sizes = sizes_of(rows, self._num_microbatches)
         if not sizes:
-            msg = "a batch of 0 rows cannot be cut into micro-batches: leave it out on all ranks"
+            msg = "a batch of 0 rows cannot be split into micro-batches: leave it out on all ranks"
             raise ConfigError(msg)
         counts = self.group.all_gather(torch.tensor([rows])).tolist()
         if len(set(counts)) > 1:
@@ -316,7 +320,7 @@ class Pipeline(nn.Module):
         targets: list[Any] = []
 
         def loss_of(output: Any, i: int) -> torch.Tensor:
-            if not targets:  # here, so that targets that do not fit are an error on all ranks
+            if not targets:  # here, so that invalid targets are an error on all ranks
                 check_target(target, rows)
                 targets.extend(scatter(target, sizes))
             assert loss is not None
@@ -324,8 +328,8 @@ class Pipeline(nn.Module):
 
         microbatches = scatter(batch, sizes) if 0 in self.stages else []
         executor = self._executor(len(sizes), trains=trains)
-        given = None if loss is None else loss_of
-        return executor.run(microbatches, given, draws.__getitem__ if trains else None)
+        weighted_loss = None if loss is None else loss_of
+        return executor.run(microbatches, weighted_loss, draws.__getitem__ if trains else None)
 
     def _executor(self, num_microbatches: int, *, trains: bool) -> Executor:
         key = trains, num_microbatches
@@ -350,7 +354,7 @@ class Pipeline(nn.Module):
         return forward_only(num_ranks, num_microbatches, placement)
 
     def _sum_of(self, losses: dict[int, Any]) -> torch.Tensor:
-        """Return the sum of the weighted losses on all ranks, added in the order of the batch."""
+        """Return the sum of the weighted losses on all ranks, in the order of micro-batches."""
         total = torch.zeros((), dtype=torch.float64)
         for i in sorted(losses):
             total += losses[i].double().cpu()
@@ -358,17 +362,17 @@ class Pipeline(nn.Module):
         return total
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse: a pipeline runs forwards and backwards together."""
+        """Raise, because a pipeline runs forwards and backwards together."""
         msg = "a Pipeline is not called: use pipeline.step(batch, target, loss=...) or evaluate"
         raise ConfigError(msg)
 
     def extra_repr(self) -> str:
-        """Return what `repr` shows: stages and layers."""
+        """Return stages and layers, for `repr`."""
         return f"stages {sorted(self.stages)} of {len(self.balance)}, balance {list(self.balance)}"
 
 
 def _recompute_of(recompute: str | int) -> tuple[str, int]:
-    """Return the mode of whole micro-batches, and the number of layers between boundaries."""
+    """Return the mode for whole micro-batches, and the number of layers per checkpoint."""
     if isinstance(recompute, str) and recompute in RECOMPUTE_MODES:
         return recompute, 0
     if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0:

@@ -1,6 +1,6 @@
-"""Whether a layer's forward runs without saving anything, or once more to recompute.
+"""State of the running forward: whether it saves nothing, or recomputes an earlier one.
 
-Layers with effects of their own, such as running statistics, ask, so that these happen once.
+Layers with side effects, such as running statistics, read it to apply them once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ RECOMPUTING: ContextVar[bool] = ContextVar("braid_recomputing", default=False)
 
 
 def is_checkpointing() -> bool:
-    """Return whether the forward that is running will be recomputed in backward."""
+    """Return whether the running forward will be recomputed in backward."""
     return CHECKPOINTING.get()
 
 
 def is_recomputing() -> bool:
-    """Return whether the forward that is running recomputes an earlier one."""
+    """Return whether the running forward recomputes an earlier one."""
     return RECOMPUTING.get()

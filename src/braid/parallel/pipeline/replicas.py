@@ -1,8 +1,8 @@
 """Replicas of a pipeline: ranks that train the same stages on other samples.
 
 Gradients of a stage are added over its replicas as soon as its last backward has ended, while other
-stages of the pipeline still compute. Each replica weighs its losses by its share of all samples, so
-the sum is the gradient of the mean loss over all of them.
+stages of the pipeline still compute. Each replica multiplies its losses by its share of all
+samples, so the sum is the gradient of the mean loss over all samples.
 
     pp=2, dp=2     rank 0  stage 0, samples of replica 0      rank 2  stage 1, replica 0
                    rank 1  stage 0, samples of replica 1      rank 3  stage 1, replica 1
@@ -24,7 +24,7 @@ __all__ = ["Replicas"]
 
 
 class Replicas:
-    """Adds the gradients of this rank's stages over its replicas.
+    """Sums of the gradients of this rank's stages over its replicas.
 
     Args:
         stages: Stages of this rank, by number.
@@ -38,12 +38,12 @@ class Replicas:
         for number, stage in stages.items():
             for layer in stage.layers:
                 for param in layer.module.parameters():
-                    # frozen ones, too, since they may be unfrozen later
+                    # including frozen ones, which may be unfrozen later
                     if param.is_floating_point() and number not in holders[param]:
                         holders[param].append(number)
         alike: dict[object, list[nn.Parameter]] = defaultdict(list)
-        for param, own in holders.items():
-            alike[tuple(own), param.dtype, param.device].append(param)
+        for param, stage_numbers in holders.items():
+            alike[tuple(stage_numbers), param.dtype, param.device].append(param)
         self._sums = (
             []
             if group is None
@@ -52,11 +52,11 @@ class Replicas:
 
     @property
     def params(self) -> set[nn.Parameter]:
-        """Parameters whose gradients are added."""
-        return {param for own in self._sums for param in own.params}
+        """Parameters with gradients that are added over replicas."""
+        return {param for grad_sum in self._sums for param in grad_sum.params}
 
     def share_of(self, rows: int) -> tuple[int, int]:
-        """Return the number of samples before those of this replica, and of all; a collective.
+        """Return the numbers of samples before this replica's, and of all samples; a collective.
 
         Args:
             rows: Samples of this replica.
@@ -70,40 +70,40 @@ class Replicas:
 
     def begin(self) -> None:
         """Expect the gradients of a new step."""
-        for own in self._sums:
-            own.missing = set(own.stages)
+        for grad_sum in self._sums:
+            grad_sum.missing = set(grad_sum.stages)
 
     def launch(self, stage: int) -> None:
-        """Start to add the gradients that are complete once a stage has its last one."""
-        for own in self._sums:
-            if stage in own.missing:
-                own.missing.discard(stage)
-                if not own.missing:
-                    own.start()
+        """Start to add the gradients that are complete after a stage's last gradient."""
+        for grad_sum in self._sums:
+            if stage in grad_sum.missing:
+                grad_sum.missing.discard(stage)
+                if not grad_sum.missing:
+                    grad_sum.start()
 
     def finish(self, stage: int | None = None) -> None:
-        """Wait until the sums are there, and put them into `.grad`.
+        """Wait for the sums, and write them to `.grad`.
 
         Args:
-            stage: Stage whose parameters are needed; all when None.
+            stage: Stage of the needed parameters; None for all.
         """
-        for own in self._sums:
-            if stage is None or stage in own.stages:
-                own.finish()
+        for grad_sum in self._sums:
+            if stage is None or stage in grad_sum.stages:
+                grad_sum.finish()
 
     def sum_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a number added over all replicas; a collective."""
+        """Return a number summed over all replicas; a collective."""
         return value if self._group is None else self._group.all_reduce(value)
 
 
 class _Sum:
-    """Parameters whose gradients are complete at the same time, and are added in one operation."""
+    """Parameters with gradients that are complete at the same time, and added in one operation."""
 
     def __init__(self, params: list[nn.Parameter], stages: list[int], group: Group) -> None:
         self.stages = stages
         self.missing: set[int] = set()
         self.params = params
-        # one more element for each parameter: on how many ranks it has a gradient
+        # one more element per parameter: the number of ranks with a gradient
         counts = torch.empty(len(params), dtype=params[0].dtype, device=params[0].device)
         self._flat = FlatBuffer.for_params([*params, counts], group, params[0].dtype)
         self._request = group.persistent("all_reduce", self._flat.tensor)

@@ -1,19 +1,18 @@
-"""The structure of a value that goes to another stage, as plain data.
+"""Structure of a value that is sent to another stage, as plain data.
 
 Problem: a value between stages is a nest of containers around tensors: tuples, dictionaries,
-dataclasses, a model's output. A pickle could describe any of them, and runs what its sender wants.
+dataclasses, a model's output. A pickle could describe any of them, but can run arbitrary code.
 
 Idea: describe each container by a short list of plain data, and a class by its name. The receiver
-looks the name up among the modules that it has imported; it imports nothing. It makes an object of
-a named tuple, a mapping, a list, a dataclass or an enumeration only, and calls no constructor.
-Classes of the standard library are refused, except a few containers, and classes that run code when
-an object ends.
+looks the name up among imported modules; it imports nothing. It creates only named tuples,
+mappings, lists, dataclasses and enumerations, without calling constructors. Classes of the standard
+library, except for a few containers, and classes with code at an object's end raise an error.
 
     [PLACE, 0]                                 the first tensor
     [PLAIN, 3]                                 None, a number, a text, bytes
     [TUPLE, [node, ...]]                       also LIST, SET and FROZENSET
     [DICT, [[node, node], ...]]                keys and values
-    [CLASS, "module", "Name", form, node, ...] an object of a class; its form says of which parts
+    [CLASS, "module", "Name", form, node, ...] an object of a class; its form defines the parts
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ SIZE, DTYPE, DEVICE, SLICE, COMPLEX, RANGE = range(9, 15)
 FIELDS, ITEMS, ENTRIES, ATTRIBUTES, MEMBER = range(5)  # forms of an object
 _SCALARS = (type(None), bool, int, float, str, bytes)
 _CONTAINERS: dict[type, int] = {list: LIST, tuple: TUPLE, set: SET, frozenset: FROZENSET}
-_KNOWN = (OrderedDict, defaultdict, Counter, UserDict)  # of the standard library
+_KNOWN = (OrderedDict, defaultdict, Counter, UserDict)  # allowed classes of the standard library
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
 
 
 class SentSpec(NamedTuple):
-    """Description of a tensor of a value."""
+    """Description of a tensor in a value."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -62,7 +61,7 @@ class SentSpec(NamedTuple):
         return cls(tuple(x.shape), x.dtype, x.requires_grad, on_cpu, order_of(x))
 
     def empty(self, device: torch.device | str) -> torch.Tensor:
-        """Return a tensor of this kind, without values."""
+        """Return an uninitialized tensor with this description."""
         if self.order is None:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         memory = torch.empty(math.prod(self.shape), dtype=self.dtype, device=device)
@@ -74,7 +73,7 @@ class SentSpec(NamedTuple):
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> SentSpec:
-        """Return the description that `as_plain` returned; raises ValueError if it is not one."""
+        """Return the description from `as_plain`; raise ValueError if the data is invalid."""
         shape, dtype, requires_grad, on_cpu, order = plain
         dims = range(len(shape))
         if not all(type(size) is int and size >= 0 for size in shape):
@@ -86,10 +85,10 @@ class SentSpec(NamedTuple):
 
 
 class SentStructure(NamedTuple):
-    """A value without its tensors.
+    """Structure of a value, without its tensors.
 
     Attributes:
-        tree: The value, with places instead of tensors.
+        tree: The value, with placeholders instead of tensors.
         specs: Descriptions of the tensors.
     """
 
@@ -97,10 +96,10 @@ class SentStructure(NamedTuple):
     specs: tuple[SentSpec, ...]
 
     def as_bytes(self) -> bytes:
-        """Return plain data from which `read_structure` makes the structure again.
+        """Return the structure as plain data for `read_structure`.
 
         Raises:
-            ConfigError: A part of the value cannot go to another rank.
+            ConfigError: A part of the value cannot be sent to another rank.
         """
         try:
             node = _node(self.tree, "the value")
@@ -111,15 +110,15 @@ class SentStructure(NamedTuple):
 
 
 def read_structure(raw: bytes) -> SentStructure:
-    """Return the structure that a peer described; runs no code that the peer chooses.
+    """Return the structure that a peer has described, without running code of the peer's choice.
 
     Raises:
-        CommError: The bytes describe no structure, or one of classes that are not known here.
+        CommError: The bytes are not a structure, or use classes that are unknown here.
     """
     try:
         node, specs = decode(raw)
         structure = SentStructure(_tree(node), tuple(map(SentSpec.from_plain, specs)))
-        unflatten(structure.tree, [torch.empty(0)] * len(specs))  # raises where a tensor is missing
+        unflatten(structure.tree, [torch.empty(0)] * len(specs))  # raises if a tensor is missing
     except BraidError as exc:
         raise CommError(str(exc)) from exc
     except Exception as exc:
@@ -129,7 +128,7 @@ def read_structure(raw: bytes) -> SentStructure:
 
 
 def _node(x: Any, where: str) -> list[Any]:  # noqa: C901, PLR0911, PLR0912 - one for each type
-    """Return plain data for a part of a value; `where` names the part in errors."""
+    """Return a part of a value as plain data; `where` names the part in errors."""
     kind = type(x)
     if kind is TensorPlace:
         return [PLACE, x.index]
@@ -156,7 +155,7 @@ def _node(x: Any, where: str) -> list[Any]:  # noqa: C901, PLR0911, PLR0912 - on
     head: list[Any] = [CLASS, kind.__module__, kind.__qualname__]
     problem = _problem_of(kind)
     if not problem and _class(*head[1:]) is not kind:
-        problem = "whose name does not lead to its class: define it at the top of a module"
+        problem = "which cannot be found by its name: define it at the top of a module"
     if not problem and isinstance(x, enum.Enum):
         return [*head, MEMBER, x.name]
     if not problem and isinstance(x, tuple):
@@ -165,7 +164,7 @@ def _node(x: Any, where: str) -> list[Any]:  # noqa: C901, PLR0911, PLR0912 - on
     if not problem and isinstance(x, defaultdict):
         factory = getattr(x.default_factory, "__name__", None)
         if factory is not None and _FACTORIES.get(factory) is not x.default_factory:
-            problem = f"whose default_factory is none of {', '.join(_FACTORIES)}"
+            problem = f"with a default_factory other than {', '.join(_FACTORIES)}"
         attributes["default_factory"] = factory
     if problem is None:
         parts = _pairs(attributes, where)
@@ -177,8 +176,9 @@ def _node(x: Any, where: str) -> list[Any]:  # noqa: C901, PLR0911, PLR0912 - on
             return [*head, ATTRIBUTES, parts]
     msg = (
         f"{where} for another stage has a {kind.__module__}.{kind.__qualname__}"
-        f"{', ' + problem if problem else ''}, which cannot go to another rank: return tensors, "
-        "plain data, lists, tuples, dictionaries, named tuples or dataclasses from the layer"
+        f"{', ' + problem if problem else ''}, which cannot be sent to another rank: return "
+        "tensors, plain data, lists, tuples, dictionaries, named tuples or dataclasses from the "
+        "layer"
     )
     raise ConfigError(msg)
 
@@ -192,7 +192,7 @@ def _pairs(items: Any, where: str) -> list[Any]:
 
 
 def _attributes(x: Any) -> dict[str, Any]:
-    """Return what an object of a class holds besides entries, by name."""
+    """Return the attributes of an object besides its entries, by name."""
     attributes = dict(getattr(x, "__dict__", {}))
     if dataclasses.is_dataclass(x):
         names = [field.name for field in dataclasses.fields(x)]
@@ -201,16 +201,16 @@ def _attributes(x: Any) -> dict[str, Any]:
 
 
 def _problem_of(kind: type) -> str | None:
-    """Return why no objects of a class may come from another rank; None if they may."""
+    """Return why objects of a class may not be received from another rank; None if they may."""
     if kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind not in _KNOWN:
         return "a class of the standard library"
     if hasattr(kind, "__del__"):
-        return "whose class has __del__"
+        return "a class with __del__"
     return None
 
 
 def _class(module: str, name: str) -> Any:
-    """Return the class of a module that has been imported; None if there is none."""
+    """Return the class of an imported module; None if there is none."""
     target: Any = sys.modules.get(module)
     for part in name.split("."):
         target = vars(target).get(part) if hasattr(target, "__dict__") else None
@@ -225,7 +225,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _tree(node: list[Any]) -> Any:  # noqa: PLR0911 - one for each type
-    """Return the part of a value that a node describes."""
+    """Return the part of a value that plain data describes."""
     form, *content = node
     if form == CLASS:
         return _object(*content)
@@ -260,7 +260,7 @@ def _entries(pairs: list[Any]) -> dict[Any, Any]:
 
 
 def _object(module: str, name: str, form: int, content: Any, attributes: Any = ()) -> Any:
-    """Return an object of a class, made from its parts without its constructor."""
+    """Return an object of a class, created from its parts without its constructor."""
     kind = _class(module, name)
     if kind is None:
         msg = (
@@ -269,13 +269,13 @@ def _object(module: str, name: str, form: int, content: Any, attributes: Any = (
         )
         raise CommError(msg)
     if problem := _problem_of(kind):
-        msg = f"a stage sent a value of the class {module}.{name}, {problem}: refused"
+        msg = f"a stage sent a value of the class {module}.{name}, {problem}: not allowed"
         raise CommError(msg)
     if form == MEMBER and issubclass(kind, enum.Enum):
         return kind.__members__[content]
     if form == FIELDS and issubclass(kind, tuple):
         values = map(_tree, content)
-        # results of torch, such as that of `max`, are made by their class only
+        # results of torch, such as of `max`, need their constructor
         is_result = module == "torch.return_types"
         return kind(values) if is_result else tuple.__new__(kind, values)
     made: Any

@@ -1,4 +1,4 @@
-"""Skip connections: a layer stashes a tensor, and a later one, perhaps of another stage, pops it.
+"""Skip connections: a layer stashes a tensor, and a later layer, in any stage, pops it.
 
     @skippable(stash=["early"])                         @skippable(pop=["early"])
     class Enters(nn.Module):                            class Leaves(nn.Module):
@@ -6,9 +6,9 @@
             yield stash("early", x)                             early = yield pop("early")
             return self.conv(x)                                 return x + early
 
-The tensor goes straight from the stage of one to the stage of the other, and its gradient straight
-back; stages between them never see it. Layers of one model that use a name several times are told
-apart by namespaces (`isolate`). Without a pipeline the layers work as they are.
+The tensor is sent directly from one stage to the other, and its gradient directly back; the stages
+between them are not involved. If layers of one model use a name several times, namespaces
+distinguish them (`isolate`). The layers also work without a pipeline.
 
 Source: C. Kim et al., torchgpipe (2020), section 3.3.
 """
@@ -39,29 +39,29 @@ __all__ = [
 
 
 class SkipError(BraidError, RuntimeError):
-    """A layer stashed or popped something else than it has declared."""
+    """A layer's stashes or pops differ from its declaration."""
 
 
 class stash(NamedTuple):  # noqa: N801 - a command that layers yield, written as a call
-    """Command of a layer: keep a tensor under a name."""
+    """Command that a layer yields to keep a tensor under a name."""
 
     name: str
     tensor: torch.Tensor | None
 
 
 class pop(NamedTuple):  # noqa: N801
-    """Command of a layer: give me the tensor of a name; `yield` returns it."""
+    """Command that a layer yields to get the tensor of a name."""
 
     name: str
 
 
 class Skippable(nn.Module):
-    """A module whose forward may yield `stash` and `pop`; made by the decorator `skippable`.
+    """Module with a forward that may yield `stash` and `pop`; created by `skippable`.
 
     Args:
         module: The module; its forward is a generator.
-        stash: Names that it stashes.
-        pop: Names that it pops.
+        stash: Names that the module stashes.
+        pop: Names that the module pops.
     """
 
     def __init__(self, module: nn.Module, stash: Iterable[str], pop: Iterable[str]) -> None:
@@ -76,7 +76,7 @@ class Skippable(nn.Module):
 
         Args:
             ns: The namespace.
-            only: Names to put there; all names when None.
+            only: Names to put there; None for all names.
         """
         names = set(self._stash) | set(self._pop)
         chosen = names if only is None else set(only)
@@ -88,22 +88,22 @@ class Skippable(nn.Module):
         return self
 
     def stashable(self) -> Iterator[SkipKey]:
-        """Yield what the layer stashes."""
+        """Yield the keys that the layer stashes."""
         return map(self._key, self._stash)
 
     def poppable(self) -> Iterator[SkipKey]:
-        """Yield what the layer pops."""
+        """Yield the keys that the layer pops."""
         return map(self._key, self._pop)
 
     def _key(self, name: str) -> SkipKey:
         return SkipKey(self._namespaces.get(name), name)
 
     def forward(self, value: Any) -> Any:
-        """Run the module, and do what it yields.
+        """Run the module, and execute the commands that it yields.
 
         Raises:
-            SkipError: The module stashes or pops something else than it has declared, or pops what
-                nobody has stashed.
+            SkipError: Stashes or pops differ from the declaration, or a popped tensor was not
+                stashed.
         """
         result = self.module(value)
         if not isinstance(result, Generator):
@@ -144,14 +144,16 @@ class Skippable(nn.Module):
         raise SkipError(msg)
 
     def _check_done(self, stashed: set[str], popped: set[str]) -> None:
-        left = [f"{name!r} has not been stashed" for name in self._stash if name not in stashed]
-        left += [f"{name!r} has not been popped" for name in self._pop if name not in popped]
-        if left:
-            msg = f"{type(self.module).__name__} has declared more than it did: {'; '.join(left)}"
+        problems = [f"{name!r} has not been stashed" for name in self._stash if name not in stashed]
+        problems += [f"{name!r} has not been popped" for name in self._pop if name not in popped]
+        if problems:
+            msg = (
+                f"{type(self.module).__name__} has declared more than it did: {'; '.join(problems)}"
+            )
             raise SkipError(msg)
 
     def extra_repr(self) -> str:
-        """Return what `repr` shows: the names."""
+        """Return the names, for `repr`."""
         parts = [f"stash={self._stash}"] * bool(self._stash) + [f"pop={self._pop}"] * bool(
             self._pop
         )
@@ -161,14 +163,14 @@ class Skippable(nn.Module):
 def skippable(
     stash: Iterable[str] = (), pop: Iterable[str] = ()
 ) -> Callable[[type[nn.Module]], Callable[..., Skippable]]:
-    """Decorate a module class whose forward yields `stash` and `pop`.
+    """Return a decorator for module classes with a forward that yields `stash` and `pop`.
 
     Args:
-        stash: Names that it stashes.
-        pop: Names that it pops.
+        stash: Names that the module stashes.
+        pop: Names that the module pops.
 
     Returns:
-        Decorator; the decorated name makes a `Skippable` around an instance of the class.
+        Decorator; the decorated name creates a `Skippable` around an instance of the class.
     """
     stashed, popped = tuple(stash), tuple(pop)
 
@@ -179,7 +181,7 @@ def skippable(
         make.__name__, make.__doc__, make.__module__ = cls.__name__, cls.__doc__, cls.__module__
         make.__qualname__ = cls.__qualname__
         make.wrapped = cls  # type: ignore[attr-defined]
-        cls.__qualname__ += ".wrapped"  # the place at which pickle finds the class
+        cls.__qualname__ += ".wrapped"  # pickle finds the class by this name
         return make
 
     return decorate

@@ -1,17 +1,17 @@
-"""A backward in two parts: to the inputs of a stage first, to its weights later.
+"""Backward in two parts: first to the inputs of a stage, later to its weights.
 
-The previous stage waits for the gradient of the inputs only. Autograd computes no more than it is
-asked for, so the first part asks for the gradients of the inputs, and of the places at which the
-weights join the path between inputs and outputs. The second part continues from these places.
+The previous stage waits for the gradients of the inputs only. Autograd computes only requested
+gradients. So the first part requests the gradients of the inputs, and of the points at which
+weights join the path between inputs and outputs. The second part continues from these points.
 
     x ──▶ matmul ──▶ gelu ──▶ matmul ──▶ y        I: from y along this path, keeping the gradient at
             ▲                   ▲                    both matmuls
             w1                  w2                W: from each matmul to its weight
 
-A weight that joins the path in several places would be reached from one place through another. Its
-gradient is computed from the outputs instead, once more: right, but not cheaper.
+A weight that joins the path at several points would be reached from one point through another. Its
+gradient is computed from the outputs instead, in a second pass: correct, but not cheaper.
 
-Source: P. Qi et al., Zero bubble pipeline parallelism, ICLR 2024; the graph's nodes are those of
+Source: P. Qi et al., Zero bubble pipeline parallelism, ICLR 2024; nodes of the graph as in
 torch.autograd.graph.
 """
 
@@ -31,12 +31,12 @@ __all__ = ["SplitBackward"]
 
 
 class SplitBackward:
-    """One backward in two parts.
+    """Backward of a stage in two parts.
 
     Args:
         outputs: Outputs of the stage that require a gradient.
-        inputs: Inputs of the stage that require one.
-        params: Parameters of the stage that require one.
+        inputs: Inputs of the stage that require a gradient.
+        params: Parameters of the stage that require a gradient.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class SplitBackward:
         self._inputs = list(inputs)
         self._params = list(params)
         self._grads: list[torch.Tensor] = []
-        # nodes at which weights join the path, with these weights
+        # nodes at which weights join the path, with the weights
         self._joins: list[tuple[Node, list[torch.Tensor]]] = []
         self._join_grads: list[tuple[torch.Tensor | None, ...]] = []
         self._repeated: list[torch.Tensor] = []
 
     def to_inputs(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of the inputs; zeros for those that were not used.
+        """Return the gradients of the inputs; zeros for unused inputs.
 
         Args:
             grads: Gradients of the outputs.
@@ -79,7 +79,7 @@ class SplitBackward:
         ]
 
     def to_weights(self) -> None:
-        """Add the gradients of the parameters to `.grad`; call once, after `to_inputs`."""
+        """Add the gradients of the parameters to `.grad`; call it once, after `to_inputs`."""
         if not self._outputs or not self._params:
             return
         if not self._inputs:
@@ -88,10 +88,12 @@ class SplitBackward:
         for (node, params), grads in zip(self._joins, self._join_grads, strict=True):
             pairs = [(GradientEdge(node, k), g) for k, g in enumerate(grads) if g is not None]
             if pairs:
-                roots, given = [edge for edge, _ in pairs], [g for _, g in pairs]
+                roots, root_grads = [edge for edge, _ in pairs], [g for _, g in pairs]
                 _add(
                     params,
-                    torch.autograd.grad(roots, params, given, retain_graph=True, allow_unused=True),
+                    torch.autograd.grad(
+                        roots, params, root_grads, retain_graph=True, allow_unused=True
+                    ),
                 )
         if self._repeated:
             _add(
@@ -100,7 +102,7 @@ class SplitBackward:
             )
 
     def _find_joins(self) -> None:
-        """Find the first nodes above each parameter that lie on the path from the inputs."""
+        """Find the first nodes after each parameter that are on the path from the inputs."""
         roots = [_node_of(x) for x in self._outputs]
         above = _nodes_above(roots)
         path = _reachable([_node_of(x) for x in self._inputs], above)
@@ -115,7 +117,7 @@ class SplitBackward:
 
 
 def _node_of(x: torch.Tensor) -> Node:
-    """Return the node that makes a tensor, or accumulates the gradient of a leaf."""
+    """Return the node that computes a tensor, or accumulates the gradient of a leaf."""
     if x.grad_fn is not None:
         return x.grad_fn
     with torch.enable_grad():
@@ -127,12 +129,12 @@ def _node_of(x: torch.Tensor) -> Node:
 
 
 def _slots(node: Node) -> range:
-    """Return the numbers of the values that the node's operation returned."""
+    """Return the indices of the values that the node's operation returned."""
     return range(num_results(node))
 
 
 def _nodes_above(roots: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Return the nodes whose operations use what a node's operation returned."""
+    """Return, for each node, the nodes whose operations use its results."""
     above: dict[Node, list[Node]] = defaultdict(list)
     seen, todo = set(roots), list(roots)
     while todo:
@@ -158,7 +160,7 @@ def _reachable(begin: Iterable[Node], above: dict[Node, list[Node]]) -> set[Node
 
 
 def _first_on_path(begin: Node, above: dict[Node, list[Node]], path: set[Node]) -> set[Node]:
-    """Return the nodes of the path that are reached from a parameter without another of them."""
+    """Return the nodes of the path that are reached from a parameter through no other such node."""
     first: set[Node] = set()
     seen, todo = {begin}, [begin]
     while todo:

@@ -1,11 +1,11 @@
-"""One stage: some layers, and what it keeps of each micro-batch between forward and backward.
+"""One stage: its layers, and its state of each micro-batch between forward and backward.
 
-A boundary between stages carries any containers of tensors. Inputs are cut off from the graph of
-the previous stage; backward continues from their gradients there, on whichever rank it is. Skip
-connections are further inputs and outputs, each with a stage of its own at the other end.
+Values between stages are any containers of tensors. Inputs are detached from the graph of the
+previous stage; backward continues from their gradients there, on any rank. Skip connections are
+additional inputs and outputs, each connected to another stage.
 
-A forward that is to be recomputed saves nothing but its inputs: it runs with grad mode, so that it
-is known which outputs need a gradient, and drops each tensor that autograd would save.
+A forward that will be recomputed saves only its inputs: it runs with grad mode, to find the outputs
+that require a gradient, and drops each tensor that autograd would save.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ Gradients = list["torch.Tensor"]
 
 
 class Layer(NamedTuple):
-    """A module of the model, with its name there."""
+    """Module of the model, with its name."""
 
     name: str
     module: nn.Module
 
 
 class Edge(NamedTuple):
-    """A skip connection between two stages.
+    """Skip connection between two stages.
 
     Attributes:
-        key: Its name.
-        number: Its number among those of the model, from 1.
+        key: Name of the connection.
+        number: Number of the connection in the model, from 1.
         source: Stage that stashes.
         target: Stage that pops.
     """
@@ -60,7 +60,7 @@ class Edge(NamedTuple):
 
 
 class StageError(Exception):
-    """An exception in a layer.
+    """Exception in a layer.
 
     Attributes:
         layer: Name and type of the layer.
@@ -73,8 +73,8 @@ class StageError(Exception):
         self.error = error
 
 
-class _Given(NamedTuple):
-    """Everything that a forward depends on; generators and buffers for running it again."""
+class _ForwardArguments(NamedTuple):
+    """Arguments of a forward; with generators and buffers for recomputation."""
 
     weights: WeightVersion | None
     value: Any
@@ -85,17 +85,17 @@ class _Given(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """One forward that has no backward yet.
+    """Forward of a micro-batch that has no backward yet.
 
     Attributes:
-        given: Its arguments, for recomputation.
-        inputs: Tensors that get a gradient: of the value, then of each skip connection.
-        outputs: Tensors whose gradient comes: of the value, then of each skip connection.
-        num_inputs: Numbers of inputs, by edge; the first is of the value.
-        num_outputs: Numbers of outputs, alike.
+        arguments: Arguments of the forward, for recomputation.
+        inputs: Tensors that get a gradient, of the value and of each skip connection.
+        outputs: Tensors with gradients to receive, of the value and of each skip connection.
+        num_inputs: Numbers of inputs, by edge; None is the value.
+        num_outputs: Numbers of outputs, by edge; None is the value.
     """
 
-    given: _Given
+    arguments: _ForwardArguments
     inputs: Gradients
     outputs: Gradients
     num_inputs: dict[Edge | None, int]
@@ -103,15 +103,15 @@ class _Pass(NamedTuple):
 
 
 class Stage:
-    """The layers of one stage.
+    """Layers of one stage.
 
     Args:
         index: Number of the stage.
-        layers: Its layers, in order.
+        layers: Layers of the stage, in order.
         edges: Skip connections of the model that begin or end here.
-        every: Layers between two boundaries that are kept, if what is between them is recomputed
-            in backward; 0 to keep everything.
-        versions: Versions of the weights, for programs that name them.
+        every: Number of layers per checkpoint, which are recomputed in backward; 0 to save all
+            tensors.
+        versions: Versions of the weights, for programs that use them.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class Stage:
         self._versions = versions
         self._changes_input = _begins_in_place(self.layers)
         self._passes: dict[int, _Pass] = {}
-        self._split: dict[int, SplitBackward] = {}  # whose weights are still to come
+        self._split: dict[int, SplitBackward] = {}  # backwards without gradients of weights yet
         self._changing: list[tuple[nn.Module, str]] = []  # buffers that a forward changes
-        self._has_noted = False  # which these are
+        self._has_noted = False  # whether `_changing` is known
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the layers, each once."""
+        """Yield the parameters of the layers, without duplicates."""
         yield from dict.fromkeys(p for layer in self.layers for p in layer.module.parameters())
 
     def forward(
@@ -157,12 +157,12 @@ class Stage:
             value: Output of the previous stage, or a part of the batch.
             keeps: Whether a backward follows.
             skips: Tensors that earlier stages have stashed for this one.
-            draws: Random numbers of the micro-batch; those of torch's generators when None.
-            drops: Whether nothing is saved, since `recompute` follows.
-            version: Version of the weights; those that layers have when negative.
+            draws: Random numbers of the micro-batch; None for torch's generators.
+            drops: Whether to save nothing, because `recompute` follows.
+            version: Version of the weights; negative for the layers' current weights.
 
         Returns:
-            Output of the stage, and what it has stashed for later ones.
+            Output of the stage, and tensors that it has stashed for later stages.
 
         Raises:
             StageError: A layer raises an exception.
@@ -171,114 +171,128 @@ class Stage:
         value = map_tensors(value, _cut_off)
         generators = RngAndAutocast(generators_of(list(tensors_in(value)))) if drops else None
         weights = self._versions.use(version) if self._versions and version >= 0 else None
-        given = _Given(weights, value, popped, draws, generators, {})
+        arguments = _ForwardArguments(weights, value, popped, draws, generators, {})
         again = drops or (keeps and self._every)
         if again:
-            given = given._replace(buffers=self._copies_of_buffers())
-        versions = [version_of(x) for x in tensors_in((given.value, popped))]
+            arguments = arguments._replace(buffers=self._copies_of_buffers())
+        versions = [version_of(x) for x in tensors_in((arguments.value, popped))]
         noting = self._noting_buffers() if again else nullcontext()
         with torch.set_grad_enabled(keeps), noting, _dropping(drops=drops):
-            value, stashed = self._run(given)
-        if again and versions != [version_of(x) for x in tensors_in((given.value, popped))]:
+            value, stashed = self._run(arguments)
+        if again and versions != [version_of(x) for x in tensors_in((arguments.value, popped))]:
             msg = (
                 f"stage {self.index} changes its input in place, so it cannot be computed again: "
                 'let its first layer make a new tensor, or use recompute="never"'
             )
             raise ConfigError(msg)
         if keeps and not drops:
-            self._passes[microbatch] = self._pass_of(given, value, stashed)
-        if drops:  # nothing but the inputs is kept
-            self._passes[microbatch] = _Pass(given, [], [], {}, {})
+            self._passes[microbatch] = self._pass_of(arguments, value, stashed)
+        if drops:  # only the inputs are kept
+            self._passes[microbatch] = _Pass(arguments, [], [], {}, {})
             value, stashed = (map_tensors(x, _cut_off) for x in (value, stashed))
         return value, stashed
 
     def recompute(self, microbatch: int) -> Any:
-        """Run the layers again, with the same random numbers, and save what backward needs.
+        """Run the layers again, with the same random numbers, and save tensors for backward.
 
-        Buffers, such as running means, stay as the first forward left them.
+        Buffers, such as running means, keep their values from after the first forward.
 
         Returns:
             Output of the stage.
         """
-        given = self._passes[microbatch].given
-        assert given.generators is not None, "its forward has dropped what it saved"
-        with torch.enable_grad(), self._recomputing(given), given.generators.again():
-            value, stashed = self._run(given)
-        self._passes[microbatch] = self._pass_of(given, value, stashed)
+        arguments = self._passes[microbatch].arguments
+        assert arguments.generators is not None, "its forward has dropped what it saved"
+        with torch.enable_grad(), self._recomputing(arguments), arguments.generators.again():
+            value, stashed = self._run(arguments)
+        self._passes[microbatch] = self._pass_of(arguments, value, stashed)
         return value
 
     def replace_outputs(self, microbatch: int, value: Any) -> None:
-        """Let the backward of a micro-batch begin at other tensors, such as a loss."""
-        own = self._passes[microbatch]
+        """Replace the outputs of a micro-batch by other tensors, such as a loss."""
+        forward_pass = self._passes[microbatch]
         outputs = _with_grad(value)
-        self._passes[microbatch] = own._replace(outputs=outputs, num_outputs={None: len(outputs)})
+        self._passes[microbatch] = forward_pass._replace(
+            outputs=outputs, num_outputs={None: len(outputs)}
+        )
 
     def backward(
         self, microbatch: int, grads: Mapping[Edge | None, Sequence[torch.Tensor]]
     ) -> dict[Edge | None, Gradients]:
         """Run the backward of a micro-batch, and return the gradients of its inputs.
 
-        An input that the stage did not use has a gradient of zeros.
+        An unused input gets a gradient of zeros.
 
         Args:
             microbatch: Number of the micro-batch.
-            grads: Gradients of the outputs that require one, in their order, by edge.
+            grads: Gradients of the outputs that require one, in order, by edge.
         """
-        own = self._passes.pop(microbatch)
-        if own.outputs:
-            torch.autograd.backward(own.outputs, _in_order(own.num_outputs, grads))
-        if own.given.weights is not None:
-            own.given.weights.add_gradients()
-        input_grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in own.inputs]
-        return _by_edge(own.num_inputs, input_grads)
+        forward_pass = self._passes.pop(microbatch)
+        if forward_pass.outputs:
+            torch.autograd.backward(
+                forward_pass.outputs, _in_order(forward_pass.num_outputs, grads)
+            )
+        if forward_pass.arguments.weights is not None:
+            forward_pass.arguments.weights.add_gradients()
+        input_grads = [
+            torch.zeros_like(x) if x.grad is None else x.grad for x in forward_pass.inputs
+        ]
+        return _by_edge(forward_pass.num_inputs, input_grads)
 
     def backward_to_inputs(
         self, microbatch: int, grads: Mapping[Edge | None, Sequence[torch.Tensor]]
     ) -> dict[Edge | None, Gradients]:
-        """Return the gradients of a micro-batch's inputs; `backward_to_weights` does the rest."""
-        own = self._passes.pop(microbatch)
+        """Return the gradients of the inputs; `backward_to_weights` computes the others."""
+        forward_pass = self._passes.pop(microbatch)
         params = [p for p in self.parameters() if p.requires_grad]
-        split = self._split[microbatch] = SplitBackward(own.outputs, own.inputs, params)
-        return _by_edge(own.num_inputs, split.to_inputs(_in_order(own.num_outputs, grads)))
+        split = self._split[microbatch] = SplitBackward(
+            forward_pass.outputs, forward_pass.inputs, params
+        )
+        return _by_edge(
+            forward_pass.num_inputs, split.to_inputs(_in_order(forward_pass.num_outputs, grads))
+        )
 
     def backward_to_weights(self, microbatch: int) -> None:
         """Add the gradients of the parameters for a micro-batch."""
         self._split.pop(microbatch).to_weights()
 
     def outputs(self, microbatch: int, edge: Edge | None = None) -> Gradients:
-        """Return the outputs of a micro-batch that need a gradient, or what `edge` carries."""
-        own = self._passes[microbatch]
-        return _by_edge(own.num_outputs, own.outputs)[edge]
+        """Return the outputs of a micro-batch that require a gradient, or the ones of `edge`."""
+        forward_pass = self._passes[microbatch]
+        return _by_edge(forward_pass.num_outputs, forward_pass.outputs)[edge]
 
     def clear(self) -> None:
-        """Forget all forwards, after a failure."""
+        """Drop all forwards, after a failure."""
         self._passes.clear()
         self._split.clear()
 
-    def _run(self, given: _Given) -> tuple[Any, dict[Edge, Any]]:
-        skips = dict(given.skips)
-        value = given.value
-        if self._changes_input:  # a copy, since backward begins at the input, and R needs it again
+    def _run(self, arguments: _ForwardArguments) -> tuple[Any, dict[Edge, Any]]:
+        skips = dict(arguments.skips)
+        value = arguments.value
+        if self._changes_input:  # a copy, because backward and R still need the input
             value = map_tensors(value, torch.clone)
         with use_skips(skips):
             for layers in self._blocks():
                 if self._every and torch.is_grad_enabled():
-                    value = self._checkpointed(layers, value, given, skips)
+                    value = self._checkpointed(layers, value, arguments, skips)
                 else:
-                    value = _through(layers, value, given)
+                    value = _through(layers, value, arguments)
         return value, {edge: skips[edge.key] for edge in self.stashes}
 
     def _checkpointed(
-        self, layers: Sequence[Layer], value: Any, given: _Given, skips: dict[SkipKey, Any]
+        self,
+        layers: Sequence[Layer],
+        value: Any,
+        arguments: _ForwardArguments,
+        skips: dict[SkipKey, Any],
     ) -> Any:
         def block(x: Any) -> Any:
-            if _begins_in_place(layers):  # what the block is given is needed again
+            if _begins_in_place(layers):  # the input is needed again
                 x = map_tensors(x, torch.clone)
-            return _through(layers, x, given)
+            return _through(layers, x, arguments)
 
         @contextmanager
         def around(again: bool) -> Iterator[None]:
-            with self._recomputing(given) if again else nullcontext(), use_skips(skips):
+            with self._recomputing(arguments) if again else nullcontext(), use_skips(skips):
                 yield
 
         return checkpoint(block, value, around=around)
@@ -290,25 +304,31 @@ class Stage:
             yield block
 
     @contextmanager
-    def _recomputing(self, given: _Given) -> Iterator[None]:
-        """Let forwards see the buffers of the first time, and leave them as they are."""
+    def _recomputing(self, arguments: _ForwardArguments) -> Iterator[None]:
+        """Return a context with the buffers of the first forward; changes are discarded."""
         token = RECOMPUTING.set(True)
-        values = {place: given.buffers[place] for place in self._changing if place in given.buffers}
+        values = {
+            place: arguments.buffers[place]
+            for place in self._changing
+            if place in arguments.buffers
+        }
         try:
             with _replaced(values):
                 yield
         finally:
             RECOMPUTING.reset(token)
 
-    def _pass_of(self, given: _Given, value: Any, stashed: Mapping[Edge, Any]) -> _Pass:
-        inputs: dict[Edge | None, Gradients] = {None: _with_grad(given.value)}
+    def _pass_of(
+        self, arguments: _ForwardArguments, value: Any, stashed: Mapping[Edge, Any]
+    ) -> _Pass:
+        inputs: dict[Edge | None, Gradients] = {None: _with_grad(arguments.value)}
         for edge in self.pops:
-            inputs[edge] = _with_grad(given.skips[edge.key])
+            inputs[edge] = _with_grad(arguments.skips[edge.key])
         outputs: dict[Edge | None, Gradients] = {None: _with_grad(value)}
         for edge in self.stashes:
             outputs[edge] = _with_grad(stashed[edge])
         return _Pass(
-            given,
+            arguments,
             [x for some in inputs.values() for x in some],
             [x for some in outputs.values() for x in some],
             {edge: len(some) for edge, some in inputs.items()},
@@ -316,7 +336,7 @@ class Stage:
         )
 
     def _copies_of_buffers(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
-        """Return the buffers that forwards change, as they are; all of them before the first."""
+        """Return copies of the buffers that forwards change; of all before the first forward."""
         known = set(self._changing) if self._has_noted else None
         return {
             (module, name): buffer.detach().clone()
@@ -326,9 +346,10 @@ class Stage:
 
     @contextmanager
     def _noting_buffers(self) -> Iterator[None]:
-        """Note the buffers that change inside of the context.
+        """Return a context that records which buffers change.
 
-        All those of a module whose buffers change: torch does not count changes of running means.
+        If any buffer of a module changes, all are recorded, because torch does not count changes of
+        running means.
         """
         before = {(m, name): (b, version_of(b)) for m, name, b in self._buffers()}
         yield
@@ -351,7 +372,7 @@ class Stage:
 
 
 def _begins_in_place(layers: Sequence[Layer]) -> bool:
-    """Whether some layer up to the first that makes a tensor of its own works in place."""
+    """Return whether a layer up to the first that creates a new tensor works in place."""
     for layer in layers:
         if any(getattr(module, "inplace", False) for module in layer.module.modules()):
             return True
@@ -360,12 +381,12 @@ def _begins_in_place(layers: Sequence[Layer]) -> bool:
     return False
 
 
-def _through(layers: Sequence[Layer], value: Any, given: _Given) -> Any:
-    """Run layers one after the other, each with random numbers of its own."""
-    call = _call if given.weights is None else given.weights.call
+def _through(layers: Sequence[Layer], value: Any, arguments: _ForwardArguments) -> Any:
+    """Run layers in sequence, each with separate random numbers."""
+    call = _call if arguments.weights is None else arguments.weights.call
     for layer in layers:
         try:
-            around = _around(given.draws if layer.module.training else None)
+            around = _around(arguments.draws if layer.module.training else None)
             if isinstance(layer.module, GraphSegment):
                 value = call(layer.module, value, around=around)
             else:
@@ -386,7 +407,7 @@ def _around(draws: Draws | None) -> Callable[[str], AbstractContextManager[None]
 
 @contextmanager
 def _dropping(*, drops: bool) -> Iterator[None]:
-    """Let autograd save nothing inside of the context, if `drops`."""
+    """Return a context in which autograd saves nothing, if `drops`."""
     if not drops:
         yield
         return
@@ -399,13 +420,13 @@ def _dropping(*, drops: bool) -> Iterator[None]:
 
 
 def _refuse(_nothing: None) -> torch.Tensor:
-    msg = "the backward of a forward whose saved tensors were dropped: recompute comes first"
+    msg = "saved tensors of this forward were dropped: recompute must run before backward"
     raise InternalError(msg)
 
 
 @contextmanager
 def _replaced(values: Mapping[tuple[nn.Module, str], torch.Tensor]) -> Iterator[None]:
-    """Let modules have copies of other buffers inside of the context."""
+    """Return a context in which modules have copies of other buffers."""
     kept = {(module, name): own_buffers(module)[name] for module, name in values}
     for (module, name), value in values.items():
         own_buffers(module)[name] = value.clone()
@@ -428,7 +449,7 @@ def _by_edge(counts: Mapping[Edge | None, int], tensors: Gradients) -> dict[Edge
 
 
 def _with_grad(value: Any) -> Gradients:
-    """Return the tensors of a value that need a gradient, each once."""
+    """Return the tensors of a value that require a gradient, without duplicates."""
     return list({id(x): x for x in tensors_in(value) if x.requires_grad}.values())
 
 

@@ -1,8 +1,8 @@
 """Parameters that stages on several ranks share, such as the token embedding of a language model.
 
 Each rank has a copy. After the last backward of a step the gradients of all copies are added, in
-the order of ranks, so that equal optimizers keep the copies equal. In a norm over all stages such a
-parameter counts once, on the first of its ranks. Stages of one rank share the parameter itself.
+the order of ranks, so that equal optimizers keep the copies equal. In a norm over all stages, such
+a parameter counts once, on its first rank. Stages of one rank share the parameter itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["TiedParams"]
 
 
 class _Tied(NamedTuple):
-    """A parameter with copies on several ranks.
+    """Parameter with copies on several ranks.
 
     Attributes:
         param: Copy of this rank.
@@ -33,13 +33,13 @@ class _Tied(NamedTuple):
 
 
 class TiedParams:
-    """Adds the gradients of copies.
+    """Sums of the gradients of copies.
 
     Args:
         parts: Layers of each stage of the whole model.
         homes: Rank of each stage.
-        group: Ranks of the pipeline. Groups of the ranks that share are made from it, so this is a
-            collective.
+        group: Ranks of the pipeline. The constructor creates groups of the ranks that share a
+            parameter, so it is a collective.
     """
 
     def __init__(
@@ -50,30 +50,32 @@ class TiedParams:
             for layer in part:
                 for param in layer.module.parameters():
                     ranks.setdefault(param, set()).add(homes[stage])
-        shared = {param: tuple(sorted(own)) for param, own in ranks.items() if len(own) > 1}
+        shared = {
+            param: tuple(sorted(holders)) for param, holders in ranks.items() if len(holders) > 1
+        }
         groups = {
-            own: group.split(0 if group.rank in own else None)
-            for own in sorted(set(shared.values()))
+            holders: group.split(0 if group.rank in holders else None)
+            for holders in sorted(set(shared.values()))
         }
         self._tied = [
             _Tied(param, own_group)
-            for param, own in shared.items()
-            if (own_group := groups[own]) is not None and group.rank in own
+            for param, holders in shared.items()
+            if (own_group := groups[holders]) is not None and group.rank in holders
         ]
 
     @property
     def groups(self) -> list[Group]:
-        """Groups of the ranks that share parameters with this one."""
+        """Groups of ranks that share parameters with this rank."""
         return list(dict.fromkeys(tied.group for tied in self._tied))
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """Parameters of this rank that others share."""
+        """Parameters of this rank that other ranks share."""
         return [tied.param for tied in self._tied]
 
     @torch.no_grad()
     def make_equal(self) -> None:
-        """Give all copies the values of the first; a collective of their ranks."""
+        """Copy the values of the first copy to all copies; a collective of their ranks."""
         for param, group in self._tied:
             group.broadcast(param.detach(), 0)
 
@@ -82,10 +84,10 @@ class TiedParams:
 
         A parameter that no stage has used keeps the gradient None.
 
-        Cost: one all_reduce of each shared parameter, and one of a byte for each.
+        Cost: one all_reduce per shared parameter, and one of a byte per parameter.
         """
         for group in self.groups:
-            params = [p for p, own in self._tied if own is group and p.requires_grad]
+            params = [p for p, tied_group in self._tied if tied_group is group and p.requires_grad]
             for param, grad in fill_missing_gradients(params, [group]):
                 param.grad = group.all_reduce(grad)
 

@@ -1,14 +1,14 @@
-"""Models that are written as modules with named inputs and outputs, in the order in which they run.
+"""Models as lists of modules with named inputs and outputs, in the order of execution.
 
     [(embed,   ["ids"],         ["x"]),
      (encoder, ["x", "mask"],   ["memory"]),
      (decoder, ["x", "memory"], ["x"]),
      (head,    ["x"],           ["logits"])]
 
-Names that no module makes before are inputs of the model. Between layers a dictionary goes on with
-the values that later layers still need.
+Names that no earlier module outputs are inputs of the model. Between layers, a dictionary is passed
+on with the values that later layers still need.
 
-Source: A. Harlap et al., PipeDream (2018), whose generated models are such lists.
+Source: A. Harlap et al., PipeDream (2018), with generated models of this form.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Wire = tuple[nn.Module, Sequence[str], Sequence[str]]
 
 
 class Wired(nn.Module):
-    """A module that takes its inputs from a dictionary, and puts its outputs there.
+    """Module that reads its inputs from a dictionary, and adds its outputs to it.
 
     Args:
         module: The module.
         inputs: Names of its arguments, in order.
         outputs: Names of its results, in order; one name for a single result of any kind.
         kept: Names that later layers need.
-        batch: Names of the model's inputs, for the first layer; they are given as a dictionary, a
-            tuple in this order, or alone if there is one.
-        is_last: Whether it returns its results in place of the dictionary.
+        batch: Names of the model's inputs, for the first layer; they are passed as a dictionary, as
+            a tuple in this order, or alone if there is one.
+        is_last: Whether to return the results instead of the dictionary.
     """
 
     module: nn.Module
@@ -84,17 +84,17 @@ class Wired(nn.Module):
             return {self._batch[0]: value}
         elif isinstance(value, list | tuple) and len(value) == len(self._batch):
             return dict(zip(self._batch, value, strict=True))
-        given = sorted(value) if isinstance(value, Mapping) else type(value).__name__
+        found = sorted(value) if isinstance(value, Mapping) else type(value).__name__
         names = ", ".join(self._batch)
-        msg = f"a batch has the inputs {names}, by name or in this order, got {given}"
+        msg = f"a batch has the inputs {names}, by name or in this order, got {found}"
         raise ConfigError(msg)
 
 
 def wired(layers: Sequence[Wire]) -> list[Wired]:
-    """Return a list of (module, inputs, outputs) as modules in a row.
+    """Convert a list of (module, inputs, outputs) to a list of modules.
 
     Raises:
-        ConfigError: There are no layers, names are no lists of names, or an output is never used.
+        ConfigError: The list is empty, names are not lists of names, or an output is never used.
     """
     problems = []
     made: set[str] = set()

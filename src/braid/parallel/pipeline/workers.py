@@ -1,7 +1,7 @@
-"""Threads that work for the devices of one process, one for each.
+"""Threads for the devices of one process, one per device.
 
-They live as long as their owner, since torch makes threads of its own for each thread that
-computes. Copies of the owner, made by `copy.deepcopy` or by pickling, get threads of their own.
+They live as long as their owner, because torch creates additional threads for each thread that
+computes. Copies of the owner, made by `copy.deepcopy` or by pickling, get new threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """Threads by number; each has the grad mode, autocast and context of the caller.
+    """Pool of threads; each uses the grad mode, autocast and context of the caller.
 
     Args:
         count: Number of threads.
@@ -32,14 +32,14 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool: ThreadPoolExecutor | None = None
-        self._turn = threading.Lock()  # jobs wait for each other, so all threads are of one call
+        self._turn = threading.Lock()  # jobs wait for each other: one call uses all
 
     def run(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
         """Run a job on each thread, all at the same time, and return their results.
 
         Raises:
-            Exception: Exception of the first job that raises one of its own, and not because of
-                another one.
+            Exception: First exception that is not a CommError, which another exception causes; the
+                first CommError if there is none.
         """
         if len(jobs) == 1:
             return [jobs[0]()]
@@ -58,8 +58,8 @@ class Workers:
             ]
             wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
-        own = [error for error in errors if not isinstance(error, CommError)]
-        for error in (*own, *errors):
+        own_errors = [error for error in errors if not isinstance(error, CommError)]
+        for error in (*own_errors, *errors):
             raise error
         return [future.result() for future in futures]
 

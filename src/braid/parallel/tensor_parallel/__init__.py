@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers whose parameters are divided over ranks."""
+"""Tensor parallelism: layers with parameters sharded over ranks."""
 
 from __future__ import annotations
 

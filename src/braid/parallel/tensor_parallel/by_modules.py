@@ -1,4 +1,4 @@
-"""Division by modules: layers become divided ones, in place; all other code runs as it is."""
+"""Sharding by modules: layers are replaced by sharded ones, in place; other code is unchanged."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from braid.parallel.tensor_parallel.whole import note_change
 
 __all__ = ["divide_by_modules"]
 
-SIZES = ("in_features", "out_features", "nf")  # of a layer, which change with it
+SIZES = ("in_features", "out_features", "nf")  # sizes of a layer that change with its weight
 
 
 def divide_by_modules(model: nn.Module, group: Group, kinds: Mapping[str, LayerKind]) -> None:
-    """Divide the layers of a model; see `parallelize`.
+    """Shard the layers of a model; see `parallelize`.
 
     Raises:
-        ConfigError: Parts of outputs go to no layer that takes them.
+        ConfigError: Sharded outputs reach no layer that accepts them.
     """
     names = [kind.name for kind in kinds.values()]
     if "column" in names and "row" not in names:
         columns = ", ".join(name for name, kind in kinds.items() if kind.name == "column")
         msg = (
-            f"{columns} would hand on a part of the outputs, and no layer of the plan takes it: "
-            "name a 'row' layer behind, or use 'head', which gathers"
+            f"the outputs of {columns} stay sharded, but no 'row' layer of the plan consumes them: "
+            "add one after it, or use 'head', which gathers"
         )
         raise ConfigError(msg)
     beside = Counter(
@@ -82,7 +82,7 @@ def _divide_counts(
     kinds: Mapping[str, LayerKind],
     size: int,
 ) -> None:
-    """Divide numbers of heads and widths in modules around divided layers."""
+    """Divide numbers of heads and widths in modules that contain sharded layers."""
     for name, module in model.named_modules():
         for expression, names in counts.items():
             inside = any(divided.startswith(f"{name}.") for divided in kinds)

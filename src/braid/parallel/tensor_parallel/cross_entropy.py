@@ -1,8 +1,8 @@
-"""Cross-entropy of logits that are divided over ranks by classes, without gathering them.
+"""Cross-entropy of logits that are sharded over ranks by classes, without gathering them.
 
-Three numbers of each row are combined over ranks: the largest logit, and, in one message, the sum
-of exponentials and the logit of the target (and the sum of logits for label smoothing). Backward
-needs no communication: each rank has the softmax of its own classes.
+Three numbers per row are combined over ranks: the largest logit, and, in one message, the sum of
+exponentials and the logit of the target (and the sum of logits for label smoothing). Backward
+needs no communication: each rank has the softmax of its classes.
 
 Source: Megatron-LM's vocab_parallel_cross_entropy, whose third message is part of the second here.
 """
@@ -30,20 +30,20 @@ def vocab_parallel_cross_entropy(
     """Return the loss of each row.
 
     Args:
-        group: Ranks that share the classes, in their order.
+        group: Ranks that share the classes, in the order of ranks.
         logits: Logits of this rank's classes, shape [..., classes / n].
         target: Classes over all ranks, shape [...].
-        label_smoothing: Share of each target that is spread over all classes.
-        ignore_index: Target of rows without a loss; theirs is 0.
+        label_smoothing: Share of each target that is distributed over all classes.
+        ignore_index: Target of rows without a loss; the loss of these rows is 0.
 
     Returns:
         Losses, shape [...], float32 at least.
 
     Raises:
-        ConfigError: Shapes do not fit, or `label_smoothing` is not from 0 to 1.
+        ConfigError: Shapes do not match, or `label_smoothing` is not from 0 to 1.
         IndexError: A target is outside of the classes of all ranks, as in torch.
 
-    Cost: an all_reduce of 4 bytes a row, and one of 8 (12 with label smoothing).
+    Cost: an all_reduce of 4 bytes per row, and one of 8 (12 with label smoothing).
     """
     if logits.shape[:-1] != target.shape:
         msg = (
@@ -59,11 +59,11 @@ def vocab_parallel_cross_entropy(
     if wrong.numel():
         msg = (
             f"targets must be from 0 to {logits.shape[-1] * group.size - 1}, or {ignore_index} to "
-            f"be left out, got {wrong[0].item()}"
+            f"be ignored, got {wrong[0].item()}"
         )
         raise IndexError(msg)
-    own = target.masked_fill(ignored, 0)
-    losses = _Loss.apply(group, logits, own, label_smoothing)  # type: ignore[no-untyped-call]
+    safe_target = target.masked_fill(ignored, 0)
+    losses = _Loss.apply(group, logits, safe_target, label_smoothing)  # type: ignore[no-untyped-call]
     return cast("torch.Tensor", losses).masked_fill(ignored, 0)
 
 
@@ -77,15 +77,15 @@ class _Loss(torch.autograd.Function):
         largest = group.all_reduce(wide.amax(-1), op="max")
         wide -= largest.unsqueeze(-1)
         local = target - group.rank * count
-        own = (local >= 0) & (local < count)
-        local = torch.where(own, local, 0)
-        wanted = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0)
+        is_local = (local >= 0) & (local < count)
+        local = torch.where(is_local, local, 0)
+        wanted = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~is_local, 0)
         total = wide.sum(-1) if smoothing else wanted
         exponentials = wide.exp_()
         sums = [exponentials.sum(-1), wanted, *([total] if smoothing else [])]
         combined = group.all_reduce(torch.stack(sums))
         normaliser = combined[0]
-        ctx.save_for_backward(exponentials / normaliser.unsqueeze(-1), local, own)
+        ctx.save_for_backward(exponentials / normaliser.unsqueeze(-1), local, is_local)
         ctx.smoothing, ctx.classes, ctx.dtype = smoothing, count * group.size, logits.dtype
         losses = normaliser.log() - combined[1] * (1 - smoothing)
         return losses - combined[2] * (smoothing / ctx.classes) if smoothing else losses
@@ -93,8 +93,8 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        softmax, local, own = ctx.saved_tensors
-        hit = own.to(softmax.dtype).unsqueeze(-1) * (1 - ctx.smoothing)
+        softmax, local, is_local = ctx.saved_tensors
+        hit = is_local.to(softmax.dtype).unsqueeze(-1) * (1 - ctx.smoothing)
         grads = softmax - ctx.smoothing / ctx.classes
         grads.scatter_add_(-1, local.unsqueeze(-1), -hit)
         return None, (grads * grad.unsqueeze(-1)).to(ctx.dtype), None, None

@@ -1,23 +1,22 @@
-r"""`parallelize`: divide the layers of a model over the ranks of a group, in place.
+r"""`parallelize`: shards the layers of a model over the ranks of a group, in place.
 
     model = LlamaForCausalLM(config)                       # equal on all ranks
-    braid.parallelize(model, group)                        # a family that is known needs no plan
+    braid.parallelize(model, group)                        # a known family needs no plan
     braid.parallelize(model, group, {r"\.up$": "column", r"\.down$": "row"})
 
     division = braid.parallelize(model, group, inputs=batch)  # any model, by its graph
     print(division.explain())
 
-Every rank runs the whole model's forward on the same batch. Modules stay the same objects under the
-same names, with a part of their parameters; the other parameters are whole and equal on all ranks,
-and so are their gradients. A parameter that modules share has one slicing.
+Every rank runs the whole model's forward on the same batch. Modules stay the same objects with the
+same names, with a shard of some parameters; the other parameters and their gradients are whole and
+equal on all ranks. A parameter that modules share has one slicing.
 
-Parts of different models fit together in shape, and training them shows nothing but bad results.
-So ranks compare what they were given: parameters by name, shape and bits, plans, options and shapes
-of inputs.
+Shards of different models have matching shapes, and training them only gives bad results. So ranks
+compare their arguments: parameters by name, shape and bits, plans, options and shapes of inputs.
 
-Without `inputs` the divided layers are replaced, and all other code of the model runs as it is.
-With them the graph of the model is captured, and collectives are inserted where its values need
-them: it needs no plan, drops the elements that one process drops, and can divide sequences and
+Without `inputs` the sharded layers are replaced, and all other code of the model runs unchanged.
+With `inputs` the graph of the model is captured, and collectives are inserted where its values need
+them: this needs no plan, drops the same elements as one process, and can shard sequences and
 losses.
 
 Source: M. Shoeybi et al., Megatron-LM, 2019.
@@ -53,8 +52,8 @@ from braid.runtime.torch_internals import pytree
 __all__ = ["clip_grad_norm_", "parallelize"]
 
 SAME_START = (
-    "give all ranks the same values before parallelize: torch.manual_seed with one number before "
-    "the model is made, or one checkpoint"
+    "give all ranks the same values before parallelize: call torch.manual_seed with one number "
+    "before the model is made, or load one checkpoint"
 )
 
 
@@ -68,29 +67,29 @@ def parallelize(
     strict: bool = False,
     gather_outputs: bool = True,
 ) -> Division:
-    """Divide the layers of a model over the ranks of a group, in place.
+    """Shard the layers of a model over the ranks of a group, in place.
 
     Args:
         model: Model, equal on all ranks.
-        group: Ranks that share it.
-        plan: Regular expression of a module's name -> kind (see `plans`), layout of its weight, or
-            with `inputs` the numbers of parts of its operator's inputs (see `Shard`); tried before
-            the built-in plan of the model's family. `{}` for nothing of one's own.
-        inputs: Example of the model's inputs, to divide it by its graph: a tensor, a tuple by
-            position, or a mapping by name. Other lengths may follow. Forward then runs the graph:
-            hooks of modules inside are not called.
-        sequence_parallel: Whether values between divided layers are split along dim 1; needs
+        group: Ranks that share the model.
+        plan: Regular expression of a module's name -> kind (see `plans`), layout of its weight, or,
+            with `inputs`, numbers of parts of its operator's inputs (see `Shard`); these come
+            before the built-in plan of the model's family. Pass `{}` to use only the built-in plan.
+        inputs: Example of the model's inputs, to shard it by its graph: a tensor, a tuple by
+            position, or a mapping by name. Later lengths may differ. Forward then runs the graph:
+            hooks of inner modules are not called.
+        sequence_parallel: Whether values between sharded layers are split along dim 1; needs
             `inputs`.
-        strict: Whether an operation that no rule divides is an error, instead of a warning.
-        gather_outputs: Whether outputs of the model are whole on each rank, such as logits; a loss
-            always is.
+        strict: Whether an operation that no rule can shard raises an error, instead of a warning.
+        gather_outputs: Whether outputs of the model, such as logits, are gathered on each rank;
+            losses always are.
 
     Returns:
-        Kind of each module that was divided, by name; `explain()` shows what is sent.
+        Kind of each sharded module, by name; `explain()` shows its collectives.
 
     Raises:
-        ConfigError: No plan is known, an expression fits no module, a size cannot be divided, or a
-            shared parameter is divided in two ways. The message has all problems that can be known
+        ConfigError: No plan is known, an expression matches no module, a size cannot be divided, or
+            a shared parameter is sharded in two ways. The message has all problems that are known
             before anything is changed.
     """
     options = InsertionOptions(sequence_parallel, strict, gather_outputs)
@@ -113,7 +112,7 @@ def parallelize(
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: Group) -> torch.Tensor:
     """Scale gradients so that their 2-norm over all ranks is at most `max_norm`.
 
-    Divided parameters count on all ranks, whole ones once.
+    Sharded parameters count on all ranks, others once.
 
     Returns:
         The norm before scaling, on all ranks.
@@ -126,7 +125,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: Group) -> torch.Te
 
 
 def _slicings(model: nn.Module, kinds: Mapping[str, LayerKind]) -> dict[str, Slicing]:
-    """Return how the parameters of planned modules are divided, by name."""
+    """Return the slicings of the parameters of planned modules, by name."""
     slicings = {}
     for name, kind in kinds.items():
         module = model.get_submodule(name)
@@ -137,7 +136,7 @@ def _slicings(model: nn.Module, kinds: Mapping[str, LayerKind]) -> dict[str, Sli
 
 
 def _kinds_by_graph(model: nn.Module, slicings: Mapping[str, Slicing]) -> dict[str, LayerKind]:
-    """Return the kinds of modules whose weights the graph's pass has divided."""
+    """Return the kinds of modules with weights that the graph's pass has sharded."""
     return {
         name: LayerKind.from_slicing(model.get_submodule(name), slicing)
         for name, _, attribute in (param.rpartition(".") for param in slicings)
@@ -146,21 +145,21 @@ def _kinds_by_graph(model: nn.Module, slicings: Mapping[str, Slicing]) -> dict[s
 
 
 def _check_call(model: Any, group: Any, plan: Any, inputs: Any, options: Any) -> None:
-    """Raise unless all ranks ask for the same division of the same model; a collective.
+    """Raise unless all ranks request the same sharding of the same model; a collective.
 
     Raises:
-        ConfigError: An argument is of another type, or the model is divided already.
-        MismatchError: Ranks have different models, plans, options or shapes of inputs; raised on
+        ConfigError: An argument has another type, or the model is sharded already.
+        MismatchError: Models, plans, options or shapes of inputs differ between ranks; raised on
             every rank, with the differences.
 
-    Cost: a pass over the parameters, and one all_gather of 8 bytes for each.
+    Cost: a pass over the parameters, and one all_gather of 8 bytes per parameter.
     """
     problems = []
     if not isinstance(model, nn.Module):
         problems.append(f"a model is a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(group, Group):
         problems.append(
-            f'the ranks of a model are a group, such as braid.mesh("dp=2,tp=2")["tp"], got '
+            f'group must be a braid.Group, such as braid.mesh("dp=2,tp=2")["tp"], got '
             f"{type(group).__name__}"
         )
     if plan is not None and not isinstance(plan, Mapping):
@@ -181,7 +180,7 @@ def _check_call(model: Any, group: Any, plan: Any, inputs: Any, options: Any) ->
 
 
 def _text(leaf: object) -> object:
-    """Return what ranks compare of an input."""
+    """Return the part of an input that ranks compare."""
     if isinstance(leaf, torch.Tensor):
         return list(leaf.shape), str(leaf.dtype)
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__

@@ -1,7 +1,7 @@
-"""An embedding whose rows are divided over ranks.
+"""Embedding with the rows sharded over ranks.
 
 Ids of other ranks' rows are looked up as row 0 and masked; the sum over ranks has all rows. An id
-outside of the whole table has no row on any rank, so that each rank raises torch's own IndexError.
+outside of the whole table is out of range on every rank, so each rank raises torch's IndexError.
 
 Source: M. Shoeybi et al., Megatron-LM, 2019, section 3.
 """
@@ -26,7 +26,7 @@ __all__ = ["VocabParallelEmbedding", "local_rows"]
 def local_rows(
     ids: torch.Tensor, first: int, count: int, total: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places of ids in this rank's rows, and which of them these are.
+    """Return the indices of ids in this rank's rows, and which ids are on this rank.
 
     Args:
         ids: Rows of the whole table.
@@ -35,16 +35,16 @@ def local_rows(
         total: Number of rows of the whole table.
 
     Returns:
-        Rows of this rank: 0 for rows of other ranks, `count`, which is none, for ids that the whole
-        table does not have. And whether each id is a row of this rank.
+        Indices of rows: 0 for rows of other ranks, and `count`, which is out of range, for ids
+        outside of the whole table. And whether each id is a row of this rank.
     """
-    own = (ids >= first) & (ids < first + count)
+    is_local = (ids >= first) & (ids < first + count)
     elsewhere = torch.where((ids >= 0) & (ids < total), 0, count)
-    return torch.where(own, ids - first, elsewhere), own
+    return torch.where(is_local, ids - first, elsewhere), is_local
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding of which each rank has some rows.
+    """Embedding with the rows sharded over ranks.
 
     Args:
         num_embeddings: Number of rows over all ranks.
@@ -66,14 +66,14 @@ class VocabParallelEmbedding(nn.Embedding):
     def shard(
         cls, embedding: nn.Embedding, group: Group, *, name: str = "num_embeddings"
     ) -> VocabParallelEmbedding:
-        """Divide an embedding in place: the object, its parameter and their names stay.
+        """Shard an embedding in place: the object, its parameter and their names are kept.
 
         Raises:
             ConfigError: The rows cannot be divided, or it limits norms or has sparse gradients.
         """
         if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
             msg = (
-                f"{name} cannot be divided: it has max_norm, sparse or scale_grad_by_freq; leave "
+                f"{name} cannot be sharded: it has max_norm, sparse or scale_grad_by_freq; leave "
                 "it whole"
             )
             raise ConfigError(msg)
@@ -90,13 +90,13 @@ class VocabParallelEmbedding(nn.Embedding):
         """Return the rows of ids.
 
         Raises:
-            IndexError: The whole table has no such row; raised on all ranks.
+            IndexError: An id is outside of the whole table; raised on all ranks.
         """
         count = self.weight.shape[0]
-        local, own = local_rows(ids, self.first, count, count * self.group.size)
+        local, is_local = local_rows(ids, self.first, count, count * self.group.size)
         padding = None
         if self.padding_idx is not None and 0 <= self.padding_idx - self.first < count:
             padding = self.padding_idx - self.first
         rows = functional.embedding(local, self.weight, padding)
-        rows = rows.masked_fill(~own.unsqueeze(-1), 0)
+        rows = rows.masked_fill(~is_local.unsqueeze(-1), 0)
         return all_reduce_forward_identity_backward(self.group, rows)

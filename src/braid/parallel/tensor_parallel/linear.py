@@ -1,11 +1,12 @@
-"""Linear layers whose weight is divided over ranks, by outputs or by inputs.
+"""Linear layers with the weight sharded over ranks, by outputs or by inputs.
 
-    column   Y = X [A1 A2]            each rank has some columns of Y       f in front
-    row      Y = [X1 X2] [A1; A2]     each rank has a term of Y             g behind
+    column   Y = X [A1 A2]            each rank has some columns of Y       f before the layer
+    row      Y = [X1 X2] [A1; A2]     each rank has a partial sum of Y      g after the layer
 
-f hands on X, and adds the gradients of X over ranks; g adds the terms of Y, and hands on the
-gradient. A column layer followed by a row layer, with anything elementwise between them, costs one
-all_reduce forward and one backward. The bias of a row layer is added once, after the sum.
+f returns X unchanged, and sums the gradients of X over ranks; g sums the partial results Y, and
+returns the gradient unchanged. A column layer followed by a row layer, with elementwise operations
+between them, costs one all_reduce forward and one backward. The bias of a row layer is added once,
+after the sum.
 
     MLP        X ─ f ─▶ A (column) ─▶ gelu ─▶ B (row) ─ g ─▶ Y
     attention  X ─ f ─▶ QKV (column, whole heads) ─▶ attention ─▶ projection (row) ─ g ─▶ Y
@@ -43,14 +44,14 @@ __all__ = [
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A linear layer of which each rank computes some outputs.
+    """Linear layer with the output dimension sharded: each rank computes some outputs.
 
     Args:
         in_features: Length of an input.
         out_features: Length of an output over all ranks.
         group: Ranks that share the layer.
-        bias: Whether it has a bias.
-        gather_output: Whether each rank gets the whole output.
+        bias: Whether the layer has a bias.
+        gather_output: Whether to gather the whole output on each rank.
         blocks: Number of packed matrices, such as 3 for query, key and value.
 
     Raises:
@@ -86,15 +87,15 @@ class ColumnParallelLinear(nn.Linear):
         shares_input: bool = False,
         name: str = "out_features",
     ) -> ColumnParallelLinear:
-        """Divide a layer in place: the object, its parameters and their names stay.
+        """Shard a layer in place: the object, its parameters and their names are kept.
 
         Args:
             linear: Layer, equal on all ranks.
-            group: Ranks that share it.
+            group: Ranks that share the layer.
             gather_output: See the class.
             blocks: See the class.
-            shares_input: Whether other column layers get the same tensor, such as those of query,
-                key and value: their gradients of it are added before one all_reduce.
+            shares_input: Whether other column layers have the same input, for example query, key
+                and value: their gradients of the input are then summed before one all_reduce.
             name: Name of the layer in messages.
         """
         slicing = Slicing(0, blocks)
@@ -125,19 +126,19 @@ class ColumnParallelLinear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """Return what `repr` shows: the sizes of this rank."""
+        """Return the sizes of this rank, for `repr`."""
         return f"{super().extra_repr()}, rank {self.group.rank} of {self.group.size}"
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer of which each rank has some inputs, and computes a term of the output.
+    """Linear layer with the input dimension sharded; each rank computes a partial output.
 
     Args:
         in_features: Length of an input over all ranks.
         out_features: Length of an output.
         group: Ranks that share the layer.
-        bias: Whether it has a bias, which is whole on all ranks.
-        input_is_parallel: Whether a rank is given its own inputs; else they are cut here.
+        bias: Whether the layer has a bias, which is replicated on all ranks.
+        input_is_parallel: Whether inputs are sharded already; else they are split here.
 
     Raises:
         ConfigError: `in_features` cannot be divided; the message has the valid numbers of ranks.
@@ -168,7 +169,7 @@ class RowParallelLinear(nn.Linear):
         input_is_parallel: bool = True,
         name: str = "in_features",
     ) -> RowParallelLinear:
-        """Divide a layer in place; see `ColumnParallelLinear.shard`."""
+        """Shard a layer in place; see `ColumnParallelLinear.shard`."""
         slicing = Slicing(1)
         slicing.check(name, linear.in_features, group.size)
         linear.__class__ = cls
@@ -186,7 +187,7 @@ class RowParallelLinear(nn.Linear):
             msg = (
                 f"a row-parallel layer has {self.in_features} of "
                 f"{self.in_features * self.group.size} inputs on this rank, got {x.shape[-1]}: the "
-                "layer in front of it must be column-parallel, or pass input_is_parallel=False"
+                "layer before it must be column-parallel, or pass input_is_parallel=False"
             )
             raise ConfigError(msg)
         term = functional.linear(x, self.weight)
@@ -195,20 +196,20 @@ class RowParallelLinear(nn.Linear):
         return y if bias is None else y + bias
 
     def extra_repr(self) -> str:
-        """Return what `repr` shows: the sizes of this rank."""
+        """Return the sizes of this rank, for `repr`."""
         return f"{super().extra_repr()}, rank {self.group.rank} of {self.group.size}"
 
 
 def column_linear(
     group: Group, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return this rank's outputs of a linear layer behind f.
+    """Return this rank's outputs of a linear layer with f applied to its input.
 
     Args:
         group: Ranks that share the layer.
         x: Whole input.
-        weight: Rows of the weight of this rank's outputs.
-        bias: Its part of the bias.
+        weight: Rows of the weight for this rank's outputs.
+        bias: This rank's part of the bias.
 
     Backward: the all_reduce of the gradient of `x` overlaps with the gradient of the weight.
     """
@@ -219,9 +220,9 @@ def column_linear(
 def autocast_inputs(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the arguments of a linear layer in autocast's dtype, if autocast is on.
+    """Return the arguments of a linear layer in autocast's dtype, if autocast is enabled.
 
-    Autocast does not reach into backward of a layer that computes its own gradients.
+    Autocast does not apply to the backward of a layer that computes its own gradients.
     """
     kind = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
@@ -231,7 +232,7 @@ def autocast_inputs(
 
 
 def _shared_f(group: Group, x: torch.Tensor) -> torch.Tensor:
-    """Return f of a tensor: the same result for each layer that gets this tensor."""
+    """Return f of a tensor, the same result object for each layer with this input."""
     kept = x.__dict__.get("braid_shared")
     if kept is None or kept[0] is not group or kept[2:] != (version_of(x), torch.is_grad_enabled()):
         y = identity_forward_all_reduce_backward(group, x) if torch.is_grad_enabled() else x
@@ -242,18 +243,18 @@ def _shared_f(group: Group, x: torch.Tensor) -> torch.Tensor:
 
 
 def slice_param(param: torch.Tensor, slicing: Slicing, group: Group) -> None:
-    """Keep this rank's part of a parameter and its gradient, in place, unless it is divided.
+    """Keep this rank's part of a parameter and its gradient, in place; no-op if it is sharded.
 
     Raises:
-        ConfigError: The parameter is shared, and another layer has divided it in another way.
+        ConfigError: The parameter is shared, and another layer has sharded it in another way.
     """
     known = getattr(param, "braid_slicing", None)
     if known is not None:
         if known == slicing:
             return
         msg = (
-            f"a parameter of shape {list(param.shape)} that layers share is divided as {known}, "
-            f"and was to be divided as {slicing}: shared parameters need one plan"
+            f"a parameter of shape {list(param.shape)} that layers share is sharded as {known}, "
+            f"but should be sharded as {slicing}: shared parameters need one plan"
         )
         raise ConfigError(msg)
     grad, param.grad = param.grad, None
@@ -264,7 +265,7 @@ def slice_param(param: torch.Tensor, slicing: Slicing, group: Group) -> None:
 
 
 class _Column(torch.autograd.Function):
-    """A linear layer behind f, whose all_reduce overlaps with the gradient of the weight."""
+    """Linear layer after f; the all_reduce of f overlaps with the gradient of the weight."""
 
     @staticmethod
     def forward(

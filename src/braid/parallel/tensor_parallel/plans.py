@@ -1,15 +1,15 @@
-"""Plans: which layers of a model are divided, and how, by the names of modules.
+"""Plans: kinds of sharding for a model's layers, by the names of modules.
 
-    column      outputs are divided; a rank works on its part
+    column      outputs are sharded; a rank computes its part
     column:3    the same for three packed matrices
-    row         inputs are divided; the whole output is there afterwards
-    vocab       rows of an embedding are divided
-    head        outputs are divided and gathered, such as logits
-    slice:1     dim 1 of the weight is divided, such as a bias for each head; nothing is sent
-    whole       nothing is divided
+    row         inputs are sharded; the output is summed over ranks
+    vocab       rows of an embedding are sharded
+    head        outputs are sharded and gathered, such as logits
+    slice:1     dim 1 of the weight is sharded, such as a bias per head; no messages
+    whole       not sharded
 
-A plan of one's own comes first; then the built-in one of the model's family. Names are searched
-with regular expressions; the first that fits decides.
+The user's plan comes before the built-in plan of the model's family. Module names are searched with
+regular expressions; the first match decides.
 
 Source: the patterns of published models; M. Shoeybi et al., Megatron-LM, 2019, for attention and
 perceptron.
@@ -31,13 +31,13 @@ KINDS = ("column", "row", "vocab", "head", "slice", "whole")
 
 
 class Family(NamedTuple):
-    """Knowledge of a family of models.
+    """Plan and sizes of a family of models.
 
     Attributes:
         plan: Regular expression of a module's name -> kind.
-        counts: Names of numbers in modules that count heads or widths; they are divided, too, in
-            modules whose names fit the regular expression.
-        heads: Names of numbers in the configuration that must be divisible.
+        counts: Regular expression of a module's name -> attributes with numbers of heads or
+            widths, which are divided as well.
+        heads: Attributes of the configuration with numbers that must be divisible.
     """
 
     plan: Mapping[str, str]
@@ -108,7 +108,7 @@ BRAID_GPT = Family(
 )
 
 
-STYLES = {  # of transformers' own plans
+STYLES = {  # styles of transformers' plans -> kinds
     "colwise": "column",
     "rowwise": "row",
     "colwise_gather_output": "head",
@@ -118,20 +118,20 @@ STYLES = {  # of transformers' own plans
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """Return the family of a model of transformers or of braid; None if none is known.
+    """Return the family of a model of transformers or of braid; None if it is unknown.
 
-    Where there is no built-in plan, that of the model's configuration holds, if it has styles that
-    are known here only.
+    Without a built-in plan, the plan of the model's configuration is used, if all of its styles are
+    known here.
     """
     config = getattr(model, "config", None)
     kind = str(getattr(config, "model_type", ""))
     if kind in FAMILIES:
         return FAMILIES[kind]
-    own = getattr(config, "base_model_tp_plan", None)
-    if own and set(own.values()) <= STYLES.keys():
+    config_plan = getattr(config, "base_model_tp_plan", None)
+    if config_plan and set(config_plan.values()) <= STYLES.keys():
         plan = {
             "[0-9]+".join(map(re.escape, name.split("*"))) + "$": STYLES[style]
-            for name, style in own.items()
+            for name, style in config_plan.items()
         }
         return Family(plan, heads=("num_attention_heads", "num_key_value_heads"))
     return BRAID_GPT if type(model).__module__ == "braid.train.gpt" else None

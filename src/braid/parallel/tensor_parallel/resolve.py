@@ -1,7 +1,7 @@
-"""Resolves plans: the kind of each layer, before anything is changed.
+"""Resolution of plans to the kind of each layer, before anything is changed.
 
-A plan of one's own comes first, then the built-in one of the model's family. All problems that can
-be known are in one error.
+The user's plan comes before the built-in plan of the model's family. All known problems are in one
+error.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ KIND = re.compile(rf"({'|'.join(KINDS)})|(column|slice):\d+")
 
 
 class LayerKind(NamedTuple):
-    """A way of dividing a layer; see `plans`.
+    """Kind of sharding of a layer; see `plans`.
 
     Attributes:
-        name: Word of a plan.
+        name: Name in a plan.
         number: Blocks of packed matrices for `column`, dim for `slice`.
     """
 
@@ -40,14 +40,14 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def of(cls, value: str | Layout | Strategy, size: int) -> LayerKind:
-        """Return the kind that a value of a plan means; a layout is that of a weight [out, in].
+        """Return the kind of a value in a plan; layouts refer to a weight [out, in].
 
         Raises:
-            ConfigError: The value is no kind, or a layout for other numbers of ranks than `size`.
+            ConfigError: The value is not a kind, or a layout for another number of ranks.
         """
         if isinstance(value, str):
             if not KIND.fullmatch(value):
-                msg = f"{value!r} is no kind: use {', '.join(KINDS)}, or column:N"
+                msg = f"{value!r} is not a kind: use {', '.join(KINDS)}, or column:N"
                 raise ConfigError(msg)
             name, _, number = value.partition(":")
             return cls(name, int(number or 1))
@@ -65,27 +65,27 @@ class LayerKind(NamedTuple):
             raise ConfigError(msg)
         parts = math.prod(value.mesh.axes[axis] for axis in value.dims[split[0]])
         if parts != size:
-            msg = f"the layout {value} of a weight has {parts} parts, and the group {size} ranks"
+            msg = f"the layout {value} of a weight has {parts} parts, but the group {size} ranks"
             raise ConfigError(msg)
         return cls("row") if split[0] else cls("column", value.blocks[0] if value.blocks else 1)
 
     @classmethod
     def from_slicing(cls, module: nn.Module, slicing: Slicing) -> LayerKind:
-        """Return the kind of a layer whose weight is divided like this; see `slicing`."""
+        """Return the kind of a layer with a weight of this slicing; inverse of `slicing`."""
         if isinstance(module, nn.Embedding):
             return cls("slice", slicing.dim) if slicing.dim else cls("vocab")
         by_outputs = slicing.dim == cls("column").slicing(module).dim
         return cls("column" if by_outputs else "row", slicing.blocks)
 
     def slicing(self, module: nn.Module) -> Slicing:
-        """Return how the weight of a layer is divided."""
+        """Return the slicing of a layer's weight."""
         if self.name == "slice":
             return Slicing(self.number)
         by_outputs = self.name in {"column", "head", "vocab"}
         return Slicing(int(by_outputs == is_transposed(module)), self.number)
 
     def __str__(self) -> str:
-        """Return the kind as a plan has it."""
+        """Return the kind as written in a plan."""
         has_number = self.name == "slice" or self.number > 1
         return f"{self.name}:{self.number}" if has_number else self.name
 
@@ -97,14 +97,14 @@ def resolve(
     *,
     by_graph: bool,
 ) -> dict[str, LayerKind]:
-    """Return the kinds of a model's layers that are divided over `size` ranks, by name.
+    """Return the kinds of a model's layers that are sharded over `size` ranks, by name.
 
     Args:
         model: The model.
         plan: See `parallelize`.
         size: Number of ranks.
-        by_graph: Whether the model's graph is divided, which can find a plan: without one, and
-            without a family, the result is empty.
+        by_graph: Whether the model is sharded by its graph, which can find a plan: the result is
+            empty without a plan and a family.
 
     Raises:
         ConfigError: See `parallelize`.
@@ -120,7 +120,7 @@ def resolve(
         raise ConfigError(msg)
     kinds = dict(_kinds_of(model, plan or {}, family or Family({}), size))
     if not kinds:
-        msg = f"no layer of {type(model).__name__} fits the plan: name them in a plan of your own"
+        msg = f"no layer of {type(model).__name__} matches the plan: pass a plan that names layers"
         raise ConfigError(msg)
     if family is not None:
         check_heads(model, family, size)
@@ -131,11 +131,11 @@ def resolve(
 def _kinds_of(
     model: nn.Module, plan: Mapping[str, Any], family: Family, size: int
 ) -> Iterator[tuple[str, LayerKind]]:
-    """Yield the modules that plans name, with their kinds."""
-    own, problems = {}, []
+    """Yield the modules that plans match, with their kinds."""
+    user_kinds, problems = {}, []
     for expression, value in plan.items():
         try:
-            own[expression] = LayerKind.of(value, size)
+            user_kinds[expression] = LayerKind.of(value, size)
         except ConfigError as exc:
             problems.append(str(exc))
     known = {expression: LayerKind.of(text, size) for expression, text in family.plan.items()}
@@ -143,7 +143,7 @@ def _kinds_of(
     problems += check_expressions(plan, names)
     decided: set[str] = set()
     for name in names if not problems else ():
-        for expression, kind in (*own.items(), *known.items()):
+        for expression, kind in (*user_kinds.items(), *known.items()):
             if re.search(expression, name):
                 decided.add(expression)
                 if kind.name != "whole":
@@ -151,22 +151,21 @@ def _kinds_of(
                 break
     if not problems:
         problems = [
-            f"{expression!r} fits only modules for which an expression before it decides: put it "
-            "in front"
-            for expression in own
+            f"{expression!r} matches only modules that an earlier expression decides: put it first"
+            for expression in user_kinds
             if expression not in decided
         ]
     raise_all(problems)
 
 
 def _check(model: nn.Module, kinds: Mapping[str, LayerKind], size: int, *, by_graph: bool) -> None:
-    """Raise ConfigError with everything that cannot be divided, before anything is changed."""
+    """Raise ConfigError with all layers that cannot be sharded, before anything is changed."""
     problems = []
     plans: dict[nn.Parameter, tuple[str, Slicing]] = {}
     for name, kind in kinds.items():
         module = model.get_submodule(name)
         if not isinstance(getattr(module, "weight", None), nn.Parameter):
-            problems.append(f"{name} ({type(module).__name__}) has no weight to divide")
+            problems.append(f"{name} ({type(module).__name__}) has no weight to shard")
             continue
         weight, slicing = cast("nn.Parameter", module.weight), kind.slicing(module)
         if (problem := _unfit(module, kind, slicing.dim, weight, by_graph=by_graph)) is not None:
@@ -178,10 +177,10 @@ def _check(model: nn.Module, kinds: Mapping[str, LayerKind], size: int, *, by_gr
             problems.append(str(exc))
         other, known = plans.setdefault(weight, (name, slicing))
         if known != slicing:
-            problems.append(f"{name} and {other} share a weight and divide it in two ways")
+            problems.append(f"{name} and {other} share a weight and shard it in two ways")
     problems += [
-        f"{name} shares the weight of {plans[param][0]}, which is divided: name it in the plan, "
-        "too, such as 'head' for a last layer that shares an embedding's rows"
+        f"{name} shares the weight of {plans[param][0]}, which is sharded: add it to the plan, "
+        "for example as 'head' for a last layer that shares an embedding's rows"
         for name, module in (model.named_modules() if not by_graph else ())
         for param in module.parameters(recurse=False)
         if param in plans and name not in kinds
@@ -192,14 +191,14 @@ def _check(model: nn.Module, kinds: Mapping[str, LayerKind], size: int, *, by_gr
 def _unfit(
     module: nn.Module, kind: LayerKind, dim: int, weight: torch.Tensor, *, by_graph: bool
 ) -> str | None:
-    """Return why a kind does not fit a module."""
+    """Return why a kind does not apply to a module; None if it does."""
     if dim >= weight.dim():
-        return f"has a weight of {weight.dim()} dims, and dim {dim} was to be divided"
+        return f"has a weight of {weight.dim()} dims, but dim {dim} should be sharded"
     if by_graph or kind.name == "slice":
         return None
     embedding, linear = isinstance(module, nn.Embedding), isinstance(module, nn.Linear)
     if embedding if kind.name == "vocab" else linear or is_transposed(module):
         return None
     fits = "vocab or slice:1" if embedding else "column, row or head" if linear else "whole"
-    advice = "" if embedding or linear else ", or pass inputs=, a batch, to divide it by its graph"
-    return f"({type(module).__name__}) cannot be divided as {str(kind)!r}: use {fits}{advice}"
+    advice = "" if embedding or linear else ", or pass inputs=, a batch, to shard it by its graph"
+    return f"({type(module).__name__}) cannot be sharded as {str(kind)!r}: use {fits}{advice}"

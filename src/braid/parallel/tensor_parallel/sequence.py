@@ -1,8 +1,8 @@
-"""Sequence parallelism: between divided layers each rank has some positions of a sequence.
+"""Sequence parallelism: between sharded layers each rank has some positions of a sequence.
 
-Norms and dropouts between divided layers work on whole tensors, the same work on each rank. Along
-the sequence they can be divided: the all_reduces f and g become an all_gather and a reduce_scatter,
-which cost the same bytes, and activations between layers take 1/n of the memory.
+Norms and dropouts between sharded layers otherwise repeat the same work on whole tensors on each
+rank. They can be sharded along the sequence: the all_reduces f and g become an all_gather and a
+reduce_scatter, which cost the same bytes, and activations between layers take 1/n of the memory.
 
     norm ─ gather ─▶ A (column) ─▶ gelu ─▶ B (row) ─ reduce_scatter ─▶ dropout ─▶ norm
     s/n              s                              s/n
@@ -12,8 +12,8 @@ which cost the same bytes, and activations between layers take 1/n of the memory
     gather_sequence           all_gather          reduce_scatter, or own positions
     reduce_scatter_sequence   reduce_scatter      all_gather
 
-Parameters between the layers, such as those of a norm, are whole on each rank and see some
-positions only: their gradients are terms, whose sum over ranks is the gradient.
+Parameters between the layers, such as a norm's, are replicated on each rank but process only some
+positions: the sum of their gradients over ranks is the gradient.
 
 Source: V. A. Korthikanti et al., Reducing activation recomputation in large transformer models,
 2022, section 4.2.2.
@@ -36,7 +36,7 @@ __all__ = ["gather_sequence", "reduce_scatter_sequence", "scatter_sequence"]
 
 
 def scatter_sequence(group: Group, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """Return this rank's positions of a sequence that all ranks have.
+    """Return this rank's positions of a sequence that is the same on all ranks.
 
     Args:
         group: Ranks that share the sequence.
@@ -45,7 +45,7 @@ def scatter_sequence(group: Group, x: torch.Tensor, dim: int = 1) -> torch.Tenso
 
     Backward: all_gather.
 
-    Cost: nothing forward, (n-1)/n l bytes backward.
+    Cost: no messages forward, (n-1)/n l bytes backward.
 
     Raises:
         ConfigError: The sequence cannot be divided.
@@ -64,8 +64,8 @@ def gather_sequence(
         x: This rank's positions, of the same shape on all ranks.
         dim: Dim of positions.
         partial_grad: Whether ranks use the whole sequence for different work, such as
-            column-parallel layers, so that their gradients are terms of a sum. Otherwise all
-            compute the same from it, and have the same gradient.
+            column-parallel layers, so that their gradients are partial sums. Otherwise all compute
+            the same, and have the same gradient.
 
     Backward: reduce_scatter with `partial_grad`, otherwise this rank's positions.
 
@@ -80,7 +80,7 @@ def reduce_scatter_sequence(group: Group, x: torch.Tensor, dim: int = 1) -> torc
 
     Args:
         group: Ranks that share the sequence.
-        x: This rank's term, such as a row-parallel layer computes, of the same shape on all ranks.
+        x: This rank's partial sum, as of a row-parallel layer, of the same shape on all ranks.
         dim: Dim of positions; its length is a multiple of the number of ranks.
 
     Backward: all_gather.

@@ -1,10 +1,10 @@
-"""A column-parallel layer on a sequence that is divided over ranks.
+"""Column-parallel layer on a sequence that is sharded over ranks.
 
-    forward    gather x ─▶ Y = X A                                kept: this rank's positions of x
+    forward    gather x ─▶ Y = X A                                saved: this rank's positions of x
     backward   gather x again ──────────────┐
-               dX = dY A^T ─▶ reduce_scatter ┴─▶ dA = X^T dY       the wait for either overlaps
+               dX = dY A^T ─▶ reduce_scatter ┴─▶ dA = X^T dY       both waits overlap
 
-The gathered sequence is not kept for backward, which would undo what dividing it saves: it is
+The gathered sequence is not saved for backward, because that would undo the memory savings: it is
 gathered a second time, while the gradient of the sequence is computed.
 
 Source: V. A. Korthikanti et al., Reducing activation recomputation in large transformer models,
@@ -37,16 +37,16 @@ def sequence_column_linear(
     Args:
         group: Ranks that share the layer and the sequence.
         x: This rank's positions, of the same shape on all ranks.
-        weight: Rows of the weight of this rank's outputs.
-        bias: Its part of the bias.
-        dim: Dim of positions; not the last one, which has the inputs.
+        weight: Rows of the weight for this rank's outputs.
+        bias: This rank's part of the bias.
+        dim: Dim of positions; not the last dim, which has the inputs.
 
     Backward: reduce_scatter of the gradient of the sequence, and all_gather of `x` again.
 
     Cost: (n-1)/n l bytes forward and 2 (n-1)/n l backward, with l the bytes of the sequence.
 
     Raises:
-        ConfigError: There is no such dim, or it is the last one.
+        ConfigError: The dim does not exist, or is the last one.
     """
     if not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
         msg = f"x of shape {list(x.shape)} has no positions in dim {dim}: the last has its inputs"

@@ -1,6 +1,6 @@
-"""The part of a parameter that a rank has: a slice of one dim, in each of several packed blocks.
+"""Slicing: the part of a parameter on a rank, a slice of one dim in each of several packed blocks.
 
-    blocks=1     0 0 1 1 2 2                     a rank's rows lie together
+    blocks=1     0 0 1 1 2 2                     a rank's rows are contiguous
     blocks=3     0 1 2 | 0 1 2 | 0 1 2           packed query, key and value: heads stay whole
 
 Source: M. Shoeybi et al., Megatron-LM (2019); the packed matrix is GPT-2's.
@@ -19,11 +19,11 @@ __all__ = ["Slicing"]
 
 
 class Slicing(NamedTuple):
-    """Division of a tensor over ranks.
+    """Slicing of a tensor over ranks.
 
     Attributes:
-        dim: Dim that is divided.
-        blocks: Number of equal blocks in that dim, each of which is divided.
+        dim: Dim that is sliced.
+        blocks: Number of equal blocks in that dim; each block is sliced.
     """
 
     dim: int
@@ -48,14 +48,16 @@ class Slicing(NamedTuple):
         return torch.cat([block.chunk(size, self.dim)[rank] for block in blocks], self.dim)
 
     def whole_of(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Return the whole tensor of all ranks' parts; the inverse of `part_of`."""
+        """Return the whole tensor from all ranks' parts; inverse of `part_of`."""
         cut = [part.chunk(self.blocks, self.dim) for part in parts]
-        return torch.cat([own[b] for b in range(self.blocks) for own in cut], self.dim)
+        return torch.cat(
+            [part_blocks[b] for b in range(self.blocks) for part_blocks in cut], self.dim
+        )
 
     def boxes(
         self, part: torch.Tensor, rank: int, size: int
     ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield the boxes of the whole tensor that a part has: first index of each, and values."""
+        """Yield the part as boxes of the whole tensor: first index of each box, and its values."""
         for number, block in enumerate(part.chunk(self.blocks, self.dim)):
             offset = [0] * part.dim()
             offset[self.dim] = (number * size + rank) * block.shape[self.dim]

@@ -1,6 +1,6 @@
-"""transformers' Conv1D, a linear layer with its weight as [in, out], divided over ranks.
+"""Sharding of transformers' Conv1D, a linear layer with its weight as [in, out].
 
-Its class is found by name and shape, since transformers need not be installed.
+The class is identified by name and attributes, since transformers need not be installed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["divide_transposed", "is_transposed"]
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module is a linear layer with its weight as [in, out]."""
+    """Return whether a module is a linear layer with its weight as [in, out]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def divide_transposed(module: nn.Module, kind: str, blocks: int, group: Group) -> None:
-    """Divide such a layer in place, by outputs (`column` and `head`) or by inputs (`row`)."""
+    """Shard such a layer in place, by outputs (`column` and `head`) or by inputs (`row`)."""
     by_outputs = kind in {"column", "head"}
     module.__class__ = _TransposedColumn if by_outputs else _TransposedRow
     layer = cast("_TransposedColumn", module)

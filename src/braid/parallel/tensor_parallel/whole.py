@@ -1,4 +1,4 @@
-"""Makes a divided model whole again: to export it, or to use it on one rank or another mesh."""
+"""Unsharding of a model, to export it, or to use it on one rank or another mesh."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from braid.parallel.tensor_parallel.slices import Slicing
 
 __all__ = ["ModuleChange", "changes_of", "divide_states", "note_change", "slicing_of", "undivide"]
 
-CHANGES = "braid_changes"  # of a divided model
+CHANGES = "braid_changes"  # attribute of a sharded model
 
 
 class ModuleChange(NamedTuple):
-    """Change of a module besides its parameters: of an attribute, or of its class."""
+    """Change of a module's attribute or class."""
 
     module: nn.Module
     name: str
@@ -27,38 +27,38 @@ class ModuleChange(NamedTuple):
 
 
 class Changes(list[ModuleChange]):
-    """Changes of a divided model."""
+    """List of changes of a sharded model, which prevents copies of it."""
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse: torch would copy parameters without their slicing."""
+        """Raise, because torch would copy parameters without their slicing."""
         msg = (
-            "a divided model cannot be copied: copy it before parallelize, or make it whole by "
+            "a sharded model cannot be copied: copy it before parallelize, or unshard it by "
             "undivide(model, group) first"
         )
         raise ConfigError(msg)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse: a pickled part does not know its group."""
+        """Raise, because a pickled shard does not know its group."""
         msg = (
-            "a divided model cannot be pickled: save its state_dict(), or make it whole by "
+            "a sharded model cannot be pickled: save its state_dict(), or unshard it by "
             "undivide(model, group) first"
         )
         raise ConfigError(msg)
 
 
 def note_change(model: nn.Module, module: nn.Module, name: str) -> None:
-    """Note the value of an attribute before it is changed."""
+    """Record the value of an attribute before it is changed."""
     changes_of(model).append(ModuleChange(module, name, getattr(module, name)))
 
 
 def changes_of(model: nn.Module) -> Changes:
-    """Return the list of changes of a model, which marks it as divided."""
+    """Return the list of changes of a model; the list marks the model as sharded."""
     changes: Changes = model.__dict__.setdefault(CHANGES, Changes())
     return changes
 
 
 def slicing_of(param: torch.Tensor) -> Slicing | None:
-    """Return how a parameter is divided; None if it is whole."""
+    """Return the slicing of a parameter; None if it is not sharded."""
     slicing: Slicing | None = getattr(param, "braid_slicing", None)
     return slicing
 
@@ -67,11 +67,11 @@ def slicing_of(param: torch.Tensor) -> Slicing | None:
 def divide_states(
     optimizer: Optimizer, shapes: Mapping[torch.Tensor, torch.Size], group: Group
 ) -> None:
-    """Keep this rank's parts of an optimizer's states, in place, where they are whole.
+    """Keep this rank's parts of an optimizer's unsharded states, in place.
 
     Args:
-        optimizer: Optimizer of parameters that have been divided since.
-        shapes: Shapes that the parameters had before.
+        optimizer: Optimizer of parameters that have been sharded since its creation.
+        shapes: Shapes of the parameters before sharding.
         group: Ranks that share the model.
     """
     for param, state in optimizer.state.items():
@@ -83,15 +83,15 @@ def divide_states(
 
 @torch.no_grad()
 def undivide(model: nn.Module, group: Group) -> None:
-    """Give all ranks the whole model, in place; nothing is left of `parallelize`. A collective.
+    """Restore the whole model on all ranks, in place; a collective.
 
-    Gradients of divided parameters are dropped, and states of optimizers stay divided.
+    Gradients of sharded parameters are dropped, and states of optimizers stay sharded.
 
     Args:
-        model: Model that `parallelize` has divided.
-        group: Ranks that share it.
+        model: Model that `parallelize` has sharded.
+        group: Ranks that share the model.
 
-    Cost: one all_gather of each divided parameter.
+    Cost: one all_gather per sharded parameter.
     """
     for param in model.parameters():
         slicing = slicing_of(param)
@@ -101,6 +101,6 @@ def undivide(model: nn.Module, group: Group) -> None:
         param.grad = None
         param.data = slicing.whole_of([part.view(param.shape) for part in parts])
         del param.__dict__["braid_slicing"]
-    model.__dict__.pop("forward", None)  # that of a graph
+    model.__dict__.pop("forward", None)  # forward of a graph
     for change in reversed(model.__dict__.pop(CHANGES, [])):
         setattr(change.module, change.name, change.before)

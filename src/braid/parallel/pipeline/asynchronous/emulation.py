@@ -1,11 +1,11 @@
-"""The training of an `AsynchronousPipeline` in one process, micro-batch by micro-batch.
+"""Emulation of an `AsynchronousPipeline` in one process, micro-batch by micro-batch.
 
     for each micro-batch i
         stage 0 with its version v(0, i) -> stage 1 with v(1, i) -> ... -> loss -> back
-        each stage whose round is complete: mean of the gradients, step, next version
+        each stage with a complete round: mean of the gradients, step, next version
 
-It knows neither programs nor messages. Versions are given by formulas, and each one is a copy of
-the modules. With w forwards in advance, `every` micro-batches a step, and k = i // replicas,
+It uses neither programs nor messages. Formulas define the versions, and each version is a copy of
+the modules. With w forwards in advance, `every` micro-batches per step, and k = i // replicas,
 
     stash            v(s, i) = max(0, k - w_s) // every
     vertical_sync    v(s, i) = max(0, k - w_0) // every
@@ -43,24 +43,24 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Emulation:
-    """Trains with the staleness of an asynchronous pipeline.
+    """Trainer with the staleness of an asynchronous pipeline.
 
     Args:
-        layers: The model, which is trained; see `AsynchronousPipeline` for all arguments.
+        layers: The model to train; see `AsynchronousPipeline` for all arguments.
         make_optimizer: Function of a stage's parameters that returns an optimizer for them.
         replicas: Number of ranks of each stage.
         versions: Rule for the version of its weights that a forward uses.
-        every: Micro-batches of a rank between two steps.
+        every: Number of micro-batches of a rank per step.
         balance: Number of layers of each stage.
         seed: Seed of the layers' random numbers.
 
     Raises:
-        ConfigError: Stages share parameters or skip connections, or an argument does not fit.
+        ConfigError: Stages share parameters or skip connections, or an argument is invalid.
 
     Attributes:
         balance: Number of layers of each stage.
         num_microbatches: Number of micro-batches so far.
-        stage: Number of the stage that steps, for `before_step`.
+        stage: Number of the stage that is stepping, for `before_step`.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class Emulation:
         self.balance = tuple(map(len, parts))
         self.num_microbatches = self.stage = 0
         self._stages = [
-            _Emulated(part, make_optimizer, own, own * every)
-            for part, own in zip(parts, replicas, strict=True)
+            _Emulated(part, make_optimizer, num_replicas, num_replicas * every)
+            for part, num_replicas in zip(parts, replicas, strict=True)
         ]
 
     @property
     def age(self) -> int:
-        """Steps by which gradients of the stage that steps are old, unless a flush came before."""
+        """Age in steps of gradients of the stepping stage, unless a flush came shortly before."""
         per_step = self._replicas[self.stage] * self._every
         numbers = range(2 * sum(self._replicas) * self._every)
         return max(i // per_step - self._version(self.stage, i) for i in numbers)
@@ -110,10 +110,10 @@ class Emulation:
             draws = Draws(self._seed, self.num_microbatches + i, range(num_rows(batch)))
             value, passed = batch, []
             for s, stage in enumerate(self._stages):
-                own = stage.copy_of(self._version(s, i), i)
-                value, _ = own.forward(i, value, keeps=True, draws=draws)
-                stage.keep_buffers(own, i)
-                passed.append(own)
+                stage_copy = stage.copy_of(self._version(s, i), i)
+                value, _ = stage_copy.forward(i, value, keeps=True, draws=draws)
+                stage.keep_buffers(stage_copy, i)
+                passed.append(stage_copy)
             own_loss = checked_loss(loss(value, target))
             losses.append(own_loss.detach())
             passed[-1].replace_outputs(i, own_loss)
@@ -137,7 +137,7 @@ class Emulation:
 
 
 class _Emulated:
-    """A stage: its layers, all versions of them, and gradients of a round."""
+    """Stage with its layers, all versions of them, and gradients of a round."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class _Emulated:
         self._sums: dict[int, list[torch.Tensor | None]] = {}  # by replica
 
     def begin(self) -> None:
-        """Begin with the weights that the layers have."""
+        """Begin with the current weights of the layers."""
         self._newest = 0
         self._versions = {0: copy.deepcopy(list(self._layers))}
 
@@ -166,20 +166,20 @@ class _Emulated:
         _copy_buffers(self._buffers[i % self._replicas], _buffers(layers))
         return Stage(i, layers)
 
-    def keep_buffers(self, own: Stage, i: int) -> None:
-        """Keep the buffers that a forward has left, such as running means."""
-        _copy_buffers(_buffers(own.layers), self._buffers[i % self._replicas])
+    def keep_buffers(self, stage: Stage, i: int) -> None:
+        """Keep the buffers after a forward, such as running means."""
+        _copy_buffers(_buffers(stage.layers), self._buffers[i % self._replicas])
         if not i % self._replicas:
-            _copy_buffers(_buffers(own.layers), _buffers(self._layers))
+            _copy_buffers(_buffers(stage.layers), _buffers(self._layers))
 
     def forget(self, version: int) -> None:
-        """Let versions go that are older than one."""
+        """Delete versions that are older than `version`."""
         for old in [v for v in self._versions if v < version]:
             del self._versions[old]
 
-    def add(self, own: Stage, i: int) -> None:
-        """Add the gradients of a micro-batch to those of its replica."""
-        grads = [p.grad for p in trained_params(own.layers)]
+    def add(self, stage: Stage, i: int) -> None:
+        """Add the gradients of a micro-batch to its replica's gradients."""
+        grads = [p.grad for p in trained_params(stage.layers)]
         sums = self._sums.get(i % self._replicas)
         if sums is None:
             self._sums[i % self._replicas] = grads

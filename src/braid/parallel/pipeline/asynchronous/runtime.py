@@ -1,4 +1,4 @@
-"""`AsynchronousPipeline`: PipeDream's training, which never waits for the end of a batch.
+"""`AsynchronousPipeline`: PipeDream's training, which does not wait for the end of a batch.
 
     pipeline = AsynchronousPipeline(
         model, partial(torch.optim.SGD, lr=0.1), versions="stash", group=group
@@ -11,9 +11,9 @@ Each stage steps as soon as it has a gradient, by a program with versions of wei
 `programs.schedule.pipeline.asynchronous`. A call of `train_on` ends with a flush: all gradients
 have been used. `Emulation` computes the same bits in one process.
 
-Stages with old gradients may begin with smaller rates, by PipeMare's rule:
+Stages with old gradients may begin with smaller learning rates, by PipeMare's rule:
 
-    def before_step(number, optimizer):  # given to train_on; the rate is whole after 500 steps
+    def before_step(number, optimizer):  # argument of train_on; full rate after 500 steps
         scale = stale_lr_scale(pipeline.age, number, 500)
         optimizer.param_groups[0]["lr"] = 0.1 * scale
 
@@ -70,41 +70,41 @@ BeforeStep = Callable[[int, Optimizer], None]
 
 
 class AsynchronousPipeline(nn.Module):
-    """Trains layers in a row over the ranks of a group, without bubbles.
+    """Engine that trains a list of layers over the ranks of a group, without bubbles.
 
-    Every rank makes the whole model, alike, and keeps the layers of its stage. Ranks of stage 0 are
-    the first of the group, and so on.
+    Every rank creates the same whole model, and keeps the layers of its stage. The first ranks of
+    the group have stage 0, and so on.
 
     Args:
         layers: The model; see `braid.Pipeline`.
         make_optimizer: Function of a stage's parameters that returns an optimizer for them.
         group: Ranks of the pipeline.
-        replicas: Number of ranks of each stage, which take turns with micro-batches; their
-            gradients of a round are averaged. One rank per stage when None.
-        versions: Rule for the weights that the forward of a micro-batch uses: `stash`, the newest
-            of each stage; `vertical_sync`, the one that was the newest of stage 0 when the
-            micro-batch entered; `2bw`, the one before the last.
-        every: Micro-batches of a rank between two steps, whose gradients are averaged; 2bw needs as
-            many as there are stages.
-        balance: Number of layers of each stage; as even as possible when None.
+        replicas: Number of ranks of each stage, which take micro-batches in turn; their gradients
+            of a round are averaged. None for one rank per stage.
+        versions: Rule for the weights in the forward of a micro-batch: `stash`, the newest of each
+            stage; `vertical_sync`, the version that was the newest of stage 0 when the micro-batch
+            entered; `2bw`, the version before the last.
+        every: Number of micro-batches of a rank per step; their gradients are averaged. 2bw needs
+            at least the number of stages.
+        balance: Number of layers of each stage; None for a partition of equal sizes.
         recompute: Micro-batches whose layers run again in backward; see `braid.Pipeline`.
         seed: Seed of the layers' random numbers.
 
     Attributes:
         group: Ranks of the pipeline.
         stage: Number of this rank's stage.
-        age: Steps by which gradients of this stage are old, unless a flush was just before;
-            `stale_lr_scale` turns it into a factor for the learning rate.
+        age: Age in steps of gradients of this stage, unless a flush came shortly before;
+            `stale_lr_scale` converts it to a factor for the learning rate.
         optimizer: Optimizer of this rank's stage.
         num_microbatches: Number of micro-batches so far. Set it when a run is resumed.
         num_steps: Number of steps of this rank so far.
-        staleness: Number of gradients of this rank, by the number of steps that were made between
-            their forward and their own step; measured.
+        staleness: Number of gradients of this rank, by the measured number of steps between their
+            forward and their own step.
 
     Raises:
-        ConfigError: The ranks of all stages are not those of the group, stages share parameters,
-            or an argument does not fit.
-        MismatchError: Ranks have other models or arguments.
+        ConfigError: Numbers of ranks of stages do not add up to the group, stages share parameters,
+            or an argument is invalid.
+        MismatchError: Models or arguments differ between ranks.
     """
 
     def __init__(
@@ -127,18 +127,18 @@ class AsynchronousPipeline(nn.Module):
         counts = tuple(replicas or (1,) * group.size)
         if sum(counts) != group.size:
             msg = (
-                f"replicas={list(counts)} are {sum(counts)} ranks, and the group has "
-                f"{group.size}: give each rank a place"
+                f"replicas={list(counts)} are {sum(counts)} ranks, but the group has "
+                f"{group.size}: assign each rank to a stage"
             )
             raise ConfigError(msg)
         self._counts, self._rule, self._every = counts, versions, every
         self._recompute, self._seed = recompute, seed
-        self.program(1)  # refuses what does not fit
+        self.program(1)  # raises for invalid arguments
         parts = parts_of(self, layers, len(counts), balance)
         refuse_shared(parts)
         idle = [s for s, part in enumerate(parts) if not trained_params(part)]
         if idle:
-            msg = f"stage {idle[0]} has no parameters to train: give it other layers by balance"
+            msg = f"stage {idle[0]} has no parameters to train: assign other layers by balance"
             raise ConfigError(msg)
         self.balance = tuple(map(len, parts))
         arguments = {
@@ -151,15 +151,15 @@ class AsynchronousPipeline(nn.Module):
         }
         table_of(layer for part in parts for layer in part).compare(group, arguments)
         self._placement = placement_of(counts)
-        self.stage = next(s for s, own in enumerate(self._placement) if group.rank in own)
+        self.stage = next(s for s, ranks in enumerate(self._placement) if group.rank in ranks)
         filled = self.program(2 * sum(counts) * every)
         self.age = oldest_ages(filled)[self.stage]
         own_layers = parts[self.stage]
         params = dict.fromkeys(p for layer in own_layers for p in layer.module.parameters())
         self._params = trained_params(own_layers)
         self._versions = WeightVersions(params)
-        own = Stage(self.stage, own_layers, edges_of(parts), versions=self._versions)
-        self._stages = {self.stage: own}
+        stage = Stage(self.stage, own_layers, edges_of(parts), versions=self._versions)
+        self._stages = {self.stage: stage}
         self._messages = Messages(group, next((p.device for p in params), torch.device("cpu")))
         alike = group.split(self.stage) if max(counts) > 1 else None
         if alike is not None and alike.size > 1:
@@ -174,7 +174,7 @@ class AsynchronousPipeline(nn.Module):
 
     @property
     def most_live(self) -> int:
-        """Largest number of versions of this stage's weights that were in memory at a time."""
+        """Largest number of simultaneous versions of this stage's weights in memory."""
         return self._versions.most_live
 
     def train_on(
@@ -188,28 +188,28 @@ class AsynchronousPipeline(nn.Module):
         """Train on micro-batches, up to a flush.
 
         Args:
-            microbatches: Pairs of input and target; all ranks give the same.
+            microbatches: Pairs of input and target; the same on all ranks.
             loss: Function (output, target) that returns the mean loss over samples.
-            count: Number of pairs to take; all when None, if `microbatches` has a length.
-            before_step: Called before each step of this rank with the number of its first
-                micro-batch since the training began, and the optimizer, to set learning rates or
-                clip gradients.
+            count: Number of pairs to use; None for all, if `microbatches` has a length.
+            before_step: Called before each step of this rank, to set learning rates or clip
+                gradients; its arguments are the number of the step's first micro-batch since the
+                training began, and the optimizer.
 
         Returns:
             Losses of the micro-batches, on all ranks, of shape (count,) and dtype float64.
 
         Raises:
-            CommError: Another rank has failed; the message says in which layer and action.
+            CommError: Another rank has failed; the message has its layer and action.
             ConfigError: The count is unknown or not the same on all ranks, or micro-batches are
                 missing.
 
-        Cost: per stage and micro-batch two messages of a boundary's bytes; for each step of a
+        Cost: per stage and micro-batch two messages with the bytes between stages; per step of a
             replicated stage an all_reduce of its gradients; at the end an all_reduce of 8 bytes
-            for each micro-batch.
+            per micro-batch.
         """
         if count is None:
             if not isinstance(microbatches, Sized):
-                msg = "microbatches has no length: say how many to take, as in count=100"
+                msg = "microbatches has no length: pass their number, as in count=100"
                 raise ConfigError(msg)
             count = len(microbatches)
         counts = self.group.all_gather(torch.tensor([count])).tolist()
@@ -251,8 +251,8 @@ class AsynchronousPipeline(nn.Module):
         first = self.num_microbatches
         stream = MicrobatchStream(microbatches, count, seed=self._seed, first=first)
         program = self.program(count)
-        own = program.ranks[self.group.rank]
-        self._versions.begin(a.version for a in own if a.kind == "F")
+        actions = program.ranks[self.group.rank]
+        self._versions.begin(a.version for a in actions if a.kind == "F")
         for param in self._params:
             param.grad = None
 
@@ -269,7 +269,7 @@ class AsynchronousPipeline(nn.Module):
         return self._losses(losses, count)
 
     def _step(self, action: Action, count: int, before_step: BeforeStep | None) -> None:
-        """Make the next version of the weights, of the gradients of all replicas."""
+        """Create the next version of the weights, from the gradients of all replicas."""
         self._replicas.begin()
         self._replicas.launch(action.unit)
         self._replicas.finish(action.unit)
@@ -279,8 +279,8 @@ class AsynchronousPipeline(nn.Module):
             if param.grad is not None and num > 1:
                 param.grad.div_(num)
         if before_step is not None:
-            done = (action.version - 1) * replicas * self._every
-            before_step(self.num_microbatches + done, self.optimizer)
+            num_before = (action.version - 1) * replicas * self._every
+            before_step(self.num_microbatches + num_before, self.optimizer)
         ages = self._versions.step(self._step_in_place)
         self.optimizer.zero_grad()
         self.num_steps += 1
@@ -310,12 +310,12 @@ class AsynchronousPipeline(nn.Module):
         return self.group.all_reduce(all_losses)
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse: a pipeline runs forwards and backwards together."""
+        """Raise, because a pipeline runs forwards and backwards together."""
         msg = "an AsynchronousPipeline is not called: use pipeline.train_on or pipeline.evaluate"
         raise ConfigError(msg)
 
     def extra_repr(self) -> str:
-        """Return what `repr` shows: stage, replicas and rule."""
+        """Return stage, replicas and rule, for `repr`."""
         return (
             f"stage {self.stage} of {len(self._counts)}, replicas {list(self._counts)}, "
             f"versions {self._rule}, balance {list(self.balance)}"

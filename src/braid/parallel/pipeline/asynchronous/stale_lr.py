@@ -1,19 +1,19 @@
-"""Learning rates of stages whose gradients are old: rule T1 of PipeMare.
+"""Learning rates of stages with old gradients: rule T1 of PipeMare.
 
-Problem: the largest rate at which training is stable falls with the age of gradients, as 1 / age. A
-rate that suits the last stage, whose gradients are fresh, makes the first one diverge.
+Problem: the largest rate for stable training decreases with the age of gradients, as 1 / age. A
+rate that suits the last stage, which has fresh gradients, makes the first stage diverge.
 
-Idea: divide the rate of each stage by its age at first, when gradients change most from step to
-step, and let it grow to the whole within K steps:
+Idea: divide the rate of each stage by its age at first, when gradients change most between steps,
+and let it grow to the full rate within K steps:
 
     rate of a stage in step k = rate / max(1, age) ** p,    p = 1 - min(k / K, 1)
 
     age 4, K = 100    1/4 in step 0    1/2 in step 50    1 from step 100 on
 
-Stages whose gradients have age 0 or 1 keep the whole rate.
+Stages with gradients of age 0 or 1 keep the full rate.
 
-Source: B. Yang et al., PipeMare, MLSys 2021, section 3.1. There, ages are parts of a step of N
-micro-batches; here they are steps, since each stage steps on its own.
+Source: B. Yang et al., PipeMare, MLSys 2021, section 3.1. There, ages are fractions of a step of N
+micro-batches; here they are steps, because each stage steps separately.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def stale_lr_scale(age: int, step: int, anneal_steps: int) -> float:
     """Return the factor for the learning rate of a stage with old gradients.
 
     Args:
-        age: Steps by which the stage's gradients are old, as in `AsynchronousPipeline.age`.
+        age: Age of the stage's gradients in steps, as in `AsynchronousPipeline.age`.
         step: Number of steps before this one.
-        anneal_steps: Number of steps after which the rate is whole; 0 for the whole rate always.
+        anneal_steps: Number of steps after which the rate is full; 0 for the full rate always.
 
     Raises:
         ConfigError: A number is negative.

@@ -1,4 +1,4 @@
-"""Micro-batches that are taken from an iterator as a program comes to them."""
+"""Micro-batches that are read from an iterator when a program needs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Taken(NamedTuple):
 
 
 class MicrobatchStream:
-    """A number of micro-batches of an iterator, each of which is read once, in order.
+    """Sequence of micro-batches of an iterator; each is read once, in order.
 
     Args:
         microbatches: Pairs of input and target.
@@ -39,7 +39,7 @@ class MicrobatchStream:
         self._kept: dict[int, _Taken] = {}
 
     def __getitem__(self, i: int) -> Any:
-        """Return the input of a micro-batch, which ends the use of those before it."""
+        """Return the input of a micro-batch, and drop earlier micro-batches."""
         return self._at(i).batch
 
     def target(self, i: int) -> Any:
@@ -51,7 +51,7 @@ class MicrobatchStream:
         return self._at(i).draws
 
     def exhaust(self) -> None:
-        """Read the rest, so that the iterator stands at the same place on all ranks."""
+        """Read the rest, so that the iterator has the same position on all ranks."""
         while self._num_read < self._count:
             self._read()
         self._kept.clear()
@@ -66,14 +66,14 @@ class MicrobatchStream:
     def _read(self) -> None:
         pair = next(self._source, None)
         if pair is None:
-            msg = f"{self._num_read} micro-batches came, and {self._count} were promised"
+            msg = f"{self._num_read} micro-batches came, but {self._count} were promised"
             raise ConfigError(msg)
         try:
             batch, target = pair
         except (TypeError, ValueError) as exc:
             msg = (
                 f"a micro-batch must be a pair of input and target, got {type(pair).__name__}: "
-                "give pairs, as a DataLoader does"
+                "pass pairs, as from a DataLoader"
             )
             raise ConfigError(msg) from exc
         rows, i = num_rows(batch), self._num_read

@@ -1,14 +1,14 @@
-"""Annotations: how operators are split, written at the operators, as in MindSpore.
+"""Annotations of operators with their splits, written at the operators as in MindSpore.
 
     self.first = Shard(torch.matmul, ((4, 1), (1, 1)))     data parallel: rows of X in 4 parts
     self.second = Shard(torch.matmul, ((1, 1), (1, 4)))    model parallel: columns of W in 4 parts
 
-Each input of an operator has the number of parts of each of its dims. The ranks are an array whose
-dims are those parts, in the order in which dims come first among the inputs; ranks that are left
-over are its first dim and hold replicas. The arrays of all operators are refined to one mesh, and
-between operators of different splits the values are moved: here Y is gathered once.
+An annotation has the number of parts of each dim of each input. The ranks form an array whose dims
+are those parts, in the order in which the dims first occur in the inputs; remaining ranks are its
+first dim and hold replicas. The arrays of all operators are refined to one mesh, and values are
+moved between operators with different splits: here Y is gathered once.
 
-Source: MindSpore's operator-level parallelism (its documentation, "shard"); the example is that of
+Source: MindSpore's operator-level parallelism (its documentation, "shard"); the example is from
 OpenMLSys, chapter on distributed training.
 """
 
@@ -39,11 +39,11 @@ Splits = dict[int, tuple[str, ...]]
 
 
 class Shard(nn.Module):
-    """An operator with an annotation, which one process ignores.
+    """Operator with an annotation, which one process ignores.
 
     Args:
         operator: Function of tensors, such as `torch.matmul`, or a module of one operation.
-        strategy: Number of parts of each dim of each input, a module's parameters among them.
+        strategy: Number of parts of each dim of each input, including a module's parameters.
     """
 
     def __init__(self, operator: Callable[..., torch.Tensor], strategy: Strategy) -> None:
@@ -56,7 +56,7 @@ class Shard(nn.Module):
         return self.operator(*inputs)
 
     def extra_repr(self) -> str:
-        """Return what `repr` shows."""
+        """Return the operator and its strategy, for `repr`."""
         return (
             f"{getattr(self.operator, '__name__', type(self.operator).__name__)}, {self.strategy}"
         )
@@ -67,15 +67,17 @@ def strategies_in(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str,
     strategies: dict[str, Strategy] = {
         name: module.strategy for name, module in model.named_modules() if isinstance(module, Shard)
     }
-    own = {text: value for text, value in (plan or {}).items() if isinstance(value, tuple | list)}
+    plan_strategies = {
+        text: value for text, value in (plan or {}).items() if isinstance(value, tuple | list)
+    }
     names = [name for name, _ in model.named_modules()]
-    problems = check_expressions(own, names)
-    for expression, value in own.items() if not problems else ():
+    problems = check_expressions(plan_strategies, names)
+    for expression, value in plan_strategies.items() if not problems else ():
         strategies.update(dict.fromkeys((n for n in names if re.search(expression, n)), value))
-    if strategies and len(own) < len(plan or {}):
-        kinds = [expression for expression in plan or {} if expression not in own]
+    if strategies and len(plan_strategies) < len(plan or {}):
+        kinds = [expression for expression in plan or {} if expression not in plan_strategies]
         problems.append(
-            f"kinds or layouts of weights ({', '.join(map(repr, kinds))}) do not go together with "
+            f"kinds or layouts of weights ({', '.join(map(repr, kinds))}) cannot be combined with "
             f"annotations of operators ({', '.join(strategies)}): annotate these, too"
         )
     raise_all(problems)
@@ -83,23 +85,23 @@ def strategies_in(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str,
 
 
 def check_expressions(expressions: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Return what is wrong with regular expressions of modules: no expression, or no module."""
+    """Return problems of regular expressions: invalid ones, and ones without matches."""
     problems = []
     for expression in expressions:
         try:
             fits = any(re.search(expression, name) for name in names)
         except re.error as exc:
-            problems.append(f"{expression!r} is no regular expression: {exc}")
+            problems.append(f"{expression!r} is not a regular expression: {exc}")
             continue
         if not fits:
-            problems.append(f"{expression!r} fits no module of the model")
+            problems.append(f"{expression!r} matches no module of the model")
     return problems
 
 
 def annotated(
     graph: fx.Graph, strategies: Mapping[str, Strategy], size: int
 ) -> tuple[Mesh, dict[fx.Node, Splits]]:
-    """Return the mesh of annotated operators, and the axes of the labels of each.
+    """Return the mesh of annotated operators, and the axes of each operator's labels.
 
     Args:
         graph: Graph of the whole model.
@@ -107,8 +109,8 @@ def annotated(
         size: Number of ranks.
 
     Raises:
-        ConfigError: An annotation fits no operation or not its inputs, does not divide the ranks,
-            or no mesh has the parts of all; all problems are named.
+        ConfigError: An annotation matches no operation, does not divide the ranks, or no mesh can
+            represent all annotations; the message has all problems.
     """
     problems: list[str] = []
     arrays: dict[fx.Node, tuple[list[int], dict[int, int]]] = {}
@@ -116,7 +118,7 @@ def annotated(
         operator = _operator(graph, name, strategy)
         if operator is None:
             shapes = f"{len(strategy)} inputs of {[len(parts) for parts in strategy]} dims"
-            problems.append(f"{name} has no operation with {shapes}, as its annotation says")
+            problems.append(f"{name} has no operation with {shapes}, as its annotation requires")
             continue
         node, labels = operator
         try:
@@ -131,10 +133,10 @@ def annotated(
 
 
 def mesh_of(arrays: Sequence[Sequence[int]]) -> Mesh:
-    """Return the coarsest mesh whose axes make up the dims of all arrays of ranks.
+    """Return the coarsest mesh with axes that make up the dims of all arrays of ranks.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such mesh.
 
     >>> str(mesh_of([[1, 4, 1, 1], [2, 1, 1, 2]]))
     'a=2,b=2'
@@ -146,7 +148,7 @@ def mesh_of(arrays: Sequence[Sequence[int]]) -> Mesh:
     for small, large in pairwise(ordered):
         if large % small:
             msg = (
-                f"the annotations need ranks in groups of {small} and of {large}, and no mesh has "
+                f"the annotations need ranks in groups of {small} and of {large}, but no mesh has "
                 "both: use numbers of parts that divide each other"
             )
             raise ConfigError(msg)
@@ -155,7 +157,7 @@ def mesh_of(arrays: Sequence[Sequence[int]]) -> Mesh:
 
 
 def _operator(graph: fx.Graph, name: str, strategy: Strategy) -> tuple[fx.Node, Labels] | None:
-    """Return the first operation of a module with as many inputs and dims as its annotation."""
+    """Return the first operation of a module with inputs as in its annotation, and its labels."""
     for node in graph.nodes:
         place = module_of(node) if node.op == "call_function" else None
         if place is None or not (place == name or place.startswith(f"{name}.")):
@@ -172,28 +174,28 @@ def _operator(graph: fx.Graph, name: str, strategy: Strategy) -> tuple[fx.Node, 
 
 
 class _NoLayout:
-    """Stands for the layout of a whole value, for rules that ask for packed blocks."""
+    """Placeholder for the layout of a whole value, for rules that read packed blocks."""
 
     blocks: tuple[int, ...] = ()
 
 
 def _parts(name: str, strategy: Strategy, labels: Labels, size: int) -> dict[int, int]:
-    """Return the number of parts of each label, in the order in which labels come first."""
+    """Return the number of parts of each label, in the order of first occurrence."""
     counts: dict[int, int] = {}
     for index, (parts, dims) in enumerate(zip(strategy, labels.inputs, strict=False)):
         for dim, (count, label) in enumerate(zip(parts, dims, strict=True)):
             if label is None and count > 1:
-                msg = f"{name}: dim {dim} of input {index} must be whole, and gets {count} parts"
+                msg = f"{name}: dim {dim} of input {index} must be whole, but has {count} parts"
                 raise ConfigError(msg)
             if label is not None and counts.setdefault(label, count) != count:
                 msg = (
-                    f"{name}: dim {dim} of input {index} is to have {count} parts, and a dim that "
-                    f"belongs to it {counts[label]}"
+                    f"{name}: dim {dim} of input {index} should have {count} parts, but a dim that "
+                    f"belongs to it has {counts[label]}"
                 )
                 raise ConfigError(msg)
     used = math.prod(counts.values())
     if size % used:
-        msg = f"{name}: {used} parts cannot be laid on {size} ranks"
+        msg = f"{name}: {used} parts cannot be distributed over {size} ranks"
         raise ConfigError(msg)
     return counts
 

@@ -1,4 +1,4 @@
-"""Division of a model by its graph: found or planned layouts, parameters cut, forward replaced."""
+"""Sharding of a model by its graph: finds or uses layouts, slices parameters, replaces forward."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ AXIS = "tp"
 
 
 class Found(NamedTuple):
-    """A division.
+    """Result of sharding a model by its graph.
 
     Attributes:
-        slicings: Division of each parameter, by name.
-        rows: The explanation.
-        whole: Why layers stay whole.
+        slicings: Slicing of each parameter, by name.
+        rows: Rows of the explanation.
+        whole: Why layers are not sharded.
     """
 
     slicings: dict[str, Slicing]
@@ -55,18 +55,18 @@ def divide_by_graph(
     options: InsertionOptions,
     strategies: Mapping[str, Strategy] | None = None,
 ) -> Found:
-    """Divide a model by its graph, in place.
+    """Shard a model by its graph, in place.
 
     Args:
         model: Model, equal on all ranks.
-        group: Ranks that share it.
-        slicings: Division of each parameter, by name; found from the graph when None.
+        group: Ranks that share the model.
+        slicings: Slicing of each parameter, by name; None to find them from the graph.
         inputs: Example of its inputs: a tensor, a tuple by position, or a mapping by name.
-        options: Choices of the pass.
+        options: Options of the pass.
         strategies: Annotations of operators, by the names of their modules, instead of slicings.
 
     Raises:
-        ConfigError: The model cannot be captured or divided; it is as before.
+        ConfigError: The model cannot be captured or sharded; it is unchanged.
     """
     args, kwargs = arguments_of(inputs)
     with ONE_AT_A_TIME:
@@ -84,17 +84,17 @@ def divide_by_graph(
             layouts = {n: _layout(mesh, model.get_parameter(n), s) for n, s in slicings.items()}
         layouts = {other: layout for name, layout in layouts.items() for other in names[name]}
         scheme = Scheme(mesh, layouts, options, strategies or {})
-        done = insert(captured, scheme)  # refuses before anything is changed
+        insertion = insert(captured, scheme)  # raises before anything is changed
     params = dict(model.named_parameters(remove_duplicate=False))
     shapes = {name: tuple(params[name].shape) for name in layouts}
     cut = {name: _slicing(layout) for name, layout in layouts.items()}
     for name, slicing in cut.items():
         slice_param(params[name], slicing, group)
     forward = DividedForward(model, groups_along(mesh, group), scheme, shapes)
-    forward.keep(args, kwargs, captured, lengths, done)
+    forward.keep(args, kwargs, captured, lengths, insertion)
     changes_of(model)
     model.__dict__["forward"] = forward
-    return Found(cut, done.rows, whole)
+    return Found(cut, insertion.rows, whole)
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -107,7 +107,7 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of the parameter that a name means."""
+    """Return all names of the parameter with a given name."""
     same: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         same.setdefault(id(param), []).append(name)

@@ -17,10 +17,10 @@ FILE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 class OperatorCall:
-    """A call of an operation of torch.
+    """Call of an operation of torch.
 
     Attributes:
-        node: Node of the graph.
+        node: Node in the graph.
         name: Name of the operation without overload, such as `aten.add`.
         arguments: Each argument by its name in the schema, with defaults.
     """
@@ -32,15 +32,15 @@ class OperatorCall:
         self.arguments: dict[str, Any] = {}
         for index, argument in enumerate(schema.arguments if schema is not None else ()):
             default = argument.default_value
-            given = node.args[index] if index < len(node.args) else default
-            self.arguments[argument.name] = node.kwargs.get(argument.name, given)
+            argument_value = node.args[index] if index < len(node.args) else default
+            self.arguments[argument.name] = node.kwargs.get(argument.name, argument_value)
 
     def __getitem__(self, name: str) -> Any:
         """Return an argument."""
         return self.arguments[name]
 
     def tensors(self) -> tuple[fx.Node, ...]:
-        """Return the arguments that are tensors, in order, those in lists too."""
+        """Return the tensor arguments, in order, including tensors in lists."""
         return tuple(self._tensors(list(self.arguments.values()) or [*self.node.args]))
 
     def _tensors(self, values: Any) -> Iterator[fx.Node]:
@@ -51,9 +51,9 @@ class OperatorCall:
                 yield from self._tensors(value)
 
     def replace_tensors(self, tensors: Iterable[fx.Node]) -> None:
-        """Put other tensors in the places of `tensors()`, in the same order.
+        """Replace the arguments of `tensors()` by other tensors, in the same order.
 
-        One value that comes several times among the arguments may get a different one each time.
+        A value that occurs several times among the arguments may be replaced differently each time.
         """
         rest = iter(tensors)
 
@@ -88,20 +88,20 @@ def name_of(node: fx.Node) -> str:
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
-    """Return the tensor without data that stands for the whole value of a node."""
+    """Return the meta tensor that represents the whole value of a node."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
 
 
 def shape_of(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
-    """Return the shape of the whole tensor; lengths that vary between steps are symbols."""
+    """Return the shape of the whole tensor; lengths that vary between steps are symbolic."""
     tensor = tensor_of(node)
     assert tensor is not None, f"{node} is a tensor"
     return tuple(tensor.shape)
 
 
 def length_of(size: int | torch.SymInt) -> int:
-    """Return a length, that of the example if it varies between steps."""
+    """Return a length; if it varies between steps, the example's length."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
@@ -109,14 +109,14 @@ def length_of(size: int | torch.SymInt) -> int:
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the name of the innermost module that a node comes from; empty if it is unknown."""
+    """Return the name of the innermost module of a node; empty if it is unknown."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     return str(path).removeprefix("L['self'].").removeprefix("L['self']")
 
 
 def source_of(node: fx.Node) -> str:
-    """Return the innermost line of the program outside of torch that a node comes from."""
+    """Return the innermost line of the program outside of torch that created a node."""
     lines = FILE.findall(node.stack_trace or "")
-    own = [line for line in lines if "/torch/" not in line[0]] or lines
-    return f"{own[-1][0]}:{own[-1][1]}" if own else "an unknown line"
+    user_lines = [line for line in lines if "/torch/" not in line[0]] or lines
+    return f"{user_lines[-1][0]}:{user_lines[-1][1]}" if user_lines else "an unknown line"

@@ -1,8 +1,8 @@
-"""Capture: the graph of a model's forward for some inputs, with whole parameters.
+"""Capture of the graph of a model's forward, with unsharded parameters.
 
-torch.export gives a graph of torch's operations that computes what the model computes, to the last
-bit. Lengths of inputs stay variable where the model allows. A divided model is captured by its
-whole sizes: its parameters are replaced for the moment by ones that take no memory.
+torch.export returns a graph of torch's operations that is bitwise equal to the model. Lengths of
+inputs stay variable if the model allows it. A sharded model is captured with its whole sizes: its
+parameters are temporarily replaced by ones without memory.
 
 Source: torch.export's documentation, "training IR".
 """
@@ -31,7 +31,7 @@ ONE_AT_A_TIME = threading.RLock()  # torch.export has global state, and ranks ma
 
 
 class Captured(NamedTuple):
-    """A graph of a model.
+    """Captured graph of a model.
 
     Attributes:
         module: Graph with parameters and buffers; it takes and returns flat lists.
@@ -53,18 +53,18 @@ def capture(
     kwargs: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Captured:
-    """Return the graph of a model's forward; whoever calls this holds `ONE_AT_A_TIME`.
+    """Return the graph of a model's forward; the caller must hold `ONE_AT_A_TIME`.
 
     Args:
         model: Model; its mode, train or eval, is part of the graph.
         args: Inputs by position.
         kwargs: Inputs by name.
-        shapes: Whole shapes of parameters that are divided, by name.
+        shapes: Whole shapes of sharded parameters, by name.
 
     Raises:
-        ConfigError: torch.export refuses the model, such as one that branches on data.
+        ConfigError: torch.export cannot capture the model, for example because it branches on data.
     """
-    args, kwargs = pytree.tree_map_only(  # an input given twice stays two inputs
+    args, kwargs = pytree.tree_map_only(  # an input that occurs twice becomes two inputs
         torch.Tensor,
         lambda x: x.detach().clone().requires_grad_(x.requires_grad),
         (args, dict(sorted(kwargs.items()))),
@@ -82,8 +82,8 @@ def capture(
             "give a tensor, a tuple by position, or a mapping by name"
         )
         raise ConfigError(msg) from exc
-    own = {**dict(model.named_buffers(remove_duplicate=False))}
-    own.update(model.named_parameters(remove_duplicate=False))
+    named_tensors = {**dict(model.named_buffers(remove_duplicate=False))}
+    named_tensors.update(model.named_parameters(remove_duplicate=False))
     own_hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # not a recomputation's
     with _whole(model, shapes), torch.enable_grad(), own_hooks, functions_seen, _NoFunctions():
         try:
@@ -98,17 +98,17 @@ def capture(
             cache = "; pass use_cache=False among the inputs" if "Cache" in str(exc) else ""
             msg = (
                 f"torch.export cannot capture {type(model).__name__}: {_first_line(exc)}{cache}; "
-                "or divide it without inputs, by a plan of its modules"
+                "or shard it without inputs, by a plan of its modules"
             )
             raise ConfigError(msg) from exc
         module = exported.module()
         assert isinstance(module, fx.GraphModule), "an exported program is a graph"
-        _set_values(module, own)
+        _set_values(module, named_tensors)
     module.graph.set_codegen(fx.graph.CodeGen())
     module = fx.GraphModule(module, module.graph)  # without the exported one's checks of inputs
     for node in module.graph.nodes:
-        if node.op == "get_attr" and str(node.target) in own:
-            _set_attribute(module, str(node.target), own[str(node.target)])
+        if node.op == "get_attr" and str(node.target) in named_tensors:
+            _set_attribute(module, str(node.target), named_tensors[str(node.target)])
     _loosen_views(module.graph)
     _name_dtypes(module.graph)
     _fold_linear(module.graph)
@@ -116,10 +116,10 @@ def capture(
 
 
 class _NoFunctions(FunctionMode):
-    """Refuses autograd.Functions: torch.export keeps their forward, and loses their backward."""
+    """Mode that raises for autograd.Functions, as torch.export would lose their backward."""
 
     def call_function(self, kind: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - refused
-        caller = sys._getframe(2)  # noqa: SLF001 - behind the replaced `apply`
+        caller = sys._getframe(2)  # noqa: SLF001 - caller of the replaced `apply`
         place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
         msg = f"the backward of the autograd.Function {kind.__name__}, called at {place}, is lost"
         raise ConfigError(msg)
@@ -130,36 +130,36 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 
 def _variable(x: torch.Tensor) -> dict[int, Any]:
-    """Return the dims that may have another length; torch.export fixes lengths of 0 and 1."""
+    """Return the dims with variable lengths; torch.export fixes lengths of 0 and 1."""
     from torch.export import Dim  # noqa: PLC0415 - slow
 
     return {dim: Dim.AUTO for dim, size in enumerate(x.shape) if size > 1}
 
 
 def _named_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return dynamic shapes as torch.export wants them: as the arguments of forward."""
+    """Return dynamic shapes in the form of torch.export: by arguments of forward."""
     return inspect.signature(model.forward).bind(*args, **kwargs).arguments
 
 
 @contextmanager
 def _whole(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
-    """Give divided parameters their whole shapes, without memory and gradients."""
+    """Return a context in which sharded parameters have whole shapes, without memory."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    own = {name: (params[name].data, params[name].grad) for name in shapes}
+    saved = {name: (params[name].data, params[name].grad) for name in shapes}
     try:
         for name, shape in shapes.items():
             params[name].grad = None
-            params[name].data = own[name][0].new_zeros(()).expand(shape)
+            params[name].data = saved[name][0].new_zeros(()).expand(shape)
         yield
     finally:
-        for name, (part, _) in own.items():
+        for name, (part, _) in saved.items():
             params[name].data = part
-        for name, (_, grad) in own.items():
+        for name, (_, grad) in saved.items():
             params[name].grad = grad
 
 
 def _set_values(module: fx.GraphModule, own: Mapping[str, torch.Tensor]) -> None:
-    """Note the whole value of each parameter and buffer, without data."""
+    """Record the whole value of each parameter and buffer, without data."""
     for node in module.graph.nodes:
         if node.op == "get_attr" and tensor_of(node) is None:
             tensor = own.get(str(node.target))
@@ -188,14 +188,14 @@ def _set_attribute(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _loosen_views(graph: fx.Graph) -> None:
-    """Let views copy where parts have another order in memory than the whole."""
+    """Replace views by reshapes, since parts may be laid out differently in memory."""
     for node in graph.nodes:
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
 
 
 def _name_dtypes(graph: fx.Graph) -> None:
-    """Convert to dtypes, not to that of another value, which may be split otherwise."""
+    """Convert to dtypes instead of another value's dtype; that value may be split differently."""
     for node in graph.nodes:
         if node.target in {torch.ops.aten.type_as.default, torch.ops.aten.to.other}:
             dtype = node.meta["val"].dtype
@@ -204,7 +204,7 @@ def _name_dtypes(graph: fx.Graph) -> None:
 
 
 def _fold_linear(graph: fx.Graph) -> None:
-    """Write `view, addmm, view` as one linear operation, so that rows keep their dims."""
+    """Replace `view, addmm, view` by one linear operation, so that rows keep their dims."""
     for node in list(graph.nodes):
         call = OperatorCall(node) if node.op == "call_function" else None
         if call is None or call.name != "aten.addmm" or (call["beta"], call["alpha"]) != (1, 1):
@@ -227,7 +227,7 @@ def _fold_linear(graph: fx.Graph) -> None:
 
 
 def _unfolded(x: fx.Node) -> fx.Node | None:
-    """Return the tensor whose rows a matrix has, if it is the view of one."""
+    """Return the tensor of which a matrix is a view with merged rows; None if it is not."""
     if x.op != "call_function" or OperatorCall(x).name not in {"aten.view", "aten.reshape"}:
         return None
     source = x.all_input_nodes[0]
@@ -236,7 +236,7 @@ def _unfolded(x: fx.Node) -> fx.Node | None:
 
 
 def _refolded(node: fx.Node) -> fx.Node | None:
-    """Return the only use of a matrix, if it gives its rows their dims again."""
+    """Return the only use of a matrix, if it splits the rows into dims again; else None."""
     (user, *others) = node.users or (None,)
     if user is None or others or user.op != "call_function":
         return None

@@ -1,8 +1,8 @@
-"""Choice: which labels of an operation are split, given the layouts of its inputs.
+"""Choice of the labels of an operation that are split, given the layouts of its inputs.
 
-Parameters decide first, since they stay where they are; then the largest input. A label that is
-split is split in all inputs that have it; what does not fit is moved. A label that is summed is not
-split where a parameter that is whole has it: the other input is gathered.
+Parameters decide first, since they cannot be moved; then the largest input. A split label is split
+in all inputs that have it; inputs with other layouts are moved. A summed label is not split if a
+whole parameter has it: the other input is gathered.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def choose(
     layout_of: Callable[[fx.Node], Layout],
     planned: AbstractSet[str],
 ) -> tuple[Chosen, list[tuple[fx.Node, str]]]:
-    """Return the labels that are split, and the inputs whose split is not possible, with reasons.
+    """Return the labels that are split, and the inputs with impossible splits, with reasons.
 
     Args:
         call: The operation.
-        xs: Its tensors.
-        labels: Their labels.
-        layout_of: Layout of a tensor.
-        planned: Parameters that are divided, by name.
+        xs: Tensors of the call.
+        labels: Labels of the tensors.
+        layout_of: Function that returns the layout of a tensor.
+        planned: Sharded parameters, by name.
     """
     chosen: dict[int | None, tuple[tuple[str, ...], int]] = {}
     problems: list[tuple[fx.Node, str]] = []
@@ -92,7 +92,7 @@ def indivisible(
 
 
 def is_parameter(x: fx.Node) -> bool:
-    """Whether a value is a parameter or a view of one."""
+    """Return whether a value is a parameter or a view of one."""
     if x.op == "call_function" and len(x.all_input_nodes) == 1:
         return is_parameter(x.all_input_nodes[0])
     return x.op == "get_attr"
@@ -111,7 +111,7 @@ def _indivisible(
     count: int,
     blocks: int,
 ) -> str | None:
-    """Return why a label cannot be split in `count` parts, if so: a length that is no multiple."""
+    """Return why a label cannot be split in `count` parts; None if it can."""
     inputs = [(shape_of(x), dims, blocks) for x, dims in zip(xs, labels.inputs, strict=True)]
     outputs = [
         (tuple(x.shape), dims, 1 if labels.unpacked else blocks)
@@ -121,8 +121,8 @@ def _indivisible(
         for size, other in zip(shape, dims, strict=True):
             if other != label or not isinstance(size, int) or size % (count * packed) == 0:
                 continue
-            each = size // packed if size % packed == 0 else size
-            valid = [n for n in range(1, min(each, MOST_VALID) + 1) if each % n == 0]
+            block_size = size // packed if size % packed == 0 else size
+            valid = [n for n in range(1, min(block_size, MOST_VALID) + 1) if block_size % n == 0]
             lengths = [length_of(s) for s in shape]
             return (
                 f"{module_of(call.node) or 'the model'} has a dim of {size} in {call.name} of "

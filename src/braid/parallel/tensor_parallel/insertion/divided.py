@@ -1,7 +1,8 @@
-"""A model whose forward is its graph, with this rank's parts.
+"""Forward of a sharded model: runs the model's graph with this rank's parts.
 
-The graph is captured anew for another mode of a module, other frozen parameters, dtypes or buffers,
-another structure of inputs, and for lengths that the first capture fixed. What is captured is kept.
+The graph is captured again for another mode of a module, other frozen parameters, dtypes or
+buffers, another structure of inputs, and other lengths that an earlier capture has fixed. Captured
+graphs are kept.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ Lengths = tuple[tuple[int | None, ...] | None, ...]
 
 
 class _Graph(NamedTuple):
-    """A captured graph.
+    """Captured graph with its inputs' lengths.
 
     Attributes:
-        lengths: Length of each dim of each input, None where any fits.
+        lengths: Length of each dim of each input, None for any length.
         module: The graph.
         out_spec: Structure of its outputs.
     """
@@ -50,19 +51,19 @@ class _Graph(NamedTuple):
     def fits(self, leaves: list[Any]) -> bool:
         return all(
             lengths is None
-            or all(n is None or n == own for n, own in zip(lengths, x.shape, strict=True))
+            or all(n is None or n == length for n, length in zip(lengths, x.shape, strict=True))
             for lengths, x in zip(self.lengths, leaves, strict=True)
         )
 
 
 class DividedForward:
-    """The forward of a divided model.
+    """Forward of a sharded model.
 
     Args:
-        model: Model whose parameters are divided.
+        model: Model with sharded parameters.
         groups: Group of each axis.
-        scheme: Layouts of its parameters, and choices of the pass.
-        shapes: Whole shapes of divided parameters.
+        scheme: Layouts of the parameters, and options of the pass.
+        shapes: Whole shapes of sharded parameters.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class DividedForward:
         lengths: Lengths,
         done: Insertion,
     ) -> _Graph:
-        """Keep a graph for inputs like these."""
+        """Keep a graph for inputs of this structure and mode."""
         module = captured.module
         for name, part in done.parts.items():
             if isinstance(part, MoveStep):
@@ -119,30 +120,28 @@ class DividedForward:
             with ONE_AT_A_TIME:
                 captured = capture(self._model, args, kwargs, self._shapes)
                 lengths = lengths_of(captured)
-                done = insert(captured, self._scheme)
+                insertion = insert(captured, self._scheme)
         finally:
             if forward is not None:
                 self._model.__dict__["forward"] = forward
-        return self.keep(args, kwargs, captured, lengths, done)
+        return self.keep(args, kwargs, captured, lengths, insertion)
 
 
 def insert(captured: Captured, scheme: Scheme) -> Insertion:
-    """Change a captured graph into that of a rank, and return what was done.
+    """Change a captured graph into a rank's graph, and return the record of the changes.
 
     Raises:
-        ConfigError: Something cannot be divided, or no rule is known and `strict` is set.
+        ConfigError: A value cannot be sharded, or no rule is known and `strict` is set.
     """
     graph = captured.module.graph
-    done = Insertion(graph, scheme.mesh, scheme.layouts, scheme.options)
+    insertion = Insertion(graph, scheme.mesh, scheme.layouts, scheme.options)
     if scheme.strategies:
-        _, done.forced = annotated(graph, scheme.strategies, scheme.mesh.size)
-    done.run()
-    done.refuse()
-    for name, line in done.unknown.items():
-        warnings.warn(
-            f"no rule says how to divide {name} ({line}): its inputs are gathered", stacklevel=3
-        )
-    return done
+        _, insertion.forced = annotated(graph, scheme.strategies, scheme.mesh.size)
+    insertion.run()
+    insertion.refuse()
+    for name, line in insertion.unknown.items():
+        warnings.warn(f"no rule can shard {name} ({line}): its inputs are gathered", stacklevel=3)
+    return insertion
 
 
 def lengths_of(captured: Captured) -> Lengths:
@@ -158,7 +157,7 @@ def _fixed(x: torch.Tensor) -> tuple[int | None, ...]:
 
 
 def _kind(leaf: Any) -> Any:
-    """Return what a graph depends on besides lengths: 1 is a length of its own."""
+    """Return the properties of an input on which a graph depends; length 1 is a special case."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, leaf.device, leaf.requires_grad, tuple(n == 1 for n in leaf.shape)
     return type(leaf), leaf
@@ -174,28 +173,28 @@ def _autocast(leaves: list[Any]) -> Any:
 
 
 def groups_along(mesh: Mesh, group: Group) -> Groups:
-    """Return the function that finds the group along an axis. A collective."""
+    """Return a function that finds the group along an axis; a collective."""
     if len(mesh.axes) == 1:
         return lambda _: group
-    own = {axis: group.split(mesh.peers(axis, group.rank)[0]) for axis in mesh.axes}
+    groups = {axis: group.split(mesh.peers(axis, group.rank)[0]) for axis in mesh.axes}
 
     def find(axis: str) -> Group:
-        along = own[axis]
-        assert along is not None, "every rank is in a group of its own peers"
+        along = groups[axis]
+        assert along is not None, "every rank is in a group of its peers"
         return along
 
     return find
 
 
 class _ModelState:
-    """Modules and parameters of a divided model: its state besides its inputs.
+    """Modules and parameters of a sharded model, on which its graphs depend.
 
-    A graph holds the parameters themselves. So their values may change in place, and their modes
-    and dtypes lead to a graph of their own; but a parameter or a module that another one has
-    replaced would be left out in silence, and is refused.
+    A graph refers to the parameters. Their values may change in place, and other modes or dtypes
+    lead to another graph; but the graph would silently ignore a replaced parameter or module, so
+    replacements raise an error.
 
     Args:
-        model: The model, after its parameters were divided.
+        model: The model, after its parameters were sharded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -206,7 +205,7 @@ class _ModelState:
         self._params = list(model.parameters())
 
     def key(self) -> Any:
-        """Return what a graph depends on: modes, frozen parameters, dtypes, buffers.
+        """Return the state on which a graph depends: modes, frozen parameters, dtypes, buffers.
 
         Raises:
             ConfigError: A parameter or module has been replaced.
@@ -219,8 +218,8 @@ class _ModelState:
             else:
                 continue
             msg = (
-                f"{name or 'the model'} has {replaced} replaced since parallelize, and its graph "
-                "has those of before: change parameters in place (such as load_state_dict without "
+                f"{name or 'the model'} has {replaced} replaced since parallelize, but its graph "
+                "has the old ones: change parameters in place (such as load_state_dict without "
                 "assign=True), or undivide(model, group) first and parallelize again"
             )
             raise ConfigError(msg)

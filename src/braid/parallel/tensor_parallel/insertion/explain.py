@@ -1,4 +1,4 @@
-"""The explanation of a division: each value that is split, and each collective, as a table.
+"""Explanation of a sharding: a table of split values and collectives.
 
 value             module            operation          layout       collective         bytes  us
 linear_2          model.mlp.up      aten.linear        - | - | tp
@@ -23,7 +23,7 @@ HEAD = ("value", "module", "operation", "layout", "forward", "backward", "bytes"
 
 
 class Text(NamedTuple):
-    """A line of the picture."""
+    """Line of the chart."""
 
     name: str
     layout: str
@@ -36,7 +36,7 @@ class Totals(NamedTuple):
 
     Attributes:
         forward: Number of collectives of each kind forward.
-        backward: The same backward.
+        backward: Number of collectives of each kind backward.
         nbytes: Bytes that a rank receives.
         seconds: Estimated time of all collectives.
     """
@@ -48,7 +48,7 @@ class Totals(NamedTuple):
 
 
 def totals(rows: Sequence[ExplanationRow]) -> Totals:
-    """Return what a step sends, forward and backward."""
+    """Return the collectives of a step, forward and backward."""
     sent = [collective for row in rows for collective in row.collectives]
     return Totals(
         Counter(c.name for c in sent if not c.backward),
@@ -89,9 +89,9 @@ def _cells(row: ExplanationRow) -> tuple[str, ...]:
 
 
 def to_svg(rows: Sequence[ExplanationRow], width: int = 900) -> str:
-    """Draw the rows as SVG, from top to bottom: boxes of values, arrows of what is sent.
+    """Draw the rows as SVG, from top to bottom: boxes of values, arrows of messages.
 
-    Values of one module that have the same layout are one box.
+    Consecutive values of a module with the same layout share one box.
     """
     lines = [
         Text(f"{name}  {row.operation.removeprefix('aten.')}", str(row.layout), _colour(row), sent)
@@ -106,7 +106,7 @@ def to_svg(rows: Sequence[ExplanationRow], width: int = 900) -> str:
 
 
 def _merged(rows: Sequence[ExplanationRow]) -> list[tuple[ExplanationRow, str, str]]:
-    """Return the rows that are drawn, with their names and what they send."""
+    """Return the rows to draw, with their names and messages."""
     drawn: list[tuple[ExplanationRow, str, str]] = []
     last: tuple[str, str] | None = None
     for row in rows:
@@ -143,11 +143,11 @@ def _drawn(line: Text, top: float, width: int) -> str:
 
 
 class Division(dict[str, str]):
-    """Kind of each module that is divided, by name.
+    """Kind of each sharded module, by name.
 
     Attributes:
-        rows: Values that are split, and collectives; empty if the model is divided by modules.
-        whole: Why layers stay whole, by the pattern of their names.
+        rows: Split values and collectives; empty if the model is sharded by modules.
+        whole: Why layers are not sharded, by the pattern of their names.
     """
 
     def __init__(
@@ -164,10 +164,10 @@ class Division(dict[str, str]):
         """Return a table of values, layouts and messages, with bytes and costs."""
         if not self.rows:
             lines = [f"{name}  {kind}" for name, kind in self.items()]
-            return "\n".join([*lines, "pass inputs= to see what is sent"])
+            return "\n".join([*lines, "pass inputs= to see the collectives"])
         reasons = [f"whole: {name}: {why}" for name, why in self.whole.items()]
         return "\n".join([table(self.rows), *reasons])
 
     def to_svg(self) -> str:
-        """Return the picture of the same: a line for each value, coloured by its layout."""
+        """Return the table as an SVG chart: a line per value, colored by its layout."""
         return to_svg(self.rows)

@@ -1,12 +1,12 @@
-"""The pass: a layout for each value of a graph, and the collectives between them.
+"""The insertion pass: a layout for each value of a graph, and the collectives between them.
 
     1. parameters have the layouts of a plan; inputs are whole
-    2. operations are visited in order; their rule says which dims belong together
-    3. an input whose layout does not fit is moved, and a partial result is reduced at once
-    4. whole values that meet parts become varying: f, whose backward adds their gradients
+    2. operations are visited in order; their rule defines which dims belong together
+    3. an input with another layout is moved, and a partial result is reduced immediately
+    4. whole values that meet split values become varying: f, with a backward that sums gradients
 
-The graph then computes this rank's parts, on plain tensors: no subclass, nothing is decided while
-it runs.
+The graph then computes this rank's parts on plain tensors: it needs no tensor subclass, and takes
+no decisions at run time.
 
 Sources: Y. Xu et al., GSPMD, arXiv:2105.04663 (2021); M. Shoeybi et al., Megatron-LM (2019);
 V. A. Korthikanti et al. (2022) for sequences.
@@ -57,25 +57,26 @@ DRAWING = {
 
 
 class Insertion:
-    """Layouts and moves of a graph.
+    """Insertion of layouts and moves into a graph.
 
     Args:
-        graph: Graph of the whole model, which is changed in place.
+        graph: Graph of the whole model; it is changed in place.
         mesh: Named axes.
-        params: Layouts of parameters that are divided, by name.
-        options: See there.
+        params: Layouts of sharded parameters, by name.
+        options: Options of the pass.
 
     Attributes:
-        layouts: Layout of each value, or of each of several.
-        parts: Modules to be made for the graph, by name.
-        rows: The explanation.
+        layouts: Layout of each value, or a list for nodes with several values.
+        parts: Modules to create for the graph, by name.
+        rows: Rows of the explanation.
         conflicts: Values that had to be gathered.
-        unknown: Operations without a rule that met parts, with their source lines.
-        origins: Parameters whose division splits a value.
+        unknown: Operations without a rule and with split inputs, with their source lines.
+        origins: Parameters with shards that cause a value to be split.
         gathered: Outputs of the model that are gathered, with their origins.
-        copies: Values that moves have put beside others.
-        choose: Called before each operation, to give its parameters layouts; None if all have.
-        forced: Axes of the labels of operations that have an annotation.
+        copies: Values that moves have inserted.
+        choose: Called before each operation, to assign layouts to its parameters; None if all
+            parameters have layouts.
+        forced: Axes of the labels of annotated operations.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Insertion:
         self._has_grad: dict[fx.Node, bool] = {}
 
     def run(self) -> None:
-        """Visit all nodes in order."""
+        """Process all nodes in order."""
         for node in list(self.graph.nodes):
             match node.op:
                 case "placeholder":
@@ -113,7 +114,7 @@ class Insertion:
                 case _:
                     self._visit(node)
         for node in self.graph.nodes:
-            if node.target in DRAWING:  # so that random numbers keyed by elements are seen
+            if node.target in DRAWING:  # so that modes for keyed random numbers intercept them
                 node.target = DRAWING[node.target]
 
     # one layout -----------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ class Insertion:
         return Layout(self.mesh, ((),) * num_dims)
 
     def convert(self, node: fx.Node, target: Layout, reason: str, user: fx.Node) -> fx.Node:
-        """Return a value in a layout; moves are put in front of its user."""
+        """Return a value in a layout; moves are inserted before its user."""
         source = self.layout(node)
         if source == target:
             return node
@@ -146,7 +147,7 @@ class Insertion:
         return moved
 
     def _moves(self, node: fx.Node, target: Layout) -> fx.Node:
-        """Insert the moves to a layout at the place of insertion."""
+        """Insert the moves to a layout at the current position."""
         tensor = tensor_of(node)
         assert tensor is not None, f"{node} is a tensor"
         shape = tuple(length_of(size) for size in tensor.shape)
@@ -177,7 +178,7 @@ class Insertion:
         layout: Layout,
         collectives: tuple[StepCollective, ...] = (),
     ) -> fx.Node:
-        """Put a call of a module in the place of an operation, and return it."""
+        """Replace an operation by a call of a module, and return the call."""
         node = call.node
         with self.graph.inserting_before(node):
             new = self.emit(node.name, part, tuple(args), node)
@@ -189,16 +190,16 @@ class Insertion:
         return new
 
     def has_grad(self, node: fx.Node) -> bool:
-        """Whether gradients flow back to a value."""
+        """Return whether gradients flow back to a value."""
         return self._has_grad.get(node, False)
 
     def emit(self, name: str, part: Part, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-        """Insert a call of a module that is made later."""
+        """Insert a call of a module that is created later."""
         name = f"parts.{name}"
         while name in self.parts:
             name += "_"
         self.parts[name] = part
-        node = self.graph.create_node("call_module", name, args)  # made when the pass is done
+        node = self.graph.create_node("call_module", name, args)  # created after the pass
         node.meta = dict(like.meta)
         return node
 
@@ -264,7 +265,7 @@ class Insertion:
         elif all(self._is_plain(x) for x in xs) or call.name in SHAPES_ONLY:
             self._set_whole(node, xs)
         elif call.name in SPECIAL and SPECIAL[call.name](self, call):
-            pass  # replaced by a part of its own
+            pass  # replaced by a module
         elif (labels := self._labels(call, xs)) is not None:
             self._apply(call, xs, labels)
         else:
@@ -274,7 +275,7 @@ class Insertion:
             note_write(self, OperatorCall(node) if node in self.layouts else call)
 
     def _labels(self, call: OperatorCall, xs: Sequence[fx.Node]) -> Labels | None:
-        """Return the labels of an operation; None if no rule knows these inputs."""
+        """Return the labels of an operation; None if no rule supports these inputs."""
         rule = rule_of(call)
         labels = rule(call, [self.layout(x) for x in xs]) if rule is not None else None
         if labels is None or list(map(len, labels.inputs)) != [len(shape_of(x)) for x in xs]:
@@ -282,7 +283,7 @@ class Insertion:
         return labels
 
     def change(self, values: AbstractSet[fx.Node], node: fx.Node) -> None:
-        """Note that an operation has changed values in place: their moves are those of before."""
+        """Record that an operation has changed values in place; their earlier moves are stale."""
         for x in values:
             self._has_grad[x] = self._has_grad.get(x, False) or self._has_grad.get(node, False)
             self.origins[x] = self.origins.get(x, frozenset()) | self.origins.get(node, frozenset())
@@ -307,7 +308,7 @@ class Insertion:
         call, inputs = OperatorCall(node), []
         for x in xs:
             moved = self.convert(x, self.whole(len(self.layout(x).dims)), reason, node)
-            if moved is not x and draws(call):  # in the order in which a whole value lies
+            if moved is not x and draws(call):  # in the memory order of a whole value
                 with self.graph.inserting_before(node):
                     ordered = self.graph.call_function(torch.ops.aten.contiguous.default, (moved,))
                 ordered.meta = dict(x.meta)
@@ -324,7 +325,7 @@ class Insertion:
             self._carry(node, (source,))
 
     def _size(self, node: fx.Node, call: OperatorCall) -> None:
-        """Let sizes be those of whole values."""
+        """Multiply the sizes of a node, so that they refer to whole values."""
         x, dim = call["self"], call["dim"]
         count = self.count(self.layout(x).dims[dim])
         if count > 1:
@@ -346,11 +347,11 @@ class Insertion:
         labels: Labels,
         forced: Mapping[int, tuple[str, ...]] | None = None,
     ) -> None:
-        """Give the inputs of an operation layouts that fit its labels, and its outputs theirs."""
+        """Convert the inputs of an operation to layouts of its labels, and set its outputs'."""
         node = call.node
         chosen: Chosen
         if forced is None:
-            written = written_by(call)  # stays where it is; the other inputs are moved
+            written = written_by(call)  # is not moved; the other inputs are
             kept = self.layout if written is None else self._only(written)
             chosen, problems = choose(call, xs, labels, kept, set(self._params))
         else:
@@ -393,7 +394,7 @@ class Insertion:
                 self._add(total, bias, channels=call.name.startswith("aten.conv"))
 
     def _only(self, x: fx.Node) -> Callable[[fx.Node], Layout]:
-        """Return the layouts of values, as if all but one were whole."""
+        """Return a function for layouts of values, which treats all but one value as whole."""
         return lambda y: self.layout(y) if y is x else self.whole(len(shape_of(y)))
 
     def _target(
@@ -404,8 +405,8 @@ class Insertion:
         has_grad: bool,
     ) -> Layout:
         split = [chosen.get(label, ((), 1)) if label is not None else ((), 1) for label in dims]
-        own = {axis for axes, _ in split for axis in axes}
-        varying = tuple(moving - own) if has_grad else ()
+        split_axes = {axis for axes, _ in split for axis in axes}
+        varying = tuple(moving - split_axes) if has_grad else ()
         blocks = tuple(count for _, count in split)
         return Layout(self.mesh, tuple(axes for axes, _ in split), (), varying, blocks)
 
@@ -423,7 +424,7 @@ class Insertion:
         return Layout(self.mesh, layout.dims, summed, layout.varying, blocks)
 
     def _set_sizes(self, call: OperatorCall, labels: Labels, chosen: Chosen) -> None:
-        """Let sizes among the arguments be those of this rank's part."""
+        """Divide sizes among the arguments, so that they refer to this rank's part."""
 
         def part(size: Any, label: int | None) -> Any:
             count = self.count(chosen[label][0]) if label in chosen else 1
@@ -465,7 +466,7 @@ class Insertion:
         return moved
 
     def _add(self, total: fx.Node, bias: fx.Node, *, channels: bool) -> None:
-        """Add a bias to a sum; that of a convolution lies along dim 1."""
+        """Add a bias to a sum; a convolution's bias is along dim 1."""
         users = list(total.users)
         with self.graph.inserting_before(total.next):
             if channels:
@@ -481,19 +482,19 @@ class Insertion:
         self._visit(added)
 
     def refuse(self) -> None:
-        """Raise ConfigError for what cannot be meant: all problems of the graph."""
+        """Raise ConfigError with all conflicts that cannot be resolved."""
         problems = [conflict.reason for conflict in self.conflicts if conflict.refused]
         if self.options.strict and self.unknown:
             named = ", ".join(f"{name} ({line})" for name, line in self.unknown.items())
             problems.append(
-                f"no rule says how to divide {named}: pass strict=False to gather the inputs, or "
-                "leave the layers in front whole"
+                f"no rule can shard {named}: pass strict=False to gather the inputs, or "
+                "do not shard the layers before them"
             )
         raise_all(problems)
 
 
 def _is_gathered(source: Layout, target: Layout) -> bool:
-    """Whether a move puts parts together."""
+    """Return whether a move gathers split dims."""
     return any(
         set(before) - set(after) for before, after in zip(source.dims, target.dims, strict=True)
     )

@@ -1,10 +1,10 @@
-"""Labels of dims: which dims of inputs and outputs of an operation belong together.
+"""Labels of dims, which define the dims of inputs and outputs that belong together.
 
     linear      x [b, t, k]   weight [n, k]   bias [n]      ->  y [b, t, n]      k is summed
     softmax     x [b, h, t, None]                           ->  y [b, h, t, None]
 
-Dims with one label may be split along the same axes, and the operation is then done on the parts.
-A dim without a label must be whole. If a label that is summed is split, the output is partial.
+Dims with the same label may be split along the same axes; the operation is then computed on the
+parts. A dim without a label must be whole. If a summed label is split, the output is partial.
 
 Source: the named dims of Mesh-TensorFlow (N. Shazeer et al., 2018); the letters of einsum.
 """
@@ -25,13 +25,13 @@ class Labels:
     """Labels of an operation.
 
     Attributes:
-        inputs: Labels of each tensor among the arguments.
+        inputs: Labels of each tensor argument.
         outputs: Labels of each output.
-        summed: Labels over which the operation adds.
-        sizes: Argument that lists sizes of the first output, if there is one.
-        counts: Arguments that are lengths of a label, and it.
-        unpacked: Whether packed blocks of the input are dims or tensors of their own afterwards.
-        added: Number of the input that is added to the sum, such as a bias; None if there is none.
+        summed: Labels over which the operation sums.
+        sizes: Argument that lists sizes of the first output, if any.
+        counts: Arguments that are lengths of a label, with the label.
+        unpacked: Whether packed blocks of the input become dims or separate tensors.
+        added: Index of the input that is added to the sum, such as a bias; None if there is none.
     """
 
     inputs: list[Dims]
@@ -44,7 +44,7 @@ class Labels:
 
 
 def equal(a: Size, b: Size) -> bool:
-    """Whether two sizes are equal for any input."""
+    """Return whether two sizes are equal for any input."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     from torch.fx.experimental.symbolic_shapes import (  # noqa: PLC0415 - imports sympy
@@ -55,15 +55,15 @@ def equal(a: Size, b: Size) -> bool:
 
 
 def kept(num_dims: int, whole: Sequence[int] = ()) -> Dims:
-    """Return labels of a tensor whose dims stay, but for some that must be whole."""
+    """Return labels of a tensor that keeps its dims, without labels for dims that must be whole."""
     away = {dim % num_dims for dim in whole} if num_dims else set()
     return tuple(None if dim in away else dim for dim in range(num_dims))
 
 
 def broadcast(shapes: Sequence[Sequence[Size]], out: Sequence[Size]) -> list[Dims]:
-    """Return labels of tensors that are broadcast to one shape: its dims are 0, 1, ...
+    """Return labels of tensors that are broadcast to one shape with labels 0, 1, ...
 
-    Dims of length 1 that are stretched have no label.
+    Dims of length 1 that are expanded have no label.
     """
     labels = []
     for shape in shapes:
@@ -78,7 +78,7 @@ def broadcast(shapes: Sequence[Sequence[Size]], out: Sequence[Size]) -> list[Dim
 
 
 def grouped(before: Sequence[Size], after: Sequence[Size]) -> list[tuple[list[int], list[int]]]:
-    """Return which dims of a shape become which dims of another with as many elements.
+    """Return groups of dims of a shape, and the dims of another shape with the same elements.
 
     >>> grouped((2, 12, 5), (2, 3, 4, 5))
     [([0], [0]), ([1], [1, 2]), ([2], [3])]
@@ -114,7 +114,7 @@ def _product(shape: Sequence[Size], dims: Sequence[int]) -> Size:
 
 
 def _fewer(a: Size, b: Size) -> bool:
-    """Whether one product is less than another, by the example's sizes if they vary."""
+    """Return whether a product is less than another; varying sizes use the example's."""
     return _hint(a) < _hint(b)
 
 

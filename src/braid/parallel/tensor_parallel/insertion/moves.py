@@ -1,4 +1,4 @@
-"""Moves: the collectives between two layouts of a value, forward with the matching one backward.
+"""Moves between two layouts of a value: collectives forward, with the matching ones backward.
 
     from          to            forward           backward
     partial       whole         all_reduce        -                   g
@@ -9,7 +9,7 @@
     split         varying       all_gather        reduce_scatter
     split         other dim     all_to_all        all_to_all
 
-A move is a module, so that it has a name in the code of the graph. Its costs are those of
+A move is a module, so that it has a name in the code of the graph. Its costs are the costs of
 `redistribute`, with the bytes that a rank receives.
 
 Source: M. Shoeybi et al., Megatron-LM, 2019, section 3; for the two kinds of replicas see `Layout`.
@@ -47,14 +47,14 @@ Groups = Callable[[str], Group]
 
 @dataclass(frozen=True)
 class StepCollective:
-    """One collective of a step, for tables.
+    """Collective of a step, for tables.
 
     Attributes:
         name: Name of the operation.
         axis: Axis of the mesh along which ranks communicate.
         nbytes: Bytes that a rank receives.
         seconds: Estimated time.
-        backward: Whether it is done backward.
+        backward: Whether it runs in backward.
     """
 
     name: str
@@ -66,15 +66,15 @@ class StepCollective:
 
 @dataclass(frozen=True)
 class MoveStep:
-    """One move.
+    """Step of a move between layouts.
 
     Attributes:
-        kind: Name of the operation forward, or `f`.
+        kind: Name of the forward operation, or `f`.
         axis: Axis of the mesh.
         dim: Dim that is gathered, split or exchanged; None if the move has none.
-        to_dim: Dim that is split afterwards; None if none is.
+        to_dim: Dim that is split afterwards; None if there is none.
         blocks: Number of packed blocks of the dim.
-        varying: Whether gradients of the result are terms of a sum.
+        varying: Whether gradients of the result are partial sums.
         has_grad: Whether gradients flow back.
         collectives: Collectives forward and backward.
     """
@@ -90,7 +90,7 @@ class MoveStep:
 
 
 class Move(nn.Module):
-    """A step between layouts, carried out."""
+    """Module that executes a step between layouts."""
 
     def __init__(self, step: MoveStep, group: Group) -> None:
         super().__init__()
@@ -101,13 +101,13 @@ class Move(nn.Module):
         """Return the value in the layout after the step."""
         if self.step.has_grad:
             return self._moved(x)
-        with torch.no_grad():  # collectives have gradients in any case, so that all ranks take part
+        with torch.no_grad():  # collectives always have gradients, so that all ranks take part
             return self._moved(x)
 
     def _moved(self, x: torch.Tensor) -> torch.Tensor:
         group, step = self.group, self.step
-        given = step.to_dim if step.dim is None else step.dim
-        dim = 0 if given is None else given
+        step_dim = step.to_dim if step.dim is None else step.dim
+        dim = 0 if step_dim is None else step_dim
         match step.kind:
             case "f":
                 return identity_forward_all_reduce_backward(group, x)
@@ -141,7 +141,7 @@ class Move(nn.Module):
         return torch.cat(list(stacked), source)
 
     def extra_repr(self) -> str:
-        """Return what `repr` shows."""
+        """Return the step, for `repr`."""
         dims = [str(dim) for dim in (self.step.dim, self.step.to_dim) if dim is not None]
         return f"{self.step.kind} over {self.step.axis}" + (
             f", dim {' -> '.join(dims)}" if dims else ""
@@ -163,12 +163,12 @@ def steps_between(
         shape: Shape of the whole value.
         itemsize: Bytes of an element.
         source: Layout of the value.
-        target: Layout afterwards; it may vary along more axes than the source, not fewer.
+        target: Layout afterwards; its varying axes include the source's.
         costs: Costs of each axis.
         has_grad: Whether gradients flow back.
     """
     lost = [axis for axis in source.varying if axis not in (*target.varying, *_axes(target))]
-    assert not lost, f"gradients along {lost} are terms of a sum, and would be taken as whole"
+    assert not lost, f"gradients along {lost} are partial sums, and would be treated as whole"
     price = _Price(shape, itemsize, source.mesh.axes, costs, has_grad=has_grad)
     price.share(source)
     if source.blocks and source.blocks != target.blocks:
@@ -178,21 +178,21 @@ def steps_between(
         )
         source = replace(source, dims=rest, blocks=())
     first, last = (replace(layout, varying=(), blocks=()) for layout in (source, target))
-    done: set[str] = set()
+    finished_axes: set[str] = set()
     for step in plan(shape, itemsize, first, last, dict(costs)).steps:
         to = step.target_dim if step.move in {"slice", "reduce_scatter", "all_to_all"} else None
         blocks = target.blocks[to] if to is not None and target.blocks else 1
         varying = step.axis in target.varying
         yield price.step(step.move, step.axis, step.source_dim, to, blocks, varying=varying)
-        done.add(step.axis)
+        finished_axes.add(step.axis)
         price.share(step.layout)
     for axis in target.varying:
-        if axis not in {*done, *source.varying} and source.mesh.axes[axis] > 1:
+        if axis not in {*finished_axes, *source.varying} and source.mesh.axes[axis] > 1:
             yield price.step("f", axis, None, None, 1, varying=True)
 
 
 class _Price:
-    """Bytes and seconds of steps for one value."""
+    """Calculator of the bytes and seconds of steps for one value."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class _Price:
         self._split: tuple[str, ...] = ()
 
     def share(self, layout: Layout) -> None:
-        """Note the layout before the next step: a rank has a part only along its other axes."""
+        """Record the layout before the next step: along its axes, a rank has a part only."""
         self._split = tuple(axis for axes in layout.dims for axis in axes)
 
     def step(
@@ -243,7 +243,7 @@ class _Price:
 
 
 def _unpacked(source: Layout, target: Layout, price: _Price) -> Iterator[MoveStep]:
-    """Yield the gathering of dims of packed blocks, which no other move understands."""
+    """Yield the moves that gather dims of packed blocks, which other moves do not support."""
     for dim, (axes, count) in enumerate(zip(source.dims, source.blocks, strict=True)):
         if count > 1 and axes:
             if len(axes) > 1:

@@ -1,13 +1,13 @@
-"""Pairing: which layers are divided, found from the graph.
+"""Pairing: search of the layers to shard, by the graph.
 
-    column    a linear layer whose input is whole, until a value must be gathered
-    row       a linear layer whose inputs are split
-    vocab     an embedding that shares its rows with the last layer, or has very many
+    column    a linear layer with a whole input, if no value must be gathered later
+    row       a linear layer with split inputs
+    vocab     an embedding that shares its rows with the last layer, or has many rows
 
-The graph is tried: where a split value would have to be gathered, the layers that split it stay
-whole, and the graph is tried again. Layers whose names differ in numbers only are divided alike.
+The pass is tried on the graph: if a split value must be gathered, the layers that cause the split
+are not sharded in the next trial. Layers with names that differ only in numbers are treated alike.
 
-Source: the idea of a choice by trial is that of Alpa's intra-operator pass (L. Zheng et al., OSDI
+Source: choice by trial as in Alpa's intra-operator pass (L. Zheng et al., OSDI
 2022), here with the one pattern of Megatron-LM.
 """
 
@@ -29,22 +29,22 @@ from braid.programs.layout import Layout, Mesh
 
 __all__ = ["Pairing", "pair"]
 
-MANY_ROWS = 16_384  # of an embedding, for which an all_reduce pays off
-LARGE_HEAD = 1_024  # outputs that are gathered at the end
+MANY_ROWS = 16_384  # rows of an embedding above which an all_reduce pays off
+LARGE_HEAD = 1_024  # outputs above which gathering them at the end pays off
 KEEP_SHAPE = {"aten.detach", "aten.to", "aten.clone"}
 TURN = {"aten.t", "aten.numpy_T", "aten.transpose", "aten.permute"}
 
 
 class Pairing(NamedTuple):
-    """Layouts of parameters that were found.
+    """Found layouts of parameters.
 
     Attributes:
-        layouts: Layout of each divided parameter, by name.
-        left: Why layers stay whole, by the pattern of their names.
+        layouts: Layout of each sharded parameter, by name.
+        whole: Why layers are not sharded, by the pattern of their names.
     """
 
     layouts: dict[str, Layout]
-    left: dict[str, str]
+    whole: dict[str, str]
 
 
 def pair(graph: fx.Graph, mesh: Mesh, axis: str, options: InsertionOptions) -> Pairing:
@@ -53,11 +53,11 @@ def pair(graph: fx.Graph, mesh: Mesh, axis: str, options: InsertionOptions) -> P
     Args:
         graph: Graph of the whole model; it is not changed.
         mesh: Named axes.
-        axis: Axis along which layers are divided.
-        options: Choices of the pass.
+        axis: Axis along which layers are sharded.
+        options: Options of the pass.
 
     Raises:
-        ConfigError: No layer can be divided.
+        ConfigError: No layer can be sharded.
     """
     whole: dict[str, str] = {}
     while True:
@@ -72,19 +72,19 @@ def pair(graph: fx.Graph, mesh: Mesh, axis: str, options: InsertionOptions) -> P
             whole[pattern_of(name)] = problem.reason
     if not chooser.layouts:
         reasons = "; ".join(f"{name}: {why}" for name, why in {**chooser.odd, **whole}.items())
-        none = "it has no linear layer, convolution or large embedding that could be"
-        msg = f"no layer can be divided over {mesh.axes[axis]} ranks ({reasons or none})"
+        none = "it has no linear layer, convolution or large embedding of a divisible size"
+        msg = f"no layer can be sharded over {mesh.axes[axis]} ranks ({reasons or none})"
         raise ConfigError(msg)
     return Pairing(chooser.layouts, {**chooser.odd, **whole})
 
 
 def pattern_of(name: str) -> str:
-    """Return the name of a parameter without the numbers of layers."""
+    """Return the name of a parameter with layer numbers replaced by `*`."""
     return re.sub(r"\b\d+\b", "*", name)
 
 
 class _Chooser:
-    """Decides, when the pass comes to a layer, whether it is divided."""
+    """Chooser that decides, when the pass reaches a layer, whether it is sharded."""
 
     def __init__(self, mesh: Mesh, axis: str, whole: Mapping[str, str], tied: set[str]) -> None:
         self.layouts: dict[str, Layout] = {}
@@ -145,7 +145,7 @@ class _Chooser:
             self._put(insertion, bias, Layout(self._mesh, ((self._axis,),), (), (), (blocks,)))
 
     def small_head(self, trial: Insertion) -> Conflict | None:
-        """Return the conflict of an output that is gathered without need."""
+        """Return the conflict of an output that is too small to be worth gathering."""
         for node, origins in trial.gathered.items():
             small = frozenset(
                 name
@@ -163,12 +163,12 @@ class _Chooser:
     def _set(
         self, insertion: Insertion, chain: list[fx.Node], dim: int | None, blocks: int = 1
     ) -> None:
-        """Set the layouts of a parameter and of its turned views, the weight of an operation first.
+        """Set the layouts of a parameter and its views, and of transposed ones.
 
         Args:
             insertion: The pass.
-            chain: The weight, and what it is a view of, down to the parameter.
-            dim: Dim of the weight that is split; None if the parameter has its layout already.
+            chain: The weight of an operation and the values it is a view of, the parameter last.
+            dim: Dim of the weight to split; None if the parameter has its layout already.
             blocks: Number of packed blocks of this dim.
         """
         if dim is None:
@@ -200,7 +200,7 @@ def _turned(layout: Layout) -> Layout:
 
 
 def _chain(weight: fx.Node) -> list[fx.Node] | None:
-    """Return a weight and what it is a view of, down to the parameter; None if there is none."""
+    """Return a weight and the values it is a view of, the parameter last; None if there is none."""
     chain = [weight]
     while chain[-1].op != "get_attr":
         node = chain[-1]
@@ -215,7 +215,7 @@ def _chain(weight: fx.Node) -> list[fx.Node] | None:
 
 
 def _packed(node: fx.Node, size: int) -> int:
-    """Return the number of packed matrices of a layer, by the first operation that takes it apart.
+    """Return the number of packed matrices of a layer, by the first operation that splits it.
 
     Args:
         node: Output of the layer.

@@ -1,4 +1,4 @@
-"""Input and output of the pass: choices, rows of the explanation, conflicts."""
+"""Input and output of the pass: options, rows of the explanation, conflicts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Conflict", "ExplanationRow", "InsertionOptions", "Scheme"]
 
 @dataclass(frozen=True)
 class InsertionOptions:
-    """Choices of the pass.
+    """Options of the pass.
 
     Attributes:
-        sequence: Whether values between divided layers are split along dim 1.
-        strict: Whether an operation without a rule that meets parts is an error.
+        sequence: Whether values between sharded layers are split along dim 1.
+        strict: Whether an operation without a rule and with split inputs is an error.
         gather_outputs: Whether the outputs of the model are whole on each rank.
         costs: Costs of each axis.
     """
@@ -33,12 +33,12 @@ class InsertionOptions:
 
 @dataclass(frozen=True)
 class Scheme:
-    """Division of a model.
+    """Plan for sharding a model.
 
     Attributes:
         mesh: Named axes.
-        layouts: Layout of each divided parameter, by each of its names.
-        options: Choices of the pass.
+        layouts: Layout of each sharded parameter, by each of its names.
+        options: Options of the pass.
         strategies: Annotations of operators, by the names of their modules.
     """
 
@@ -50,12 +50,12 @@ class Scheme:
 
 @dataclass(frozen=True)
 class ExplanationRow:
-    """A line of the explanation.
+    """Row of the explanation.
 
     Attributes:
         node: Name of the value.
-        module: Module that it comes from.
-        operation: Operation, or the move.
+        module: Module of the value.
+        operation: Operation or move.
         layout: Layout of the value.
         collectives: Collectives forward and backward.
     """
@@ -69,13 +69,13 @@ class ExplanationRow:
 
 @dataclass(frozen=True)
 class Conflict:
-    """A split value that had to be gathered.
+    """Split value that had to be gathered.
 
     Attributes:
-        node: Operation that needs it whole.
-        origins: Parameters whose division led to it.
-        reason: Why.
-        refused: Whether it cannot be meant, such as heads that do not divide.
+        node: Operation that needs the whole value.
+        origins: Parameters with shards that led to the conflict.
+        reason: Reason.
+        refused: Whether it is an error, for example heads that cannot be divided.
     """
 
     node: fx.Node

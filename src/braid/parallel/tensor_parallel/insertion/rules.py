@@ -1,14 +1,14 @@
-"""Rules: the labels of each operation, in families.
+"""Rules: the labels of each operation, by families.
 
     pointwise     dims of the result, broadcast               add, gelu, where, dropout, to, ...
-    contraction   rows and columns; what is summed            linear, matmul, bmm, conv, einsum
-    along dims    some dims whole, the others stay            softmax, norms, cumsum, topk, cat
-    reduction     some dims away; sums may be split           sum, mean, amax
+    contraction   rows and columns; summed dims               linear, matmul, bmm, conv, einsum
+    along dims    some dims whole, the others unchanged       softmax, norms, cumsum, topk, cat
+    reduction     some dims removed; sums may be split        sum, mean, amax
     attention     batch and heads                             scaled_dot_product_attention
     lookup        dims of ids and of rows                     embedding, index_select, gather
 
-Operations that change shapes are in `view_rules`. One that is in no family has whole inputs and
-outputs. A rule never looks at values or ranks.
+Operations that change shapes are in `view_rules`. Operations outside of all families have whole
+inputs and outputs. A rule never depends on values or ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["SHAPES_ONLY", "draws", "is_depthwise", "rule_of"]
 
 Rule = Callable[[OperatorCall, Sequence[Layout]], Labels]
 
-POINTWISE = {  # besides those that torch marks as pointwise
+POINTWISE = {  # in addition to operations that torch marks as pointwise
     *("aten.dropout", "aten.native_dropout", "aten.to", "aten._to_copy", "aten.type_as"),
     *(
         "aten.fill",
@@ -43,7 +43,7 @@ POINTWISE = {  # besides those that torch marks as pointwise
     *("aten.relu", "aten.__and__", "aten.__or__", "aten.copy", "aten.bernoulli", "aten.selu"),
     *("aten.square", "aten.rsub", "aten.softplus", "aten.true_divide", "aten.divide"),
 }
-SHAPES_ONLY = {  # of their inputs; the outputs are whole
+SHAPES_ONLY = {  # operations that use only shapes of inputs; the outputs are whole
     *("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty"),
 }
 
@@ -52,7 +52,7 @@ def rule_of(call: OperatorCall) -> Rule | None:
     """Return the rule of an operation; None if it is unknown."""
     name = call.name.removesuffix("_") if not call.name.endswith("__") else call.name
     tags = getattr(call.node.target, "tags", ())
-    if draws(call):  # parts would get other numbers than the whole
+    if draws(call):  # parts would draw other numbers than the whole
         return None
     if name in POINTWISE or torch.Tag.pointwise in tags:
         return _pointwise
@@ -60,11 +60,11 @@ def rule_of(call: OperatorCall) -> Rule | None:
 
 
 def draws(call: OperatorCall) -> bool:
-    """Whether an operation draws random numbers: not in evaluation, nor with probability 0."""
+    """Return whether an operation draws random numbers: not in evaluation or with probability 0."""
     if torch.Tag.nondeterministic_seeded not in getattr(call.node.target, "tags", ()):
         return False
-    given = [call[n] for n in ("train", "training", "p", "dropout_p") if n in call.arguments]
-    return all(value is None or value for value in given)
+    flags = [call[n] for n in ("train", "training", "p", "dropout_p") if n in call.arguments]
+    return all(value is None or value for value in flags)
 
 
 def _pointwise(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
@@ -101,7 +101,7 @@ def _matmul(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
 
 
 def _einsum(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    """Label dims by their letters; diagonals (`ii`) and `...` are not known."""
+    """Label dims by their letters; diagonals (`ii`) and `...` are not supported."""
     del layouts
     equation = str(call["equation"]).replace(" ", "")
     before, arrow, after = equation.partition("->")
@@ -122,8 +122,8 @@ def _convolution(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     spatial = (None,) * (len(shape_of(call["weight"])) - 2)
     if is_depthwise(call):
         channels: Dims = (0, 1, *spatial)[2 + len(spatial) - len(shape_of(call["input"])) :]
-        own: list[Dims] = [channels, (1, None, *spatial), (1,)]
-        return Labels(own[: len(call.tensors())], [channels], counts={"groups": 1})
+        depthwise_inputs: list[Dims] = [channels, (1, None, *spatial), (1,)]
+        return Labels(depthwise_inputs[: len(call.tensors())], [channels], counts={"groups": 1})
     one = call["groups"] == 1  # groups of channels belong together
     batch, inner, outer = 0, 1 if one else None, 2 if one else None
     lead = (batch,) if len(shape_of(call["input"])) == len(spatial) + 2 else ()
@@ -163,13 +163,13 @@ def _along(*names: str) -> Rule:
 
 
 def is_depthwise(call: OperatorCall) -> bool:
-    """Whether each channel of a convolution is one of its input."""
+    """Return whether each output channel of a convolution uses one input channel."""
     groups, shape = call.arguments.get("groups", 1), shape_of(call["weight"])
     return groups > 1 and equal(groups, shape[0]) and equal(shape[1], 1)
 
 
 def _glu(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    """Label two packed blocks, which are multiplied: each is split."""
+    """Label the two packed blocks, which are multiplied: each block is split."""
     num_dims = len(shape_of(call["self"]))
     dim = call["dim"] % num_dims
     packed = bool(layouts[0].blocks) and layouts[0].blocks[dim] == 2
@@ -185,7 +185,7 @@ def _prelu(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
 
 
 def _dims(call: OperatorCall, names: Sequence[str]) -> list[int]:
-    """Return the dims that arguments name, one or several each."""
+    """Return the dims in arguments, which have one or several dims each."""
     values = [call[name] for name in names]
     return [dim for value in values for dim in (value if isinstance(value, list) else [value])]
 
@@ -206,7 +206,7 @@ def _group_norm(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
 
 
 def _whole(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    """Label nothing: BatchNorm changes statistics in place, and those of parts would be lost."""
+    """Label nothing: BatchNorm changes statistics in place, and parts' statistics would be lost."""
     del layouts
     inputs: list[Dims] = [(None,) * len(shape_of(x)) for x in call.tensors()]
     return Labels(inputs, [(None,) * x.dim() for x in outputs_of(call.node)])
@@ -260,7 +260,7 @@ def _index_select(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
 
 
 def outputs_of(node: fx.Node) -> list[torch.Tensor]:
-    """Return the tensors of a node's value, without data."""
+    """Return the meta tensors of a node's value."""
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else [value]
     return [x for x in values if isinstance(x, torch.Tensor)]

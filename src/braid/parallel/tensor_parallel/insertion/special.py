@@ -1,12 +1,12 @@
-"""Operations whose parts need more than their own values: rows of a vocabulary, losses, dropout.
+"""Modules for operations that need communication or random numbers: vocabularies, losses, dropout.
 
     VocabRows        rows of other ranks are looked up as zeros; the sum over ranks has all rows
-    VocabLoss        cross-entropy of classes that are split, without gathering them
-    DividedDropout   drops the elements that one process drops: its part of what is drawn for all
+    VocabLoss        cross-entropy of split classes, without gathering them
+    DividedDropout   drops the same elements as one process: uses its part of a whole mask
     DividedAttention the same for attention with dropout, step by step
 
 Random numbers are drawn for the whole value on every rank, by the same generator, keyed or not: so
-each rank goes on with the same state, and draws what one process draws.
+each rank continues with the same state, and draws the same numbers as one process.
 
 Sources: M. Shoeybi et al., Megatron-LM, 2019; its random numbers differ with the number of ranks.
 """
@@ -27,10 +27,10 @@ __all__ = ["DividedAttention", "DividedDropout", "OwnPart", "VocabLoss", "VocabR
 
 
 class OwnPart(nn.Module):
-    """This rank's part of a value that is drawn whole.
+    """Module that returns this rank's part of a value that is drawn whole.
 
     Args:
-        splits: Dim, number of its parts, packed blocks, and this rank's part.
+        splits: Dim, number of parts, packed blocks, and index of this rank's part, per split.
     """
 
     def __init__(self, splits: list[tuple[int, int, int, int]]) -> None:
@@ -53,7 +53,7 @@ class OwnPart(nn.Module):
 
 
 class DividedDropout(nn.Module):
-    """Dropout of elements of a part, or of its features: what has the same first two dims."""
+    """Dropout of a part's elements, or of its features, which have the same first two dims."""
 
     def __init__(
         self, part: OwnPart, p: float, *, features: bool = False, inplace: bool = False
@@ -91,7 +91,7 @@ class DividedAttention(nn.Module):
         value: torch.Tensor,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the values that queries attend to."""
+        """Return the attention output of the queries."""
         if self.gqa:
             repeats = query.shape[-3] // key.shape[-3]
             key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
@@ -108,7 +108,7 @@ class DividedAttention(nn.Module):
 
 
 class VocabRows(nn.Module):
-    """Rows of an embedding of which this rank has some; the result is a term of a sum."""
+    """Embedding with the rows sharded; the result is a partial sum."""
 
     def __init__(self, index: int, num_parts: int, padding: int) -> None:
         super().__init__()
@@ -117,21 +117,21 @@ class VocabRows(nn.Module):
         self.padding = padding
 
     def forward(self, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows, zeros for those of other ranks.
+        """Return rows, with zeros for rows of other ranks.
 
         Raises:
-            IndexError: The whole table has no such row; raised on all ranks.
+            IndexError: An id is outside of the whole table; raised on all ranks.
         """
         count = weight.shape[0]
         first = self.index * count
-        local, own = local_rows(ids, first, count, count * self.num_parts)
+        local, is_local = local_rows(ids, first, count, count * self.num_parts)
         padding = self.padding - first
         rows = functional.embedding(local, weight, padding if 0 <= padding < count else None)
-        return rows.masked_fill(~own.unsqueeze(-1), 0)
+        return rows.masked_fill(~is_local.unsqueeze(-1), 0)
 
 
 class VocabLoss(nn.Module):
-    """Cross-entropy of logits of this rank's classes; the loss is whole."""
+    """Cross-entropy of logits of this rank's classes; the loss is not partial."""
 
     def __init__(
         self, group: Group, reduction: int, ignore_index: int, label_smoothing: float
@@ -143,7 +143,7 @@ class VocabLoss(nn.Module):
         self.label_smoothing = label_smoothing
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss, reduced as torch's constants say: 0 none, 1 mean, 2 sum."""
+        """Return the loss, reduced by torch's constants: 0 none, 1 mean, 2 sum."""
         losses = vocab_parallel_cross_entropy(
             self.group,
             logits,

@@ -1,6 +1,6 @@
-"""Rules of the operations that become modules of their own; see `special`.
+"""Rules of operations that are replaced by modules; see `special`.
 
-Each returns whether it has replaced the operation; otherwise the rule of its family holds.
+Each rule returns whether it has replaced the operation; otherwise the rule of its family applies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["SPECIAL", "Part"]
 
 Part: TypeAlias = MoveStep | Callable[[Groups], nn.Module]
-"""A module of the graph: a step between layouts, or a function that makes it of the groups."""
+"""A module of the graph: a step between layouts, or a function of the groups that creates it."""
 
 LOSS_NUMBER_BYTES = 4
 
@@ -144,14 +144,14 @@ def _mask(insertion: Insertion, call: OperatorCall, heads: Layout) -> object:
         for axes, size in zip(lead, shape, strict=True)
     )
     along = {axis for axes in heads.dims for axis in axes}
-    own = {axis for axes in dims for axis in axes}
-    varying = tuple(along - own) if insertion.has_grad(mask) else ()
+    split_axes = {axis for axes in dims for axis in axes}
+    varying = tuple(along - split_axes) if insertion.has_grad(mask) else ()
     target = Layout(insertion.mesh, dims, (), varying)
     return insertion.convert(mask, target, "a mask is split as the heads", call.node)
 
 
 def _part(layout: Layout, groups: Groups) -> OwnPart:
-    """Return which part of a whole value a rank has."""
+    """Return the module for this rank's part of a whole value."""
     splits = []
     for dim, axes in enumerate(layout.dims):
         index, count = 0, 1

@@ -1,7 +1,7 @@
-"""Rules of operations that change shapes: which dims become which.
+"""Rules of operations that change shapes, which map input dims to output dims.
 
-view   [b, t, h d] -> [b, t, h, d]     the split of the joined dim is that of its first part
-view   [b, t, 3 h d] -> [b, t, 3, h, d]    three packed blocks: that of its second part
+view   [b, t, h d] -> [b, t, h, d]     a split of the merged dim becomes a split of its first part
+view   [b, t, 3 h d] -> [b, t, 3, h, d]    three packed blocks: a split of its second part
 split  [b, t, 3 h d] -> 3 of [b, t, h d]   three packed blocks: each is split
 """
 
@@ -129,7 +129,7 @@ def _stack(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
 
 
 def _repeat_interleave(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    """Repeat each element along a dim; the part of a rank then has the repeated part."""
+    """Repeat each element along a dim, so that a rank's part becomes the repeated part."""
     del layouts
     shape = shape_of(call["self"])
     if call.arguments.get("dim") is None or tensor_of_argument(call["repeats"]):
@@ -144,7 +144,7 @@ def _diagonal(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
 
 
 def tensor_of_argument(value: object) -> bool:
-    """Whether an argument is a tensor."""
+    """Return whether an argument is a tensor."""
     return hasattr(value, "meta") and tensor_of(value) is not None  # type: ignore[arg-type]
 
 

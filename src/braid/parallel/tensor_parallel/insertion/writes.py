@@ -1,8 +1,8 @@
 """Operations that change values in place, such as `relu_`, or `copy_` into a slice.
 
-What is changed stays where it is, and the other inputs are moved to it: a change of a copy that a
-move has made would not be seen by others that use the value. Where that is not possible, the
-operation is refused.
+The changed value is not moved; the other inputs are moved to its layout. Other users of the value
+would not see a change of a moved copy. If a move of the changed value is needed, the operation
+raises an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["aliases_of", "note_write", "written_by"]
 
 
 def written_by(call: OperatorCall) -> fx.Node | None:
-    """Return the tensor that an operation changes in place, if there is one."""
+    """Return the tensor that an operation changes in place, if any."""
     schema = getattr(call.node.target, "_schema", None)
     for argument in schema.arguments if schema is not None else ():
         value = call.arguments[argument.name]
@@ -32,7 +32,7 @@ def written_by(call: OperatorCall) -> fx.Node | None:
 
 
 def aliases_of(node: fx.Node) -> list[fx.Node]:
-    """Return a value and those that it is a view of, down to the one that has the memory."""
+    """Return a value and the values it is a view of, the owner of the memory last."""
     aliases = [node]
     while (source := _viewed(aliases[-1])) is not None:
         aliases.append(source)
@@ -53,15 +53,15 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def note_write(insertion: Insertion, call: OperatorCall) -> None:
-    """Let all values in the memory that an operation has changed be those of afterwards."""
+    """Record a write: update all values in the memory that an operation has changed."""
     written = written_by(call)
     assert written is not None, "the operation writes"
     aliases = aliases_of(written)
     if copy := next((x for x in aliases if x in insertion.copies), None):
         reason = (
             f"{module_of(call.node) or 'the model'} changes a value in place by {call.name} "
-            f"({source_of(call.node)}), which has to be gathered or divided in front of it, so "
-            "that the change would be lost: compute a new value, or leave the layers in front whole"
+            f"({source_of(call.node)}), but it must be gathered or split before that, so the "
+            "change would be lost: compute a new value, or do not shard the layers before it"
         )
         origins = insertion.origins.get(copy, frozenset())
         insertion.conflicts.append(Conflict(call.node, origins, reason, refused=True))
