@@ -653,7 +653,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 0.12}  # of the largest number
 # (engine, block) -> what the documented refusal says
 REFUSED = {
     ("tp", "no gradient"): "the backward of the autograd.Function _Blind, called at .*, is lost",
-    ("tp", ""): "no layer can be divided over",
+    ("tp", ""): "no layer can be sharded over",
     ("hybrid", ""): "no parameter of the stages of ranks .* can be sharded",
 }
 

@@ -101,7 +101,7 @@ def test_written_stages_have_the_outputs_and_gradients_of_the_model(name, tmp_pa
 
 def test_a_cache_and_a_mask_of_two_dims_are_refused_by_line():
     model, batch = t5(), _batch("t5", 4)
-    with pytest.raises(ConfigError, match=r"modeling_t5.py:\d+ is given a EncoderDecoderCache"):
+    with pytest.raises(ConfigError, match=r"modeling_t5.py:\d+ gets a EncoderDecoderCache"):
         capture(model, **batch, use_cache=True)
     with pytest.raises(ConfigError, match=r"a condition at .*masking_utils.py:\d+ makes the model"):
         capture(model, **batch, attention_mask=torch.ones(4, 9))

@@ -201,7 +201,7 @@ HERE = r"gate\(\d\) -> \d at .*test_graph_conversion.py:\d+ cannot be written as
         (_closure(), HERE + r".*twice.* cannot be imported: define it with a name"),
         (partial(torch.add, other=1), HERE + "functools.partial.* cannot be imported"),
         (Plain(), HERE + r".*Plain object.* \(Plain\) has no literal"),
-        ("loose", r"add\(0, 1\) -> 2 at .*uses a tensor of shape \[4\] that is no attribute"),
+        ("loose", r"add\(0, 1\) -> 2 at .*uses a tensor of shape \[4\] that is not an attribute"),
     ],
     ids=["lambda", "closure", "partial", "object", "tensor"],
 )
@@ -307,6 +307,6 @@ def test_stages_that_are_not_the_model_are_not_written(tmp_path):
     with torch.random.fork_rng():
         made = Made(nn.Sequential(Counting(), Counting()), (), numbers(4), __name__, "make")
     made = made._replace(args=tuple(made.kwargs.values()), kwargs={})
-    with pytest.raises(ConfigError, match="do not return what the model returns"):
+    with pytest.raises(ConfigError, match="return another result than the model"):
         convert(made, 2, tmp_path / "out")
     assert not (tmp_path / "out").exists()

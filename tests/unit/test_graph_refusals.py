@@ -76,15 +76,15 @@ CASES: dict[str, tuple[Any, str]] = {
     "nonzero": (lambda _, x: x * x.nonzero().shape[0], rf"the shape of a tensor at {HERE}"),
     "numpy": (from_numpy, rf"a tensor that is used at {HERE} is made where capture cannot see it"),
     "object": (lambda net, x: net.bagging(x).x + 1, rf"a tensor that is used at {HERE}"),
-    "cache": (cached, rf"adding\(\d+\) -> \d+ at {HERE} is given a Bag that the model makes anew"),
+    "cache": (cached, rf"adding\(\d+\) -> \d+ at {HERE} gets a Bag that the model creates"),
     "hook": (hooked, rf"register_hook\(\) at {HERE} would be lost"),
     "data": (lambda _, x: setattr(x, "data", x * 2) or x, rf"an assignment to .data at {HERE}"),
     "buffer": (averaged, "the model replaces its buffer mean between its modules"),
-    "swapped": (swapped, rf"last is called at {HERE} with other parameters than its own"),
+    "swapped": (swapped, rf"last is called at {HERE} with replaced parameters"),
     "vmap": (lambda _, x: torch.vmap(torch.sin)(x) + 1, rf"at {HERE} is made where capture cannot"),
     "modulo": (lambda _, x: x.repeat(len(x) % 3 + 1, 1)[: len(x)], "in another way than"),
     "flag": (lambda _, x: x.sum(0, keepdim=len(x) > 3), rf"at {HERE} has True for 4 rows and False"),
-    "order": (lambda _, x: x.relu() if len(x) > 3 else x.tanh(), rf"calls tanh.* at {HERE} in place"),
+    "order": (lambda _, x: x.relu() if len(x) > 3 else x.tanh(), rf"calls tanh.* at {HERE} instead"),
 }  # fmt: skip
 
 

@@ -259,7 +259,7 @@ def test_what_does_not_fit_is_named_before_anything_is_sent(world):
     assert "numbers of positions differ" in several
     assert "k [2, 2, 2, 8]" in several
     assert "(batch, heads, positions, width)" in dims
-    assert "3 positions are no early and late chunk" in odd
+    assert "3 positions cannot be an early and a late chunk" in odd
     assert (
         "2 heads of queries must be a multiple of the heads of keys and values, got 4 and 2"
         in heads

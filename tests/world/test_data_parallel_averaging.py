@@ -141,9 +141,9 @@ def _refused(group: Group, case: str) -> str:
         ("period", "got 0"),
         ("warmup", "got -1"),
         ("empty", "no parameter requires a gradient"),
-        ("text", "got str in place of a parameter"),
+        ("text", "expected parameters, got str"),
         ("no levels", "must be 2, the size of the group, as in {4: 2}"),
-        ("too large", "period_group_size_dict={2: 4} is no hierarchy"),
+        ("too large", "period_group_size_dict={2: 4} is not a hierarchy"),
         ("shrinks", "must be integers that grow"),
         ("start", "got -1"),
         ("lr", "lr=0"),
@@ -555,4 +555,4 @@ def _state_of_inner(group: Group) -> str:
 
 
 def test_diloco_refuses_the_state_of_something_else(world):
-    assert "that of an inner optimizer only" in world(1, _state_of_inner)[0]
+    assert "belongs to an inner optimizer only" in world(1, _state_of_inner)[0]

@@ -494,13 +494,13 @@ def _refused(group: Group, name: str) -> str:
         ("bf16+int8", "hook='bf16+int8' is unknown"),
         (
             "topk:0.1+powersgd",
-            "no format for factors of powersgd, choose of bf16, fp16, float16, int8",
+            "not a format for factors of powersgd, choose one of bf16, fp16, float16, int8",
         ),
         ("topk:much", "is not a number"),
         ("powersgd:rnk=2", "rank=1, start=0, rate=2.0, warm_start=true, error_feedback=true"),
-        ("powersgd:warm_start=perhaps", "'warm_start=perhaps' is no option"),
+        ("powersgd:warm_start=perhaps", "'warm_start=perhaps' is not an option"),
         ("powersgd:rank=0", "powersgd got rank=0"),
-        ("powersgd:rank=24", "the largest of which is 2.weight"),
+        ("powersgd:rank=24", "the largest is 2.weight"),
     ],
 )
 def test_a_name_that_means_nothing_is_refused_with_those_that_do(world, name, words):
@@ -523,7 +523,9 @@ def test_matrices_that_powersgd_never_factors_are_said_to_be_of_another_kind(kin
     with pytest.raises(ConfigError, match=words):
         hook_of("powersgd:rank=2,start=1", SimpleNamespace(), ParamTable.of(_never_factored(kind)))
     both = nn.ModuleList([_never_factored(kind), _linear(2, 2)])
-    with pytest.raises(ConfigError, match=r"which is 1\.weight float32\[2, 2\]; 1 more, .* lower"):
+    with pytest.raises(
+        ConfigError, match=r"largest is 1\.weight float32\[2, 2\]; 1 more, .* lower"
+    ):
         hook_of("powersgd:rank=2,start=1", SimpleNamespace(), ParamTable.of(both))
 
 

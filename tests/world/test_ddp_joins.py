@@ -154,7 +154,7 @@ def test_what_cannot_join_is_refused(world):
     words = [
         "a list of at least one joinable, got []",
         "a list of at least one joinable, got",
-        "Linear is no Joinable: derive from Joinable",
+        "Linear is not a Joinable: derive from Joinable",
         "Uninitialised has not called Joinable.__init__",
         "join_hook() of every joinable must return a JoinHook, got None",
         "pass each once",

@@ -107,7 +107,9 @@ def _warned(group: Group, train: Callable[..., object], *arguments: object) -> l
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(group, *arguments)
-    return [str(one.message) for one in caught if "those of this rank alone" in str(one.message)]
+    return [
+        str(one.message) for one in caught if "gradients of this rank alone" in str(one.message)
+    ]
 
 
 def _steps_too_early(group: Group, kind: str) -> None:

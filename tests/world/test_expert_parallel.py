@@ -255,4 +255,4 @@ def test_what_cannot_be_divided_is_named(world):
     assert "ReLU has no module of experts with parameters of three dims" in experts
     assert "ReLU has no MixtureOfExperts" in routers
     assert "max_norm must not be negative" in norm
-    assert "experts are divided over ranks, and a part would pass for all of them" in saved
+    assert "experts are divided over ranks, and a part would be saved as all of them" in saved

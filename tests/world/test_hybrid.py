@@ -351,8 +351,8 @@ def test_mistakes_are_named(world):
         assert "or attach(optimizer) of HybridParallel, before the first step" in forgotten
         assert "cannot be sharded, got shard=2: use 1f1b" in split
         assert "has zz: its axes may be pp (stages of a pipeline), dp (replicas)" in everything
-        assert "has 8 ranks, and the group 2" in everything
-        assert "GPT is no nn.Sequential" in everything
+        assert "has 8 ranks, but the group has 2" in everything
+        assert "GPT is not an nn.Sequential" in everything
         assert "balance must be 2 numbers" in balance
         assert "max_norm must not be negative" in norm
 

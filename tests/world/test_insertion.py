@@ -357,16 +357,16 @@ def _mistakes(group: Group) -> list[str]:
 
 def test_mistakes_are_named_before_anything_is_changed(world):
     unknown, branch, heads, odd, parts, options, none = world(2, _mistakes)[0]
-    assert "no rule says how to divide aten.cummax" in unknown
+    assert "no rule can shard aten.cummax" in unknown
     assert "test_insertion.py" in unknown
     assert "torch.export cannot capture Branching" in branch
-    assert "divide it without inputs" in branch
+    assert "shard it without inputs" in branch
     assert "has a dim of 3 in aten.reshape of shape [4, 3, 4]" in heads
     assert "cannot be split by 2; valid: 1, 3" in heads
-    assert "dim 1 of input 1 is to have 2 parts" in odd
-    assert "3 parts cannot be laid on 2 ranks" in parts
+    assert "dim 1 of input 1 should have 2 parts" in odd
+    assert "3 parts cannot be distributed over 2 ranks" in parts
     assert "need inputs" in options
-    assert "no layer can be divided over 2 ranks" in none
+    assert "no layer can be sharded over 2 ranks" in none
     assert "q.weight: the model has a dim of 3" in none
 
 
@@ -387,7 +387,7 @@ def _unknown(group: Group) -> Any:
     return found.explain(), found.to_svg(), (model(x) - whole(x)).abs().max().item()
 
 
-@pytest.mark.filterwarnings("ignore:no rule says")
+@pytest.mark.filterwarnings("ignore:no rule can shard")
 def test_an_operation_without_a_rule_gathers(world):
     for text, picture, gap in world(2, _unknown):
         assert gap < 1e-14
@@ -445,7 +445,7 @@ def _twice(group: Group, name: str) -> Any:
     return dict(found), y.detach(), grads_of(model, group)
 
 
-@pytest.mark.filterwarnings("ignore:no rule says")
+@pytest.mark.filterwarnings("ignore:no rule can shard")
 @pytest.mark.parametrize("name", TWICE)
 def test_a_value_that_an_operation_takes_twice_may_be_split_differently_each_time(world, name):
     model = filled(Twice(name))

@@ -293,7 +293,7 @@ def _drawn(group: Group) -> float:
 
 
 @pytest.mark.procs
-@pytest.mark.filterwarnings("ignore:no rule says")
+@pytest.mark.filterwarnings("ignore:no rule can shard")
 def test_random_numbers_are_those_of_one_process(procs):
     assert max(procs(2, _drawn)) < 1e-13
 

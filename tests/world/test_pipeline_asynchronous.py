@@ -210,7 +210,7 @@ def _text(group: Group, train) -> str:
 
 
 @pytest.mark.parametrize(
-    ("train", "text"), [(_fail, "no loss"), (_too_few, "2 micro-batches came, and 3 were promised")]
+    ("train", "text"), [(_fail, "no loss"), (_too_few, "2 micro-batches came, but 3 were promised")]
 )
 def test_a_failure_is_named_on_all_ranks(world, train, text):
     for own in world(2, _text, train):
@@ -248,7 +248,7 @@ def test_mistakes_are_named(world):
     for texts in world(2, _refused):
         words = [
             "share a parameter, 3.weight and 7.weight",
-            "3 ranks, and the group has 2",
+            "3 ranks, but the group has 2",
             "a step every 2 micro-batches or more",
             "versions must be one of stash, vertical_sync, 2bw, got 'none'",
             "balance must be 2 numbers",

@@ -431,7 +431,7 @@ def _reuse(group: Group) -> str:
 
 def test_an_output_that_is_changed_while_it_is_sent_is_an_error_on_all_ranks(world):
     first, second = world(2, _reuse)
-    assert "a tensor of shape [64, 8192] was changed in place before the next stage had it" in first
+    assert "a tensor of shape [64, 8192] was changed in place before it was sent" in first
     assert "rank 0 failed in" in second
     assert "changed in place" in second
 

@@ -194,9 +194,9 @@ def test_wrong_losses_targets_schedules_and_models_are_errors_on_all_ranks(world
     for texts in (first, last):
         assert "must be one floating point number, its mean, got a tensor of shape [4]" in texts[0]
         assert "its mean, got NoneType" in texts[1]
-        assert "the target has 3 rows, and the batch 8" in texts[2]
+        assert "the target has 3 rows, but the batch has 8" in texts[2]
         assert "the schedule is not valid" in texts[3]
-        assert "Residual is no row of layers, since it has a forward of its own" in texts[4]
+        assert "Residual is not an nn.Sequential or a list of modules" in texts[4]
         assert "layers cannot have the names stages, step" in texts[5]
 
 
@@ -239,7 +239,7 @@ def _saves(group: Group, directory: str) -> list[str]:
 def test_parts_of_a_model_are_not_saved_as_the_whole(world, tmp_path):
     for pipeline, divided in world(2, _saves, str(tmp_path)):
         assert "a Pipeline has other layers on each rank" in pipeline
-        assert "the model is divided over ranks" in divided
+        assert "the model is sharded over ranks" in divided
     assert list(tmp_path.iterdir()) == []
 
 

@@ -120,7 +120,7 @@ def test_parts_of_which_ranks_have_other_pieces_are_refused(world, tmp_path, cal
         options = {"step": 0} if call is resume.save else {}
         for whose in (model, nn.utils.skip_init(nn.Linear, 1, 1)):
             parts = {"second": second, "teacher": whole}
-            with pytest.raises(ConfigError, match="second, teacher: each rank has other pieces"):
+            with pytest.raises(ConfigError, match="second, teacher: each rank has other shards"):
                 call(str(tmp_path), group=group, model=whose, **parts, **options)
 
     world(2, main)

@@ -343,8 +343,8 @@ def test_changes_that_sharding_cannot_follow_are_named(world):
         "a sharded model cannot be copied or pickled",
         "a sharded model cannot be copied or pickled",
         "were frozen when the model was sharded",
-        "have other memory than when the model was sharded",
-        "have other memory than when the model was sharded",
+        "have moved to other memory since the model was sharded",
+        "have moved to other memory since the model was sharded",
     ]
     for said in world(2, _changes):
         assert [part in text for part, text in zip(parts, said, strict=True)] == [True] * 6, said

@@ -171,7 +171,7 @@ def test_a_state_of_another_model_is_refused(procs, tmp_path: Path):
         "norm.weight are missing",
         "norm.weight has the shape [3], the model's is [24]; strange are not in the model",
         "leave it out",
-        "make the optimizer as it was made then",
+        "create the optimizer with the same groups",
     ]
     for said in procs(2, _refusals, str(tmp_path)):
         assert [part in text for part, text in zip(parts, said, strict=True)] == [True] * 6, said

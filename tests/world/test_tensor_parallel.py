@@ -291,13 +291,13 @@ def test_what_cannot_be_divided_is_named_before_anything_changes(world):
     assert first == second
     family, wrong, sizes, tied, no_weight, alone, inputs, shapes = first
     assert "there is no built-in plan for Model" in family
-    assert "'colum' is no kind: use column, row" in wrong
-    assert "fits no module of the model" in wrong
+    assert "'colum' is not a kind: use column, row" in wrong
+    assert "matches no module of the model" in wrong
     assert "0 has 9 entries in dim 0, which cannot be divided over 2 ranks; valid: 1, 3, 9" in sizes
     assert "1 has 9 entries in dim 1" in sizes
-    assert "head and embed share a weight and divide it in two ways" in tied
-    assert "layers.0.attention (Attention) has no weight to divide" in no_weight
-    assert "layers.0.up, layers.1.up would hand on a part" in alone
+    assert "head and embed share a weight and shard it in two ways" in tied
+    assert "layers.0.attention (Attention) has no weight to shard" in no_weight
+    assert "the outputs of layers.0.up, layers.1.up stay sharded" in alone
     assert "2 of 4 inputs on this rank, got 4" in inputs
     assert "need a target of shape [2], got [3]" in shapes
 
@@ -332,7 +332,7 @@ def test_the_plan_of_a_configuration_is_used_and_a_divided_model_is_not_copied(w
     for kinds, grad_shape, (copied, unknown) in world(2, _own_plan):
         assert kinds == {"layers.0.up": "column", "layers.0.down": "row"}
         assert grad_shape == (2 * WIDTH, WIDTH)
-        assert "a divided model cannot be copied" in copied
+        assert "a sharded model cannot be copied" in copied
         assert "there is no built-in plan for OwnPlan: pass inputs=" in unknown
 
 

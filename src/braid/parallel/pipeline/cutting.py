@@ -166,12 +166,12 @@ def checked_loss(loss: Any) -> torch.Tensor:
     """
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss.reshape(())
-    found = (
+    shown = (
         f"a tensor of shape {list(loss.shape)} and {loss.dtype}"
         if isinstance(loss, torch.Tensor)
         else f"{type(loss).__name__}"
     )
-    msg = f"the loss of a micro-batch must be one floating point number, its mean, got {found}"
+    msg = f"the loss of a micro-batch must be one floating point number, its mean, got {shown}"
     raise ConfigError(msg)
 
 

@@ -25,8 +25,8 @@ def num_rows(batch: Any) -> int:
     _, tensors = flatten(batch)
     lengths = {tensor.shape[0] for tensor in tensors if tensor.dim()}
     if len(lengths) != 1:
-        found = f"tensors of {sorted(lengths)} rows" if lengths else "no tensor with rows"
-        msg = f"a batch is cut along dim 0 of its tensors, which must be equally long, got {found}"
+        shown = f"tensors of {sorted(lengths)} rows" if lengths else "no tensor with rows"
+        msg = f"a batch is cut along dim 0 of its tensors, which must be equally long, got {shown}"
         raise ConfigError(msg)
     return int(lengths.pop())
 

@@ -84,9 +84,9 @@ class Wired(nn.Module):
             return {self._batch[0]: value}
         elif isinstance(value, list | tuple) and len(value) == len(self._batch):
             return dict(zip(self._batch, value, strict=True))
-        found = sorted(value) if isinstance(value, Mapping) else type(value).__name__
+        shown = sorted(value) if isinstance(value, Mapping) else type(value).__name__
         names = ", ".join(self._batch)
-        msg = f"a batch has the inputs {names}, by name or in this order, got {found}"
+        msg = f"a batch has the inputs {names}, by name or in this order, got {shown}"
         raise ConfigError(msg)
 
 
