@@ -132,7 +132,7 @@ def a_started_request_is_busy(group: Group) -> None:
         try:
             request.start()
         except StaleError as error:
-            assert "under way" in str(error)  # noqa: PT017 - not a pytest module
+            assert "is busy" in str(error)  # noqa: PT017 - not a pytest module
         else:
             raise AssertionError
         group.barrier()

@@ -130,7 +130,7 @@ def test_impossible_plans_are_refused():
         with pytest.raises(ConfigError, match=str(segments)):
             equal_segments(layers, segments)
     gap = RecomputePlan((Segment(0, 1, True), Segment(2, 3, True)))
-    with pytest.raises(ConfigError, match="one after the other"):
+    with pytest.raises(ConfigError, match="in order without gaps"):
         gap.check(3)
     with pytest.raises(ConfigError, match="need at least 3"):
         by_budget([LayerCost(3, 1, 1.0)], 2)

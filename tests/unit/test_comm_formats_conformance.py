@@ -203,7 +203,7 @@ def test_room_that_is_too_small_unaligned_or_no_bytes_is_refused(name):
     form, x = form_of(name), noise(100)
     room = torch.empty(1000, dtype=torch.uint8)
     for wrong, found in (
-        (room[: form.nbytes(100) - 1], f"room for {form.nbytes(100) - 1} bytes"),
+        (room[: form.nbytes(100) - 1], f"into has {form.nbytes(100) - 1} bytes"),
         (room[2:], "begins at byte 2"),
         (room[::2], r"strides \(2,\)"),
         (torch.empty(1000), "torch.float32"),

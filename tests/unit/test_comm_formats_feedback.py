@@ -125,7 +125,7 @@ def test_tensors_that_do_not_fit_are_refused_and_change_nothing():
     for x, room, says in (
         (torch.zeros(5), into, r"expected 4 numbers for ErrorFeedback\(4, device='cpu'\), found 5"),
         (torch.zeros(4, dtype=torch.float64), into, "not torch.float64"),
-        (torch.zeros(4), into[:3], "room for 3"),
+        (torch.zeros(4), into[:3], "into has 3 bytes"),
     ):
         with pytest.raises(ConfigError, match=says):
             feedback.encode(Int8(), x, room)

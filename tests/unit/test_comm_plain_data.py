@@ -64,13 +64,13 @@ def nested(depth):
         (cyclic(dict), "a list that contains itself at ['model'][0]['again'] is not"),
         (
             ["a\ud800"],
-            "a str with half a surrogate pair ('\\ud800', character 1) at [0] is not",
+            "a str with a lone surrogate ('\\ud800', character 1) at [0] is not",
         ),
         (
             {"x": {"\udcff": 1}},
-            "a str with half a surrogate pair ('\\udcff', character 0) at ['x'] key is not",
+            "a str with a lone surrogate ('\\udcff', character 0) at ['x'] key is not",
         ),
-        (nested(MAX_DEPTH + 1), f"more than {MAX_DEPTH} containers in each other is not"),
+        (nested(MAX_DEPTH + 1), f"more than {MAX_DEPTH} nested containers is not"),
     ],
 )
 def test_what_cannot_travel_is_named_with_its_place(obj, found):
@@ -101,5 +101,5 @@ class Unmade:
 def test_what_cannot_be_pickled_or_made_again_is_named():
     with pytest.raises(ConfigError, match=r"function cannot be pickled \("):
         encode(lambda: None, allow_pickle=True)
-    with pytest.raises(ConfigError, match=r"made again here \(ValueError: "):
+    with pytest.raises(ConfigError, match=r"loaded here \(ValueError: "):
         decode(encode(Unmade(), allow_pickle=True), allow_pickle=True)

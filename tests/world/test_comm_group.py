@@ -443,7 +443,7 @@ def _impatient(group: Group, gate: threading.Event) -> str:
 def test_a_wait_with_its_own_time_leaves_the_request_under_way():
     text, _ = run_threads(2, _impatient, threading.Event())
     assert text == (
-        "all_reduce(float32[8], sum) has not ended within 0.05 s and goes on: wait again"
+        "all_reduce(float32[8], sum) has not ended within 0.05 s and continues: wait again"
     )
 
 
@@ -482,7 +482,7 @@ def _closes_with_a_start_under_way(group: Group) -> str:
 
 def test_closing_a_group_fails_what_is_under_way_in_it(world):
     text, _ = world(2, _closes_with_a_start_under_way)
-    assert text == ("the group was closed while all_reduce(float32[9], sum) was under way")
+    assert text == ("the group was closed while all_reduce(float32[9], sum) was in progress")
 
 
 def _closes_while_read(group: Group, gate: threading.Event) -> bool:

@@ -70,5 +70,5 @@ def _half_a_pair(group: Group) -> str:
 
 
 def test_what_cannot_be_written_at_all_can_be_told_of(world):
-    wrong = "a str with half a surrogate pair ('\\ud800', character 0)"
+    wrong = "a str with a lone surrogate ('\\ud800', character 0)"
     assert world(2, _half_a_pair) == [f"mine: {wrong}", f"stopped because rank 0: {wrong}"]

@@ -119,5 +119,5 @@ def test_parts_must_be_of_one_size(operation):
             port.channel(0), Programs(port.rank, 3), name, operation, torch.ones(10)
         )
 
-    with pytest.raises(ConfigError, match="needs parts of one size"):
+    with pytest.raises(ConfigError, match="needs parts of equal size"):
         record(3, steps)

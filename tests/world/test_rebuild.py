@@ -135,7 +135,7 @@ def _named(group: Group) -> list[str]:
         sub = group.split(0)
         with pytest.raises(ConfigError) as caught:
             sub.rebuild(wrong)
-        found.append(str(caught.value).partition(" are")[0])
+        found.append(str(caught.value).partition(" must")[0])
     if group.rank < 2:
         pair = group.rebuild([0, 1])
         _works(pair)

@@ -248,17 +248,17 @@ def partial_move(group):
     [
         (
             wrong_part,
-            "rank 0 of the mesh tp=2 holds a part of shape [4] in layout tp, and passed [5]",
+            "rank 0 of the mesh tp=2 holds a part of shape [4] in layout tp, but passed [5]",
         ),
-        (wrong_group, "axis tp of tp=4 has 4 ranks, and its group 2"),
-        (wrong_itemsize, "torch.float64 has 8 bytes, and the plan is for 4"),
+        (wrong_group, "axis tp of tp=4 has 4 ranks, but its group 2"),
+        (wrong_itemsize, "torch.float64 has 8 bytes, but the plan is for 4"),
         (
             wrong_ranks,
-            "the target layout - | - has 2 dims, and the shape [8] 1; the target mesh tp=2 needs 2 different ranks of 0..1, got [0, 5]",
+            "the target layout - | - has 2 dims, but the shape [8] has 1; the target mesh tp=2 needs 2 different ranks of 0..1, got [0, 5]",
         ),
         (
             partial_move,
-            "the source layout - ; partial tp is partial: redistribute to one that is not first",
+            "the source layout - ; partial tp is partial: redistribute to one without partial axes",
         ),
     ],
 )
@@ -270,6 +270,6 @@ def test_mistakes_are_named(call, text):
 def test_a_rank_without_a_part_passes_an_empty_tensor():
     with pytest.raises(
         ConfigError,
-        match=r"group rank 1 is not in the source mesh tp=1 \(its ranks are \[0\]\), and passed",
+        match=r"group rank 1 is not in the source mesh tp=1 \(its ranks are \[0\]\), but passed",
     ):
         run_threads(2, wrong_sender)

@@ -19,14 +19,14 @@ __all__ = ["MeshGroups"]
 
 
 class MeshGroups:
-    """Ranks of a group, arranged along named axes.
+    """Groups along the named axes of a mesh, over the ranks of one group.
 
     Args:
-        layout: The arrangement.
-        group: As many ranks.
+        layout: Mesh of axes and sizes.
+        group: Group of `layout.size` ranks.
 
     Attributes:
-        layout: As given.
+        layout: Mesh of axes and sizes.
         coordinates: Index of this rank along each axis.
 
     Raises:
@@ -36,8 +36,8 @@ class MeshGroups:
     def __init__(self, layout: Mesh, group: Group) -> None:
         if layout.size != group.size:
             msg = (
-                f"the mesh {layout} has {layout.size} ranks, and the group {group.size}: let the "
-                "axes multiply to the number of ranks"
+                f"the mesh {layout} has {layout.size} ranks, and the group {group.size}: choose "
+                "axis sizes whose product is the number of ranks"
             )
             raise ConfigError(msg)
         self.layout = layout
@@ -46,32 +46,32 @@ class MeshGroups:
         self._groups: dict[tuple[str, ...], Group] = {}
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Group:
-        """Return the group of ranks that differ from this one along some axes only.
+        """Return the group of ranks that differ from this rank along the given axes only.
 
-        The first use of the axes makes the group, so it is a collective.
+        The first use of the axes creates the group and is a collective call.
 
         Raises:
-            ConfigError: There is no such axis.
+            ConfigError: The mesh has no such axis.
         """
         names = (axes,) if isinstance(axes, str) else axes
         key = tuple(name for name in self.layout.axes if name in names)
-        peers = self.layout.peers(list(names), self._group.rank)  # refuses unknown axes
+        peers = self.layout.peers(list(names), self._group.rank)  # raises for unknown axes
         if key not in self._groups:
-            own = self._group.split(peers[0])
-            assert own is not None, "every rank is in a group of its own peers"
-            self._groups[key] = own
+            group = self._group.split(peers[0])
+            assert group is not None, "every rank is among its peers"
+            self._groups[key] = group
         return self._groups[key]
 
     def view(self, axes: str | Mapping[str, int]) -> MeshGroups:
-        """Return other axes over the same ranks, with groups of their own; see `Mesh.view`.
+        """Return a mesh with other axes over the same ranks, and new groups; see `Mesh.view`.
 
         Raises:
-            ConfigError: The axes have another number of ranks, or cut across those here.
+            ConfigError: The axes have another number of ranks, or cut across the axes of this mesh.
         """
         return MeshGroups(self.layout.view(axes), self._group)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Say which group to pass, where a mesh was taken for one."""
+        """Raise an error that names the group to pass, where a mesh was used as a group."""
         axis = next(iter(self.__dict__["layout"].axes)) if "layout" in self.__dict__ else "tp"
         msg = f"a mesh has no {name!r}: pass the group along its axes, such as mesh[{axis!r}]"
         raise AttributeError(msg)

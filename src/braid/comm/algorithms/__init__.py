@@ -1,1 +1,1 @@
-"""The algorithms of collectives and messages, as generators of waits."""
+"""Algorithms of collectives and messages, as generators that yield waits."""

@@ -1,34 +1,34 @@
 """All-reduce: every rank ends with the sum of all ranks' tensors, the same bits everywhere.
 
-There are four ways, all exact to the order of ranks (n = ranks, l = bytes of the tensor, a = one
-synchronisation):
+Four algorithms sum in the order of ranks, so their results are equal (n = ranks, l = bytes of the
+tensor, a = one synchronisation, b = one byte):
 
-    direct       copy in, wait, add everybody's slot               a + (n+1) l b
+    direct       copy into a slot, wait, add the slots of all ranks  a + (n+1) l b
     two_phase    reduce-scatter and all-gather through the slots  2a + (3 + 1/n) l b
     pulled       rank r sums slice r of all tensors, which the kernel copies out of private
                  memory, then fetches the other slices            3a + (2 (n-1)/n + 1) l b
-    registered   tensors lie in the arena already: no copies. A member that is free sums the
-                 next block of all tensors, and writes it into every rank's tensor while it
-                 is in the cache                                  2a + 2 l b
+    registered   tensors are in the arena already: no copies. An idle member sums the next
+                 block of all tensors, and writes it into every rank's tensor while it is in
+                 the cache                                         2a + 2 l b
 
     registered, two ranks    rank 0's tensor   [ block 0 | block 1 | block 2 | block 3 ]
                              rank 1's tensor   [ block 0 | block 1 | block 2 | block 3 ]
                                                  ^ rank 0  ^ rank 1 sums and stores both
 
-Blocks are not dealt out beforehand (`work_counter`). When ranks come at different times, or share
-their core with other processes, the rank that has come and is running does the work meanwhile. The
-numbers do not tell who summed a block.
+Blocks are assigned dynamically (`work_counter`). When ranks arrive at different times, or share
+their core with other processes, the rank that is running does the work. The result does not depend
+on which rank summed a block.
 
-`direct` has the fewest synchronisations, and is best for little data or two ranks. `two_phase` lets
-each rank add only 1/n of the data. `pulled` saves the copies into the slots, which are the most
-expensive ones as soon as the data exceeds the cache. `registered` needs all ranks to have
-registered their tensors, which they see in the first step. `selection` holds the measured costs.
+`direct` has the fewest synchronisations, and is best for little data or two ranks. `two_phase` has
+each rank add only 1/n of the data. `pulled` avoids the copies into the slots, the largest cost once
+the data exceeds the cache. `registered` needs registered tensors on all ranks, which the ranks
+check in the first step. `selection` holds the measured costs.
 
 Worked example: ranks hold (2, 4, 6), (1, 2, 3) and (4, 8, 12); all end with (7, 14, 21).
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH"
-(2005), sec. 4.5, for the two phases. The registered form is theirs with the messages taken out,
-since all ranks see all tensors.
+(2005), sec. 4.5, for the two phases. `registered` is the same algorithm without messages, since all
+ranks can read all tensors.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ __all__ = [
     "two_phase",
 ]
 
-BLOCK_BYTES = 256 << 10  # of a sum that is stored while it is in the second-level cache
-LARGE_BYTES = (
-    32 << 10
-)  # from here one synchronisation to learn what is registered costs less than a copy
+BLOCK_BYTES = 256 << 10  # a sum of this size is still in the second-level cache when it is stored
+# from this size on, one synchronisation to compare registrations costs less than a copy
+LARGE_BYTES = 32 << 10
 
 
 def all_reduce(
@@ -75,7 +74,7 @@ def all_reduce(
         op: Reduction.
         scale: Factor for the result.
         algorithm: Name in `ALGORITHMS`.
-        forced: Whether to use `algorithm` even if all tensors turn out to be registered.
+        forced: Whether to use `algorithm` even if all tensors are registered.
     """
     if offers_first(ch, x, algorithm, forced=forced):
         return _offered(ch, x, op, scale, algorithm=algorithm, forced=forced)
@@ -91,11 +90,11 @@ def _offered(
     algorithm: str,
     forced: bool,
 ) -> Steps:
-    """Tell where the tensors lie, then reduce in place if every member can read all of them."""
+    """Publish the tensors' addresses, then reduce in place if every member can read all tensors."""
     private = algorithm == "pulled"
     ch.own.expose(x, private=private)
     yield from ch.publish_and_wait(pausing=True)
-    if not x.numel():  # it lies nowhere
+    if not x.numel():  # an empty tensor has no address
         return
     if algorithm == "registered":
         _require_offers(ch)
@@ -105,18 +104,18 @@ def _offered(
 
 
 def offers_first(ch: Channel, x: torch.Tensor, algorithm: str, *, forced: bool) -> bool:
-    """Return whether the first step only tells where the tensor lies."""
+    """Return whether the first step only publishes the tensor's address."""
     if algorithm in {"pulled", "registered"}:
         return True
     return not forced and ch.shares and x.numel() * x.element_size() >= LARGE_BYTES
 
 
 def direct(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
-    """Copy in, wait, and add the slots in the order of ranks; one synchronisation per chunk."""
+    """Stage, wait, and add the slots in the order of ranks; one synchronisation per chunk."""
     for part in pieces(x, ch.chunk_bytes):
-        own = ch.own.stage(part)
+        staged = ch.own.stage(part)
         yield from ch.publish_and_wait()
-        sources = ch.tensors(own)
+        sources = ch.tensors(staged)
         if ch.rank < 2:
             sources[ch.rank] = part  # hot in the cache, and `combine` may write to it
         combine(sources, part, op, scale)
@@ -155,11 +154,11 @@ def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> St
         for block in blocks:
             if block is not out:
                 block.copy_(out)
-    yield from ch.publish_and_wait()  # a tensor may be used when all members have stored into it
+    yield from ch.publish_and_wait()  # all members have stored into this tensor
 
 
 def pulled(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
-    """Sum a slice of all exposed tensors, wherever they lie, then fetch the other slices."""
+    """Sum a slice of all exposed tensors, in any memory, then fetch the other slices."""
     numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
     bounds = [numel * r // n for r in range(n + 1)]
     remotes = {peer: remote_of(ch, peer, numel, dtype) for peer in ch.peers} if numel else {}
@@ -167,13 +166,13 @@ def pulled(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
     scratch = ch.own.scratch(step * n, dtype).view(n, step)
     for start in range(bounds[me], bounds[me + 1], step):
         end = min(start + step, bounds[me + 1])
-        own = x[start:end]
-        blocks = [own if r == me else remotes[r].block(start, end, scratch[r]) for r in range(n)]
-        out = own if me < 2 else scratch[me, : end - start]  # `combine` may write to the first two
+        block = x[start:end]
+        blocks = [block if r == me else remotes[r].block(start, end, scratch[r]) for r in range(n)]
+        out = block if me < 2 else scratch[me, : end - start]  # `combine` may write to the first 2
         combine(blocks, out, op, scale)
-        if out is not own:
-            own.copy_(out)
-    yield from ch.publish_and_wait()  # every slice is summed, and nobody reads the others any more
+        if out is not block:
+            block.copy_(out)
+    yield from ch.publish_and_wait()  # every slice is summed; no rank reads the other slices now
     for peer in ch.successors:
         if bounds[peer] < bounds[peer + 1]:
             remotes[peer].read(bounds[peer], x[bounds[peer] : bounds[peer + 1]])
@@ -184,9 +183,9 @@ def _require_offers(ch: Channel) -> None:
     missing = [rank for rank, block in enumerate(offers(ch)) if not block]
     if missing:
         msg = (
-            "algorithm 'registered' needs tensors from Group.empty on all ranks, and those of "
-            f"group ranks {missing} lie in other memory: leave algorithm out, or allocate "
-            "there with empty()"
+            "algorithm 'registered' needs tensors from Group.empty on all ranks, but the tensors "
+            f"of group ranks {missing} are in other memory: leave algorithm out, or allocate "
+            "these tensors with empty()"
         )
         raise ConfigError(msg)
 

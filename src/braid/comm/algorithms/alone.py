@@ -1,7 +1,7 @@
 """All collectives of a group of one rank: the result is a copy of the input, on its device.
 
-Nothing is copied through shared memory, so that CUDA tensors stay on their GPU, no thread waits for
-it, and a CUDA graph can capture the operation.
+Nothing is copied through shared memory: CUDA tensors stay on their GPU, no thread waits for it, and
+a CUDA graph can capture the operation.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def alone(
         ch: Channel of the group.
         kind: Name of the collective.
         outs: One flat tensor for the result; none for a barrier.
-        ins: The flat tensor that is read, if it is another one.
+        ins: The flat tensor that is read, if it is not the result itself; else empty.
         op: Reduction.
         scale: Factor for the result of a reduction.
-        exclusive: Whether a scan leaves out the rank's own numbers.
+        exclusive: Whether a scan leaves out the rank's own tensor.
     """
     yield from ch.publish_and_wait()
     if not outs or kind == "broadcast":

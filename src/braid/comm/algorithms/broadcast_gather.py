@@ -1,21 +1,21 @@
-"""The collectives that move parts: broadcast, all-gather, gather, scatter, all-to-all and barrier.
+"""Data-moving collectives: broadcast, all-gather, gather, scatter, all-to-all and barrier.
 
 All follow one pattern. Small tensors take one step: data is staged before the description is
-published, so the first look at a peer's line finds both. For large tensors, the description is
-published first, with the address of the tensor if peers can read it there (it is registered, or the
-kernel copies private memory and that is faster at this size). If all sources are readable, peers
-read them in place, and one more step tells the owners that they may go on. Otherwise the data goes
+published, so the first read of a peer's line finds both. For large tensors, the description is
+published first, with the tensor's address if peers can read it there. They can if the tensor is
+registered, or if the kernel copies private memory and is faster at this size. If all sources are
+readable, peers read them in place, and one more step releases the owners. Otherwise the data goes
 through the slots in chunks.
 
-With n ranks and l = bytes of the largest full buffer of a rank, in seconds, a per step, b per byte
-moved by one rank:
+Costs in seconds, with n ranks, l bytes of the largest full buffer of a rank, a seconds per step and
+b seconds per byte moved by one rank:
 
     broadcast        ceil(l / chunk) a + l b        all_gather    ceil(l / (n chunk)) a + l b
     gather, scatter  a more, else like all_gather   all_to_all    ceil(l / chunk) a + 2 l b
     read in place    2 a, and without the copy into the slot
 
-Parts may have different sizes. Where all members know all sizes (`all_gather`), these are part of
-the description. Where only sender and receiver do, one more step makes them known (`sizes`).
+Parts may have different sizes. If all members know all sizes (`all_gather`), the sizes are part of
+the description. If only sender and receiver know them, one more step exchanges them (`sizes`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def barrier(ch: Channel) -> Steps:
-    """Wait until every member has come.
+    """Wait until every member has called this.
 
     Cost: a.
     """
@@ -53,13 +53,13 @@ def barrier(ch: Channel) -> Steps:
 
 
 def broadcast(ch: Channel, x: torch.Tensor, root: int, *, private: bool = False) -> Steps:
-    """Copy `x` of `root` into `x` of every member.
+    """Copy `x` of rank `root` into `x` of every member.
 
     Args:
         ch: Channel of the group.
         x: Flat tensor.
         root: Group rank.
-        private: Whether peers may read private memory (all algorithms here take this).
+        private: Whether peers may read private memory (all functions of this module take this).
     """
     numel, dtype = x.numel(), x.dtype
     sending = ch.rank == root
@@ -80,7 +80,7 @@ def broadcast(ch: Channel, x: torch.Tensor, root: int, *, private: bool = False)
         return
     for part in pieces(x, CHUNK_BYTES):
         if sending:
-            yield from ch.wait_all_read()  # the slot of two steps ago has been read by all
+            yield from ch.wait_all_read()  # all have read the slot of two steps ago
             ch.own.stage(part)
             ch.publish()
         else:
@@ -96,12 +96,12 @@ def all_gather(
     """Copy the flat tensor `x` of each rank r into `outs[r]`; sizes may differ."""
     longest = max(out.numel() for out in outs)
     chunk = chunk_of(CHUNK_BYTES, x.dtype)
-    own = outs[ch.rank]
+    target = outs[ch.rank]
     if ch.shares and longest > chunk:
         ch.own.expose(x, private=private)
         yield from ch.publish_and_wait()
         if all(offer or not out.numel() for offer, out in zip(offers(ch), outs, strict=True)):
-            own.copy_(x)
+            target.copy_(x)
             for peer in ch.successors:
                 if outs[peer].numel():
                     remote_of(ch, peer, outs[peer].numel(), x.dtype).read(0, outs[peer])
@@ -110,9 +110,8 @@ def all_gather(
     for start in range(0, max(longest, 1), chunk):
         part = x[start : start + chunk]
         ch.own.stage(part)
-        yield from ch.publish_and_wait(
-            partial(own[start : start + chunk].copy_, part)
-        )  # while it is hot
+        # copied to the result while it is in the cache
+        yield from ch.publish_and_wait(partial(target[start : start + chunk].copy_, part))
         for peer in ch.successors:
             row = outs[peer][start : start + chunk]
             row.copy_(ch.peek(peer, row.numel(), x.dtype))
@@ -206,7 +205,7 @@ def all_to_all(
     Args:
         ch: Channel of the group.
         outs: One flat tensor per member.
-        x: All parts, one after the other.
+        x: All parts, concatenated.
         widths: Number of elements of each part; None if all parts of all members are equal.
         private: Whether peers may read private memory.
     """
@@ -217,14 +216,14 @@ def all_to_all(
         sizes = yield from agree_on_sizes(ch, widths, [out.numel() for out in outs])
     offsets = [offsets_of(row) for row in sizes]
     me = ch.rank
-    own = x[offsets[me][me] : offsets[me][me + 1]]
+    kept = x[offsets[me][me] : offsets[me][me + 1]]
     chunk = chunk_of(CHUNK_BYTES // ch.size, x.dtype)
     longest = max(max(row) for row in sizes)
     if ch.shares and longest > chunk:
         ch.own.expose(x, private=private)
         yield from ch.publish_and_wait()
         if all(offer or not ends[-1] for offer, ends in zip(offers(ch), offsets, strict=True)):
-            outs[me].copy_(own)
+            outs[me].copy_(kept)
             for peer in ch.successors:
                 if outs[peer].numel():
                     remote = remote_of(ch, peer, offsets[peer][-1], x.dtype)
@@ -235,7 +234,7 @@ def all_to_all(
         stride = min(chunk, longest - start)
         stage_rows(ch, x, offsets[me], start, stride)
         end = start + stride
-        yield from ch.publish_and_wait(partial(outs[me][start:end].copy_, own[start:end]))
+        yield from ch.publish_and_wait(partial(outs[me][start:end].copy_, kept[start:end]))
         for peer in ch.successors:
             row = outs[peer][start : start + stride]
             row.copy_(staged_row(ch, peer, row.numel(), stride, x.dtype))
@@ -259,6 +258,6 @@ def stage_rows(
 
 
 def staged_row(ch: Channel, peer: int, numel: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the `numel` elements that `peer` has staged for this rank with `stage_rows`."""
+    """Return the `numel` elements that `peer` staged for this rank with `stage_rows`."""
     low = ch.rank * stride
     return ch.peek(peer, stride * ch.size, dtype)[low : low + numel]

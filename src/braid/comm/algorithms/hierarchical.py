@@ -1,34 +1,34 @@
-"""All-reduce over several hosts, in which each byte crosses the network only once.
+"""All-reduce over several hosts; each byte crosses the network only once.
 
-Problem: between hosts a byte costs a hundred times as much as inside of one. A ring over all ranks
-sends 2 (p-1)/p l over the network card of every host, whatever the hosts have in common; with two
-ranks a host that is 1.5 l where l would do.
+Problem: a byte between hosts costs a hundred times as much as a byte inside one host. A ring over
+all p ranks sends 2 (p-1)/p l over the network card of every host. With two ranks on each of two
+hosts that is 1.5 l, where l is enough.
 
 Idea: three phases, on slices (`node_map`). With L local peers a host, h hosts, l = bytes of the
 tensor:
 
     local reduce   the member with slice i sums slice i of its local peers' slots   l / L of sums
     network        its cross-node peers exchange their sums                2 (h-1)/h l a host
-    local gather   every local peer copies the finished slices of the others        l of copies
+    local gather   every local peer copies the other members' finished slices       l of copies
 
-The tensor goes through them in chunks, so that one chunk is summed while the next is on the wire
-and a third is copied out. Chunk j takes its steps at these turns of one loop (D chunks may be on
-the wire):
+The tensor is cut into chunks, so that one chunk is summed while the next is on the wire and a third
+is copied out. Chunk j takes its steps at these turns of one loop (up to D chunks are on the wire):
 
     turn       j        j + 1          j + 1 + D            [ j + 1 + 2 D ]     + 1
     chunk j    staged   summed, sent   sums of peers added  [ gathered ]        copied out
 
-With two hosts the cross-node peers exchange whole slices. With more hosts, each sums 1/h of the
-slice and they gather (in brackets), so that the card of a host carries 2 (h-1)/h l in either case.
+With two hosts, the cross-node peers exchange whole slices. With more hosts, each peer sums 1/h of
+the slice and all gather the sums (in brackets). The card of a host carries 2 (h-1)/h l in both
+cases.
 
-Slots are written again K = 2 D + 3 turns later. A rank sums chunk j over its cross-node peers in
-the turn in which it has seen that they sent it, when they had read what lies D turns before; a
-local peer that publishes chunk j has copied out what lies 2 D + 3 turns before. A rank without a
-slice waits for nobody on its way, so it checks whether its slot has been read.
+A slot is reused after K = 2 D + 3 turns. A rank sums chunk j over its cross-node peers in the turn
+in which it has seen that they sent it; they had then read the chunk of D turns before. A local peer
+that publishes chunk j has copied out the chunk of 2 D + 3 turns before. A rank without a slice
+waits for no other rank, so it checks explicitly that its slot has been read.
 
-Numbers may cross the network in another format (`wire`). The sender's own sum is converted, too, so
-that all ranks end with the same bits. Sums are taken inside of each host first, then over the
-hosts: the same on all ranks and in every run, and in the order of ranks if every host has one.
+Numbers may cross the network in another format (`wire`). The sender's own sum is converted too, so
+that all ranks end with the same bits. Sums are taken inside each host first, then over the hosts:
+in the same order on all ranks and in every run, and in the order of ranks if every host has one.
 
 Source: Thakur, Rabenseifner, Gropp (2005), sec. 5 (SMP-aware); slices as in Traeff, Hunold,
 "Decomposing MPI Collectives for Exploiting Multi-lane Communication" (2020); pipelining of the
@@ -51,12 +51,12 @@ from braid.runtime.transport import Steps
 
 __all__ = ["DEPTH", "Residuals", "hierarchical", "left_out"]
 
-DEPTH = 2  # chunks on the wire, besides the one that is being summed
+DEPTH = 2  # chunks on the wire, besides the chunk that is being summed
 NUM_SPARE = 3  # slots, besides two for each chunk on the wire
-MOST_BYTES = 512 << 10  # of a chunk: the slots of some chunks fit into the cache
-LEAST_BYTES = 64 << 10
-CHUNKS = 4  # into which a tensor is cut, if that makes chunks of a size in between
-HEADER_BYTES = LINE_BYTES  # before a row in a wire format: its length
+MOST_BYTES = 512 << 10  # largest chunk: several slots fit into the cache
+LEAST_BYTES = 64 << 10  # smallest chunk
+CHUNKS = 4  # number of chunks of a tensor, if their size is between these limits
+HEADER_BYTES = LINE_BYTES  # length of a row in a wire format, stored before the row
 
 Residuals = dict[tuple[str, int, int], ErrorFeedback]  # by phase, row and chunk
 
@@ -79,10 +79,10 @@ def hierarchical(
         op: Reduction; sum or avg with a wire format.
         scale: Factor for the result.
         nodes: Members by host.
-        form: Format in which numbers cross the network; None for their own dtype.
+        form: Format of the numbers on the network; None for the tensor's dtype.
         residuals: Residuals of the last start of a persistent request; updated in place.
     """
-    # no member ends before all have compared descriptions: each waits for sums of all members
+    # no member ends before all have compared descriptions: every member needs sums of all members
     run = _AllReduceRun(ch, x, op, scale, nodes=nodes, form=form, residuals=residuals)
     yield from run.window.open()
     phases = [(run.stage, 0), (run.sum_local, 1), (run.sum_remote, 1 + DEPTH)]
@@ -109,8 +109,8 @@ def left_out(
 
     Args:
         residuals: Residuals of the member.
-        numel: Number of elements of the tensor that is reduced.
-        op: Reduction. Sums over hosts are sent divided for an average.
+        numel: Number of elements of the reduced tensor.
+        op: Reduction. For avg, the sums over hosts are divided before they are sent.
         rank: Group rank of the member.
         nodes: Members by host.
         form: Wire format.
@@ -140,10 +140,10 @@ class _SlotLayout(NamedTuple):
         most: Number of elements of a slice.
         rows: Number of rows of a slice: one for each host if there are more than two, else one.
         row: Number of elements of a row.
-        row_bytes: Number of bytes of a row as it crosses the network.
+        row_bytes: Number of bytes of a row on the network.
         sent: First byte of the rows that are sent; the staged chunk begins at 0.
         summed: First byte of the summed row.
-        done: First byte of the finished slice.
+        finished: First byte of the finished slice.
         slot_bytes: Number of bytes of the slot.
     """
 
@@ -153,7 +153,7 @@ class _SlotLayout(NamedTuple):
     row_bytes: int
     sent: int
     summed: int
-    done: int
+    finished: int
     slot_bytes: int
 
     @classmethod
@@ -177,22 +177,22 @@ class _SlotLayout(NamedTuple):
             row_bytes = HEADER_BYTES + _lines(form.nbytes(row))
         sent = 0 if alone else _lines(numel * size)
         summed = sent + rows * row_bytes
-        done = summed + (row_bytes if gathers else 0)
-        end = done + (0 if alone else _lines(most * size))
-        return cls(most, rows, row, row_bytes, sent, summed, done, end)
+        finished = summed + (row_bytes if gathers else 0)
+        end = finished + (0 if alone else _lines(most * size))
+        return cls(most, rows, row, row_bytes, sent, summed, finished, end)
 
     def slice(self, numel: int, number: int) -> tuple[int, int]:
-        """Return the first element and the end of a slice in a chunk of `numel` elements."""
+        """Return the first and past-the-end element of a slice in a chunk of `numel` elements."""
         return min(numel, self.most * number), min(numel, self.most * (number + 1))
 
     def bounds(self, numel: int) -> list[tuple[int, int]]:
-        """Return the first element and the end of each row of a slice of `numel` elements."""
+        """Return the first and past-the-end element of each row of a slice of `numel` elements."""
         step = self.row
         return [(min(numel, step * k), min(numel, step * (k + 1))) for k in range(self.rows)]
 
 
 class _AllReduceRun:
-    """One all-reduce under way. Each method is a phase, for the chunk whose turn it is."""
+    """State of one all-reduce. Each method is one phase of one chunk."""
 
     def __init__(
         self,
@@ -225,12 +225,12 @@ class _AllReduceRun:
         self.window = Window(ch, max(LINE_BYTES, self.num_slots * self.layout.slot_bytes))
         several = nodes.most > 1
         self.early = early_factor(x.dtype, op, scale, ch.size) if several else None
-        self.values: dict[tuple[str, int], int] = {}  # of the steps of each phase, by chunk
-        self.lengths: list[int] = []  # of the rows that are about to be sent
+        self.values: dict[tuple[str, int], int] = {}  # step of each phase, by phase and chunk
+        self.lengths: list[int] = []  # bytes of the rows to send next
 
     def stage(self, j: int) -> Steps:
         """Publish chunk `j` to the local peers."""
-        if j >= self.num_slots:  # a rank without a slice has no other wait before it
+        if j >= self.num_slots:  # only a rank without a slice can be too early
             yield from self.window.reached(self.workers, self.values["sent", j - self.num_slots])
         chunk = self.chunks[j]
         if len(self.local_peers) > 1:
@@ -262,10 +262,10 @@ class _AllReduceRun:
             yield from self.window.reached(self.cross_node_peers, self.values["sent", j])
             if self.gathers:
                 low, high = self._slice(j, self.own_slice)
-                own = self.cross_node_peers.index(self.ch.rank)
-                start, end = self.layout.bounds(high - low)[own]
+                index = self.cross_node_peers.index(self.ch.rank)
+                start, end = self.layout.bounds(high - low)[index]
                 total = self.ch.own.scratch(end - start, self.dtype)
-                self._sum_rows(j, self.layout.sent + own * self.layout.row_bytes, total)
+                self._sum_rows(j, self.layout.sent + index * self.layout.row_bytes, total)
                 self._write_row([total], j, self.layout.summed, ("remote", 0))
             else:
                 self._sum_rows(j, self.layout.sent, self._done(j))
@@ -278,23 +278,23 @@ class _AllReduceRun:
         """Copy the summed rows of this rank's slice from the cross-node peers."""
         if self.own_slice >= 0:
             yield from self.window.reached(self.cross_node_peers, self.values["summed", j])
-            done = self._done(j)
+            finished = self._done(j)
             for peer, (start, end) in zip(
-                self.cross_node_peers, self.layout.bounds(done.numel()), strict=True
+                self.cross_node_peers, self.layout.bounds(finished.numel()), strict=True
             ):
-                self._copy_row(peer, j, self.layout.summed, done[start:end])
+                self._copy_row(peer, j, self.layout.summed, finished[start:end])
         self.values["done", j] = self.window.publish(self.other_local_peers)
 
     def copy_out(self, j: int) -> Steps:
         """Copy the finished slices of chunk `j` from the local peers."""
-        if len(self.local_peers) == 1:  # the chunk has been finished in place
+        if len(self.local_peers) == 1:  # the chunk was finished in place
             return
         yield from self.window.reached(self.workers, self.values["done", j])
         for number, worker in enumerate(self.workers):
             low, high = self._slice(j, number)
-            self.chunks[j][low:high].copy_(self._view(worker, j, self.layout.done, high - low))
+            self.chunks[j][low:high].copy_(self._view(worker, j, self.layout.finished, high - low))
 
-    # Rows cross the network, in the tensor's own numbers or in a wire format.
+    # Rows on the network, in the tensor's dtype or in a wire format.
 
     def _write_row(
         self,
@@ -303,13 +303,13 @@ class _AllReduceRun:
         at: int,
         key: tuple[str, int],
     ) -> None:
-        """Sum `sources` into a row of this rank's slot, in the format in which it is sent.
+        """Sum `sources` into a row of this rank's slot, in the format for the network.
 
         Args:
-            sources: Parts of the sum, on this host.
+            sources: Terms of the sum, on this host.
             j: Number of the chunk.
             at: First byte of the row in the slot.
-            key: Phase and row, under which residuals are kept.
+            key: Phase and row: the key of the residuals.
         """
         numel, op = sources[0].numel(), "sum" if self.op == "avg" else self.op
         if self.form is None:
@@ -337,7 +337,7 @@ class _AllReduceRun:
         return kept.encode(self.form, x, into)
 
     def _send(self, j: int, at: int) -> int:
-        """Send the rows just written: to each cross-node peer its own row, or the only row to all.
+        """Send the rows just written: to each cross-node peer its row, or the only row to all.
 
         Returns:
             Value of the step.
@@ -378,7 +378,7 @@ class _AllReduceRun:
             self.form.decode(self._encoded(peer, j, at), out)
 
     def _encoded(self, peer: int, j: int, at: int) -> torch.Tensor:
-        """Return the encoded bytes of a peer's row, without the header that holds their number."""
+        """Return the encoded bytes of a peer's row, without its length header."""
         row = self._bytes(peer, j, at)
         length = int(row[:8].view(torch.int64).item())
         return row[HEADER_BYTES : HEADER_BYTES + min(max(length, 0), row.numel())]
@@ -393,10 +393,10 @@ class _AllReduceRun:
         low, high = self._slice(j, self.own_slice)
         if len(self.local_peers) == 1:
             return self.chunks[j][low:high]
-        return self._view(self.ch.rank, j, self.layout.done, high - low)
+        return self._view(self.ch.rank, j, self.layout.finished, high - low)
 
     def _offset(self, j: int, offset: int) -> int:
-        """Return the first byte in the window of an offset in the slot of chunk `j`."""
+        """Return the position in the window of byte `offset` in the slot of chunk `j`."""
         return j % self.num_slots * self.layout.slot_bytes + offset
 
     def _view(self, member: int, j: int, offset: int, numel: int) -> torch.Tensor:

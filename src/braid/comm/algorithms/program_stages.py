@@ -1,17 +1,17 @@
-"""A rank's part of a collective program, as slices of a tensor that are sent, received and copied.
+"""One rank's part of a collective program, as slices of a tensor to send, receive and copy.
 
-Problem: the algorithms of `schedule.collective` are lists of blocks; a transport moves memory.
-Between them lie the same questions for each algorithm: which blocks go into one message, which lie
-beside each other and travel as one slice, and in which of its sender's turns a message goes.
+Problem: the algorithms of `schedule.collective` are lists of blocks, but a transport moves memory.
+Each algorithm raises the same questions: which blocks go into one message, which are adjacent and
+form one slice, and in which of the sender's turns a message is sent.
 
-Idea: answer them once, before anything moves. `stages` turns a program into slices of the flat
-buffer for one rank. Each stage tells what is sent (read as the stage begins), what is received, to
-be added or to replace, and what is copied. Carrying it out (`programs`) is then a loop without
+Idea: answer these questions once, before any transfer. `stages` turns a program into slices of the
+flat buffer for one rank. Each stage lists the slices to send (read when the stage begins), to
+receive (added or replacing) and to copy. Running the stages (`programs`) is then a loop without
 decisions.
 
-Blocks are as equal as the number of elements permits. Sums are taken in the order in which messages
-come in the program: the same in every run, but not the order of ranks. 16-bit numbers are rounded
-at every addition.
+The sizes of blocks differ by at most one element. Sums are taken in the order of the program's
+messages: the same in every run, but not the order of ranks. 16-bit numbers are rounded at every
+addition.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["ProgramMove", "ProgramStage", "apply_move", "stages"]
 
 
 class ProgramMove(NamedTuple):
-    """A message, or a copy inside of the buffer.
+    """A message, or a copy inside the buffer.
 
     Attributes:
         peer: The other rank; -1 for a copy.
-        parts: Slices of the buffer, in the order in which they travel.
-        adds: Whether the data is added to what is there.
+        parts: Slices of the buffer, in the order in which they are sent.
+        adds: Whether the data is added to the slices rather than replacing them.
         sources: Slices that a copy reads.
         turn: Number of the stage in which its sender sends it.
         place: Number of elements that its sender has sent before it.
@@ -59,9 +59,9 @@ class ProgramStage(NamedTuple):
     """The messages and copies of one rank in one turn.
 
     Attributes:
-        sends: Messages out.
-        receives: Messages in.
-        copies: Copies inside of the buffer; they read what was there before the stage.
+        sends: Messages to send.
+        receives: Messages to receive.
+        copies: Copies inside the buffer; they read its state before the stage.
     """
 
     sends: tuple[ProgramMove, ...]
@@ -70,16 +70,16 @@ class ProgramStage(NamedTuple):
 
 
 def stages(program: Program, rank: int, numel: int) -> tuple[ProgramStage, ...]:
-    """Return the stages of `rank` on a buffer; messages without elements are left out.
+    """Return the stages of `rank` on a buffer, without empty messages.
 
     Args:
         program: Valid program of the collective vocabulary.
-        rank: Rank whose part is returned.
-        numel: Number of elements of the buffer; of both buffers of all_to_all, one behind the
-            other.
+        rank: Rank that runs the stages.
+        numel: Number of elements of the buffer. all_to_all has an input and an output buffer,
+            concatenated.
 
     Raises:
-        ConfigError: all_to_all on blocks that are not equal.
+        ConfigError: all_to_all cannot cut the buffer into equal blocks.
     """
     blocks = program.header.num_units
     if program.header.operation == "all_to_all" and numel % blocks:
@@ -91,7 +91,7 @@ def stages(program: Program, rank: int, numel: int) -> tuple[ProgramStage, ...]:
     bounds = [numel * i // blocks for i in range(blocks + 1)]
     out: dict[int, list[ProgramMove]] = defaultdict(list)
     into: dict[int, list[ProgramMove]] = defaultdict(list)
-    places: dict[int, int] = defaultdict(int)  # of the next message of each source
+    places: dict[int, int] = defaultdict(int)  # offset of the next message of each source
     for message in sorted(messages(program, match(program)), key=lambda m: m.posted):
         parts = _slices(message.sends, bounds)
         turn, place = message.posted, places[message.source]
@@ -101,7 +101,7 @@ def stages(program: Program, rank: int, numel: int) -> tuple[ProgramStage, ...]:
             out[message.posted].append(move)
         if message.target == rank:
             adds = {action.kind == "reduce" for action in message.receives}
-            assert len(adds) == 1, message  # a round adds or replaces
+            assert len(adds) == 1, message  # all actions of a message add, or all replace
             received = move._replace(peer=message.source, adds=adds.pop())
             into[message.awaited].append(received._replace(parts=_slices(message.receives, bounds)))
     result = []
@@ -116,7 +116,7 @@ def stages(program: Program, rank: int, numel: int) -> tuple[ProgramStage, ...]:
 
 
 def apply_move(x: torch.Tensor, move: ProgramMove, data: torch.Tensor, op: str) -> None:
-    """Add or copy received or copied data to its place in `x`."""
+    """Add or copy received or copied data to the destination slices of `x`."""
     start = 0
     for part in move.parts:
         end = start + part.stop - part.start
@@ -129,7 +129,7 @@ def apply_move(x: torch.Tensor, move: ProgramMove, data: torch.Tensor, op: str) 
 
 
 def _slices(actions: Sequence[Action], bounds: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices of blocks, joined where one begins as another ends."""
+    """Return the slices of blocks, joining adjacent blocks."""
     slices: list[slice] = []
     for action in actions:
         start, stop = bounds[action.unit], bounds[action.unit + 1]

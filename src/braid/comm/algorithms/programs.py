@@ -1,12 +1,12 @@
-"""Carries out any collective program on a channel, as steps that whoever waits can take.
+"""Run any collective program on a channel, as steps that any waiting thread can take.
 
-What a rank sends lies in its window, one message behind the other, so that nothing is written
-twice. A turn is one step, which only its receivers look at:
+A rank writes its messages into its window, one behind the other, so no byte of it is written twice.
+A turn is one step, which only its receivers read:
 
     turn    copy messages into the window | step | wait for the steps of senders, add or copy
 
-Tensors go through it in pieces, and a piece begins and ends with a synchronisation of all ranks.
-That is the price of generality: the engine's own algorithms keep several chunks on their way.
+Tensors are processed in pieces, and a piece begins and ends with a synchronisation of all ranks.
+This is the cost of a general program: the engine's built-in algorithms overlap several chunks.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = [
 ]
 
 PIECE_BYTES = 4 << 20
-MAX_PARTS = 256  # that are kept for the next call of the same size
+MAX_PARTS = 256  # parts cached for the next call of the same size
 PROGRAMS = tuple(dict.fromkeys(name for name, _ in ALGORITHMS if name != "hierarchical"))
 OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
-WHOLE = ("all_reduce", "broadcast", "reduce")  # no rank's part is its own: they can be cut anywhere
+WHOLE = ("all_reduce", "broadcast", "reduce")  # not divided by rank: can be cut anywhere
 
 
 class ProgramPart(NamedTuple):
@@ -49,7 +49,7 @@ class ProgramPart(NamedTuple):
 
     Attributes:
         stages: Stages in order.
-        num_turns: Number of turns of the rank that has most.
+        num_turns: Number of turns of the rank with the most turns.
         numel: Number of elements sent by the rank that sends most.
     """
 
@@ -73,7 +73,7 @@ class Programs:
         self._parts: dict[tuple[str, str, int, int], ProgramPart] = {}
 
     def part(self, name: str, operation: str, root: int, numel: int) -> ProgramPart:
-        """Return this rank's part of an algorithm of the catalogue."""
+        """Return this rank's part of a named algorithm, from the cache if possible."""
         key = (name, operation, root, numel)
         part = self._parts.get(key)
         if part is None:
@@ -82,37 +82,37 @@ class Programs:
             written = self.program(name, operation, root)
             every = [stages(written, rank, numel) for rank in range(self._size)]
             turns = max(len(list(batches(written, rank))) for rank in range(self._size))
-            most = max(sum(move.numel for s in own for move in s.sends) for own in every)
+            most = max(sum(move.numel for s in part for move in s.sends) for part in every)
             part = self._parts[key] = ProgramPart(every[self._rank], turns, most)
         return part
 
     def program(self, name: str, operation: str, root: int) -> Program:
-        """Return an algorithm of the catalogue for this number of ranks."""
+        """Return the program of a named algorithm for this number of ranks."""
         key = (name, operation, root)
         written = self._programs.get(key)
         if written is None:
-            given = root if operation in ROOTED else None
-            rounds = algorithm(name, operation, self._size, root=given)
+            program_root = root if operation in ROOTED else None
+            rounds = algorithm(name, operation, self._size, root=program_root)
             written = self._programs[key] = program(rounds)
         return written
 
 
 def names_for(operation: str) -> tuple[str, ...]:
-    """Return the programs that carry out `operation` on any group."""
+    """Return the names of the programs that implement `operation` on any group."""
     if operation not in OPERATIONS:
         return ()
     return tuple(n for n, what in ALGORITHMS if what == operation and n in PROGRAMS)
 
 
 def check_equal_parts(kind: str, algorithm: str, widths: Sequence[int] | None) -> None:
-    """Refuse parts of different sizes: not all members know their places in one buffer.
+    """Raise for parts of different sizes: members would not know their offsets in one buffer.
 
     Raises:
         ConfigError: The parts differ, or may differ.
     """
     if widths is not None and (kind == "all_to_all" or len(set(widths)) > 1):
         msg = (
-            f"algorithm {algorithm!r} needs parts of one size, in one tensor, for {kind}, and "
+            f"algorithm {algorithm!r} needs parts of equal size, in one tensor, for {kind}, but "
             f"these have {list(widths)} elements: leave algorithm out"
         )
         raise ConfigError(msg)
@@ -129,23 +129,23 @@ def program_steps(
     scale: float | None = None,
     root: int = 0,
 ) -> Steps:
-    """Carry out a program on the flat buffer `x`, in place.
+    """Run a program on the flat buffer `x`, in place.
 
     Args:
         ch: Channel of the group.
         programs: Programs of this rank.
         name: Name of the algorithm.
-        operation: Operation that it carries out.
-        x: All blocks in the order of ranks; of all_to_all both buffers, one behind the other.
+        operation: Operation that the algorithm implements.
+        x: All blocks in the order of ranks; for all_to_all the input and the output, concatenated.
         op: Reduction.
-        scale: Factor for a result that is reduced.
+        scale: Factor for a reduced result.
         root: Group rank.
     """
     rows = 0 if operation in WHOLE else ch.size * (2 if operation == "all_to_all" else 1)
     if rows and x.numel() % rows:
         msg = (
-            f"algorithm {name!r} needs parts of one size, and {x.numel()} elements do not make "
-            f"{rows} of them"
+            f"algorithm {name!r} needs parts of equal size, but {x.numel()} elements cannot be "
+            f"divided into {rows}"
         )
         raise ConfigError(msg)
     for piece in _pieces(x, rows):
@@ -157,7 +157,7 @@ def program_steps(
 
 
 class _Piece(NamedTuple):
-    """A flat part of a buffer, or of each of its rows, with the place that it is copied back to."""
+    """A flat part of a buffer, or of each of its rows, with the slice to copy it back to."""
 
     data: torch.Tensor
     home: torch.Tensor | None = None
@@ -192,7 +192,7 @@ def _carry_out(ch: Channel, part: ProgramPart, x: torch.Tensor, op: str) -> Step
 
 
 def _send(window: Window, rank: int, sends: Sequence[ProgramMove], x: torch.Tensor) -> None:
-    """Write messages into this rank's window and take the step in which they go."""
+    """Write messages into this rank's window and publish them in one step."""
     if not sends:
         window.publish(())
         return
@@ -209,9 +209,9 @@ def _send(window: Window, rank: int, sends: Sequence[ProgramMove], x: torch.Tens
 
 
 def _row(window: Window, member: int, move: ProgramMove, dtype: torch.dtype) -> torch.Tensor:
-    """Return where a message lies in its sender's window.
+    """Return the elements of a message in its sender's window.
 
-    It may begin anywhere; a line begins at a multiple of 64 bytes.
+    A message may begin anywhere; views begin at a multiple of 64 bytes.
     """
     start = move.place * dtype.itemsize
     before = start % LINE_BYTES // dtype.itemsize

@@ -1,14 +1,13 @@
-"""The receiver's side of messages: what has been sent to this rank, and which receive it is for.
+"""Receiver's side of messages: matching incoming messages to receives.
 
-Problem: messages of one source come on one line, but receives are begun in any order, with any
-tags, from named sources and from whoever sends. A receive must not wait for a message that another
-receive is for.
+Problem: messages of one source arrive on one line, but receives start in any order, with any tag,
+from a named source or from any source. A receive must not block on a message for another receive.
 
-Idea: a receive is *posted* when it is begun. A thread that looks at a line, on behalf of any
-receive, takes in what has come there until that receive has its message. Each message goes straight
-into the memory of the first posted receive that it fits, or is set aside for one that will be
-posted. So a line moves on while anybody waits for anything on it, and messages of one source and
-tag reach their receives in order.
+Idea: a receive is *posted* when it starts. A thread that polls a line, on behalf of any receive,
+takes in every message there until that receive has its own. Each message goes directly into the
+memory of the first matching posted receive, or is stored for a later receive. So a line advances
+while any thread waits for a message on it, and messages of one source and tag reach their receives
+in order.
 
 Source: the posted-receive and unexpected-message queues of every MPI (e.g. MPICH's ADI).
 """
@@ -35,11 +34,11 @@ class Receipt:
     """A receive that has been posted.
 
     Attributes:
-        out: Flat bytes that the message is for.
+        out: Flat destination bytes.
         tag: Tag of the message.
         digest: Digest of the message's description.
         site: Digest of the call site.
-        source: Group rank of the sender when it is known, else -1.
+        source: Group rank of the sender, -1 while it is unknown.
     """
 
     __slots__ = ("digest", "error", "lines", "message", "out", "site", "source", "tag")
@@ -50,13 +49,13 @@ class Receipt:
         self.digest = digest
         self.site = site
         self.source = -1
-        self.lines: Sequence[_Line] = ()  # on which it may come
+        self.lines: Sequence[_Line] = ()  # lines on which the message may arrive
         self.message: _Message | None = None
         self.error: Exception | None = None
 
 
 class _Message:
-    """A message that has begun to come.
+    """A message whose first step has arrived.
 
     Args:
         tag: Tag of the message.
@@ -88,12 +87,12 @@ class Mailbox:
     def post(
         self, out: torch.Tensor, tag: int, source: int | None, *, digest: int, site: int = 0
     ) -> Receipt:
-        """Begin a receive; `steps` ends it.
+        """Start a receive; run `steps` to complete it.
 
         Args:
             out: Flat bytes.
             tag: Tag of the message.
-            source: Group rank; None for whoever sends first.
+            source: Group rank; None to receive from any source.
             digest: Digest of the message's description.
             site: Digest of the call site.
         """
@@ -113,8 +112,8 @@ class Mailbox:
         """Wait until the message is in the memory of the receive.
 
         Raises:
-            Disagreement: The message is described differently.
-            MismatchError: The message came early, and is described differently.
+            Disagreement: The message has another description than the receive.
+            MismatchError: The message arrived before the receive, with another description.
         """
         while True:
             with self._lock:
@@ -131,7 +130,7 @@ class Mailbox:
             receipt.out.copy_(message.data)
 
     def withdraw(self, receipt: Receipt) -> None:
-        """Forget a receive that has ended; the rest of its message goes elsewhere."""
+        """Remove a receive that has ended; the rest of its message is discarded."""
         with self._lock:
             message = receipt.message
             if message is not None:
@@ -142,7 +141,7 @@ class Mailbox:
             receipt.lines = ()
 
     def position(self, source: int | None) -> int:
-        """Return the last step that was taken in from `source`, or from any source."""
+        """Return the last step taken in from `source`, or the highest over all sources."""
         with self._lock:
             lines = self._lines.values()
             steps = (line.channel.value for line in lines if source in {None, line.source})
@@ -166,19 +165,19 @@ class _Line:
     def __init__(self, source: int, pages: ControlPages) -> None:
         self.source = source
         self.channel = pages.incoming()
-        self.posted: list[Receipt] = []  # receives for which nothing has come, in order
+        self.posted: list[Receipt] = []  # receives without a message, in order
         self._pages = pages
         self._acks = pages.channel(pages.acknowledging_index(source))
-        self._early: list[_Message] = []  # messages that nobody wanted when they came, in order
-        self._coming: _Message | None = None  # the one whose parts come next
+        self._early: list[_Message] = []  # messages without a receive, in order
+        self._coming: _Message | None = None  # partly received message
         self._error: Exception | None = None
 
     def next_wait(self) -> Wait:
-        """Return the wait that is over when there is more."""
+        """Return a wait that completes when the source publishes its next step."""
         return Wait(self.source, self.channel.index, self.channel.value + 1)
 
     def has_early(self, receipt: Receipt) -> bool:
-        """Give `receipt` the oldest message that fits; return whether there is one."""
+        """Give `receipt` the oldest early message with its tag; return whether there is one."""
         for message in self._early:
             if message.tag == receipt.tag:
                 self._early.remove(message)
@@ -189,10 +188,10 @@ class _Line:
         return False
 
     def receive(self, receipt: Receipt) -> None:
-        """Take in what has come, until `receipt` has its message or waits for another line.
+        """Take in published messages, until `receipt` has its message or matched another line.
 
         Raises:
-            Disagreement: A message does not fit the receive that it is for.
+            Disagreement: A message has another description than its receive.
         """
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -202,8 +201,9 @@ class _Line:
                 self._step(ch.value + 1)
                 if receipt.message is not None and not receipt.message.missing:
                     break
-        except BaseException as exc:  # nothing more can be taken from this line, whoever asks
-            text = f"rank {ch.ranks[ch.rank]} was interrupted in a message ({type(exc).__name__})"
+        except BaseException as exc:  # later receives on this line raise this, too
+            me, kind = ch.ranks[ch.rank], type(exc).__name__
+            text = f"rank {me} was interrupted while receiving a message ({kind})"
             self._error = exc if isinstance(exc, Exception) else CommError(text)
             raise
 
@@ -220,7 +220,7 @@ class _Line:
         self._coming = message if message.missing else None
 
     def _open(self, value: int) -> _Message:
-        """Take the first step of a message, for the receive that it fits."""
+        """Take the first step of a message, and match it to a posted receive."""
         ch, source = self.channel, self.source
         envelope = read_envelope(ch, source, value)
         digest = ch.entry(source, value).digest
@@ -257,9 +257,9 @@ class _Line:
         return (
             f"rank {pages.ranks[source]} sent {pages.text_of(source, message.digest)} with tag "
             f"{receipt.tag}, and this rank asked for {pages.text_of(pages.rank, receipt.digest)}: "
-            "make both ends agree on shape and dtype, or use another tag"
+            "use the same shape and dtype on both ranks, or another tag"
         )
 
 
 def _bytes(count: int) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.uint8, device="cpu")  # whatever the program's default
+    return torch.empty(count, dtype=torch.uint8, device="cpu")  # overrides the default device

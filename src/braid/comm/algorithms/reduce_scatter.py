@@ -1,4 +1,4 @@
-"""Reductions of which each rank gets another part: reduce-scatter, reduce and scan.
+"""Reductions with a different result on each rank: reduce-scatter, reduce and scan.
 
     reduce_scatter   rank r gets part r of the sum        staged ceil(l / chunk) a + 2 l b
                                                           in place 2 a + l b
@@ -10,7 +10,7 @@ Sums are in the order of ranks, as in `all_reduce`.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH"
 (2005), sec. 4.3, 4.4; Blelloch, "Prefix Sums and Their Applications" (1990), for scan. In shared
-memory every rank sums what it needs itself.
+memory, every rank computes its own result from all tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def reduce_scatter(
     Args:
         ch: Channel of the group.
         out: Flat tensor.
-        x: All parts, one after the other.
+        x: All parts, concatenated.
         offsets: First element of each part, and the end of the last; the same on all members.
         op: Reduction.
         scale: Factor for the result.
@@ -62,12 +62,12 @@ def reduce_scatter(
             _sum_slice(ch, x, remotes, offsets[me], out, op=op, scale=scale)
             yield from ch.publish_and_wait()
             return
-    own = x[offsets[me] : offsets[me + 1]]
+    mine = x[offsets[me] : offsets[me + 1]]
     for start in range(0, max(longest, 1), chunk):
         stride = min(chunk, longest - start)
         stage_rows(ch, x, offsets, start, stride)
         yield from ch.publish_and_wait()
-        part = own[start : start + stride]
+        part = mine[start : start + stride]
         numel = part.numel()
         rows = [
             part if r == me else staged_row(ch, r, numel, stride, x.dtype) for r in range(ch.size)
@@ -78,7 +78,7 @@ def reduce_scatter(
 def reduce(
     ch: Channel, out: torch.Tensor, x: torch.Tensor, op: str, root: int, *, private: bool = False
 ) -> Steps:
-    """Reduce the `x` of all members into `out` of `root`, which may be its `x`."""
+    """Reduce `x` of all members into `out` of rank `root`; `out` may be its `x`."""
     numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
     if numel <= chunk_of(CHUNK_BYTES, dtype) // 2:
         ch.own.stage(x)
@@ -102,18 +102,18 @@ def reduce(
         yield from ch.publish_and_wait()
         low, high = bounds[me], bounds[me + 1]
         rows = [(part if r == me else ch.peek(r, count, dtype))[low:high] for r in range(n)]
-        own = ch.own.slot(high - low, dtype)
-        combine(rows, own, op, None)
+        result = ch.own.slot(high - low, dtype)
+        combine(rows, result, op, None)
         ch.own.send_only_to(root, high - low, dtype)
         yield from ch.publish_and_wait()
         if me == root:
-            _collect(ch, target, own, bounds)
+            _collect(ch, target, result, bounds)
 
 
 def scan(
     ch: Channel, out: torch.Tensor, x: torch.Tensor, op: str, *, exclusive: bool = False
 ) -> Steps:
-    """Reduce the `x` of ranks 0 to `rank`, or to `rank - 1` if `exclusive`, into `out`."""
+    """Reduce `x` of ranks 0 to `rank`, or to `rank - 1` if `exclusive`, into `out`."""
     last = ch.rank if exclusive else ch.rank + 1
     for part, target in zip(pieces(x, CHUNK_BYTES), pieces(out, CHUNK_BYTES), strict=True):
         ch.own.stage(part)
@@ -137,17 +137,17 @@ def _reduce_part(
     """Sum 1/n of all exposed tensors into this rank's slot; the root collects the slots."""
     n, me = ch.size, ch.rank
     bounds = [x.numel() * r // n for r in range(n + 1)]
-    own = ch.own.slot(bounds[me + 1] - bounds[me], x.dtype)
-    _sum_slice(ch, x, remotes, bounds[me], own, op=op, scale=None)
+    result = ch.own.slot(bounds[me + 1] - bounds[me], x.dtype)
+    _sum_slice(ch, x, remotes, bounds[me], result, op=op, scale=None)
     yield from ch.publish_and_wait()
     if me == root:
-        _collect(ch, out, own, bounds)
+        _collect(ch, out, result, bounds)
 
 
-def _collect(ch: Channel, out: torch.Tensor, own: torch.Tensor, bounds: Sequence[int]) -> None:
+def _collect(ch: Channel, out: torch.Tensor, result: torch.Tensor, bounds: Sequence[int]) -> None:
     for r in range(ch.size):
         low, high = bounds[r], bounds[r + 1]
-        out[low:high].copy_(own if r == ch.rank else ch.peek(r, high - low, out.dtype))
+        out[low:high].copy_(result if r == ch.rank else ch.peek(r, high - low, out.dtype))
 
 
 def _sum_slice(
@@ -173,7 +173,7 @@ def _sum_slice(
 
 
 def _combine_into(ch: Channel, rows: list[torch.Tensor], out: torch.Tensor, op: str) -> None:
-    """Combine `rows` into `out`, which may be any one of them."""
+    """Combine `rows` into `out`, which may be one of the rows."""
     me = ch.rank
     if me >= 2 and out.data_ptr() == rows[me].data_ptr():
         wide = ch.own.scratch(out.numel(), out.dtype)

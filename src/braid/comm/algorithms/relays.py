@@ -1,29 +1,29 @@
 """Broadcast, all-gather and reduce-scatter over several hosts, by relays.
 
-Problem: of four ranks on two hosts, one that sends its part to all others sends it twice over the
-same cable, to two ranks that share memory.
+Problem: with four ranks on two hosts, a rank that sends its part to all other ranks sends it twice
+over the same cable, to two ranks that share memory.
 
 Idea: each rank has one *relay* on every other host, and publishes its part to its local peers and
-relays only. A relay publishes to its own local peers what came, so every byte crosses the network
-once for each host, not for each rank. Reducing goes the other way round: the relay of a rank sums
-for it over its own host. Tensors go through in chunks, D of which may be on the wire, as in
+relays only. A relay publishes the received part to its local peers, so every byte crosses the
+network once per host, not once per rank. Reductions run in the opposite direction: a rank's relay
+sums for it over the relay's host. Tensors are cut into chunks, with up to D on the wire, as in
 `hierarchical`:
 
     broadcast        root -> its local peers and relays -> their local peers    (h-1) l a host
     all_gather       each rank -> local peers and relays -> their local peers   L (h-1)/n l
     reduce_scatter   local peers -> the relay sums -> the owner adds the sums   (n-L)/n l
 
-    n ranks, h hosts, L of them on this one; relays of the members of host a on host b, which has
-    fewer:
+    n ranks, h hosts, L ranks on this host; relays of the members of host a on host b, which has
+    fewer members:
         a   0  1  2
         b   3  4  3
 
-What lies in a slot is written again K turns later, and only when the readers have told that they
-are done with it, in a step that they take anyway.
+A slot is reused K turns later, once the readers have published that they have read it, in a step
+that they take anyway.
 
 Source: node-leader algorithms as in Karonis et al., "Exploiting hierarchy in parallel computer
 networks to optimize collective operation performance" (2000), with all ranks of a host as leaders
-of their own parts.
+of their parts.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from braid.runtime.transport import Steps
 
 __all__ = ["DEPTH", "all_gather", "broadcast", "reduce_scatter"]
 
-DEPTH = 2  # chunks on the wire, besides the one that is being copied
+DEPTH = 2  # chunks on the wire, besides the chunk that is being copied
 NUM_SLOTS = DEPTH + 4
-CHUNK_BYTES = 256 << 10  # of all rows of a slot together
+CHUNK_BYTES = 256 << 10  # for all rows of a slot together
 
 
 class _Slots:
-    """Places of rows of a chunk in the windows of all members.
+    """Rows of chunks, in the windows of all members.
 
     Args:
         ch: Channel of the group.
@@ -71,13 +71,13 @@ class _Slots:
         return x[j * self.chunk : (j + 1) * self.chunk]
 
     def row(self, member: int, j: int, row: int, numel: int) -> torch.Tensor:
-        """Return a row of the slot of chunk `j` of a member."""
+        """Return a row of a member's slot for chunk `j`."""
         return self.window.view(member, self._at(j, row), numel, self._dtype)
 
     def publish(
         self, to: Sequence[int], j: int, rows: dict[int, tuple[int, int]] | None = None
     ) -> int:
-        """Take a step that `to` looks at; `rows` tells the row and how many elements are read."""
+        """Take a step that `to` reads; `rows` maps a reader to its row and number of elements."""
         if not rows:
             return self.window.publish(to)
         first = min(row for row, _ in rows.values())
@@ -130,7 +130,7 @@ def all_gather(ch: Channel, outs: Sequence[torch.Tensor], x: torch.Tensor, nodes
     passed: list[int] = []
     for turn in range(slots.count + DEPTH + 1):
         if turn < slots.count:
-            if turn >= NUM_SLOTS:  # local_peers have copied it, relays have passed it on
+            if turn >= NUM_SLOTS:  # local peers have copied it, relays have published it
                 yield from slots.window.reached(local_peers, shown[turn - NUM_SLOTS + DEPTH + 2])
                 yield from slots.window.reached(relays, passed[turn - NUM_SLOTS])
             part = slots.part(x, turn)
@@ -173,7 +173,7 @@ def reduce_scatter(
     local_peers, relayed = _without(own_host, me), nodes.relayed(me)
     sizes = [offsets[r + 1] - offsets[r] for r in range(n)]
     most = max(len(nodes.relayed(m)) for m in range(n))
-    slots = _Slots(ch, x, n + 1 + most, max(sizes))  # what all need | own sum | sums for others
+    slots = _Slots(ch, x, n + 1 + most, max(sizes))  # parts of all ranks | sum | sums for others
     parts = [x[offsets[r] : offsets[r + 1]] for r in range(n)]
     summers = [me if me in host else nodes.relay(me, host[0]) for host in nodes.hosts]
     others = [m for m in summers if m != me]
@@ -184,7 +184,7 @@ def reduce_scatter(
     ended: list[int] = []
     for turn in range(slots.count + DEPTH + 1):
         if turn < slots.count:
-            if turn >= NUM_SLOTS:  # local_peers have summed it
+            if turn >= NUM_SLOTS:  # local peers have summed it
                 yield from slots.window.reached(local_peers, shown[turn - NUM_SLOTS + 2])
             for r in range(n) if local_peers else ():
                 part = slots.part(parts[r], turn)

@@ -1,16 +1,16 @@
-"""Messages between two members, told apart by tags: the protocol, and the sender's side of it.
+"""Tagged messages between two members: the protocol, and the sender's side.
 
-A sender publishes its messages on its line to that receiver, one after the other; two may be under
-way. The slot of a step begins with an envelope of one cache line:
+A sender publishes its messages in order on its line to that receiver; two steps may be unread. The
+slot of a step begins with an envelope of one cache line:
 
     word    0      1        2
             tag    bytes    address of the data: 0 for "behind this envelope, the rest in the
                             next steps", else where the receiver can read it (shared memory,
                             or private memory by a copy of the kernel)
 
-Small messages are eager: the sender goes on when they are in the slot. Large ones that the receiver
-reads in place are not: the sender goes on when the receiver has them. `receive` has the receiver's
-side.
+Small messages are eager: the sender continues once they are in the slot. For large messages that
+the receiver reads in place, the sender continues when the receiver has read them. `receive` has the
+receiver's side.
 
 Source: MPI 4.0, sec. 3.5 (order of messages), and the eager and rendezvous protocols of every MPI.
 """
@@ -27,19 +27,19 @@ from braid.runtime.transport import Steps
 
 __all__ = ["ENVELOPE_BYTES", "Envelope", "read_envelope", "send"]
 
-EAGER_BYTES = 256 << 10  # messages up to here are not offered for reading in place
+EAGER_BYTES = 256 << 10  # messages up to this size are not offered for reading in place
 ENVELOPE_BYTES = 64
 _TAG, _NBYTES, _ADDRESS = 0, 1, 2
 TAG_BIAS = 1 << 62  # tags may be negative, words may not
 
 
 class Envelope(NamedTuple):
-    """Description of a message, which its first step carries.
+    """Description of a message, sent in its first step.
 
     Attributes:
-        tag: Tag, which tells it from other messages of this pair.
+        tag: Tag; messages of one pair with different tags may be received in any order.
         nbytes: Size in bytes.
-        address: Address at which the receiver can read it; 0 if it is behind the envelope.
+        address: Address at which the receiver can read it; 0 if it follows the envelope.
     """
 
     tag: int
@@ -54,10 +54,10 @@ def send(
 
     Args:
         ch: This rank's line to the receiver.
-        acks: The receiver's line, on which it acknowledges.
+        acks: The receiver's line for acknowledgements.
         x: Flat bytes.
         to: Group rank of the receiver.
-        tag: Tag, which tells it from other messages of this pair.
+        tag: Tag that the receive must name.
         private: Whether the receiver may read private memory.
     """
     yield from acks.await_step(to, ch.value - 1)  # the slot of two steps ago has been read

@@ -1,8 +1,9 @@
-"""One step that tells all members what every member sends to every other.
+"""Exchange of part sizes: one step after which all members know what each sends to each.
 
-A ragged all-to-all, a gather and a scatter have sizes that no single member knows. Each member
-publishes two rows: what it will send to each member, and what it expects from each (-1: unknown).
-All members read all rows, so all see the same matrix. It agrees, or all raise the same error.
+The parts of a ragged all-to-all, a gather and a scatter have sizes that no member knows completely.
+Each member publishes two rows: the sizes it sends to each member, and the sizes it expects from
+each (-1: unknown). All members read all rows, so all have the same matrix. If sizes disagree, all
+raise the same error.
 
 Cost: one step of 16 n bytes.
 """
@@ -30,14 +31,14 @@ def agree_on_sizes(
 
     Args:
         ch: Channel of the group.
-        sends: Number of elements that this rank sends to each member, itself included.
-        expects: Number of elements that it expects from each, -1 where it accepts any.
+        sends: Number of elements that this rank sends to each member, including itself.
+        expects: Number of elements that this rank expects from each member, -1 to accept any.
 
     Returns:
         `sends` of every member.
 
     Raises:
-        MismatchError: Some pairs disagree; raised on every rank alike, naming all of them.
+        MismatchError: Some pairs disagree; every rank raises the same error, which names them all.
     """
     n = ch.size
     ch.own.stage(torch.tensor([*sends, *expects], dtype=torch.int64, device="cpu"))
@@ -58,7 +59,7 @@ def agree_on_sizes(
             [
                 "senders and receivers do not agree on sizes:",
                 *wrong,
-                "make what one rank sends as long as what the other receives",
+                "make each send as long as the matching receive",
             ]
         )
         raise MismatchError(msg)
@@ -66,7 +67,7 @@ def agree_on_sizes(
 
 
 def offsets_of(widths: Sequence[int]) -> list[int]:
-    """Return where each of consecutive parts begins, and where the last one ends.
+    """Return the offset of each of consecutive parts, and the end of the last part.
 
     >>> offsets_of([3, 0, 2])
     [0, 3, 3, 5]

@@ -1,13 +1,13 @@
-"""Operations that are started together, or one by one without a thread, and waited for later.
+"""Operations that are started together, or separately without a thread, and waited for later.
 
     with group.coalesce() as batch:
         batch.send(x, after)
         batch.recv(y, before)
     batch.work.wait()
 
-Inside the block operations are only written down. At its end they are all started, so messages both
-ways cannot deadlock, whatever the order in which they are written down. Neighbours that are the
-same all-reduce on small tensors are fused into one; such tensors may not share memory.
+Inside the block, operations are only recorded. At its end all are started, so messages in both
+directions cannot deadlock, in whatever order they are recorded. Consecutive equal all-reduces of
+small tensors are fused into one; such tensors may not share memory.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from braid.errors import ConfigError, StaleError
 
 __all__ = ["Batch", "Starter"]
 
-FUSED_BYTES = 256 << 10  # tensors up to this size are worth copying together
+FUSED_BYTES = 256 << 10  # fusing tensors up to this size is worth the copies
 
 
 class _FaceOfGroup(Reductions, Movements, PointToPoint):
-    """Another face of a group, for calls that are submitted in another way."""
+    """Base of classes that offer a group's calls, but submit them in another way."""
 
     def __init__(self, group: Face) -> None:
         self.rank = group.rank
@@ -48,11 +48,11 @@ class _FaceOfGroup(Reductions, Movements, PointToPoint):
 
 
 class Starter(_FaceOfGroup):
-    """The operations of a group, each of which returns a Work at once; made by `Group.starting`.
+    """Nonblocking operations of a group; each returns a Work; made by `Group.starting`.
 
     Args:
         group: The group.
-        start: Starts a collective.
+        start: Function that starts a collective.
     """
 
     def __init__(self, group: Face, start: Callable[[Collective], Work]) -> None:
@@ -65,16 +65,17 @@ class Starter(_FaceOfGroup):
 
 
 class Batch(_FaceOfGroup):
-    """Collects operations and starts them together; a context manager, made by `Group.coalesce`.
+    """Context manager that records operations and starts them together; see `Group.coalesce`.
 
-    Calls return what they will return when `work` has ended. They do not accept `async_op`.
+    Calls return the object that will hold their result when `work` has ended. They do not accept
+    `async_op`.
 
     Attributes:
-        collectives: Collectives that have been written down.
+        collectives: Recorded collectives.
 
     Args:
         group: The group.
-        launch: Starts collectives and returns their Works.
+        launch: Function that starts collectives and returns their Works.
     """
 
     def __init__(self, group: Face, launch: Callable[[Sequence[Collective]], list[Work]]) -> None:
@@ -92,8 +93,8 @@ class Batch(_FaceOfGroup):
         """
         if self._work is None:
             msg = (
-                "the work of a coalesced block was asked for inside the block, before its "
-                "operations have been started: ask after the `with`"
+                "batch.work was read inside the coalesce() block, before its operations were "
+                "started: read it after the `with` block"
             )
             raise StaleError(msg)
         return self._work
@@ -124,10 +125,9 @@ class Batch(_FaceOfGroup):
 
 
 def fuse(collectives: Sequence[Collective]) -> list[Collective]:
-    """Join neighbouring all-reduces of small tensors of one dtype and op into one each.
+    """Fuse consecutive all-reduces of small tensors with equal dtype and op.
 
-    Ranks that write down the same calls fuse them alike, since it depends on their descriptions
-    only.
+    The result depends only on descriptions, so ranks that record the same calls fuse the same ones.
 
     Raises:
         ConfigError: Some of them share memory.
@@ -143,7 +143,7 @@ def fuse(collectives: Sequence[Collective]) -> list[Collective]:
 
 
 def _fits(one: Collective, other: Collective) -> bool:
-    """Return whether two small all-reduces differ in their shapes only."""
+    """Return whether two small all-reduces differ only in their shapes."""
     alike = (one.dtype, one.op, one.wire) == (other.dtype, other.op, other.wire)
     if not (alike and _fusible(one) and _fusible(other)):
         return False
@@ -151,22 +151,22 @@ def _fits(one: Collective, other: Collective) -> bool:
 
 
 def _fusible(c: Collective) -> bool:
-    """Return whether a collective is a small all-reduce whose algorithm was left to braid.
+    """Return whether a collective is a small all-reduce without an explicit algorithm.
 
-    An algorithm that the caller names is meant for these tensors, not for a copy of them.
+    An explicit algorithm is meant for the caller's tensors, not for a copy of them.
     """
     return 0 < c.nbytes <= FUSED_BYTES and c.kind == "all_reduce" and c.algorithm is None
 
 
 def _check_apart(run: Sequence[Collective], collective: Collective) -> None:
-    """Refuse to fuse an all-reduce with an earlier one that writes its tensors.
+    """Raise if an all-reduce uses a tensor that an earlier one of the fused run writes.
 
     Args:
         run: Collectives that are fused.
         collective: The next collective.
 
     Raises:
-        ConfigError: Two of them share memory; names both shapes.
+        ConfigError: Two of them share memory; the message contains both shapes.
     """
     for other in run:
         touched = (*collective.reads, *collective.writes)
@@ -175,7 +175,7 @@ def _check_apart(run: Sequence[Collective], collective: Collective) -> None:
             msg = (
                 "two neighbouring small all-reduces of a coalesced block share memory (shapes "
                 f"{shapes}): "
-                "make them one after the other, in two blocks"
+                "put them into two blocks"
             )
             raise ConfigError(msg)
 
@@ -188,7 +188,7 @@ def _joined(run: Sequence[Collective]) -> Collective:
     flat = copies.packed(outs)
     copies.unpacked(flat, outs)
     position = 0
-    for c in run:  # their own loads come first, in order
+    for c in run:  # copies of the operations come first, in order
         if c.copies is not None:
             position = copies.include(c.copies, position=position)
     limits = [c.timeout_s for c in run if c.timeout_s is not None]

@@ -1,13 +1,13 @@
-"""A group of ranks that communicate: the face that users call.
+"""A group of ranks that communicate: the class that users call.
 
 The group checks and describes collectives; its engine moves data. All members call the same
 operations in the same order, with the same shapes and dtypes. If they do not, every member raises
-the same MismatchError with the table of what each asked for. When a synchronous call returns, the
+the same MismatchError with a table of every member's call. When a synchronous call returns, the
 tensor holds the result.
 
-On failure of any call: every surviving member raises PeerLostError, at once, when a member dies.
+On failure of any call: when a member dies, every surviving member raises PeerLostError immediately.
 When the deadline passes (300 s, 600 s for the first call), members raise CommTimeout, which names
-who has not come. The tensors of the failed call are undefined.
+the missing members. The tensors of the failed call are undefined.
 
 The operations themselves are in `reductions`, `movements` and `point_to_point`.
 """
@@ -47,7 +47,7 @@ __all__ = ["Group"]
 DEADLINE_S = 300.0
 FIRST_DEADLINE_S = 600.0
 REBUILD_S = 60.0
-# to be told of a fork, which is cheaper than asking the engine at every call
+# groups to close in a forked child; a check for a fork at every call would cost more
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
@@ -63,10 +63,11 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         numbers: Numbers of the group's requests.
 
     Args:
-        context: Context of this rank, made by whoever started it.
+        context: Context of this rank.
         engine: Engine that moves data.
         ranks: Global ranks of the members, in group order.
         names: Name table through which peers read descriptions.
+        epoch: Number of rebuilds so far.
         name_prefix: Prefix of the names under which members meet in the store.
     """
 
@@ -93,7 +94,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         self._deadline_s, self._later_deadline_s = FIRST_DEADLINE_S, DEADLINE_S
         self._name_prefix = name_prefix
         self._successor: Group | None = None
-        self._tokens = ""  # of this rank, for a rebuilt group
+        self._tokens = ""  # this rank's engine tokens for a rebuilt group
         self.numbers = Numbers()
         self._closed, self._given_back = "", False
         _GROUPS.add(self)
@@ -102,16 +103,17 @@ class Group(Handle, Reductions, Movements, PointToPoint):
     def world(
         cls, context: RankContext, transport: MemoryTransport, *, sum_order: str = "any"
     ) -> Group:
-        """Return the group of all ranks. Collective through the store: every rank calls it once.
+        """Return the group of all ranks. A collective: every rank calls it once.
 
         Args:
             context: Context of this rank.
             transport: Transport that reaches all ranks.
             sum_order: Order of sums over several hosts: `rank`, so that results do not depend on
-                which ranks share a host, or `any`, which sums inside of each first and sends less.
+                which ranks share a host, or `any`, which sums inside each host first and sends
+                less.
 
         Raises:
-            PeerLostError: A rank was lost on its way.
+            PeerLostError: A rank was lost before the group existed.
         """
         if sum_order not in {"rank", "any"}:
             msg = f"sum_order is 'rank' or 'any', not {sum_order!r}"
@@ -122,7 +124,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         meet = partial(exchange_numbers, context.store, timeout_s=FIRST_DEADLINE_S, check=check)
         first_pages = meet("group/world", context.rank, ranks, page.address)
         pages = ControlPages(transport, ranks, context.rank, first_pages)
-        # a rank that is quick to leave must not be gone before the others have mapped its page
+        # a rank that exits early must keep its page until the other ranks have mapped it
         meet("group/mapped", context.rank, ranks, 0)
         engine = SharedMemoryEngine(
             transport,
@@ -145,20 +147,20 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         return self._engine
 
     def attach(self, engine: Engine) -> None:
-        """Let `engine` take the tensors of its devices, such as NCCL those on GPUs.
+        """Use `engine` for tensors on its devices, such as NCCL for tensors on GPUs.
 
         Args:
-            engine: Engine of the same ranks; all members attach theirs. Groups that are made of
-                this one later get an engine of their own.
+            engine: Engine of the same ranks; all members attach theirs. Groups that are later made
+                from this group get a new engine of the same kind.
         """
         self._by_device.update(dict.fromkeys(engine.device_types, engine))
         self.devices |= engine.device_types
 
     def set_deadline(self, timeout_s: float) -> None:
-        """Set the seconds after which operations raise CommTimeout unless they have their own.
+        """Set the deadline of operations that do not pass `timeout_s`.
 
         Args:
-            timeout_s: Seconds, of operations and requests that are made from now on.
+            timeout_s: Seconds until CommTimeout, for operations and requests from now on.
 
         Raises:
             ConfigError: `timeout_s` is not a number of seconds.
@@ -166,24 +168,24 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         self._deadline_s = self._later_deadline_s = check_seconds(timeout_s) or DEADLINE_S
 
     def coalesce(self, *, steps_by: StepsBy = StepsBy.CALLER) -> Batch:
-        """Return a block in which operations are written down, to be started together at its end.
+        """Return a context manager that records operations and starts them together at its end.
 
         See `braid.comm.api.batch`.
 
         Args:
-            steps_by: Policy for the steps. `StepsBy.WAITER` is for operations that will be waited
-                for soon, where steps would only take time from other work.
+            steps_by: Thread that takes the steps. `StepsBy.WAITER` is for operations that are
+                waited for soon, where a background thread would only take time from other work.
         """
         self._check_open()
         return Batch(self, partial(self._launch, steps_by=steps_by))
 
     def starting(self, *, steps_by: StepsBy = StepsBy.CALLER) -> Starter:
-        """Return the group's operations in a form in which each returns its Work at once.
+        """Return an object whose operations start and return a Work without blocking.
 
         No thread is involved; see `StepsBy`.
 
         Args:
-            steps_by: Policy for the steps; see `coalesce`.
+            steps_by: Thread that takes the steps; see `coalesce`.
         """
         return Starter(self, partial(self._start, steps_by=steps_by))
 
@@ -197,7 +199,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         root: int = 0,
         wire: str | None = None,
     ) -> Request:
-        """Register `x` for an operation that will be started many times, on its own channel.
+        """Register `x` for an operation that will be started many times, on a separate channel.
 
         All members create their requests in the same order; after that they may start them in any
         order. Tensors from `empty` are not copied. CUDA tensors that no engine takes are copied to
@@ -206,15 +208,15 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         Args:
             kind: all_reduce, broadcast, all_gather, reduce_scatter or all_to_all.
             x: Contiguous tensor; kept alive by the request. For a reduce_scatter also one tensor
-                per member, neighbours in memory.
+                per member, adjacent in memory.
             out: Contiguous tensor for the result of the last three kinds; for an all_gather also
                 one tensor per member.
             op: Reduction.
             root: Group rank of the root of a broadcast.
-            wire: Wire format of an all_reduce. What a lossy format leaves out at one start is added
-                at the next.
+            wire: Wire format of an all_reduce. The error of a lossy format at one start is added
+                at the next (error feedback).
 
-        Cost: none; the first start compares what the members registered.
+        Cost: none; the first start compares the members' arguments.
         """
         collective = describe_persistent(self, kind, x, out=out, op=op, root=root, wire=wire)
         engine = self._prepare(collective)
@@ -244,7 +246,8 @@ class Group(Handle, Reductions, Movements, PointToPoint):
     def adopt(self, x: torch.Tensor) -> None:
         """Move the storage of `x` into memory that all members can read, in place.
 
-        Not a collective; all tensors on that storage follow. No-op where there is no such memory.
+        Not a collective. All tensors on that storage move with it. Does nothing if the group has no
+        such memory.
 
         Args:
             x: Tensor on the CPU.
@@ -263,7 +266,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         Members of the new group are ordered by (key, rank).
 
         Args:
-            color: Number that is not negative; None to be in no new group, and to get None.
+            color: Nonnegative number; None to join no new group and get None.
             key: Order among members of the same color.
 
         Cost: one all_gather of 24 bytes a member.
@@ -302,23 +305,23 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         """Return a new group of some members; only they call this, and they meet through `store`.
 
         Args:
-            ranks: Global ranks of the new group in its order.
-            store: Store where they meet.
+            ranks: Global ranks of the new group, in group order.
+            store: Store through which the members meet.
             name: Name of the meeting, new for every group.
-            previous: Last meeting of the same ranks, whose entries are deleted.
-            timeout_s: Seconds to wait for them.
+            previous: Name of the last meeting of the same ranks; its entries are deleted.
+            timeout_s: Seconds to wait for the members.
 
         Raises:
             ConfigError: Some of `ranks` are not members, or this rank is not among them.
-            RanksMissingError: Some members did not come; they are named.
-            PeerLostError: A member was lost on its way.
+            RanksMissingError: Some members did not call this in time; the message names them.
+            PeerLostError: A member was lost before the group existed.
         """
         self._check_open()
         strangers = [rank for rank in ranks if rank not in self.ranks]
         if strangers or self.context.rank not in ranks or len(set(ranks)) < len(ranks):
             msg = (
                 f"rank {self.context.rank} called select({list(ranks)}) on the group of ranks "
-                f"{list(self.ranks)}: name each member once, and this rank among them"
+                f"{list(self.ranks)}: name each member once, and include this rank"
             )
             raise ConfigError(msg)
         check = partial(self.context.health.check_now, ranks)
@@ -333,26 +336,25 @@ class Group(Handle, Reductions, Movements, PointToPoint):
     def rebuild(
         self, survivors: Sequence[int] | None = None, *, timeout_s: float = REBUILD_S
     ) -> Group:
-        """Return a group of the ranks that are left after a loss; every survivor calls this.
+        """Return a group of the ranks that survive a loss; every survivor calls this.
 
-        This process is not started anew. Operations of this group that are under way end with
-        StaleError, and so do later calls and its requests. Messages that were sent but not received
-        are gone. Groups that were made of this one must each be rebuilt, too. Some survivors may
-        have finished a step that failed on others: agree on the last complete step before going on.
+        No process is restarted. Operations of this group in progress end with StaleError, as do
+        later calls and its requests. Messages that were sent but not received are lost. Groups that
+        were made from this group must each be rebuilt as well. Some survivors may have finished a
+        step that failed on others: agree on the last complete step before continuing.
 
         Args:
-            survivors: Global ranks that are left, the same on all of them; None to agree on them
+            survivors: Global ranks of the survivors, the same on all of them; None to agree on them
                 through the store.
             timeout_s: Seconds to wait for the other survivors.
 
         Returns:
-            The group of the survivors, in their old order, with the next epoch.
+            The group of the survivors, in their previous order, with the next epoch.
 
         Raises:
-            CommTimeout: Some rank neither came nor died.
-            PeerLostError: One of `survivors` is gone.
-            StaleError: The others have gone on without this rank, or the group has been rebuilt
-                before.
+            CommTimeout: Some rank neither called this nor died.
+            PeerLostError: One of `survivors` is lost.
+            StaleError: The other ranks rebuilt without this rank, or this group was rebuilt before.
 
         Cost: one meeting in the store; nothing is measured again.
         """
@@ -366,7 +368,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
             raise StaleError(msg)
         name = f"{self._name_prefix}/{self.epoch}"
         self.abort(f"it is rebuilt, as epoch {self.epoch + 1}")
-        # kept for another attempt: others may go on with what this rank has said in the first one
+        # kept for another attempt: other ranks may use the tokens of the first attempt
         self._tokens = self._tokens or ",".join(str(engine.token()) for engine in self._engines())
         values = meet_survivors(
             self.context, self.ranks, survivors, name=name, value=self._tokens, timeout_s=timeout_s
@@ -382,22 +384,22 @@ class Group(Handle, Reductions, Movements, PointToPoint):
 
     @property
     def current(self) -> Group:
-        """This group, or the group that it was rebuilt as."""
+        """This group, or the group that replaced it in the last rebuild."""
         return self if self._successor is None else self._successor.current
 
     def advance(self) -> bool:
-        """Take the steps that are possible now of started operations, without blocking.
+        """Take all steps of started operations that are possible now, without blocking.
 
         Returns:
-            Whether any step could be taken.
+            Whether any step was taken.
         """
         moved = [engine.advance() for engine in self._engines()]
         return any(moved)
 
     def abort(self, reason: str) -> None:
-        """Leave all operations of this group for good.
+        """Fail all operations of this group, now and later.
 
-        The waits of other members end with CommError, which tells `reason`.
+        Waits of other members end with CommError, which contains `reason`.
         """
         if not self._closed:
             self._closed = f"was aborted here: {reason}"
@@ -408,24 +410,22 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         """Free the group's memory. Not a collective.
 
         If a group is garbage-collected without `close`, this rank closes it when it makes its next
-        group.
+        group. 4 KiB are reused by a later group once all members have closed this one; over several
+        hosts, and in the portable mode, they are never freed.
 
-        4 KiB stay for a later group once all members have closed this one; over several hosts, and
-        in the portable mode, they stay for good.
-
-        Members that still need this rank raise PeerLostError; operations of this rank that are
-        under way fail with StaleError.
+        Members that still need this rank raise PeerLostError; operations of this rank in progress
+        fail with StaleError.
         """
         if not self._given_back:
             self._given_back = True
             self._closed = self._closed or "has been closed"
-            if self._engine.forked:  # a child gives nothing back, and locks may be held for good
+            if self._engine.forked:  # a child must not free them, and may never get the locks
                 return
             for engine in self._engines():
                 engine.close()
 
     def statistics(self) -> dict[str, int]:
-        """Return the numbers of operations and bytes, and nanoseconds spent and waited in them."""
+        """Return numbers of operations and bytes, and nanoseconds in operations and in waits."""
         counts = self._engine.statistics
         return {
             "num_operations": counts.num_operations,
@@ -485,7 +485,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         epoch: int | None = None,
         name_prefix: str = "",
     ) -> Group:
-        """Return a group of some members, each of whom brought one token for each engine."""
+        """Return a group of some members, with one token per engine from each of them."""
         ranks = tuple(self.ranks[r] for r in order)
         first, *others = (
             engine.subset(order, [row[i] for row in tokens])
@@ -505,15 +505,15 @@ class Group(Handle, Reductions, Movements, PointToPoint):
 
     def _check_open(self) -> None:
         if self._closed:
-            msg = f"group of ranks {list(self.ranks)} cannot be used any more: it {self._closed}"
+            msg = f"group of ranks {list(self.ranks)} cannot be used: it {self._closed}"
             raise StaleError(msg)
 
 
 def _note_fork() -> None:
-    """In a forked child: close the groups that only the parent may use, before they write."""
+    """Mark the parent's groups as closed in a forked child, before it can use them."""
     for group in _GROUPS:
         if group.engine.forked:
             group._closed = group._closed or "belongs to the parent of this forked process"  # noqa: SLF001
 
 
-os.register_at_fork(after_in_child=_note_fork)  # after the transports have been told
+os.register_at_fork(after_in_child=_note_fork)  # after the hooks of the transports

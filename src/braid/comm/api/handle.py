@@ -1,7 +1,7 @@
-"""A handle on something that several processes share, which no copy can stand for.
+"""Base of handles on resources of a process, which cannot be copied or pickled.
 
 A group refers to sockets, memory and threads of its process. A deep copy of a model that refers to
-it refers to the same group; a pickled one would reach a process that is no member.
+it refers to the same group; a pickled group would be loaded by a process that is not a member.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ __all__ = ["Handle"]
 
 
 class Handle:
-    """Is its own copy, and cannot be pickled."""
+    """Object that is its own copy, and cannot be pickled."""
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Return the handle itself, of which there is one."""
+        """Return the handle itself: a process has only one."""
         return self
 
     def __reduce__(self) -> NoReturn:
-        """Refuse: other processes are not members.
+        """Raise: another process is not a member.
 
         Raises:
             ConfigError: Always.
         """
         msg = (
-            f"a {type(self).__name__.lower()} cannot be pickled, nor what refers to it: save "
-            "tensors, such as a module's state_dict()"
+            f"a {type(self).__name__.lower()} cannot be pickled, nor an object that refers to it: "
+            "save tensors, such as a module's state_dict()"
         )
         raise ConfigError(msg)

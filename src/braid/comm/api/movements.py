@@ -1,4 +1,4 @@
-"""The collectives that move parts, as users call them; `broadcast_gather` has the algorithms."""
+"""Public calls of the data-moving collectives; `broadcast_gather` has the algorithms."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class Movements(Face):
         algorithm: str | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Replace `x` on every member by the `x` of member `root`.
+        """Copy `x` of member `root` into `x` of every member.
 
         Args:
             x: Tensor of the same shape and dtype on all members.
             root: Group rank.
-            async_op: Whether to return a Work at once.
-            algorithm: staged or pulled, instead of the choice by size.
+            async_op: Whether to return a Work without waiting.
+            algorithm: staged or pulled; None to choose by size.
             timeout_s: Seconds until CommTimeout.
 
         Cost: ceil(l / chunk) a + l b.
@@ -134,9 +134,9 @@ class Movements(Face):
 
         Args:
             x: The same shape on all members, unless `out` is a sequence.
-            out: Tensor for the result. A sequence with one tensor per member may have different
-                sizes; all members pass the same sizes.
-            async_op: Return a Work at once.
+            out: Tensor for the result, or a sequence with one tensor per member. A sequence may
+                have different sizes; all members pass the same sizes.
+            async_op: Whether to return a Work without waiting.
             algorithm: See `broadcast`.
             timeout_s: Seconds until CommTimeout.
 
@@ -155,7 +155,7 @@ class Movements(Face):
             if widths[self.rank] != flat.numel():
                 msg = (
                     f"out[{self.rank}] has room for {widths[self.rank]} elements (shape "
-                    f"{list(out[self.rank].shape)}), and this rank brings {flat.numel()}: give "
+                    f"{list(out[self.rank].shape)}), but x of this rank has {flat.numel()}: give "
                     "it the shape of x"
                 )
                 raise ConfigError(msg)
@@ -169,7 +169,7 @@ class Movements(Face):
             rows = self._rows(copies.written(target))
             returned = like(x, target) if out is None else out
         if flat.data_ptr() != rows[self.rank].data_ptr():
-            flat = copies.apart(flat, rows)  # exactly the own row is where it belongs already
+            flat = copies.apart(flat, rows)  # no copy if x is exactly this rank's row
         nbytes = sum(nbytes_of(row) for row in rows)
         collective = Collective(
             "all_gather",
@@ -204,13 +204,13 @@ class Movements(Face):
             x: Tensor. Sizes may differ between members if `root` passes a sequence of fitting
                 tensors.
             root: Group rank.
-            out: On the root, where the result goes, as in `all_gather`; None elsewhere.
-            async_op: Whether to return a Work at once.
+            out: On the root, tensor or tensors for the result, as in `all_gather`; None elsewhere.
+            async_op: Whether to return a Work without waiting.
             algorithm: See `broadcast`.
             timeout_s: Seconds until CommTimeout.
 
         Returns:
-            The concatenation (or `out`) on the root, None elsewhere; or the Work.
+            On the root `out`, or the concatenation without `out`; None elsewhere. Or the Work.
 
         Cost: 2 a + l b on the root.
         """
@@ -259,14 +259,14 @@ class Movements(Face):
         algorithm: str | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Give each member its part of what member `root` has.
+        """Send part r of `x` on member `root` to member r.
 
         Args:
-            x: On the root, a tensor whose dim 0 is cut into equal parts, or one tensor per member;
+            x: On the root, a tensor to cut into equal parts along dim 0, or one tensor per member;
                 None elsewhere.
             root: Group rank.
             out: Tensor for this member's part.
-            async_op: Whether to return a Work at once.
+            async_op: Whether to return a Work without waiting.
             algorithm: See `broadcast`.
             timeout_s: Seconds until CommTimeout.
 
@@ -284,7 +284,7 @@ class Movements(Face):
         if self.rank != root:
             self._refuse_elsewhere(x, "x", root)
         elif x is None:
-            msg = f"this rank is the root (group rank {root}) and passed no parts to scatter"
+            msg = f"this rank is the root (group rank {root}), but passed no parts to scatter"
             raise ConfigError(msg)
         elif is_sequence(x):
             flat, widths = self._read_parts(copies, x, "scatter input")  # type: ignore[arg-type]
@@ -352,19 +352,19 @@ class Movements(Face):
         algorithm: str | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Send part r to member r, and collect what the members sent here.
+        """Send part r to member r, and collect the parts that the members send to this rank.
 
         Args:
             x: Equal slices of dim 0, or one tensor per member (`list(x.split(sizes))` makes no
                 copy).
             out: Tensor for the result. With a sequence as `x`, a sequence with the sizes that the
-                others send.
-            async_op: Return a Work at once.
+                other members send.
+            async_op: Whether to return a Work without waiting.
             algorithm: See `broadcast`.
             timeout_s: Seconds until CommTimeout.
 
         Shape:
-            x and result: (n d0, ...), or as the sequences say.
+            x and result: (n d0, ...), or the shapes of the sequences.
 
         Cost: a + 2 l b; with sequences a more.
         """
@@ -409,11 +409,11 @@ class Movements(Face):
         return self._submit(collective)  # type: ignore[no-any-return]
 
     def monitored_barrier(self, *, timeout_s: float = MONITORED_S) -> None:
-        """Return when every member has called this, or tell which members are missing.
+        """Return when every member has called this, or raise an error that names missing members.
 
         Raises:
-            CommTimeout: Some members have not come within `timeout_s`; every rank that came names
-                all of them, and where each was last.
+            CommTimeout: Some members did not call this within `timeout_s`. Every rank that called
+                it names all missing members, and the last call of each.
         """
         self._submit(Collective("barrier", timeout_s=timeout_s))
 
@@ -428,7 +428,7 @@ class Movements(Face):
         if not is_sequence(out):
             msg = (
                 "x is a sequence of tensors, so out must be one too, with one tensor per "
-                f"rank, not {type(out).__name__}: its sizes say how much each rank sends here"
+                f"rank, not {type(out).__name__}: its sizes are the sizes that each rank sends here"
             )
             raise ConfigError(msg)
         copies = self._copies(as_tensor(x[0] if x else torch.empty(0)))
@@ -454,14 +454,14 @@ class Movements(Face):
     def _refuse_elsewhere(self, x: object, name: str, root: int) -> None:
         if x is not None:
             msg = (
-                f"{name} belongs to the root (group rank {root}), and group rank {self.rank} "
-                "passed one too: pass None there"
+                f"only the root (group rank {root}) passes {name}, but group rank {self.rank} "
+                f"passed {name} as well: pass None there"
             )
             raise ConfigError(msg)
 
 
 def check_parts_fit(flat: torch.Tensor, out: torch.Tensor) -> None:
-    """Refuse parts of another dtype than their destination.
+    """Raise if the parts have another dtype than their destination.
 
     Raises:
         ConfigError: The dtypes differ.

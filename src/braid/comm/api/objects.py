@@ -1,14 +1,14 @@
-"""Collectives of Python objects, of which no rank waits for one that could not be sent.
+"""Collectives of Python objects, in which an object that cannot be sent never blocks other ranks.
 
-Problem: torch's object collectives unpickle what other ranks send, so whoever can send runs code
-here; a typo in a configuration travels as silently as the configuration; and a rank whose object
-cannot be written raises alone, while the others wait for it until their deadline.
+Problem: torch's object collectives unpickle received data, so any sender can run code on this rank.
+An object of the wrong type is sent without an error. A rank that cannot pickle its object raises
+alone, while the other ranks wait for it until their deadline.
 
-Idea: None, bool, int, float, str, bytes, lists, tuples, sets and dictionaries of them travel as
-MessagePack and come back as they were (`plain_data`). Anything else raises and names its type and
-the place where it sits, unless the caller says `allow_pickle=True`, on both sides. A rank that
-raises takes part all the same: in place of the object it sends why there is none, so that whoever
-was to get it raises, too.
+Idea: None, bool, int, float, str, bytes, and lists, tuples, sets and dictionaries of them are sent
+as MessagePack and keep their types (`plain_data`). Any other type raises an error with the type and
+its position in the object, unless the caller passes `allow_pickle=True` on both sides. A rank that
+raises still takes part in the collective: it sends its error message instead of the object, so that
+the receivers raise as well.
 """
 
 from __future__ import annotations
@@ -26,35 +26,37 @@ if TYPE_CHECKING:
 
 __all__ = ["Objects"]
 
-FAILED = 255  # first byte of what is sent in place of an object; others are in `plain_data`
+FAILED = 255  # first byte of an error sent instead of an object; others are in `plain_data`
 
 
 class Objects:
     """Object collectives of one group; `Group.objects`.
 
+    All members pass the same `allow_pickle`.
+
     Args:
-        group: Carries out the transfers.
+        group: Group that transfers the bytes.
 
-    All members pass the same `allow_pickle`. Cost: two collectives, one for the sizes.
+    Cost: two collectives, one for the sizes.
 
-    On failure: a member whose object is neither plain nor, with `allow_pickle`, can be pickled
-    raises ConfigError, which names the type and where it sits; those that were to get it raise
-    CommError, which names the member's rank as well. The group goes on.
+    On failure: an object cannot be sent if it is not plain data and `allow_pickle` is False, or if
+    pickle fails. Its member raises ConfigError with the type and its position in the object; its
+    receivers raise CommError with the member's rank. The group remains usable.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
     def all_gather(self, obj: object, *, allow_pickle: bool = False) -> list[Any]:
-        """The objects of all members, in the order of ranks.
+        """Return the objects of all members, in the order of ranks.
 
         Args:
-            obj: This member's.
-            allow_pickle: Send and accept what is not plain.
+            obj: Object of this member.
+            allow_pickle: Whether to send and accept pickled objects.
 
         Raises:
-            ConfigError: `obj` cannot be sent, or another came pickled.
-            CommError: Another member's cannot be sent.
+            ConfigError: `obj` cannot be sent, or another member's object is pickled.
+            CommError: Another member's object cannot be sent.
         """
         mine = _packed(obj, allow_pickle=allow_pickle)
         sizes = self._group.all_gather(torch.tensor([mine.data.numel()], device="cpu")).tolist()
@@ -65,16 +67,16 @@ class Objects:
         return [self._unpacked(row, r, allow_pickle) for r, row in enumerate(rows)]
 
     def broadcast(self, obj: object = None, root: int = 0, *, allow_pickle: bool = False) -> Any:
-        """The object of member `root`, on every member; on `root` it is `obj` itself.
+        """Return the object of member `root` on every member; on `root` this is `obj` itself.
 
         Args:
-            obj: On `root`; not looked at elsewhere.
+            obj: Object to send on `root`; ignored elsewhere.
             root: Group rank.
-            allow_pickle: Send and accept what is not plain.
+            allow_pickle: Whether to send and accept pickled objects.
 
         Raises:
-            ConfigError: On `root`, `obj` cannot be sent; elsewhere, it came pickled.
-            CommError: Elsewhere, that of `root` cannot be sent.
+            ConfigError: On `root`, `obj` cannot be sent; elsewhere, it is pickled.
+            CommError: Elsewhere, the object of `root` cannot be sent.
         """
         group = self._group
         if group.rank == root:
@@ -89,16 +91,16 @@ class Objects:
         return self._unpacked(group.broadcast(data, root), root, allow_pickle)
 
     def gather(self, obj: object, root: int = 0, *, allow_pickle: bool = False) -> list[Any] | None:
-        """The objects of all members, on member `root`; None elsewhere.
+        """Return the objects of all members on member `root`; None elsewhere.
 
         Args:
-            obj: This member's.
+            obj: Object of this member.
             root: Group rank.
-            allow_pickle: Send and accept what is not plain.
+            allow_pickle: Whether to send and accept pickled objects.
 
         Raises:
-            ConfigError: `obj` cannot be sent, or one came pickled.
-            CommError: On `root`, another member's cannot be sent.
+            ConfigError: `obj` cannot be sent, or, on `root`, another object is pickled.
+            CommError: On `root`, another member's object cannot be sent.
         """
         group = self._group
         mine = _packed(obj, allow_pickle=allow_pickle)
@@ -115,17 +117,17 @@ class Objects:
     def scatter(
         self, objs: Sequence[object] | None = None, root: int = 0, *, allow_pickle: bool = False
     ) -> Any:
-        """This member's one of the objects that member `root` has, one per member.
+        """Return this member's object from a sequence on member `root` with one per member.
 
         Args:
-            objs: On `root`; not looked at elsewhere.
+            objs: Objects to send on `root`; ignored elsewhere.
             root: Group rank.
-            allow_pickle: Send and accept what is not plain.
+            allow_pickle: Whether to send and accept pickled objects.
 
         Raises:
-            ConfigError: On `root`, one of `objs` cannot be sent, then nobody gets any, or their
-                number is wrong; elsewhere, it came pickled.
-            CommError: Elsewhere, one of those of `root` cannot be sent.
+            ConfigError: On `root`, one of `objs` cannot be sent (then no member gets an object), or
+                their number is wrong; elsewhere, the object is pickled.
+            CommError: Elsewhere, one of the objects of `root` cannot be sent.
         """
         group = self._group
         size = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -148,12 +150,11 @@ class Objects:
         Args:
             obj: Object to send.
             to: Group rank.
-            tag: Number of the message between the two members; both messages carry it, that
-                of the size and that of the object.
-            allow_pickle: Send what is not plain, too.
+            tag: Tag of the two messages, the size and the object.
+            allow_pickle: Whether to send an object pickled if it is not plain data.
 
         Raises:
-            ConfigError: `obj` cannot be sent; member `to` learns of it.
+            ConfigError: `obj` cannot be sent; member `to` raises CommError.
         """
         mine = _packed(obj, allow_pickle=allow_pickle)
         self._group.send(torch.tensor([mine.data.numel()], device="cpu"), to, tag=tag)
@@ -161,16 +162,16 @@ class Objects:
         mine.check()
 
     def recv(self, source: int, *, tag: int = 0, allow_pickle: bool = False) -> Any:
-        """The next object that member `source` sends.
+        """Return the next object that member `source` sends.
 
         Args:
             source: Group rank.
-            tag: Number of the message between the two members.
-            allow_pickle: Accept what is not plain, too.
+            tag: Tag of the messages.
+            allow_pickle: Whether to accept a pickled object.
 
         Raises:
-            ConfigError: It came pickled, and `allow_pickle` is off.
-            CommError: The sender could not send it.
+            ConfigError: The object is pickled, and `allow_pickle` is False.
+            CommError: The sender could not send its object.
         """
         size = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._group.recv(size, source, tag=tag)
@@ -191,25 +192,25 @@ class Objects:
 
 
 class _PackedObject(NamedTuple):
-    """Encoded object of a member, or the reason why it cannot be sent.
+    """Encoded object of a member, or the error that prevents sending it.
 
     Attributes:
         data: Length and bytes, padded to a power of two: few different shapes, so few different
             descriptions.
-        error: Error that was encoded in place of the object; None if the object was.
+        error: Error that was encoded instead of the object; None if the object was encoded.
     """
 
     data: torch.Tensor
     error: ConfigError | None
 
     def check(self) -> None:
-        """Raise the error, after the others have been told of it."""
+        """Raise the error, once the other members have received it."""
         if self.error is not None:
             raise self.error
 
 
 def _packed(obj: object, path: str = "", *, allow_pickle: bool) -> _PackedObject:
-    """The object, or why it cannot be sent."""
+    """Return the encoded object, or the error that prevents sending it."""
     try:
         return _PackedObject(_padded(encode(obj, path, allow_pickle=allow_pickle)), None)
     except ConfigError as exc:
@@ -219,10 +220,10 @@ def _packed(obj: object, path: str = "", *, allow_pickle: bool) -> _PackedObject
 def _packed_parts(
     objs: Sequence[object] | None, size: int, *, allow_pickle: bool
 ) -> list[_PackedObject]:
-    """One object for each member, or for each the reason why one cannot be sent."""
+    """Return one encoded object for each member, or the same error for all members."""
     if not isinstance(objs, Sequence) or len(objs) != size:
-        given = len(objs) if isinstance(objs, Sequence) else type(objs).__name__
-        msg = f"scatter needs {size} objects, one for every member, and the root passed {given}"
+        passed = len(objs) if isinstance(objs, Sequence) else type(objs).__name__
+        msg = f"scatter needs {size} objects, one for every member, but the root passed {passed}"
         return [_refused(ConfigError(msg))] * size
     parts = [_packed(obj, f"objs[{i}]", allow_pickle=allow_pickle) for i, obj in enumerate(objs)]
     bad = next((part for part in parts if part.error is not None), None)

@@ -1,4 +1,4 @@
-"""Messages between two members, as users call them; `send` and `receive` have the protocol."""
+"""Public calls for messages between two members; `send` and `receive` have the protocol."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ X = TypeVar("X", bound=Data)
 
 
 class PointToPoint(Face):
-    """send and recv.
+    """Public calls send and recv.
 
-    Messages of one pair and tag keep their order; those of different tags may overtake each other.
+    Messages of one pair and tag keep their order; messages with different tags may be received in
+    any order.
     """
 
     @overload
@@ -52,14 +53,14 @@ class PointToPoint(Face):
     ) -> Any:
         """Send `x` to member `to`; return when `x` may be changed.
 
-        For up to 256 KiB that is at once. Two members that send each other more at the same time
-        must use `async_op` or `coalesce`.
+        Up to 256 KiB, this does not wait for the receiver. Two members that send each other more
+        at the same time must use `async_op` or `coalesce`.
 
         Args:
             x: Tensor to send.
             to: Group rank.
-            tag: Number that tells messages of one pair apart.
-            async_op: Whether to return a Work at once.
+            tag: Tag that the receive must name.
+            async_op: Whether to return a Work without waiting.
             timeout_s: Seconds until CommTimeout.
 
         Cost: ceil(l / chunk) a + l b.
@@ -95,13 +96,13 @@ class PointToPoint(Face):
         async_op: bool = False,
         timeout_s: float | None = None,
     ) -> Any:
-        """Receive into `x` what member `source` sends with `tag`.
+        """Receive a message from member `source` with tag `tag` into `x`.
 
         Args:
             x: Tensor of the message's size and dtype.
-            source: Group rank; None for whoever sends first, whom `Work.source` names.
+            source: Group rank; None to receive from any member. `Work.source` is the sender's rank.
             tag: Tag that the sender gave the message.
-            async_op: Whether to return a Work at once.
+            async_op: Whether to return a Work without waiting.
             timeout_s: Seconds until CommTimeout.
         """
         return self._message("recv", x, source, tag, async_op=async_op, timeout_s=timeout_s)

@@ -1,18 +1,17 @@
 """Agreement of the survivors of a loss on the members of the next group, through the store.
 
 Problem: survivors notice a death at different times, and a second rank may die while they agree. If
-each survivor went on with the ranks it believes in, there would be two groups that wait for each
-other.
+each survivor continued with the ranks that it believes alive, two groups could wait for each other.
 
-Idea: each survivor puts one entry into the store, with the ranks that it has lost. As soon as a
-survivor sees that every rank has an entry or is lost, it proposes as many ranks as have not lost
+Idea: each survivor writes one entry into the store, with the ranks that it has lost. As soon as a
+survivor sees that every rank has an entry or is lost, it proposes a set of ranks that have not lost
 each other. The first proposal is the decision for all (`Store.compare_set`). Of two living ranks
-that cannot reach each other any more, the later one is left out. A decision may name a rank that
-has just died. The new group notices that death as any group does, and is rebuilt. A rank that the
-decision leaves out raises, since the survivors have gone on without it.
+that cannot reach each other, the later one is left out. A decision may name a rank that has just
+died: the new group notices that death as any group does, and is rebuilt. A rank that the decision
+leaves out raises an error.
 
 Source: the shrinking of communicators in Bland et al., "Post-failure recovery of MPI communication
-capability" (2013), sec. 4, with the store in place of an agreement over messages.
+capability" (2013), sec. 4, with the store instead of an agreement over messages.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from braid.runtime.transport import RankContext
 
 __all__ = ["meet_survivors", "together"]
 
-LOOK_S = 0.05  # between two looks at the ranks that have died
+LOOK_S = 0.05  # between two checks for dead ranks
 
 
 def meet_survivors(
@@ -42,7 +41,7 @@ def meet_survivors(
     Args:
         context: Context of this rank.
         ranks: Global ranks of the group.
-        survivors: Ranks that are left, if the program knows; the same on all of them.
+        survivors: Global ranks that survive, the same on all of them; None to agree on them.
         name: Name of the meeting, new for each.
         value: Value of this rank for the other survivors.
         timeout_s: Seconds to wait for the other ranks.
@@ -51,8 +50,8 @@ def meet_survivors(
         The value of each survivor by global rank, in the order of the group.
 
     Raises:
-        StaleError: The survivors have gone on without this rank.
-        PeerLostError: One of `survivors` is gone.
+        StaleError: The other survivors have rebuilt the group without this rank.
+        PeerLostError: One of `survivors` is lost.
         CommTimeout: Some ranks neither joined the meeting nor died.
         ConfigError: Some of `survivors` are not members, or this rank is not among them.
     """
@@ -60,8 +59,8 @@ def meet_survivors(
         strangers = [rank for rank in survivors if rank not in ranks]
         if strangers or context.rank not in survivors:
             msg = (
-                f"survivors {list(survivors)} are not different ranks out of {list(ranks)} "
-                f"with {context.rank} among them"
+                f"survivors {list(survivors)} must be ranks out of {list(ranks)} and include "
+                f"{context.rank}"
             )
             raise ConfigError(msg)
         topic = f"rebuild/{name}/of {sorted(set(survivors))}"
@@ -79,14 +78,14 @@ def meet_survivors(
         if context.clock.now_ns() > deadline_ns:
             missing = [r for r in ranks if not context.store.check([f"{topic}/{r}"])]
             msg = (
-                f"ranks {missing} neither joined the rebuilding of the group of ranks "
+                f"ranks {missing} neither joined the rebuild of the group of ranks "
                 f"{list(ranks)} within {timeout_s:g} s nor died: every survivor calls rebuild()"
             )
             raise CommTimeout(msg)
     if context.rank not in decided:
         msg = (
-            f"the survivors of ranks {list(ranks)} have gone on as {decided} without rank "
-            f"{context.rank}: they took this process for lost, so end it"
+            f"the survivors of ranks {list(ranks)} have rebuilt the group as {decided} without "
+            f"rank {context.rank}, which they considered lost: end this process"
         )
         raise StaleError(msg)
     entries = _entries(context, topic, decided)
@@ -94,9 +93,9 @@ def meet_survivors(
 
 
 def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed: bool) -> list[int]:
-    """Return the ranks that go on, proposed by this rank if nobody else has decided.
+    """Return the ranks of the next group; this rank proposes them if there is no decision yet.
 
-    The list is empty while it is unknown whether some rank is lost.
+    The list is empty while some rank has neither joined nor been found lost.
     """
     store, health = context.store, context.health
     key = f"{topic}/decision"
@@ -129,20 +128,20 @@ def together(
 ) -> list[int]:
     """Return the ranks that have not lost each other, in their order.
 
-    A rank is added to those before it unless one of them has lost it, or it has lost one of them.
+    A rank is added unless it has lost a rank added before, or such a rank has lost it.
 
     Args:
         arrived: Global ranks that have joined the meeting.
-        lost: Ranks that each of these has lost.
+        lost: Ranks that each rank in `arrived` has lost.
         known: Ranks that the caller knows to be lost.
     """
     losses = dict(zip(arrived, lost, strict=True))
-    left: list[int] = []
+    kept: list[int] = []
     for rank in arrived:
-        apart = any(rank in losses[other] or other in losses[rank] for other in left)
+        apart = any(rank in losses[other] or other in losses[rank] for other in kept)
         if not apart and rank not in known:
-            left.append(rank)
-    return left
+            kept.append(rank)
+    return kept
 
 
 def _entries(context: RankContext, topic: str, ranks: Sequence[int]) -> list[tuple[list[int], str]]:

@@ -1,4 +1,4 @@
-"""The collectives that reduce, as users call them.
+"""Public calls of the reducing collectives.
 
 The algorithms are in `all_reduce`, `hierarchical` and `reduce_scatter`.
 """
@@ -33,9 +33,9 @@ X = TypeVar("X", bound=Data)
 class Reductions(Face):
     """all_reduce, reduce, reduce_scatter, scan; the sums are taken in the order of ranks.
 
-    Of several hosts with several ranks each, a large all_reduce sums inside of each host first,
-    unless the group of all ranks was made with `sum_order="rank"`: the same bits on all ranks
-    either way, but not those of one process.
+    A large all_reduce over several hosts with several ranks each sums inside each host first,
+    unless the group of all ranks was made with `sum_order="rank"`. All ranks get the same bits in
+    both cases, but sums by host differ from a sum in one process.
 
     Reductions are sum, avg (integers truncate), product, min, max, and band, bor, bxor for integers
     and bool. For bool, sum and max are "or", product and min are "and". Complex numbers take sum,
@@ -80,17 +80,16 @@ class Reductions(Face):
         """Replace `x` on every member by the reduction of all members' `x`.
 
         Args:
-            x: Any shape; need not be contiguous. On memory from `empty` no copies are made.
+            x: Any shape; need not be contiguous. Tensors from `empty` are not copied.
             op: See the class.
-            out: Tensor for the result, so that `x` stays as it is.
-            async_op: Return at once; the progress thread carries it out.
-            wire: Format in which float32 numbers cross the network between hosts, such as bf16,
-                int8 or topk:0.01 (see `braid.comm.formats`); inside of a host, where nothing is
-                sent, it changes nothing. Sums are then taken inside of each host first, whatever
-                the group's order.
-            algorithm: direct, two_phase, pulled, registered or hierarchical instead of the choice
-                by size; or a program of `programs.schedule` such as ring, tree or halving_doubling,
-                which adds in its own order.
+            out: Tensor for the result; `x` is then unchanged.
+            async_op: Whether to return a Work without waiting; the progress thread runs it.
+            wire: Format of float32 numbers on the network between hosts, such as bf16, int8 or
+                topk:0.01 (see `braid.comm.formats`). It has no effect inside one host. Sums are
+                then taken inside each host first, even with `sum_order="rank"`.
+            algorithm: direct, two_phase, pulled, registered or hierarchical; None to choose by
+                size. Or a program of `programs.schedule`, such as ring, tree or halving_doubling,
+                which sums in another order.
             timeout_s: Seconds until CommTimeout.
 
         Returns:
@@ -179,13 +178,13 @@ class Reductions(Face):
             x: Tensor of the same shape and dtype on all members; unchanged elsewhere.
             root: Group rank.
             op: Reduction; see the class.
-            out: On the root, where the result goes if `x` is to stay as it is; ignored elsewhere.
-            async_op: Whether to return a Work at once.
-            algorithm: staged or pulled, instead of the choice by size.
+            out: On the root, tensor for the result; `x` is then unchanged. Ignored elsewhere.
+            async_op: Whether to return a Work without waiting.
+            algorithm: staged or pulled; None to choose by size.
             timeout_s: Seconds until CommTimeout.
 
         Returns:
-            `x`, or on the root `out` if it was given; or with `async_op` the Work to wait for.
+            `x`, or `out` on the root if it was passed; or with `async_op` the Work to wait for.
 
         Raises:
             ConfigError: Unknown op, root or algorithm, or a tensor that cannot be reduced.
@@ -254,19 +253,19 @@ class Reductions(Face):
         algorithm: str | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Reduce the `x` of all members and keep the part that belongs to this member.
+        """Reduce `x` of all members and return this member's part of the result.
 
         Args:
-            x: Tensor whose dim 0 is cut into equal parts, or one tensor per member; the same shapes
+            x: Tensor to cut into equal parts along dim 0, or one tensor per member; the same shapes
                 and dtype on all members. Unchanged, unless `out` is a part of it.
             op: Reduction; see the class.
-            out: Tensor for this member's part; a new one when None.
-            async_op: Whether to return a Work at once.
-            algorithm: staged or pulled, instead of the choice by size.
+            out: Tensor for this member's part; None for a new one.
+            async_op: Whether to return a Work without waiting.
+            algorithm: staged or pulled; None to choose by size.
             timeout_s: Seconds until CommTimeout.
 
         Returns:
-            This member's part (`out`, if it was given), or with `async_op` the Work to wait for.
+            This member's part (`out`, if it was passed), or with `async_op` the Work to wait for.
 
         Raises:
             ConfigError: Unknown op or algorithm, dim 0 that cannot be divided, or not one tensor
@@ -274,7 +273,7 @@ class Reductions(Face):
             MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
 
         Shape:
-            x: (n d0, ...), or one tensor per member. Result: (d0, ...), or as that member's part.
+            x: (n d0, ...), or one tensor per member. Result: (d0, ...), or the shape of x[rank].
 
         Cost: a + 2 l b, with l the bytes of `x`.
         """
@@ -319,14 +318,14 @@ class Reductions(Face):
         out: X | None = None,
         timeout_s: float | None = None,
     ) -> X:
-        """Compute the prefix reduction: the reduction of the `x` of members 0 to this one.
+        """Compute the prefix reduction: the reduction of `x` of members 0 up to this one.
 
         Args:
             x: Tensor of the same shape on all members; unchanged.
             op: Reduction; see the class.
-            exclusive: Whether to leave out this member's own `x`; member 0 gets the identity (sum,
+            exclusive: Whether to leave out this member's `x`; member 0 gets the identity (sum,
                 product, bor and bxor only).
-            out: Tensor for the result; a new one when None.
+            out: Tensor for the result; None for a new one.
             timeout_s: Seconds until CommTimeout.
 
         Returns:

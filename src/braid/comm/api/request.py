@@ -1,9 +1,9 @@
 """Persistent requests: an operation that is described once and started many times (as in MPI-4).
 
-A gradient bucket takes part in the same all-reduce every step. Its request owns a channel, so it
-can be started as soon as its gradients are there, whatever the order in which other ranks start
-theirs. Starting publishes this rank's part and takes whatever steps are possible; nothing blocks
-until `Work.wait()`.
+A gradient bucket takes part in the same all-reduce every step. Its request has a separate channel,
+so it can start as soon as its gradients are ready, in any order relative to other requests. A start
+publishes this rank's part and takes all steps that are possible; nothing blocks until
+`Work.wait()`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from braid.errors import ConfigError, StaleError
 __all__ = ["Numbers", "Request", "describe_persistent"]
 
 PERSISTENT = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
-MAX_SCALES = 64  # factors whose descriptions are kept
+MAX_SCALES = 64  # factors whose descriptions are cached
 
 
 class Numbers:
     """Numbers of a group's requests, equal on all members.
 
-    A group has a limited number of channels, so numbers are reused. The next number depends on
-    which requests there are, not on how they came and went: that may be one member's own business.
-    So is when an object dies: requests that nobody holds any more are only noted (`lost`), until
-    the members have agreed on them (`reclaim`).
+    A group has a limited number of channels, so numbers are reused. The next number depends only on
+    the set of existing requests, not on the order of their creation and deletion, which may differ
+    between members. Members also garbage-collect requests at different times. So the numbers of
+    unreferenced requests are only recorded (`lost`) until the members agree on them (`reclaim`).
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Numbers:
         self._lost: dict[int, Work | None] = {}
 
     def next(self) -> int:
-        """Return the smallest number that no request has."""
+        """Return the smallest unused number, and mark it as used."""
         if self._free:
             return heapq.heappop(self._free)
         self._next += 1
@@ -54,7 +54,7 @@ class Numbers:
         heapq.heappush(self._free, number)
 
     def lose(self, number: int, work: Work | None) -> None:
-        """Note that the request with this number is gone.
+        """Record that the request with this number was garbage-collected.
 
         Args:
             number: Number of the request.
@@ -63,18 +63,18 @@ class Numbers:
         self._lost[number] = work
 
     def lost(self) -> list[int]:
-        """Return the numbers of requests that are gone on this member, with nothing under way."""
-        lost = self._lost.copy()  # others may die meanwhile
+        """Return the numbers of garbage-collected requests without an operation in progress."""
+        lost = self._lost.copy()  # a finalizer may add requests meanwhile
         return sorted(n for n, work in lost.items() if work is None or work.succeeded)
 
     def state(self) -> str:
-        """Return the numbers in use, as text to be compared with other members'."""
+        """Return the numbers in use as text, to compare with other members."""
         return f"{self._next} {sorted(self._free)}"
 
     def reclaim(self, numbers: Iterable[int]) -> None:
         """Free the numbers that all members have lost.
 
-        All members do so at the same point of the order of their requests.
+        All members call this at the same point of the order of their requests.
         """
         for number in numbers:
             del self._lost[number]
@@ -89,8 +89,8 @@ class Request:
 
     Args:
         engine: Engine of the group.
-        collective: Collective that every start carries out.
-        numbers: The group's numbers, of which this request gets one.
+        collective: Collective to run at every start.
+        numbers: The group's request numbers; this request takes the next one.
         describer: The group's descriptions.
     """
 
@@ -110,23 +110,23 @@ class Request:
         try:
             self._request = engine.request(collective, self._number)
         except BaseException:
-            numbers.give_back(self._number)  # for another attempt, with the members' number
+            numbers.give_back(self._number)  # another attempt must get the same number
             raise
         self._work: Work | None = None
         self._retired = False
 
     def start(self, scale: float | None = None, *, steps_by: StepsBy = StepsBy.CALLER) -> Work:
-        """Begin once more; the tensors belong to the request until the Work is done.
+        """Start the operation again; do not use its tensors until the Work is done.
 
         Args:
             scale: Factor for the result, applied once while it is in the cache; the same on all
                 members.
-            steps_by: Policy for the steps. With `StepsBy.WAITER`, too, a tensor in shared memory is
-                offered at once, so that members that are early can do the work.
+            steps_by: Thread that takes the steps. `StepsBy.WAITER` also publishes a tensor in
+                shared memory immediately, so that members that started earlier can do the work.
 
         Raises:
             StaleError: The last start has not ended, or the request has been retired.
-            ConfigError: A factor for what is no reduction, or for integers.
+            ConfigError: `scale` was passed for integers, or for an operation without a reduction.
         """
         work = self._work
         if self._retired or (work is not None and not work.done()):
@@ -139,24 +139,26 @@ class Request:
         return work
 
     def residual(self) -> torch.Tensor | None:
-        """Return what a lossy wire format has left out here, and will add at the next start.
+        """Return the error of a lossy wire format on this rank, which the next start will add.
+
+        The residual belongs to this rank's input. After `reset_residual`, adding it to the input of
+        a later start corrects the sum, even if that start runs on other ranks and hosts. (For
+        requests that are started without a scale.)
 
         Returns:
-            A flat copy in the places of the numbers, zeros where this rank encodes nothing; None
-            where nothing can be left out. It counts as part of this rank's own numbers: added to
-            them at some start, after `reset_residual`, it makes up for what was left out, on
-            whatever ranks and hosts that was. (For requests that are started without a scale.)
+            A flat copy in the layout of the tensor, with zeros where this rank encodes nothing;
+            None if the request has no lossy format.
         """
         return self._request.residual()
 
     def reset_residual(self) -> None:
-        """Forget what has been left out."""
+        """Set the residual to zero."""
         self._request.reset_residual()
 
     def retire(self) -> None:
-        """Give the channel to later requests.
+        """Free the request's channel for later requests.
 
-        All members do so at the same point of the order of their requests.
+        All members call this at the same point of the order of their requests.
 
         Raises:
             StaleError: The last start has not ended, or the request has been retired before.
@@ -182,8 +184,8 @@ class Request:
             msg = f"{self!r} has been retired: make another request"
         else:
             msg = (
-                f"request {self._number} ({self._collective.text}) is busy, its last start is "
-                "under way: "
+                f"request {self._number} ({self._collective.text}) is busy, its last start has not "
+                "ended: "
                 "wait for the Work that start() returned"
             )
         raise StaleError(msg)
@@ -209,7 +211,7 @@ class Request:
 def describe_persistent(
     group: Face, kind: str, x: Any, *, out: Any, op: str, root: int, wire: str | None
 ) -> Collective:
-    """Return the collective of `Group.persistent`, whose arguments these are.
+    """Return the collective of `Group.persistent` for its arguments.
 
     Raises:
         ConfigError: The kind has no persistent form or no wire format, or a tensor would have to be
@@ -220,11 +222,11 @@ def describe_persistent(
         raise ConfigError(msg)
     if wire is not None and kind != "all_reduce":
         msg = (
-            f"wire={wire!r} does not work for {kind}: only an all_reduce converts numbers on "
-            "their way, so leave wire out"
+            f"wire={wire!r} does not work for {kind}: only an all_reduce has wire formats, so "
+            "leave wire out"
         )
         raise ConfigError(msg)
-    with Batch(group, lambda _: []) as batch:  # writes the collective down, and starts nothing
+    with Batch(group, lambda _: []) as batch:  # records the collective without starting it
         if kind == "all_reduce":
             batch.all_reduce(x, op, wire=wire)
         elif kind == "broadcast":
@@ -240,7 +242,7 @@ def describe_persistent(
     if copies is not None and copies.crosses:
         return collective
     copied = copies is not None and copies.needed
-    # an array that is read-only has been copied without anybody's doing
+    # as_tensor copies a read-only array
     first = as_tensor(next((part for part in x if part.numel()), x[0]) if is_sequence(x) else x)
     if copied or collective.ins[0].data_ptr() != first.data_ptr():
         msg = (

@@ -1,7 +1,7 @@
-"""Arguments that every collective with gradients takes: a group, then a tensor.
+"""Check of the arguments that every collective with gradients takes: a group, then a tensor.
 
-In torch the tensor comes first and the group last, if at all. Here the group comes first. A call
-with the two swapped is refused with this advice, instead of which attribute a tensor lacks.
+In torch the tensor is the first argument and the group the last. Here the group comes first. If a
+call swaps them, the error asks to swap them back, rather than reporting a missing attribute.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["check_call"]
 def check_call(
     operation: str, group: Group, x: torch.Tensor, dim: int = 0, *, name: str = "x"
 ) -> None:
-    """Refuse arguments that are not a group, a tensor and one of its dims.
+    """Raise if the arguments are not a group, a tensor and one of its dims.
 
     Args:
         operation: Name of the function, for the message.
         group: Value that was passed as group.
         x: Value that was passed as tensor.
-        dim: Dim along which the tensor's parts lie; 0 is fine for a zero-dim one.
+        dim: Dim of the concatenation or split; 0 is allowed for a zero-dim tensor.
         name: Name of the parameter `x`.
 
     Raises:
-        ConfigError: An argument is something else; the message says what to pass.
+        ConfigError: An argument has another type; the message contains the correct call.
     """
     signature = f"{operation}(group, {name}, ...) with a braid.Group and a torch.Tensor"
     if not isinstance(group, Group):
@@ -37,7 +37,7 @@ def check_call(
         advice = (
             f"swap them, the group comes first: {operation}(group, {name})"
             if isinstance(x, Group)
-            else "pass the group itself, such as braid.init() or group.split(...) returns it"
+            else "pass a group, such as the result of braid.init() or group.split(...)"
         )
         msg = f"call {signature}, got {kinds}: {advice}"
         raise ConfigError(msg)
@@ -56,11 +56,11 @@ def _described(x: object) -> str:
 
 def _advice(x: object) -> str:
     if isinstance(x, list | tuple) and any(isinstance(part, torch.Tensor) for part in x):
-        return "pass torch.cat(...) of the parts, with their lengths as sizes where these differ"
+        return "pass torch.cat(...) of the parts, and their lengths as sizes if they differ"
     if isinstance(x, np.ndarray):
         return (
-            "pass torch.from_numpy(...) of it; use the group's own functions for arrays "
-            "without gradients"
+            "pass torch.from_numpy(...) of it; without gradients, the methods of the group "
+            "accept arrays"
         )
     if isinstance(x, list | tuple | int | float | complex):
         return "pass torch.tensor(...) of it"

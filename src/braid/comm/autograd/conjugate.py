@@ -1,13 +1,13 @@
-"""Pairs for tensors that are replicated: one function's forward is the other's backward.
+"""Conjugate pairs for replicated tensors: one function's forward is the other's backward.
 
-Tensor parallel layers hold some tensors whole on every rank and some as parts or as terms of a sum.
-Of a replicated tensor every rank has the same value and, if every rank computes the same loss, the
-same gradient. It is not summed over ranks, as in the rest of this package, since all ranks compute
-one loss, not n. The use of a tensor decides which of the two it is:
+Tensor parallel layers hold some tensors replicated, some sharded and some as partial sums. A
+replicated tensor has the same value on every rank and, if every rank computes the same loss, the
+same gradient. Unlike in the rest of this package, this gradient is not summed over ranks: all ranks
+compute one loss, not n. Choose the function by the use of the tensor:
 
     identity_forward_all_reduce_backward     replicated -> input of different work on each rank,
                                              Megatron's f
-    all_reduce_forward_identity_backward     terms of a sum -> replicated, Megatron's g
+    all_reduce_forward_identity_backward     partial sums -> replicated, Megatron's g
     split_forward_all_gather_backward        replicated -> parts
     all_gather_forward_split_backward        parts -> replicated
 
@@ -36,9 +36,9 @@ __all__ = [
 
 
 def identity_forward_all_reduce_backward(group: Group, x: torch.Tensor) -> torch.Tensor:
-    """Megatron's f: hand a replicated `x` to work that differs between ranks.
+    """Pass a replicated `x` to work that differs between ranks (Megatron's f).
 
-    Backward: all_reduce(sum). Each rank has the gradient of its own use; the sum is that of `x`.
+    Backward: all_reduce(sum). Each rank has the gradient of its use of `x`; `x` gets their sum.
 
     Cost: nothing forward, 2 (n-1)/n l bytes backward.
     """
@@ -49,10 +49,10 @@ def identity_forward_all_reduce_backward(group: Group, x: torch.Tensor) -> torch
 
 
 def all_reduce_forward_identity_backward(group: Group, x: torch.Tensor) -> torch.Tensor:
-    """Megatron's g: sum the ranks' terms to a replicated tensor.
+    """Sum the ranks' terms to a replicated tensor (Megatron's g).
 
-    Backward: identity. Every rank has the gradient of the one result already, which is that of each
-    term.
+    Backward: identity. Every rank already has the gradient of the sum, which equals the gradient of
+    each term.
 
     Cost: 2 (n-1)/n l bytes forward, nothing backward.
     """
@@ -72,9 +72,9 @@ def split_forward_all_gather_backward(
     Args:
         group: Ranks that take part.
         x: Tensor that is the same on all ranks.
-        dim: Dim that is divided; its length is a multiple of n.
+        dim: Dim to divide; its length is a multiple of n.
 
-    Backward: all_gather. The gradient of `x` is put together from those of the parts.
+    Backward: all_gather. The gradient of `x` is the concatenation of the gradients of the parts.
 
     Cost: nothing forward, (n-1)/n l bytes backward.
 
@@ -87,7 +87,7 @@ def split_forward_all_gather_backward(
     if x.dim() == 0 or x.shape[0] % group.size:
         length = str(x.shape[0]) if x.dim() else "no dim"
         msg = (
-            f"dim to split is {length} long (shape {list(x.shape)}), which is no multiple of "
+            f"dim to split is {length} long (shape {list(x.shape)}), which is not a multiple of "
             f"the group's size {group.size}: pad it"
         )
         raise ConfigError(msg)
@@ -105,10 +105,10 @@ def all_gather_forward_split_backward(
 
     Args:
         group: Ranks that take part.
-        x: This rank's part, of the same shape on all; at least one dim.
-        dim: Dim along which the parts lie.
+        x: This rank's part, with the same shape on all ranks; at least one dim.
+        dim: Dim along which to concatenate.
 
-    Backward: this rank's part of the gradient, which all ranks have alike.
+    Backward: this rank's part of the gradient, which is the same on all ranks.
 
     Cost: (n-1)/n l bytes forward, nothing backward.
     """

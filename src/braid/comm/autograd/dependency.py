@@ -1,17 +1,17 @@
 """Order without data: one backward runs after another.
 
-Autograd runs whatever is ready, in an order that nobody promises across devices and threads. Work
-that must keep one (the microbatches of a stage, messages between two ranks) needs an edge between
-things that exchange no numbers. `fork` gives a tensor and a phony that hangs on it; `join` ties a
-phony to another tensor. Everything behind the join then runs backward before anything in front of
-the fork:
+Autograd runs any node that is ready, and guarantees no order across devices and threads. Work that
+needs an order (the microbatches of a stage, messages between two ranks) needs an edge between nodes
+that exchange no numbers. `fork` returns a tensor and a phony that depends on it; `join` connects a
+phony to another tensor. All operations after the join then run backward before any operation that
+precedes the fork:
 
     ── made x ──▶ fork ──▶ ...
                     ╲ edge
            y ──────▶ join ──▶ used y ──▶ ...        backward: used y, join, fork, made x
 
-They keep no data and save nothing, so checkpointing inside or around them changes nothing. Tensors
-that require no grad are welcome: without a graph there is nothing to order.
+Both functions keep no data and save nothing, so they do not affect checkpointing. They accept
+tensors that do not require grad: without a graph there is no order to enforce.
 
 Source: Kim et al., torchgpipe (2020), section 3.2, figure 3.
 """
@@ -27,9 +27,9 @@ __all__ = ["depend", "fork", "join"]
 
 
 def fork(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `x` and a phony.
+    """Return `x` and a phony that depends on it.
 
-    Operations that made `x` run backward after all operations behind the phony's join.
+    Operations that made `x` run backward after all operations that use the phony's join.
     """
     nothing = phony(x.device, False)
     if not (torch.is_grad_enabled() and x.requires_grad):
@@ -39,13 +39,13 @@ def fork(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(x: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
-    """Return `x`; users of the result run backward before what was forked into `edge`.
+    """Return `x`; users of the result run backward before the tensor forked into `edge`.
 
-    Where `edge` belongs to a graph the result requires grad, even if `x` does not.
+    If `edge` belongs to a graph, the result requires grad even if `x` does not.
 
     Args:
-        x: Tensor that is handed on.
-        edge: A phony from `fork`, or the token that `send` returned.
+        x: Tensor to return.
+        edge: A phony from `fork`, or the token from `send`.
     """
     if not (torch.is_grad_enabled() and (x.requires_grad or edge.requires_grad)):
         return x

@@ -1,4 +1,4 @@
-"""Measured costs of layers: bytes that they save, time that they take, bytes alive at one time."""
+"""Measured costs of layers: saved bytes, forward time, and peak of live bytes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def measure(
 ) -> list[LayerCost]:
     """Run each layer forward and return its costs.
 
-    Bytes are those of whole storages, each counted once. Parameters, buffers and the layer's input
-    are left out. Random generators are left as they were; other things that a forward changes (the
-    statistics of a BatchNorm) change.
+    Bytes are counted per storage, each storage once, without parameters, buffers and the layer's
+    input. Random generators keep their state; other state that a forward updates (the statistics
+    of a BatchNorm) changes.
 
     Args:
-        layers: Layers, each called with the result of the one before.
+        layers: Layers, each called with the result of the previous one.
         x: Input of the first layer.
-        repeats: Number of forwards whose median time is taken, after a first one that is not timed.
+        repeats: Number of timed forwards, after one that is not timed; the median time counts.
         clock: Clock for the times.
 
     Returns:
@@ -62,10 +62,10 @@ def measure(
 
 
 class LiveTensors:
-    """Counts the memory of tensors as long as anything, such as autograd, refers to it.
+    """Counter of the memory of tensors while any reference to it exists, such as in autograd.
 
     Attributes:
-        peak_bytes: Largest number of bytes that was alive in a call of `register` or `count`.
+        peak_bytes: Largest number of live bytes in any call of `register` or `count`.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class LiveTensors:
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def register(self, x: torch.Tensor) -> torch.Tensor:
-        """Count the memory of `x` from now on, once however many tensors share it; return `x`."""
+        """Count the memory of `x` from now on, once for all tensors that share it; return `x`."""
         storage = x.untyped_storage()
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._alive[reference.cdata] = (reference, storage.nbytes())
@@ -81,7 +81,7 @@ class LiveTensors:
         return x
 
     def register_results(self, function: Callable[..., Result]) -> Callable[..., Result]:
-        """Return `function` with the tensors in its results registered."""
+        """Return `function` wrapped so that the tensors in its results are registered."""
 
         def call(*args: Any, **kwargs: Any) -> Result:
             result = function(*args, **kwargs)
@@ -104,12 +104,12 @@ class LiveTensors:
 
 
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
-    """Counts the most bytes of tensors that are alive at a time, of all that operators return.
+    """Dispatch mode that measures the peak of live bytes of all tensors that operators return.
 
-    Memory that torch has not allocated, such as shared memory, does not count.
+    Memory that torch did not allocate, such as shared memory, does not count.
 
     Attributes:
-        live: Tensors that are alive.
+        live: Counter of live tensors.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -119,7 +119,7 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self.live.register(x)
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and register what it returns."""
+        """Run an operator, and register the tensors in its result."""
         output = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().resizable():
@@ -130,21 +130,21 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 def bytes_of(
     call: Callable[[], Result], outside: Iterable[torch.Tensor]
 ) -> tuple[Result, int, int]:
-    """Run a function, and count the storages that it leaves behind.
+    """Run a function, and count the storages that it saves and returns.
 
     Args:
         call: Function, such as the forward of a layer.
         outside: Tensors whose storages do not count: inputs, parameters, buffers.
 
     Returns:
-        Result of the function, the bytes that it adds for backward, its result among them, and the
-        bytes of the result.
+        Result of the function, the bytes that it keeps for backward (including its result), and
+        the bytes of the result.
     """
     known = _storages(list(outside))
     saved: dict[int, int] = {}
 
     def save(t: torch.Tensor) -> torch.Tensor:
-        if not (t.is_leaf and t.requires_grad):  # parameters of a function that is no module
+        if not (t.is_leaf and t.requires_grad):  # parameters of a function that is not a module
             saved.update(_storages([t]))
         return t
 
@@ -158,7 +158,7 @@ def bytes_of(
 def seconds_of(
     call: Callable[[], Result], devices: Iterable[torch.device], clock: Clock
 ) -> tuple[Result, float]:
-    """Run a function, and return its result and seconds, with all work of the devices done."""
+    """Return the result of a function and its seconds, including all work on the devices."""
     streams = [current_stream(device) for device in devices]
     for stream in streams:
         synchronize(stream)
@@ -176,6 +176,6 @@ def _as_leaves(x: Any) -> Any:
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage, by its identity; those on meta have no address."""
+    """Return the bytes of each storage by its identity; tensors on meta have no address."""
     storages = [t.untyped_storage() for t in tensors]
     return {storage_id(s): s.nbytes() for s in storages if s.nbytes()}

@@ -1,9 +1,9 @@
 """Collectives as linear maps: each is differentiated by its transpose.
 
-Stack the tensors of all ranks to one vector: then all_gather, reduce_scatter, send and the like are
-matrices of zeros and ones, and what backward has to apply is the transposed matrix, which is again
-a collective. One `autograd.Function` serves them all: it is given how to run forward and which
-*differentiable* function is its dual, so the gradient of a gradient needs no further code.
+Stack the tensors of all ranks to one vector. Then all_gather, reduce_scatter, send and the like are
+matrices of zeros and ones. Backward applies the transposed matrix, which is again a collective. One
+`autograd.Function` serves all collectives: it gets the forward function and its *differentiable*
+dual, so the gradient of a gradient needs no further code.
 
     forward                                   backward
     all_reduce(sum)                           all_reduce(sum)
@@ -15,7 +15,7 @@ a collective. One `autograd.Function` serves them all: it is given how to run fo
     reduce(root, sum)                         broadcast(root)
     gather(root)                              scatter(root)
     scatter(root)                             gather(root)
-    scan(sum)                                 the sum over this rank and those after it
+    scan(sum)                                 sum over this rank and all later ranks
     send(to)                                  recv(from to)
     recv(source)                              send(to source)
     exchange(to, source)                      exchange(source, to)
@@ -25,21 +25,22 @@ a collective. One `autograd.Function` serves them all: it is given how to run fo
     split                   all_gather         split_forward_all_gather_backward
     all_gather              split              all_gather_forward_split_backward
 
-The last four are not transposes. **What a gradient means:** in all other rows it is that of the
-*sum of all ranks' losses*. When every rank computes the same loss from a replicated result, that
-sum has the loss n times: divide it by the size of the group, or use the last four, for which a
-replicated tensor has one gradient, the same on all ranks.
+The last four are not transposes. **What a gradient means:** in all other rows it is the gradient of
+the *sum of all ranks' losses*. When every rank computes the same loss from a replicated result,
+that sum contains the loss n times: divide it by the size of the group, or use the last four, for
+which a replicated tensor has one gradient, the same on all ranks.
 
-**Who takes part.** Backward is a collective, too. In grad mode a result therefore always requires
-grad, even where the input does not, and every rank has to call backward through it (`depend` or
-`join` tie a result that a rank does not need to one that it does). Grad mode and `create_graph`
-must be the same on all ranks. A gradient that is zero because nothing flows is an attached zero, so
-that a second backward passes through all ranks as well, provided their inputs require grad.
+**Which ranks take part.** Backward is also a collective. In grad mode a result therefore always
+requires grad, even if the input does not, and every rank has to call backward through it (`depend`
+or `join` connect a result that a rank does not need to one that it needs). Grad mode and
+`create_graph` must be the same on all ranks. A gradient that is zero for lack of a path is a zero
+with a graph, so that a second backward passes through all ranks as well, provided their inputs
+require grad.
 
 **In which order.** torch runs the nodes of one device in exactly the reverse of the order in which
-one thread made them (the one with the highest sequence number first; a node's successors always
-have lower ones). So ranks that call collectives in one order in forward call their duals in one
-order in backward, whatever else their graphs contain.
+one thread made them (highest sequence number first; a node's successors always have lower
+numbers). So ranks that call collectives in one order in forward call their duals in one order in
+backward, whatever else their graphs contain.
 
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3, for f and g; the PETSc and Devito
 communities call the rest adjoints.
@@ -61,14 +62,14 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class _LinearMap(torch.autograd.Function):
-    """Autograd function that calls `run` forward and `dual` backward, and saves nothing."""
+    """Autograd function that calls `run` in forward and `dual` in backward, and saves nothing."""
 
     @staticmethod
     def forward(
         ctx: Any,
         run: Callable[..., Tensors],
         dual: Callable[..., Gradients],
-        edge: torch.Tensor | None,  # noqa: ARG004 - there to be an edge of the graph
+        edge: torch.Tensor | None,  # noqa: ARG004 - adds an edge to the graph
         *xs: torch.Tensor,
     ) -> Tensors:
         ctx.dual = dual
@@ -95,12 +96,12 @@ def linear_map(
     """Apply a linear map to tensors.
 
     Args:
-        run: Function that makes the results out of `xs`, without autograd; must not hand an input
-            on as it is (`detach` it).
-        dual: Differentiable function that makes the gradients of `xs` out of the results' (None: no
-            gradient); keeps no tensors alive.
+        run: Function that computes the results from `xs`, without autograd; must not return an
+            input itself (`detach` it).
+        dual: Differentiable function that computes the gradients of `xs` from the gradients of the
+            results (None: no gradient); must not keep tensors alive.
         xs: Arguments of the map.
-        edge: A phony that requires grad where the results must do so in any case.
+        edge: A phony that requires grad if the results must require grad in any case.
     """
     ys = _LinearMap.apply(run, dual, edge, *xs)  # type: ignore[no-untyped-call]
     return cast("Tensors", ys)

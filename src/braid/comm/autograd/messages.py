@@ -1,8 +1,8 @@
-"""send, recv and exchange with gradients: the gradient goes back along the message.
+"""send, recv and exchange with gradients: the gradient is sent back to the sender.
 
-A sender gets a token without elements. It stands for the message in the sender's graph: `join` it
-to something that backward is called on (`loss = join(loss, token)`), or the receiver waits for a
-backward that never comes.
+send returns a token without elements, which represents the message in the sender's graph: `join` it
+to a tensor on which backward is called (`loss = join(loss, token)`). Otherwise the receiver waits
+for a backward that never runs.
 
 l = bytes of the tensor.
 """
@@ -23,16 +23,16 @@ def send(group: Group, x: torch.Tensor, to: int, *, tag: int = 0) -> torch.Tenso
     """Send `x` to the rank `to`.
 
     Args:
-        group: Ranks between which the message travels.
-        x: Tensor that is sent.
+        group: Group of sender and receiver.
+        x: Tensor to send.
         to: Group rank of the receiver.
-        tag: Number of the message between the two; backward uses the same.
+        tag: Tag of the message; backward uses the same tag.
 
     Returns:
-        A token, shape (0,), to be joined to what backward is called on.
+        A token of shape (0,), to join to a tensor on which backward is called.
 
-    Backward: recv(to), the receiver's gradient. Messages of up to 256 KiB return at once; two ranks
-    that send each other more at the same time need `exchange`.
+    Backward: recv(to), the receiver's gradient. Messages of up to 256 KiB do not wait for the
+    receiver; two ranks that send each other more at the same time need `exchange`.
 
     Cost: l bytes sent forward, l received backward.
     """
@@ -44,7 +44,7 @@ def send(group: Group, x: torch.Tensor, to: int, *, tag: int = 0) -> torch.Tenso
         return t.new_empty(0)
 
     def dual(g: torch.Tensor) -> torch.Tensor:
-        # 0, and on the graph of the token: a second backward gets here
+        # zero with the token's graph: a second backward reaches this message
         like = g.sum().expand(shape)
         return recv(group, like, to, tag=tag)
 
@@ -55,10 +55,10 @@ def recv(group: Group, like: torch.Tensor, source: int, *, tag: int = 0) -> torc
     """Return the tensor that the rank `source` sends.
 
     Args:
-        group: Ranks between which the message travels.
-        like: Tensor that gives shape, dtype and device; its gradient is zero.
+        group: Group of sender and receiver.
+        like: Tensor with the shape, dtype and device of the message; its gradient is zero.
         source: Group rank of the sender.
-        tag: Number of the message between the two.
+        tag: Tag of the message.
 
     Backward: send(source). The gradient goes to the sender.
 
@@ -77,15 +77,15 @@ def recv(group: Group, like: torch.Tensor, source: int, *, tag: int = 0) -> torc
 
 
 def exchange(group: Group, x: torch.Tensor, *, to: int, source: int, tag: int = 0) -> torch.Tensor:
-    """Send `x` to one rank while receiving as much from another, such as one step around a ring.
+    """Send `x` to one rank while receiving an equal shape from another, such as in a ring.
 
     Args:
         group: Ranks that take part.
         x: Tensor of the same shape on sender and receiver.
         to: Group rank of the receiver.
-        source: Group rank of the sender; this rank itself only together with `to`, for rings of
-            one.
-        tag: Number of the message between the two.
+        source: Group rank of the sender; this rank itself only if `to` is, too, for rings of one
+            rank.
+        tag: Tag of both messages.
 
     Backward: exchange in the other direction.
 

@@ -1,13 +1,13 @@
-"""Tensors in nested containers: listed, changed, or taken out and put back.
+"""Tensors in nested containers: find, map, extract and reinsert them.
 
-Lists, tuples, named tuples, mappings and dataclasses are walked, their subclasses too. Containers
-in which nothing changes stay the same objects; others are copied with everything else that they
-hold, such as the default of a `defaultdict`. A tensor that occurs twice is one tensor afterwards,
-too: modules ask whether `query is key`.
+Lists, tuples, named tuples, mappings and dataclasses are traversed, including subclasses.
+Containers without a change stay the same objects; others are copied with their other attributes,
+such as the default of a `defaultdict`. A tensor that occurs twice is still one tensor afterwards:
+modules test `query is key`.
 
-Why not `torch.utils._pytree`: it knows exact types only, so a dataclass, a `UserDict` or a subclass
+Why not `torch.utils._pytree`: it matches exact types, so a dataclass, a `UserDict` or a subclass
 of `dict` (a model's output in `transformers`) is a leaf unless it is registered for the whole
-process. It also drops what else a container holds, and copies containers that do not change.
+process. It also drops other attributes of a container, and copies containers that do not change.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Place of a tensor that `flatten` took out; not walked itself."""
+    """Placeholder of a tensor that `flatten` extracted; a leaf of the tree."""
 
     index: int
 
 
 def flatten(tree: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return `tree` with places instead of tensors, and the tensors, each once."""
+    """Return `tree` with placeholders instead of tensors, and the tensors, each once."""
     tensors: list[torch.Tensor] = []
     indices: dict[int, int] = {}
 
@@ -56,19 +56,19 @@ def flatten(tree: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 def unflatten(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the `tree` of `flatten` with `tensors` in their places."""
+    """Return a `tree` of `flatten` with `tensors` instead of its placeholders."""
     return _map_leaves(tree, lambda x: tensors[x.index] if isinstance(x, TensorPlace) else x)
 
 
 def index_of(leaf: Any) -> int | None:
-    """Return the index of a tensor that `flatten` took out; None for anything else."""
+    """Return the index of a placeholder from `flatten`; None for anything else."""
     return leaf.index if isinstance(leaf, TensorPlace) else None
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `tree` with `change(x)` in the place of every tensor x.
+    """Return `tree` with every tensor x replaced by `change(x)`.
 
-    Mappings that cannot be assigned to stay as they are, unless they are a `MappingProxyType`.
+    Immutable mappings other than `MappingProxyType` stay as they are.
     """
     changed: dict[int, torch.Tensor] = {}
 
@@ -83,7 +83,7 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in `tree`; sets and mappings that cannot be assigned to are walked, too."""
+    """Yield all tensors in `tree`, including sets and immutable mappings."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, set | frozenset):
@@ -96,7 +96,7 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def parts_of(container: Any) -> dict[Any, Any] | None:
-    """Return what a container holds, by key, position or field; None for anything else."""
+    """Return the items of a container by key, position or field; None for anything else."""
     if isinstance(container, MutableMapping | MappingProxyType):
         return dict(container)
     if isinstance(container, list | tuple):
@@ -110,7 +110,7 @@ def parts_of(container: Any) -> dict[Any, Any] | None:
 
 
 def rebuild(container: Any, parts: dict[Any, Any]) -> Any:
-    """Return a copy of `container` with `parts` under the keys of `parts_of`."""
+    """Return a copy of `container` with `parts`, keyed as in `parts_of`."""
     if isinstance(container, MappingProxyType):
         return MappingProxyType(parts)
     if isinstance(container, tuple):
@@ -123,7 +123,7 @@ def rebuild(container: Any, parts: dict[Any, Any]) -> Any:
         if isinstance(container, MutableMapping | list):
             changed[key] = value
         else:
-            object.__setattr__(changed, key, value)  # also where it is frozen
+            object.__setattr__(changed, key, value)  # works for frozen dataclasses
     return changed
 
 

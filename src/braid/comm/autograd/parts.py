@@ -1,9 +1,9 @@
 """all_gather, reduce_scatter and all_to_all with gradients: every rank holds a part of a tensor.
 
-Parts are slices of one dim. They are equal unless `sizes` gives the length of each rank's. Equal
-parts of dim 0 are moved without a copy; other dims are brought to the front and back by torch.
+Parts are slices of one dim. They are equal unless `sizes` gives each rank's length. Equal parts
+along dim 0 are moved without a copy; for other dims, torch moves the dim to the front and back.
 
-n = size of the group, l = bytes of the whole tensor; bytes are those that a rank receives.
+n = size of the group, l = bytes of the whole tensor; costs count the bytes that a rank receives.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["all_gather", "all_to_all", "check_sizes", "reduce_scatter"]
 def all_gather(
     group: Group, x: torch.Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Return the tensors of all ranks, one after the other.
+    """Return the tensors of all ranks, concatenated along `dim`.
 
     Args:
         group: Ranks that take part.
-        x: This rank's part; zero-dim ones are used as (1,).
-        dim: Dim along which the parts lie.
+        x: This rank's part; a zero-dim tensor counts as (1,).
+        dim: Dim along which to concatenate.
         sizes: Length of each rank's part in `dim`; None if they are equal.
 
     Shape:
         x: (..., d, ...) -> (..., n d, ...), or the sum of `sizes`.
 
     Backward: reduce_scatter(sum), the sum of all ranks' gradients for this rank's part. If all
-    compute the same loss from the result, use `all_gather_forward_split_backward` instead, or
-    divide the loss by n.
+    ranks compute the same loss from the result, use `all_gather_forward_split_backward` instead,
+    or divide the loss by n.
 
     Cost: (n-1)/n l bytes forward and backward.
     """
@@ -74,7 +74,7 @@ def reduce_scatter(
         group: Ranks that take part.
         x: Tensor of the same shape on all ranks.
         op: Reduction, sum or avg.
-        dim: Dim along which the parts lie.
+        dim: Dim to divide.
         sizes: Length of each rank's part in `dim`; None if they are equal.
 
     Shape:
@@ -92,8 +92,8 @@ def reduce_scatter(
     if op not in ("sum", "avg"):
         msg = (
             f"op of a differentiable reduce_scatter must be sum or avg, got {op!r}: take this "
-            f"rank's part of all_reduce(group, x, {op!r}), which knows which rank the gradient "
-            "belongs to"
+            f"rank's part of all_reduce(group, x, {op!r}), which sends the gradient to the right "
+            "rank"
         )
         raise ConfigError(msg)
     if dim:
@@ -121,11 +121,11 @@ def all_to_all(
     send_sizes: Sequence[int] | None = None,
     receive_sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Send part r of dim 0 to rank r; return the parts that the ranks sent here, in their order.
+    """Send part r of dim 0 to rank r; return the received parts in the order of ranks.
 
     Args:
         group: Ranks that take part.
-        x: Parts for all ranks, one after the other.
+        x: Parts for all ranks, concatenated.
         send_sizes: Length of the part for each rank; None, as `receive_sizes`, if all parts of all
             ranks are equal.
         receive_sizes: Length of the part from each rank.
@@ -133,20 +133,20 @@ def all_to_all(
     Shape:
         x: (n d, ...) -> (n d, ...), or (sum of send_sizes, ...) -> (sum of receive_sizes, ...).
 
-    Backward: all_to_all with the sizes exchanged. Every gradient goes back to the rank that sent
-    the number.
+    Backward: all_to_all with the sizes exchanged. Every gradient is sent to the rank that sent the
+    number.
 
     Cost: (n-1)/n l bytes forward and backward.
 
     Raises:
-        ConfigError: Only one of the sizes is given, or sizes do not fit.
+        ConfigError: Only one of the two sizes was passed, or sizes do not match.
     """
     check_call("all_to_all", group, x)
     if send_sizes is None and receive_sizes is None:
         return collective(group.all_to_all, lambda g: all_to_all(group, g), x)
     if send_sizes is None or receive_sizes is None:
-        given = "receive_sizes" if send_sizes is None else "send_sizes"
-        msg = f"all_to_all got only {given}: pass both send_sizes and receive_sizes, or none"
+        passed = "receive_sizes" if send_sizes is None else "send_sizes"
+        msg = f"all_to_all got only {passed}: pass both send_sizes and receive_sizes, or none"
         raise ConfigError(msg)
     to = check_sizes(group, send_sizes, None, "all_to_all send")
     source = check_sizes(group, receive_sizes, None, "all_to_all receive")
@@ -168,7 +168,7 @@ def check_sizes(group: Group, sizes: Sequence[int], own: int | None, operation: 
     Args:
         group: Ranks that take part.
         sizes: One length per rank.
-        own: Length of this rank's part, if it is known.
+        own: Length of this rank's part; None if unknown.
         operation: Name in the message.
 
     Raises:

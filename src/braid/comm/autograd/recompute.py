@@ -1,22 +1,21 @@
-"""Recomputation: call a function again in backward instead of keeping what it saves.
+"""Recomputation: call a function again in backward instead of keeping the tensors that it saves.
 
-torch's non-reentrant `checkpoint` works this way, too. This one also names the line whose saved
-tensor came out differently, notices parameters that were changed in between, stops as soon as what
-backward *still* needs is there, and lets a saved tensor be read more than once.
+torch's non-reentrant `checkpoint` works this way as well. This one also names the source line of a
+saved tensor that differs, detects parameters that were changed in between, stops as soon as it has
+all tensors that backward *still* needs, and allows reading a saved tensor more than once.
 
-    forward    every tensor that autograd would save becomes a slot: a number and a note of shape,
-               dtype and line
-    backward   the first slot that is read runs the function again. The n-th tensor saved then fills
-               slot n if anything still refers to it; after the last such slot the function is
+    forward    every tensor that autograd would save becomes a slot: a number with the tensor's
+               shape, dtype and source line
+    backward   the first read of a slot runs the function again. The n-th saved tensor then fills
+               slot n if the graph still refers to it; after the last such slot the function is
                stopped. Reading a slot empties it
 
-The second run happens once per segment and backward pass, in the same state of random generators
-and autocast. Its own graph is thrown away. The arguments are saved tensors themselves, of whatever
-surrounds the call: in a nested checkpoint they are slots of the outer one, and no memory is held by
-the inner.
+The second run happens once per segment and backward pass, with the same state of random generators
+and autocast. Its graph is discarded. The arguments are saved tensors of the surrounding graph: in a
+nested checkpoint they are slots of the outer checkpoint, and the inner one holds no memory.
 
-Cost: one more forward, up to the last needed tensor. Memory: the arguments until backward; while
-backward passes the segment, all of its saved tensors, which are freed one by one. `recompute_plan`
+Cost: one more forward, up to the last needed tensor. Memory: the arguments until backward; during
+the segment's backward all of its saved tensors, which are freed one by one. `recompute_plan`
 chooses the segments.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost" (2016); Griewank
@@ -59,7 +58,7 @@ NO_PASS = -1  # torch's number for reading saved tensors outside of backward
 
 
 class RecomputeError(BraidError, RuntimeError):
-    """A function did not compute the same when it was called again."""
+    """A function saved other tensors when it was called again in backward."""
 
 
 def checkpoint(
@@ -70,25 +69,24 @@ def checkpoint(
     around: Around | None = None,
     **kwargs: Any,
 ) -> Result:
-    """Call `function` and keep nothing for backward but its arguments; backward calls it again.
+    """Call `function` and save only its arguments for backward, which calls it again.
 
-    The function must do the same both times, as far as tensors are concerned: no arguments changed
-    in place, and no decisions on what changes in between. Its other effects happen twice: a
-    BatchNorm in training updates its statistics again. Collectives in it are called again, too, on
-    all ranks at the same point of backward if their programs are the same.
+    The function must compute the same tensors both times: it must not change arguments in place, or
+    depend on state that changes in between. Its side effects happen twice: a BatchNorm in training
+    updates its statistics again. Its collectives are called again as well, at the same point of
+    backward on all ranks if their programs are the same.
 
     Args:
-        function: Function to call. Of an nn.Module, changes to all parameters are noticed; of other
-            functions, to those saved.
-        args: Arguments; tensors may be anywhere in lists, tuples, mappings and dataclasses, and
-            anything else is kept as it is.
-        preserve_rng_state: Whether to draw the same random numbers again: from torch's default
-            generators (True), these (a sequence), or no generator (False), which saves copying 5
-            KB.
-        early_stop: Whether to end the second call when backward has all it needs; False for
-            functions that must run to their end, such as modules whose forward hooks release
-            something.
-        around: Function `around(again)` that makes a context for the function to run in; `again` is
+        function: Function to call. Changes to any parameter of an nn.Module are detected; for other
+            functions, changes to saved parameters.
+        args: Arguments; tensors may be nested in lists, tuples, mappings and dataclasses. Other
+            objects are passed as they are.
+        preserve_rng_state: Generators that must repeat their random numbers: True for torch's
+            default generators, or a sequence, or False for none, which saves copying 5 KB.
+        early_stop: Whether to stop the second call when backward has all tensors it needs; False
+            for functions that must run to their end, such as modules with forward hooks that
+            release resources.
+        around: Function `around(again)` that returns a context manager for each run; `again` is
             False in forward.
         kwargs: Keyword arguments, as args.
 
@@ -96,8 +94,8 @@ def checkpoint(
         The result of `function`. Without grad mode this is an ordinary call.
 
     Raises:
-        RecomputeError: In backward: the function saved other tensors, or a parameter has been
-            changed in place.
+        RecomputeError: In backward: the function saved other tensors, or a parameter was changed in
+            place.
 
     Source: see the module.
     """
@@ -118,7 +116,7 @@ def checkpoint(
 
 
 class _Stop(BaseException):
-    """Raised when all needed tensors are saved; no Exception, so that no function catches it."""
+    """Raised when all needed tensors are saved; not an Exception, so functions do not catch it."""
 
 
 class _Slot:
@@ -128,12 +126,12 @@ class _Slot:
 
 
 class _Note(NamedTuple):
-    """Properties of a saved tensor that are remembered."""
+    """Recorded properties of a saved tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    version: int | None  # of parameters: how often they had been changed in place
+    version: int | None  # for a parameter: its count of in-place changes
     code: CodeType
     line: int
 
@@ -144,7 +142,7 @@ class _Note(NamedTuple):
 
 
 class _Keep(torch.autograd.Function):
-    """Autograd function that saves tensors: hooks around it apply, changes are noticed."""
+    """Autograd function that saves tensors through the hooks around it, with version checks."""
 
     @staticmethod
     def forward(ctx: Any, edge: torch.Tensor, *xs: torch.Tensor) -> torch.Tensor:
@@ -158,7 +156,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _CheckpointedCall:
-    """One checkpointed call. The graph's saved tensors own it, by way of the hooks."""
+    """One checkpointed call, kept alive by the hooks of the graph's saved tensors."""
 
     def __init__(
         self,
@@ -176,7 +174,7 @@ class _CheckpointedCall:
         named = function.named_parameters() if isinstance(function, nn.Module) else ()
         self._parameters = [(name, parameter, _version(parameter)) for name, parameter in named]
         self._requires_grad = [x.requires_grad for x in tensors]
-        # the tensor: torch 2.10 frees what its node has saved when nothing but the node is left
+        # keep the tensor: torch 2.10 frees a node's saved tensors if only the node itself is left
         self._kept = _Keep.apply(phony(CPU, True), *[x.detach() for x in tensors])  # type: ignore[no-untyped-call]
         self._state = state
         self._around = around
@@ -200,7 +198,7 @@ class _CheckpointedCall:
 
     def load(self, slot: _Slot) -> torch.Tensor:
         with self._lock:
-            # what another pass left behind may be of other parameters
+            # discard leftovers of another pass, which may have used other parameters
             # only this number identifies a backward pass
             number = current_graph_task()
             if number != self._pass or number == NO_PASS:
@@ -245,7 +243,7 @@ class _CheckpointedCall:
             msg = (
                 f"function computed something else in backward: saved tensor {index} of "
                 f"{len(self._notes)} was {before} in forward and is {_note(x)} now; it must "
-                "depend on nothing that changed in between"
+                "not depend on anything that changed in between"
             )
             raise RecomputeError(msg)
         if before.version is not None and before.version != _version(x):
@@ -257,19 +255,19 @@ class _CheckpointedCall:
 
     def _check_count(self, num_saved: int, last: int) -> None:
         expected = len(self._notes)
-        # a gradient computed inside the function needs a part of it only
+        # if a gradient is computed inside the function, only a part of it runs again
         part = self._early_stop or not self.complete
         if num_saved > last if part else num_saved == expected:
             return
         missing = (
-            f"the first that is missing was {self._notes[num_saved]}"
+            f"the first missing tensor was {self._notes[num_saved]}"
             if num_saved < expected
             else "forward saved fewer"
         )
         msg = (
             f"function saved {num_saved} tensors in backward, but {expected} in forward; "
-            f"{missing}: it must depend on nothing that changed in between, such as a mode or "
-            "a global"
+            f"{missing}: it must not depend on anything that changed in between, such as a mode "
+            "or a global"
         )
         raise RecomputeError(msg)
 
@@ -287,7 +285,7 @@ def _version(x: torch.Tensor) -> int:
 
 def _note(x: torch.Tensor) -> _Note:
     version = _version(x) if x.is_leaf and x.requires_grad else None
-    # the line outside of torch and this package that saved it
+    # the innermost line outside of torch and this package
     frame = sys._getframe(1)  # noqa: SLF001 - the only way to see the caller
     while frame.f_back is not None and frame.f_code.co_filename.startswith(INNER):
         frame = frame.f_back

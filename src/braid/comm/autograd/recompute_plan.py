@@ -1,10 +1,11 @@
-"""Plans of which layers to recompute: their cost in memory and time, and the best one.
+"""Plans of which layers to recompute: their cost in memory and time, and the best plan.
 
-A plan cuts a chain of layers into segments. A *recomputed* segment keeps its input only; a *kept*
-one keeps all that its layers save. For layer i let s_i be the bytes it saves, its output among
-them, and o_i those of the output alone. A segment's input is the output of the layer before. It is
-free behind a kept segment (whose layers saved it) and in front of the chain (the caller's). While
-backward passes segment j, what the segments before it keep is there, and all of j:
+A plan cuts a chain of layers into segments. A *recomputed* segment keeps only its input; a *kept*
+segment keeps all tensors that its layers save. For layer i, s_i is the number of saved bytes
+including the output, and o_i the bytes of the output alone. A segment's input is the output of the
+previous layer. It costs nothing if the previous segment is kept (its layers saved it), or at the
+start of the chain (the caller owns it). During the backward of segment j, all of segment j and the
+kept bytes of earlier segments are alive:
 
     kept before j:   K_j = sum over segments k < j of
                            (input of k, unless free) + (s of k, if k is kept)
@@ -12,11 +13,10 @@ backward passes segment j, what the segments before it keep is there, and all of
     extra time       = forward time of the recomputed segments, at most one forward
 
 With n equal layers in k segments, the last one kept, the peak is (k - 1) + n / k outputs: 2 sqrt(n)
-- 1 for k = sqrt(n). Gradients, parameters and temporaries come on top, and are the same for all
-plans.
+- 1 for k = sqrt(n). Gradients, parameters and temporaries are extra, and are equal for all plans.
 
-Models that are not chains are cut where a single tensor holds everything that goes on: see
-`articulation_points`. Plans are of one level. Checkpoints may also be nested, for less memory and
+A model that is not a chain is cut at tensors on which all later layers depend alone: see
+`articulation_points`. Plans have one level. Checkpoints may also be nested, for less memory and
 more time: see the sources.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost" (2016), sections
@@ -53,8 +53,8 @@ class LayerCost(NamedTuple):
     """Costs of a layer.
 
     Attributes:
-        saved_bytes: Bytes that backward needs of the layer: the tensors that it saves and its
-            output, not its input and parameters.
+        saved_bytes: Bytes that backward needs from the layer: its saved tensors and its output,
+            without its input and parameters.
         output_bytes: Bytes of the output alone.
         forward_s: Seconds of one forward.
     """
@@ -73,7 +73,7 @@ class Segment(NamedTuple):
 
 
 class RecomputePlan(NamedTuple):
-    """Segments of a chain of layers, one after the other.
+    """Consecutive segments of a chain of layers.
 
     Attributes:
         segments: Segments from the first layer to the last, without gaps.
@@ -88,11 +88,11 @@ class RecomputePlan(NamedTuple):
 
     @property
     def num_recomputed(self) -> int:
-        """Number of layers whose forward runs twice."""
+        """Number of layers that run forward twice."""
         return sum(s.stop - s.start for s in self.segments if s.recomputed)
 
     def peak_bytes(self, layers: Sequence[LayerCost]) -> int:
-        """Return the most that is kept for backward at any time; see the module."""
+        """Return the largest number of bytes kept for backward at any time; see the module."""
         kept = peak = 0
         free = True
         for start, stop, recomputed in self.segments:
@@ -104,7 +104,7 @@ class RecomputePlan(NamedTuple):
         return peak
 
     def recomputed_s(self, layers: Sequence[LayerCost]) -> float:
-        """Return the seconds that backward takes longer."""
+        """Return the extra seconds in backward."""
         return math.fsum(
             layer.forward_s
             for s in self.segments
@@ -113,7 +113,7 @@ class RecomputePlan(NamedTuple):
         )
 
     def check(self, num_layers: int) -> None:
-        """Refuse a plan for other layers.
+        """Raise if the plan does not cover exactly `num_layers` layers.
 
         Raises:
             ConfigError: The plan has gaps, empty segments, or another number of layers.
@@ -126,8 +126,8 @@ class RecomputePlan(NamedTuple):
             or any(s.start >= s.stop for s in self.segments)
         ):
             msg = (
-                f"segments {self} do not hold layers 0 to {num_layers}, one after the other: "
-                "make the plan for as many layers as there are"
+                f"segments {self} must cover layers 0 to {num_layers} in order without gaps: "
+                "make the plan for the actual number of layers"
             )
             raise ConfigError(msg)
 
@@ -141,9 +141,9 @@ class RecomputePlan(NamedTuple):
 
 
 def equal_segments(num_layers: int, num_segments: int) -> RecomputePlan:
-    """Return segments as equal as can be; all but the last are recomputed.
+    """Return segments of nearly equal length; all but the last are recomputed.
 
-    The last one's backward comes first, so to recompute it would cost time and save nothing.
+    The last segment's backward comes first, so recomputing it would cost time and save no memory.
 
     Cost: peak about (k - 1) + n / k outputs of equal layers; n - n / k layers run again.
 
@@ -182,8 +182,8 @@ def by_budget(
     """Return the plan that recomputes the least time with a peak of at most `budget_bytes`.
 
     A dynamic programme over prefixes. F(i) holds the pairs (bytes kept with the input of layer i,
-    extra seconds) of all plans for the layers before i that fit; a pair goes if another is as good
-    in both. With M the budget:
+    extra seconds) of all fitting plans for the layers before i, without pairs that another pair
+    dominates. With M the budget:
 
         F(0) = {(0, 0)}
         keep layer i:             (b, t) of F(i)  ->  (b + s_i, t) of F(i+1)
@@ -191,20 +191,20 @@ def by_budget(
         recompute layers i..j-1:  (b, t) of F(i)  ->  (b + o_(j-1), t + t_i + .. + t_(j-1)) of F(j)
                                   if b + s_i + .. + s_(j-1) <= M
 
-    The answer is the least t in F(n). It is exact because later segments depend on earlier ones by
-    b and t only.
+    The answer is the least t in F(n). It is exact because later segments depend on earlier ones
+    only by b and t.
 
     Args:
         layers: Costs of the layers; see `measure`.
-        budget_bytes: Bytes for what is kept for backward; gradients, parameters and temporaries
-            come on top.
+        budget_bytes: Bytes to keep for backward, not counting gradients, parameters and
+            temporaries.
         grain_bytes: Multiple to which sizes are rounded up. Coarser is faster; the plan still keeps
             within the budget.
 
     Cost: O(n^2 p) steps, p pairs per prefix: no more than budget / grain, in practice far fewer.
 
     Raises:
-        ConfigError: Nothing fits; the message says what would.
+        ConfigError: No plan fits; the message contains the least budget.
     """
     grain = max(1, grain_bytes)
     saved = [-(-layer.saved_bytes // grain) for layer in layers]
@@ -230,20 +230,20 @@ def by_budget(
         msg = (
             f"budget of {budget_bytes} bytes (in grains of {grain}) is too small for these {n} "
             f"layers, which need at least {least_budget(layers)}: no plan of one level keeps "
-            "less; give more memory or cut layers finer"
+            "less; pass a larger budget or cut layers finer"
         )
         raise ConfigError(msg)
     return _plan_of(min(reached[n].values(), key=lambda prefix: (prefix.extra_s, prefix.kept)))
 
 
 def least_budget(layers: Sequence[LayerCost]) -> int:
-    """Return the smallest peak, in bytes, that any plan of one level has.
+    """Return the smallest peak, in bytes, of any plan of one level.
 
     Cost: O(n^2 log(bytes)), by bisection; the least kept bytes of each prefix decide whether a
     budget suffices.
     """
     top = RecomputePlan((Segment(0, len(layers), recomputed=False),)).peak_bytes(layers)
-    low, high = -1, top  # low does not suffice, high does
+    low, high = -1, top  # invariant: low is too small, high suffices
     while high - low > 1:
         middle = (low + high) // 2
         if _suffices(layers, middle):
@@ -254,7 +254,7 @@ def least_budget(layers: Sequence[LayerCost]) -> int:
 
 
 class _Prefix(NamedTuple):
-    """Plan for the first layers: what later layers depend on, and the plan that it continues."""
+    """Plan for the first layers: its cost, its last segment, and the plan that it extends."""
 
     kept: int
     extra_s: float
@@ -269,7 +269,7 @@ def _offer(reached: dict[int, _Prefix], prefix: _Prefix) -> None:
 
 
 def _undominated(prefixes: Iterable[_Prefix]) -> list[_Prefix]:
-    """Return the prefixes to which no other is at least as good in both numbers."""
+    """Return the prefixes that no other prefix dominates in kept bytes and extra seconds."""
     best: list[_Prefix] = []
     for prefix in sorted(prefixes, key=lambda p: (p.kept, p.extra_s)):
         if not best or prefix.extra_s < best[-1].extra_s:
@@ -290,9 +290,9 @@ def _plan_of(prefix: _Prefix) -> RecomputePlan:
 
 
 def _suffices(layers: Sequence[LayerCost], budget: int) -> bool:
-    """Return whether F(n) of `by_budget` is not empty.
+    """Return whether any plan fits into `budget`.
 
-    Without seconds the least bytes of each F(i) decide.
+    Seconds do not matter, so the least kept bytes of each prefix are enough.
     """
     n = len(layers)
     least = [0, *[math.inf] * n]
@@ -310,11 +310,11 @@ def _suffices(layers: Sequence[LayerCost], budget: int) -> bool:
 def articulation_points(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
     """Return the nodes that all paths from a source of the graph to a sink pass.
 
-    Behind such a node, and only there, one tensor is all that later nodes know of earlier ones, so
-    a model of any shape is a chain of what lies between them.
+    Later nodes depend on earlier nodes through the output of such a node only. So the parts between
+    these nodes form a chain, for a model of any shape.
 
     Args:
-        graph: For every node those that use its output; without cycles. A networkx.DiGraph will do.
+        graph: For every node the nodes that use its output; acyclic. A networkx.DiGraph works.
 
     Returns:
         Nodes in the order of computation.
@@ -322,9 +322,9 @@ def articulation_points(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
     Raises:
         ConfigError: The graph has a cycle.
 
-    Cost: O(nodes + edges): in any order of computation, the nodes that no edge jumps over.
-    Source: Chen et al. (2016), section 4.2; they call them splitting points of the memory-optimal
-    path.
+    Cost: O(nodes + edges): in any order of computation, the nodes that no edge skips.
+    Source: Chen et al. (2016), section 4.2, where they are called splitting points of the
+    memory-optimal path.
     """
     order = _order(graph)
     position = {node: i for i, node in enumerate(order)}
@@ -332,7 +332,7 @@ def articulation_points(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
     ends = [[position[user] for user in users.get(node, ())] for node in order]
     sources = set(range(len(order))).difference(*ends)
     points = []
-    # an edge leads from before the first node to every source, and from every sink behind the last
+    # imagine an edge from before the first node to every source, and from every sink past the last
     furthest = max(sources, default=0)
     for i, node in enumerate(order):
         if furthest <= i:
@@ -342,9 +342,9 @@ def articulation_points(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
 
 
 def blocks(graph: Mapping[Node, Iterable[Node]]) -> list[list[Node]]:
-    """Return the graph as a chain: nodes in order of computation, cut behind articulation points.
+    """Return the graph as a chain: nodes in order of computation, cut after articulation points.
 
-    Nodes behind the last point, if it is no sink, form a block of their own.
+    Nodes after the last point form one more block, unless that point is a sink.
     """
     points = set(articulation_points(graph))
     chain: list[list[Node]] = [[]]

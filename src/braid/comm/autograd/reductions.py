@@ -1,6 +1,7 @@
 """all_reduce and scan with gradients: every rank contributes, and every rank gets a result.
 
-n = size of the group, l = bytes of the tensor; bytes are those that a rank receives, two-phase.
+n = size of the group, l = bytes of the tensor; costs count the bytes that a rank receives in the
+two-phase algorithm.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ SHORT = (torch.float16, torch.bfloat16)
 
 
 def all_reduce(group: Group, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """Return the reduction of all ranks' `x`, on every rank; `x` stays as it is.
+    """Return the reduction of all ranks' `x` on every rank; `x` is unchanged.
 
     Args:
         group: Ranks that take part.
         x: Tensor of the same shape on all ranks.
         op: Reduction: sum, avg, max, min or product.
 
-    Backward: every rank has a gradient of the result. Their sum (or average) is the gradient of
-    each `x`, so this is all_reduce again. For a loss that all ranks compute from the result, divide
-    it by n or use `all_reduce_forward_identity_backward`.
+    Backward: all_reduce again. The gradient of each `x` is the sum (or average) of all ranks'
+    gradients of the result. For a loss that all ranks compute from the result, divide it by n or
+    use `all_reduce_forward_identity_backward`.
 
-    max and min: the whole gradient goes to the rank that holds the extreme, of several to the
-    lowest. NaN is an extreme.
+    max and min: the whole gradient goes to the rank that holds the extreme value; in a tie, to the
+    lowest rank. NaN counts as an extreme value.
 
-    product: each rank gets the product of the others times the summed gradient, exact where there
-    are zeros.
+    product: each rank gets the product of the other ranks' `x` times the summed gradient, exact
+    also for zeros.
 
     Cost: sum and avg 2 (n-1)/n l bytes forward and backward. max and min 4 (n-1)/n l and 2 (n-1)/n
-    bytes of an int32 per element forward, 2 (n-1)/n l backward. product (n-1) l both ways: it is
-    computed from everybody's `x`.
+    bytes of an int32 per element forward, 2 (n-1)/n l backward. product (n-1) l both ways: every
+    rank gathers all `x`.
 
     Raises:
-        ConfigError: Another op; those on bits have no gradient.
+        ConfigError: Another op; bitwise operations have no gradient.
     """
     check_call("all_reduce", group, x)
     if op in ("sum", "avg"):
@@ -58,20 +59,20 @@ def all_reduce(group: Group, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return _product(group, x)
     msg = (
         f"op of a differentiable all_reduce must be sum, avg, max, min or product, got {op!r}: "
-        "operations on bits have no gradient, call group.all_reduce for them"
+        "bitwise operations have no gradient, call group.all_reduce for them"
     )
     raise ConfigError(msg)
 
 
 def scan(group: Group, x: torch.Tensor, *, exclusive: bool = False) -> torch.Tensor:
-    """Return the sum of `x` of the ranks up to this one.
+    """Return the sum of `x` of all ranks up to this one.
 
     Args:
         group: Ranks that take part.
         x: Tensor of the same shape on all ranks.
-        exclusive: Whether this rank's own `x` is left out; rank 0 gets zeros then.
+        exclusive: Whether to leave out this rank's `x`; rank 0 then gets zeros.
 
-    Backward: the sum of the gradients of this rank and those after it (without its own if
+    Backward: the sum of the gradients of this rank and all later ranks (without this rank if
     `exclusive`).
 
     Cost: (n-1) l bytes forward and backward.
@@ -87,7 +88,7 @@ def scan(group: Group, x: torch.Tensor, *, exclusive: bool = False) -> torch.Ten
 def _sum_after(group: Group, x: torch.Tensor, *, exclusive: bool) -> torch.Tensor:
     """Apply the transpose of `scan`.
 
-    A difference of total and prefix would be cheaper, and cancel.
+    The difference of total and prefix would be cheaper, but loses precision by cancellation.
     """
     start = group.rank + exclusive
 
@@ -100,7 +101,7 @@ def _sum_after(group: Group, x: torch.Tensor, *, exclusive: bool) -> torch.Tenso
 
 
 def _extreme(group: Group, x: torch.Tensor, op: str) -> torch.Tensor:
-    """Return the greatest or least as a sum to which only the rank that holds it contributes."""
+    """Return the maximum or minimum as a sum to which only the rank that holds it contributes."""
     if not (x.is_floating_point() and torch.is_grad_enabled()):
         return group.all_reduce(x.detach(), op, out=torch.empty_like(x))
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""The random generators and autocast state that a function depends on, noted and restored.
+"""Save and restore the random generators and the autocast state that a function depends on.
 
 A function that runs a second time computes the same only if it draws the same random numbers and
-rounds in the same places.
+uses the same autocast settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class RngAndAutocast:
     """State of random generators and autocast at the time of construction.
 
     Args:
-        generators: Generators whose states belong to it.
+        generators: Generators to save.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
@@ -32,7 +32,7 @@ class RngAndAutocast:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Restore the state inside the context; afterwards generators are where they were."""
+        """Restore the saved state inside the context; generators resume their state afterwards."""
         now = [generator.get_state() for generator in self._generators]
         try:
             for generator, state in zip(self._generators, self._states, strict=True):
@@ -50,7 +50,7 @@ class RngAndAutocast:
 
 
 def generators_of(tensors: Sequence[torch.Tensor]) -> list[torch.Generator]:
-    """Return torch's own generators of the CPU and of the CUDA devices of `tensors`."""
+    """Return torch's default generators of the CPU and of the CUDA devices of `tensors`."""
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         indices = {x.device.index for x in tensors if x.is_cuda} | {torch.cuda.current_device()}

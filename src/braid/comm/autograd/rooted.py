@@ -1,10 +1,10 @@
 """broadcast, reduce, gather and scatter with gradients.
 
-Results that exist on the root only are, elsewhere, zeros or a tensor without elements. These hold
-the rank's place in the graph: if backward is called on the root's result, it must be called on
-theirs, too (`loss + y.sum()` adds nothing, or `join`).
+If a result exists only on the root, other ranks get zeros or a tensor without elements. It keeps
+the rank in the graph: if backward is called on the root's result, it must be called on these
+results as well (`loss + y.sum()` adds nothing, or use `join`).
 
-n = size of the group, l = bytes of the whole tensor; bytes are those that the busiest rank
+n = size of the group, l = bytes of the whole tensor; costs count the bytes that the busiest rank
 receives.
 """
 
@@ -24,14 +24,14 @@ __all__ = ["broadcast", "gather", "reduce", "scatter"]
 
 
 def broadcast(group: Group, x: torch.Tensor, root: int = 0) -> torch.Tensor:
-    """Return `x` of the rank `root`, on every rank.
+    """Return `x` of rank `root` on every rank.
 
     Args:
         group: Ranks that take part.
         x: Tensor of the same shape on all ranks; its values are used on the root only.
         root: Group rank of the sender.
 
-    Backward: reduce(root, sum). The root gets the sum of all ranks' gradients, the others zeros.
+    Backward: reduce(root, sum). The root gets the sum of all ranks' gradients, other ranks zeros.
 
     Cost: l bytes forward, (n-1) l on the root backward (see `Group.reduce`).
     """
@@ -45,7 +45,7 @@ def broadcast(group: Group, x: torch.Tensor, root: int = 0) -> torch.Tensor:
 
 
 def reduce(group: Group, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
-    """Return the sum of all ranks' `x` on the rank `root`; zeros elsewhere (one element, expanded).
+    """Return the sum of all ranks' `x` on rank `root`; zeros elsewhere (one element, expanded).
 
     Args:
         group: Ranks that take part.
@@ -64,7 +64,7 @@ def reduce(group: Group, x: torch.Tensor, root: int = 0, op: str = "sum") -> tor
     if op not in ("sum", "avg"):
         msg = (
             f"op of a differentiable reduce must be sum or avg, got {op!r}: use "
-            f"all_reduce(group, x, {op!r}), which knows which rank the gradient belongs to"
+            f"all_reduce(group, x, {op!r}), which sends the gradient to the right rank"
         )
         raise ConfigError(msg)
     scale = 1 if op == "sum" else group.size
@@ -85,11 +85,11 @@ def reduce(group: Group, x: torch.Tensor, root: int = 0, op: str = "sum") -> tor
 def gather(
     group: Group, x: torch.Tensor, root: int = 0, *, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Return the tensors of all ranks along dim 0 on `root`, and an empty tensor elsewhere.
+    """Return all ranks' tensors, concatenated along dim 0, on `root`; an empty tensor elsewhere.
 
     Args:
         group: Ranks that take part.
-        x: This rank's part; zero-dim ones are used as (1,).
+        x: This rank's part; a zero-dim tensor counts as (1,).
         root: Group rank of the receiver.
         sizes: Length of each rank's part in dim 0; None if they are equal.
 
@@ -129,14 +129,14 @@ def scatter(
     like: torch.Tensor,
     sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return this rank's part of the tensor on the rank `root`.
+    """Return this rank's part of the tensor on rank `root`.
 
     Args:
         group: Ranks that take part.
-        x: On the root: the parts along dim 0. Elsewhere None, or a tensor without elements, such as
-            `gather` returns, which passes the graph on.
+        x: On the root, all parts concatenated along dim 0. Elsewhere None, or a tensor without
+            elements, such as the result of `gather`, which keeps the graph connected.
         root: Group rank of the sender.
-        like: Tensor that gives shape, dtype and device of this rank's part.
+        like: Tensor with the shape, dtype and device of this rank's part.
         sizes: Length of each rank's part in dim 0, on the root; None if they are equal.
 
     Shape:
@@ -147,7 +147,7 @@ def scatter(
     Cost: l / n bytes forward, l on the root backward.
 
     Raises:
-        ConfigError: There is no tensor on the root, or there are elements elsewhere.
+        ConfigError: `x` is None on the root, or has elements elsewhere.
     """
     check_call("scatter", group, like if x is None else x)
     check_call("scatter", group, like, name="like")
@@ -166,7 +166,7 @@ def scatter(
     if x is not None and is_root and rows is not None and sum(rows) != x.shape[0]:
         msg = f"dim 0 of x is {x.shape[0]} long, but sizes {rows} sum to {sum(rows)}"
         raise ConfigError(msg)
-    given = like.new_empty((0, *shape[1:])) if x is None else x
+    source = like.new_empty((0, *shape[1:])) if x is None else x
 
     def run(t: torch.Tensor) -> torch.Tensor:
         out = torch.empty(shape, dtype=dtype, device=device)
@@ -176,4 +176,4 @@ def scatter(
             group.scatter(None, root, out=out)
         return out
 
-    return collective(run, lambda g: gather(group, g, root, sizes=rows), given)
+    return collective(run, lambda g: gather(group, g, root, sizes=rows), source)

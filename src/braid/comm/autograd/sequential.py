@@ -1,4 +1,4 @@
-"""A chain of layers, some of them recomputed as a plan says."""
+"""A chain of layers, with the segments of a plan recomputed in backward."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def checkpoint_sequential(
     early_stop: bool = True,
     around: Around | None = None,
 ) -> Any:
-    """Call `functions` one after the other, and keep what `plan` says.
+    """Call `functions` in sequence, recomputing the segments that `plan` selects.
 
     Args:
         functions: Layers, such as an nn.Sequential.
-        plan: A plan of `recompute_plan`, or a number of equal segments, of which all but the last
-            are recomputed.
+        plan: A plan from `recompute_plan`, or a number of equal segments; all but the last are then
+            recomputed.
         x: Input of the first layer.
         preserve_rng_state: As for `checkpoint`.
         early_stop: As for `checkpoint`.
@@ -40,7 +40,7 @@ def checkpoint_sequential(
     Raises:
         ConfigError: The plan is for another number of layers.
 
-    Cost: peak and time as `RecomputePlan.peak_bytes` and `recomputed_s` say.
+    Cost: see `RecomputePlan.peak_bytes` and `recomputed_s`.
     """
     layers = list(functions)
     if isinstance(plan, int):
@@ -62,7 +62,7 @@ def checkpoint_sequential(
 
 
 def _chained(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """Return layers as one function; modules as one module, whose parameters are known."""
+    """Return layers as one function, or as one nn.Sequential if all are modules."""
     modules = [layer for layer in layers if isinstance(layer, nn.Module)]
     if len(modules) == len(layers):
         return nn.Sequential(*modules)

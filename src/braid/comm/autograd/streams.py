@@ -1,8 +1,7 @@
-"""Streams as functions that know the CPU: no caller asks which device it is on.
+"""Stream functions that accept CPU and CUDA streams, so that callers need not check the device.
 
-On CUDA, work is queued on streams that run beside each other; on the CPU every operation ends
-before the next begins, so there is one stream and nothing to wait for. `CPU_STREAM` stands for it.
-Everything here takes either.
+On CUDA, streams run queued work concurrently. On the CPU every operation ends before the next
+begins, so there is one stream, `CPU_STREAM`, and nothing to wait for.
 
 Source: Kim et al., torchgpipe (2020), section 3.2 (non-default streams for copies).
 """
@@ -54,7 +53,7 @@ def current_stream(device: torch.device) -> Stream:
 
 
 def default_stream(device: torch.device) -> Stream:
-    """Return the stream that is current unless another one is chosen."""
+    """Return the default stream of `device`."""
     return CPU_STREAM if device.type != "cuda" else torch.cuda.default_stream(device)
 
 
@@ -65,7 +64,7 @@ def device_of(stream: Stream) -> torch.device:
 
 @contextlib.contextmanager
 def use_stream(stream: Stream) -> Iterator[None]:
-    """Make `stream` (and its device) the current one of this thread."""
+    """Make `stream` and its device current for this thread, inside the context."""
     if isinstance(stream, CPUStream):
         yield
         return
@@ -74,12 +73,12 @@ def use_stream(stream: Stream) -> Iterator[None]:
 
 
 def wait_stream(waiting: Stream, awaited: Stream) -> None:
-    """Let work queued on `waiting` from now on run after the work queued on `awaited` so far.
+    """Make later work on `waiting` run after the work queued so far on `awaited`.
 
-    The host goes on, unless the CPU itself has to wait for a device.
+    The host does not block, unless `waiting` is the CPU and `awaited` is a CUDA stream.
     """
     if isinstance(awaited, CPUStream):
-        return  # what ran there has ended
+        return  # its operations have ended
     if isinstance(waiting, CPUStream):
         awaited.synchronize()
     else:
@@ -87,9 +86,9 @@ def wait_stream(waiting: Stream, awaited: Stream) -> None:
 
 
 def record_stream(x: torch.Tensor, stream: Stream) -> None:
-    """Keep the memory of `x` from being reused before `stream` is done with it.
+    """Keep the memory of `x` from being reused until `stream` has run its queued work.
 
-    Needed where `x` was made on another stream. A view stands for its whole storage.
+    Needed if `x` was made on another stream. For a view, this applies to the whole storage.
     """
     if isinstance(stream, CPUStream) or not x.is_cuda:
         return
@@ -97,6 +96,6 @@ def record_stream(x: torch.Tensor, stream: Stream) -> None:
 
 
 def synchronize(stream: Stream) -> None:
-    """Return when everything queued on `stream` has ended."""
+    """Block until all work queued on `stream` has ended."""
     if not isinstance(stream, CPUStream):
         stream.synchronize()

@@ -1,9 +1,9 @@
-"""Copies between devices that autograd knows, and waits between streams.
+"""Differentiable copies between devices, and waits between streams.
 
-A pipeline on one machine moves activations from device to device on streams of their own, so that
-copying overlaps with computing. Backward moves gradients the other way and has to wait the other
-way round. The dual of a copy from a to b is a copy from b to a; that of b waiting for a is a
-waiting for b.
+A pipeline on one machine copies activations between devices on separate streams, so that copies
+overlap with computation. Backward copies gradients in the opposite direction, and the waits are
+reversed as well. The dual of a copy from a to b is a copy from b to a; if b waits for a in forward,
+a waits for b in backward.
 
     compute on device 0 │ copy stream of 0 ── copy ─▶ copy stream of 1 │ wait │ compute on device 1
 
@@ -32,12 +32,12 @@ Tensors = tuple[torch.Tensor, ...]
 def copy(*xs: torch.Tensor, source: Stream, destination: Stream) -> Tensors:
     """Return the tensors on the device of `destination`.
 
-    The copy starts when the work queued on both streams so far has run. On one device nothing is
-    copied, and the results share memory with `xs`. Between devices the host goes on, unless the
-    destination is the CPU.
+    The copy starts when the work queued so far on both streams has run. On one device nothing is
+    copied, and the results share memory with `xs`. A copy between devices does not block the host,
+    unless the destination is the CPU.
 
     Args:
-        xs: Tensors on the device of `source`, made or awaited there.
+        xs: Tensors on the device of `source`, made on that stream or waited for on it.
         source: Stream that reads.
         destination: Stream that writes; users of the results on other streams have to `wait` for
             it.
@@ -48,7 +48,7 @@ def copy(*xs: torch.Tensor, source: Stream, destination: Stream) -> Tensors:
     def run(*ts: torch.Tensor) -> Tensors:
         device = device_of(destination)
         user = current_stream(device)
-        # torch queues a copy between devices on both current streams
+        # torch queues a copy between devices on the current streams of both
         with use_stream(source), use_stream(destination):
             ys = tuple(_moved(t, device) for t in ts)
         wait_stream(destination, source)
@@ -67,9 +67,9 @@ def wait(*xs: torch.Tensor, waiting: Stream, awaited: Stream) -> Tensors:
     Args:
         xs: Tensors; the results share their memory.
         waiting: Stream that will use them.
-        awaited: Stream on which they are made.
+        awaited: Stream that makes them.
 
-    Backward: the other way round. `awaited` waits for `waiting`, which made the gradients.
+    Backward: reversed. `awaited` waits for `waiting`, which made the gradients.
     """
 
     def run(*ts: torch.Tensor) -> Tensors:
@@ -82,9 +82,9 @@ def wait(*xs: torch.Tensor, waiting: Stream, awaited: Stream) -> Tensors:
 
 
 def _moved(t: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on a device; a copy to a GPU may still be under way."""
+    """Return the tensor on `device`; a copy to a GPU may still be in progress."""
     if device.type == "cuda" and t.device.type == "cpu":
-        t = t.pin_memory()  # by several cores; the driver's copy to pinned memory uses one
-    # into memory of the host, torch would not wait for the end
+        t = t.pin_memory()  # several cores; the driver uses one core
+    # torch would not wait for the end of a non-blocking copy to host memory
     y = t.to(device, non_blocking=device.type != "cpu")
     return y.detach() if y is t else y

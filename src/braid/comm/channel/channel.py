@@ -1,8 +1,8 @@
 """A channel: one cache line per rank, through which the members of a group take steps together.
 
 A channel is a sequence of *steps* that all members of a group take in the same order. In each step
-a rank publishes one line and waits for the lines of the others. Nothing else is ever exchanged;
-this does flow control, mismatch check and registration at once:
+a rank publishes one line and waits for the lines of the other ranks. This one exchange implements
+flow control, the mismatch check and registration:
 
     word   0         1        2 3 4                    5 6 7
            counter   blocks   even step:               odd step:
@@ -11,18 +11,18 @@ this does flow control, mismatch check and registration at once:
 Each word has one writer, the owner of the line. The exception is word 1 of member 0's line, the
 work counter, from which members that share memory draw blocks of work (`work_counter`).
 
-`digest` stands for the text of the operation. `address` is the place in the owner's arena where the
-data of the step lies, a staging slot or a registered tensor. `site` is the line of the program that
-made the call.
+`digest` identifies the text of the operation's description. `address` is the position of the step's
+data in the owner's arena, in a staging slot or a registered tensor. `site` identifies the source
+line of the call.
 
-Why two entries and two staging slots are enough: let a rank be about to publish step v. It has
+Why two entries and two staging slots are enough: suppose a rank is about to publish step v. It has
 completed step v-1, in which it waited for every peer to publish v-1 (`publish_and_wait`). A peer
-publishes v-1 only after it has finished step v-2, reads included. So nobody needs what was
-published in step v-2 any more, and step v may overwrite it. Algorithms that do not wait for all
-peers in a step call `wait_all_read()` before they write.
+publishes v-1 only after it has finished step v-2, reads included. So no rank still reads the data
+of step v-2, and step v may overwrite it. Algorithms that do not wait for all peers in a step call
+`wait_all_read()` before they write.
 
-Several requests may be under way at once, each on its own channel; order matters inside a channel
-only. `ControlPages` decides where the lines lie.
+Several requests may be in progress, each on a separate channel; order matters only inside a
+channel. `ControlPages` determines the addresses of the lines.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ __all__ = ["LINE_WORDS", "Audience", "Channel", "Disagreement", "Entry"]
 
 LINE_WORDS = 8
 WORK_COUNTER = 1  # word of a line
-SENT_CHUNK_BYTES = 1 << 20  # where a chunk is sent, an answer costs more than the cache saves
+SENT_CHUNK_BYTES = 1 << 20  # when a chunk is sent, a round trip costs more than the cache saves
 
 
 class Disagreement(Exception):
-    """Members asked for different things in one step.
+    """Members called different operations in one step.
 
     Args:
         channel: Number of the channel.
         value: The step.
         members: Group ranks that disagree; None for all.
-        own: Digests of this rank's description and call site; None for those of the operation.
+        own: Digests of this rank's description and call site; None to use the operation's digests.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Disagreement(Exception):
 
 
 class Entry(NamedTuple):
-    """The published line of a member for one step; all zero when nothing has been published yet.
+    """Published line of a member for one step; all zero if the member has not published the step.
 
     Attributes:
         value: Counter of the member.
@@ -90,7 +90,7 @@ class Entry(NamedTuple):
 
 
 class Audience(NamedTuple):
-    """Peers that are told of a step, and the part of this rank's memory that they read with it.
+    """Peers to notify of a step, and the part of this rank's memory that they read with it.
 
     See `MemoryTransport.publish` for the fields.
     """
@@ -102,7 +102,7 @@ class Audience(NamedTuple):
 
 
 class Channel:
-    """A sequence of steps on one line per member; the module's docstring has the rules.
+    """Sequence of steps on one line per member; see the module for the rules.
 
     Attributes:
         index: Number of the channel in its group.
@@ -110,16 +110,15 @@ class Channel:
         size: Number of members.
         ranks: Global ranks of the members.
         peers: Group ranks of the other members.
-        successors: The same, beginning with the successor of this rank, so that ranks which all
-            read one after the other do not begin with the same source.
-        shares: Whether peers may be able to read tensors in place, so that exposing them makes
-            sense.
-        chunk_bytes: Size of the pieces in which a large tensor goes through slots.
+        successors: The same ranks, beginning after this rank, so that ranks that read all peers in
+            turn do not begin with the same peer.
+        shares: Whether peers may be able to read tensors in place, so that exposing them is useful.
+        chunk_bytes: Size of a large tensor's pieces that go through slots.
         value: Last step that this rank has published.
-        digest: Digest of the operation under way; set by the operation.
-        site: Digest of its call site.
-        own: Staging slots of this rank, and what the next step publishes.
-        windows: Memory that the group lends to operations.
+        digest: Digest of the current operation; set by the operation.
+        site: Digest of the current operation's call site.
+        own: Staging slots of this rank, and the data that the next step publishes.
+        windows: Pool of memory for operations.
         transport: This rank's end of the transport.
     """
 
@@ -176,7 +175,7 @@ class Channel:
 
     @property
     def work_counter(self) -> WorkCounter:
-        """Counter that shares out blocks of work among members that share memory.
+        """Counter that distributes blocks of work among members that share memory.
 
         Use it after the first step that all members have taken.
         """
@@ -188,7 +187,7 @@ class Channel:
         return self._work_counter
 
     def line(self, peer: int) -> memoryview | None:
-        """Return the control line of `peer`; None while the peer has not made the page."""
+        """Return the control line of `peer`; None if the peer has not made the page yet."""
         return self._lines[peer] or self._find(peer)
 
     def counter(self, peer: int) -> int:
@@ -197,7 +196,7 @@ class Channel:
         return line[0] if line is not None else 0
 
     def entry(self, peer: int, value: int) -> Entry:
-        """Return what `peer` published in step `value`.
+        """Return the line that `peer` published in step `value`.
 
         The step must not be older than the one before the peer's last.
         """
@@ -208,7 +207,7 @@ class Channel:
         return Entry(line[0], line[at], line[at + 1], line[at + 2])
 
     def audience(self, members: Sequence[int]) -> Any:
-        """Return some members as an audience of `publish`."""
+        """Return members as the `audience` argument of the transport."""
         return self.transport.audience([self.ranks[m] for m in members])
 
     def view(self, member: int, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -219,34 +218,34 @@ class Channel:
         """Publish the next step and return its value.
 
         Args:
-            audience: Peers that are told; None for all, with what has been staged.
-            wake: Whether to wake and send. Otherwise peers that share memory may see the step,
-                but nobody is woken or sent anything before `wake`.
+            audience: Peers to notify; None for all, with the staged data.
+            wake: Whether to wake peers and send data. Without it, peers that share memory may see
+                the step, but no peer is woken or sent anything before `wake`.
         """
         value = self.value + 1
-        line, own = self._own_line, self.own
+        line, staging = self._own_line, self.own
         parity = value & 1
         at = 2 + 3 * parity
         line[at] = self.digest
-        line[at + 1] = own.address
+        line[at + 1] = staging.address
         line[at + 2] = self.site
-        line[0] = self.value = value  # last: whoever sees the counter sees the entry and the data
+        line[0] = self.value = value  # last: a peer that sees it sees the entry and the data
         publish, line_address = self.transport.publish, self._address
         if not wake:
-            assert own.nbytes == 0, "what is staged must be sent with its step"
+            assert staging.nbytes == 0, "staged data must be sent with its step"
         elif audience is None:
-            publish(self._audience, line_address, own.address, own.nbytes, own.parts)
+            publish(self._audience, line_address, staging.address, staging.nbytes, staging.parts)
         else:
             publish(
                 audience.audience, line_address, audience.address, audience.nbytes, audience.parts
             )
-        own.address = own.nbytes = 0
-        own.parts = None
-        own.parity = 1 - parity
+        staging.address = staging.nbytes = 0
+        staging.parts = None
+        staging.parity = 1 - parity
         return value
 
     def wake(self) -> None:
-        """Wake the peers for a step that was published without waking."""
+        """Wake the peers for a step that was published with `wake=False`."""
         self.transport.publish(self._audience, self._address)
 
     def publish_and_wait(
@@ -255,19 +254,19 @@ class Channel:
         """Publish the next step, wait for the step of every peer, and compare descriptions.
 
         Args:
-            meanwhile: Called between publishing and waiting, for work that concerns this rank only.
-            pausing: Stop after publishing, whether or not the peers have come, for a caller that
-                does not want to go on at once. Nobody is woken before the caller goes on: a woken
-                peer takes a core from ranks that compute.
+            meanwhile: Called between publishing and waiting, for local work of this rank.
+            pausing: Whether to yield after publishing, even if the peers have published, for a
+                caller that does not want to continue immediately. No peer is woken before the
+                caller continues: a woken peer takes a core from ranks that compute.
 
         Raises:
-            Disagreement: Some member asked for something else.
+            Disagreement: Some member called another operation.
         """
         value = self.publish(wake=not pausing)
         if meanwhile is not None:
             meanwhile()
         if pausing:
-            yield Wait(self.rank, self.index, value)  # which has come
+            yield Wait(self.rank, self.index, value)  # already completed
             self.wake()
         at = 2 + 3 * (value & 1)
         lines = self._lines
@@ -286,27 +285,26 @@ class Channel:
             yield Wait(peer, self.index, value)
 
     def has_published(self, peer: int, value: int) -> bool:
-        """Return whether one peer has published step `value`; its data may be read then."""
+        """Return whether a peer has published step `value`, so that its data may be read."""
         return self.counter(peer) >= value
 
     def wait_all_read(self) -> Steps:
-        """Wait until every peer has published the present step, and so has read the one before."""
+        """Wait until every peer has published the current step, and so has read the previous."""
         for peer in self.peers:
             yield from self.await_step(peer, self.value)
 
     def require_members(self) -> Steps:
         """Block if a member has left the group, until the group's failure is raised.
 
-        Call this before writing into peers' memory: the memory of a rank that left may serve
-        another purpose by now. It is meant for operations in which all members wait for this rank's
-        next step.
+        Call this before writing into peers' memory: the memory of a rank that left may be in other
+        use. It is only for operations in which all members wait for this rank's next step.
         """
         while (member := self._pages.ended_member()) is not None:
-            never = self.value + 2  # nobody takes that step before this rank takes the next
+            never = self.value + 2  # no member takes that step before this rank takes the next
             yield Wait(member, self.index, never)
 
     def peek(self, peer: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return what `peer` published in the present step, as a flat tensor over its memory."""
+        """Return a flat view of the data that `peer` published in the current step."""
         line = self._lines[peer]
         if line is None:
             msg = f"step {self.value} of rank {peer} was read before it was published"
@@ -315,7 +313,7 @@ class Channel:
         return self._arena.view(self.ranks[peer], address, numel, dtype)
 
     def tensors(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """Return what each member published in the present step, and `own` for this rank."""
+        """Return each member's data of the current step, with `own` for this rank."""
         at, numel, dtype = 3 + 3 * (self.value & 1), own.numel(), own.dtype
         tensors, view, ranks = [], self._arena.view, self.ranks
         for member, line in enumerate(self._lines):
@@ -327,7 +325,7 @@ class Channel:
         return tensors
 
     def read_words(self, peer: int, value: int, count: int) -> memoryview:
-        """Return the first `count` words of what `peer` published in step `value`."""
+        """Return the first `count` words of the data that `peer` published in step `value`."""
         return self._arena.words(self.ranks[peer], self.entry(peer, value).block, count)
 
     def close(self) -> None:

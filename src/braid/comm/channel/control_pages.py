@@ -1,14 +1,14 @@
-"""The pages of control lines of all members of a group, and which members still take part.
+"""Control pages: the memory of all members' control lines, and the state of each member.
 
-Control lines (see `channel`) lie in pages in the arena of their owner. Pages are added as needed:
+Control lines (see `channel`) are in pages in the arena of their owner. Pages are added as needed:
 page k holds 64 * 4^k lines. Line 0 of page 0 is the directory:
 
     word   0 .. 4                    5                                  6       7
            addresses of pages 0..4   state, channel<<8, generation<<32  value   digest of the reason
 
-Page 0 of a group that all members have closed serves a later group, with the next generation: a
-member of the old group that looks there again sees by the generation that the group is closed.
-Where peers keep mirrors of the memory, pages are never used again, since old words may arrive late.
+Page 0 of a group that all members have closed is reused by a later group with the next generation.
+A member of the old group that reads it again detects by the generation that the group is closed.
+If peers keep mirrors of the memory, pages are never reused, since old words may arrive late.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from braid.types import text_digest
 __all__ = ["ABANDONED", "CLOSED", "DISAGREED", "ControlPages", "MemberState", "RetiredPages"]
 
 PAGE_LINES = 64
-NUM_RESTING = 16  # first pages that rest before the oldest serves another group
+NUM_RESTING = 16  # unused first pages to keep before the oldest one is reused
 GENERATION_SHIFT = 32
 MAX_PAGES = 5  # 64 + 256 + ... = 21,824 channels a group
 
@@ -37,13 +37,13 @@ HEALTHY, DISAGREED, ABANDONED, CLOSED = 0, 1, 2, 3
 
 
 class MemberState(NamedTuple):
-    """Whether a member still takes part, and if not, why.
+    """Whether a member still takes part, and the reason if it does not.
 
     Attributes:
         code: `HEALTHY`, `DISAGREED`, `ABANDONED` or `CLOSED`.
         channel: Number of the channel on which members disagreed.
         value: Step of the disagreement; after a loss, the lost global rank plus one.
-        reason: Digest of the reason in words.
+        reason: Digest of the text of the reason.
     """
 
     code: int
@@ -53,11 +53,11 @@ class MemberState(NamedTuple):
 
 
 class RetiredPages:
-    """Memory of the closed groups of one rank.
+    """Memory of one rank's closed groups.
 
     Attributes:
-        groups: Pages of closed groups whose memory a member may still read.
-        first_pages: First pages that no member of their group reads any more, oldest first.
+        groups: Pages of closed groups that a member may still read.
+        first_pages: First pages that no member reads, oldest first.
         dropped: Pages of groups that were garbage-collected before they were closed.
         lock: Lock of the thread that closes pages.
     """
@@ -77,9 +77,9 @@ class RetiredPages:
 
 
 class ControlPages:
-    """A group's window on the transport: the pages of control lines of all members.
+    """Pages of control lines of all members of a group, on the transport.
 
-    Channel 0 carries the group's collectives. Then come n channels for sending, n for
+    Channel 0 is for the group's collectives. It is followed by n channels for sending, n for
     acknowledging, and one for each persistent request.
 
     Args:
@@ -90,13 +90,13 @@ class ControlPages:
         retired: Memory of closed groups of this rank; shared by its groups.
 
     Attributes:
-        end_reason: Reason why this rank takes no further part; empty while it does.
-        abort_reason: Reason why the program gave the group up, whatever ended it before.
+        end_reason: Reason why this rank has left the group; empty while it takes part.
+        abort_reason: Reason why the program aborted the group, even if a failure ended it before.
         pinned: Tensors of failed operations, which peers may still write to.
         number: Number of the group in traces: equal on all members, different for each group.
     """
 
-    channel_type: type[Channel] = Channel  # the explorer records with its own
+    channel_type: type[Channel] = Channel  # the explorer's tests replace it by a subclass
 
     def __init__(
         self,
@@ -113,44 +113,42 @@ class ControlPages:
         self.shares = transport.shares_with(ranks)
         self.rank = group_rank
         self.size = len(ranks)
-        self.end_reason = ""  # why this rank takes no further part
-        self.abort_reason = ""  # why the program has given the group up, whatever stopped it before
+        self.end_reason = ""
+        self.abort_reason = ""
         self.windows = WindowPool(transport.arena)
-        self.pinned: list[
-            object
-        ] = []  # of failed operations, whose tensors peers may still write to
+        self.pinned: list[object] = []
         self._pages = pages
         self._channels: dict[int, Channel] = {}
-        self._making = threading.Lock()  # two threads may be the first on a channel, or on a page
+        self._making = threading.Lock()  # two threads may be first to use a channel or a page
         arena = transport.arena
         self._directories = [
             arena.words(ranks[member], pages[member], LINE_WORDS) for member in range(self.size)
         ]
         self._healthy = [words[_STATE] & -1 << GENERATION_SHIFT for words in self._directories]
-        # for traces: equal on all members, another for every group, since no two first pages of one
-        # generation lie in one place
+        # for traces: equal on all members and unique per group, since no two first pages of one
+        # generation have the same address
         name = f"{ranks} {pages[0]} {self._healthy[0]}"
-        self.number = text_digest.__wrapped__(name) & 0xFFFFFFFF  # the cache would keep each name
+        self.number = text_digest.__wrapped__(name) & 0xFFFFFFFF  # without caching each name
         self._directories[group_rank][0] = pages[group_rank]
         self._blocks: list[Block] = []
         self._is_reclaimed = False
-        # the memory of the group of all ranks ends with the transport
+        # the memory of the group of all ranks is freed with the transport
         self._closes_when_dropped = retired is not None
         self._publish_directory()
 
     def __del__(self) -> None:
         """Queue the pages of a group that was dropped without `close`.
 
-        This rank closes them when it makes its next group. Operations and requests hold the pages,
-        so none is under way here. The garbage collector may call this in any thread, at any
-        allocation, where a lock may be held: it only appends to a queue.
+        This rank closes them when it makes its next group. Operations and requests refer to the
+        pages, so none is in progress here. The garbage collector may call this in any thread, at
+        any allocation, where a lock may be held: it only appends to a queue.
         """
         if getattr(self, "_closes_when_dropped", False) and not self.transport.closed:
             self.retired.dropped.append(self)
 
     @staticmethod
     def first_page(transport: MemoryTransport, retired: RetiredPages | None = None) -> Block:
-        """Reserve and clear page 0 of a new group; the members exchange its `address`."""
+        """Allocate and clear page 0 of a new group; the members exchange its `address`."""
         if retired is not None:
             retired.close_dropped()
         if retired is None or len(retired.first_pages) <= NUM_RESTING:
@@ -158,13 +156,13 @@ class ControlPages:
         block = retired.first_pages.popleft()
         words = transport.arena.words(transport.rank, block.address, block.nbytes // 8)
         generation = (words[_STATE] >> GENERATION_SHIFT) + 1 & 0xFFFFFFFF
-        words[_STATE] = generation << GENERATION_SHIFT  # first: it ends the old group for good
+        words[_STATE] = generation << GENERATION_SHIFT  # first: it invalidates the old group
         words[:_STATE] = memoryview(bytes(8 * _STATE)).cast("Q")
         words[_VALUE:] = memoryview(bytes(8 * (len(words) - _VALUE))).cast("Q")
         return block
 
     def channel(self, index: int) -> Channel:
-        """Return the channel with this number; members give one number to one purpose."""
+        """Return the channel with this number; all members use a number for the same purpose."""
         channel = self._channels.get(index)
         if channel is None:
             with self._making:
@@ -183,7 +181,7 @@ class ControlPages:
         return 1 + to
 
     def acknowledging_index(self, source: int) -> int:
-        """Return the number of the channel on which a member acknowledges what `source` sent."""
+        """Return the number of the channel for acknowledging messages of `source`."""
         return 1 + self.size + source
 
     def request_index(self, number: int) -> int:
@@ -195,11 +193,11 @@ class ControlPages:
         return 0 < index <= 2 * self.size
 
     def own_address(self, index: int) -> int:
-        """Return the address of this rank's control line of a channel; adds a page if necessary."""
+        """Return the address of this rank's control line of a channel; adds a page if needed."""
         page, line = _place(index)
         directory = self._directories[self.rank]
         if self._is_reclaimed:
-            msg = "the group has been closed by all of its members: make a new one"
+            msg = "the group has been closed by all of its members: make a new group"
             raise StaleError(msg)
         if not directory[page]:
             block = _new_page(self.transport, page)
@@ -215,7 +213,7 @@ class ControlPages:
         return [member for member in range(self.size) if member != self.rank]
 
     def line_of(self, member: int, index: int) -> memoryview | None:
-        """Return the control line of a member; None while the member has not made the page."""
+        """Return a member's control line; None if the member has not made the page yet."""
         page, line = _place(index)
         address = self._directories[member][page]
         return (
@@ -225,7 +223,7 @@ class ControlPages:
         )
 
     def reached(self, wait: Wait | WaitAny | DeviceWait) -> bool:
-        """Return whether the value that `wait` names, or one of several, has been published."""
+        """Return whether `wait` is complete; for a `WaitAny`, whether one of its waits is."""
         if isinstance(wait, WaitAny):
             return any(self.reached(one) for one in wait.waits)
         if isinstance(wait, DeviceWait):
@@ -233,15 +231,15 @@ class ControlPages:
         return self.channel(wait.channel).counter(wait.peer) >= wait.value
 
     def state(self, member: int) -> MemberState:
-        """Return whether a member still takes part, and if not, why."""
+        """Return whether a member still takes part, and the reason if it does not."""
         words = self._directories[member]
         code = words[_STATE] - self._healthy[member]
-        if not 0 <= code < 1 << GENERATION_SHIFT:  # the page serves another group
+        if not 0 <= code < 1 << GENERATION_SHIFT:  # another group reuses the page
             return MemberState(CLOSED, 0, 0, 0)
         return MemberState(code & 0xFF, code >> 8, words[_VALUE], words[_REASON])
 
     def ended_member(self) -> int | None:
-        """Return a member that takes no further part, this rank included; None while all do."""
+        """Return a member that has left the group, possibly this rank; None while all take part."""
         for member, words in enumerate(self._directories):
             if words[_STATE] != self._healthy[member]:
                 return member
@@ -253,23 +251,23 @@ class ControlPages:
         return self.state(member).code == CLOSED or self.ranks[member] in lost
 
     def stop(self, code: int, *, channel: int = 0, value: int = 0, reason: str = "") -> None:
-        """Tell the members that this rank takes no further part; the first reason stands."""
+        """Publish that this rank has left the group; later calls do not change the reason."""
         words = self._directories[self.rank]
         healthy = self._healthy[self.rank]
-        if words[_STATE] != healthy or self.transport.forked:  # a child has no say for its parent
+        if words[_STATE] != healthy or self.transport.forked:  # not the parent's rank
             return
         words[_VALUE] = value
         words[_REASON] = self.transport.names.add(reason, last_words=True) if reason else 0
         words[_STATE] = healthy | code | channel << 8
-        self.end_reason = reason  # after the state, which says what kind of end it is
+        self.end_reason = reason  # after the state, which tells the kind of end
         self._publish_directory()
 
     def text_of(self, member: int, digest: int) -> str:
-        """Return the text behind a digest that a member published."""
+        """Return the text of a digest that a member published."""
         return self.transport.names_of(self.ranks[member]).lookup(digest)
 
     def close(self) -> None:
-        """Tell the members; free slots and pages when nobody can read them any more."""
+        """Publish that this rank closes the group; free memory once no member can read it."""
         self._closes_when_dropped = False
         self.stop(CLOSED)
         with self.retired.lock:
@@ -303,7 +301,7 @@ class ControlPages:
     def _reclaim_first_page(self) -> None:
         """Keep page 0 for another group if every member has closed this one.
 
-        After a failure the page stays, as members may still look there for the reason.
+        After a failure the page stays, as members may still read the reason there.
         """
         arena, lost = self.transport.arena, self.transport.health.lost
         address = self._pages[self.rank]
@@ -320,13 +318,13 @@ class ControlPages:
         others = [rank for rank in self.ranks if rank != self.transport.rank]
         address, nbytes = (page.address, page.nbytes) if page is not None else (0, 0)
         audience = self.transport.audience(others)
-        # lines of a new page are written long before a slow peer has it: what they say must come
-        # after their data
+        # lines of a new page may be written before a slow peer has it: they must arrive after
+        # their data
         self.transport.publish(audience, self._pages[self.rank], address, nbytes, changes=True)
 
 
 def _place(index: int) -> tuple[int, int]:
-    """Page and line of a channel; line 0 of page 0 is the directory."""
+    """Return the page and line of a channel; line 0 of page 0 is the directory."""
     line = index + 1
     lines = PAGE_LINES
     for page in range(MAX_PAGES):
@@ -334,15 +332,13 @@ def _place(index: int) -> tuple[int, int]:
             return page, line
         line -= lines
         lines *= 4
-    msg = (
-        f"a group has room for {index} channels, and all are taken: make a new group with split(0)"
-    )
+    msg = f"a group has {index} channels, and all are in use: make a new group with split(0)"
     raise StaleError(msg)
 
 
 def _new_page(transport: MemoryTransport, page: int) -> Block:
     nbytes = PAGE_LINES * 4**page * LINE_WORDS * 8
-    # members learn of page 0 by other ways than through the memory, and may look at once
+    # members get the address of page 0 by other ways than memory, and may read it immediately
     block = transport.arena.allocate(nbytes) if page else transport.arena.fresh(nbytes)
     words = transport.arena.words(transport.rank, block.address, block.nbytes // 8)
     words[:] = memoryview(bytes(block.nbytes)).cast("Q")

@@ -1,9 +1,9 @@
-"""A peer's tensor as algorithms read it: shared memory in place, private memory by a copy.
+"""Views of a peer's tensor: in place in shared memory, or by copies from private memory.
 
-The line of a step holds one word that tells where the owner's data lies: an address in its arena,
-or, with the highest bit set, an address in its private memory, which the kernel copies
-(`transport.pull`). Algorithms that only read work with both; those that store into peers' tensors
-need the arena.
+The line of a step holds one word with the position of the owner's data: an address in its arena,
+or, with the highest bit set, an address in its private memory, from which the kernel copies
+(`transport.pull`). Algorithms that only read work with both; algorithms that store into peers'
+tensors need the arena.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = [
 
 
 def offers(ch: Channel) -> list[int]:
-    """Return the addresses that members published in the present step; 0 where there is none."""
+    """Return the addresses that members published in the current step; 0 if there is none."""
     return [ch.entry(member, ch.value).block for member in range(ch.size)]
 
 
 def all_registered(ch: Channel) -> bool:
-    """Return whether all members exposed tensors in shared memory in the present step."""
+    """Return whether all members exposed tensors in shared memory in the current step."""
     return all(address and not address & PRIVATE for address in offers(ch))
 
 
 def remote_of(ch: Channel, peer: int, numel: int, dtype: torch.dtype) -> Remote:
-    """Return what `peer` exposed in the present step, as a flat tensor of `numel` elements."""
+    """Return the tensor that `peer` exposed in the current step, with `numel` elements."""
     entry = ch.entry(peer, ch.value)
     if not entry.value:
         msg = f"step {ch.value} of rank {peer} was read before it was published"
@@ -58,7 +58,7 @@ class Remote(Protocol):
     """A flat tensor of a peer."""
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        """Fill flat, contiguous `out` from element `start` on."""
+        """Copy elements from `start` on into flat, contiguous `out`."""
         ...
 
     def block(self, start: int, end: int, scratch: torch.Tensor) -> torch.Tensor:
@@ -77,17 +77,17 @@ class SharedRemote:
         self._view = view
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        """Fill flat, contiguous `out` from element `start` on."""
+        """Copy elements from `start` on into flat, contiguous `out`."""
         out.copy_(self._view[start : start + out.numel()])
 
-    # `scratch` is for remote tensors
+    # SharedRemote needs no `scratch`; other implementations do
     def block(self, start: int, end: int, scratch: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """Return elements `start` to `end`."""
         return self._view[start:end]
 
 
 class PrivateRemote:
-    """A peer's tensor in memory that only the peer has mapped.
+    """A peer's tensor in memory that other processes have not mapped.
 
     Args:
         transport: Transport that reads it.
@@ -105,11 +105,11 @@ class PrivateRemote:
         self._itemsize = dtype.itemsize
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        """Fill flat, contiguous `out` from element `start` on."""
+        """Copy elements from `start` on into flat, contiguous `out`."""
         self._transport.pull(self._rank, self._address + start * self._itemsize, out)
 
     def block(self, start: int, end: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Copy elements `start` to `end` to the beginning of `scratch`, and return them."""
+        """Copy elements `start` to `end` into the beginning of `scratch`, and return them."""
         out = scratch[: end - start]
         self.read(start, out)
         return out

@@ -1,7 +1,8 @@
 """Staging: slots and addresses that a rank publishes with the next step of a channel.
 
-There are two slots, used in turn; `channel` explains why that is enough. Slots grow as needed and
-are kept, as are the tensors that view them: a small collective spends most of its time on those.
+There are two slots, used alternately; `channel` explains why two are enough. Slots grow as needed
+and are kept, with the tensors that view them: making these takes most of the time of a small
+collective.
 """
 
 from __future__ import annotations
@@ -14,28 +15,27 @@ from braid.runtime.transport import Block, MemoryTransport
 
 __all__ = ["CHUNK_BYTES", "PRIVATE", "Staging", "pieces"]
 
-CHUNK_BYTES = 512 << 10  # of a slot: the slots of a few ranks fit into the cache, and steps are few
+CHUNK_BYTES = 512 << 10  # per slot: the slots of a few ranks fit into the cache, and steps are few
 MIN_SLOT_BYTES = 4096
-MAX_VIEWS = 256  # of slots that are kept for the next call of the same size
-PRIVATE = 1 << 63  # marks an address; the kernel's own half of the address space, so no tensor's
+MAX_VIEWS = 256  # tensors on slots, cached for the next call of the same size
+PRIVATE = 1 << 63  # marks private addresses; the kernel's half of the address space has no tensors
 
 
 class Staging:
     """Staging memory of this rank on one channel.
 
-    `Channel.publish` publishes what has been set here, and clears it.
+    `Channel.publish` publishes the address and data that are set here, and clears them.
 
     Args:
         transport: This rank's end of the transport.
         peers: Group ranks of the other members.
-        shares: Whether peers may be able to read tensors in place, so that exposing them makes
-            sense.
+        shares: Whether peers may be able to read tensors in place, so that exposing them is useful.
 
     Attributes:
         parity: Index of the slot that the next step publishes.
         address: Address that the next step publishes; 0 for none.
-        nbytes: Number of bytes of the slot that the step fills.
-        parts: First and last byte that each other member reads of them; None for all.
+        nbytes: Number of bytes in the slot that the next step publishes.
+        parts: First and past-the-end byte for each other member; None to send all bytes to all.
     """
 
     __slots__ = (
@@ -65,12 +65,12 @@ class Staging:
         self._size = len(peers) + 1
         self._shares = shares
         self._slots: list[Block | None] = [None, None]
-        self._addresses = [0, 0]  # of the slots
+        self._addresses = [0, 0]  # of the two slots
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the slot of the next step, to be filled before the step is published."""
+        """Return the slot of the next step, to fill before the step is published."""
         parity = self.parity
         nbytes = numel * dtype.itemsize
         block = self._slots[parity]
@@ -92,18 +92,18 @@ class Staging:
         return view
 
     def words(self, count: int) -> memoryview:
-        """Return the first `count` words of the slot that `slot` has just returned."""
+        """Return the first `count` words of the slot from the last call of `slot`."""
         return self._arena.words(self._rank, self.address, count)
 
     def stage(self, x: torch.Tensor) -> torch.Tensor:
-        """Copy a flat tensor into the slot of the next step; returns the copy."""
+        """Copy a flat tensor into the slot of the next step; return the copy."""
         return self.slot(x.numel(), x.dtype).copy_(x)
 
     def send_ranges(self, bounds: Sequence[int], dtype: torch.dtype) -> None:
-        """Send each member only the part of the slot that it reads, where memory is not shared.
+        """Send each member only its part of the slot, if memory is not shared.
 
         Args:
-            bounds: Member r reads elements `bounds[r]` to `bounds[r + 1]` of the slot just filled.
+            bounds: Member r reads elements `bounds[r]` to `bounds[r + 1]` of the current slot.
             dtype: Dtype of the elements.
         """
         if not self._shares:
@@ -111,22 +111,22 @@ class Staging:
             self.parts = [(bounds[r] * size, bounds[r + 1] * size) for r in self._peers]
 
     def send_only_to(self, member: int, numel: int, dtype: torch.dtype) -> None:
-        """Send the slot just filled to `member` only, where memory is not shared."""
+        """Send the current slot to `member` only, if memory is not shared."""
         if not self._shares:
             self.send_ranges([0] * (member + 1) + [numel] * (self._size - member), dtype)
 
     def expose(self, x: torch.Tensor, *, private: bool = False) -> None:
-        """Let the next step point at the flat tensor `x` itself.
+        """Publish the address of the flat tensor `x` with the next step, instead of a slot.
 
         Args:
-            x: Contiguous tensor; unchanged until a later step tells that every peer has read it.
-            private: Whether to expose memory outside of the arena, too, by its address in this
+            x: Contiguous tensor; unchanged until a later step shows that every peer has read it.
+            private: Whether to expose memory outside the arena as well, by its address in this
                 process. Peers can only read such memory.
         """
         self.expose_address(self.locate(x, private=private))
 
     def locate(self, x: torch.Tensor, *, private: bool = False) -> int:
-        """Return the address of `x` for peers, 0 if they cannot read it."""
+        """Return an address of `x` that peers can read, or 0."""
         if not self._shares:
             return 0
         address = self._arena.locate(x)
@@ -135,12 +135,12 @@ class Staging:
         return address
 
     def expose_address(self, address: int) -> None:
-        """Let the next step publish an address that peers know how to read."""
+        """Publish `address` with the next step, without data from a slot."""
         self.address = address
         self.nbytes = 0
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return private memory for intermediate results, the same at every call."""
+        """Return private memory for intermediate results; every call returns the same memory."""
         nbytes = numel * dtype.itemsize
         if self._scratch.numel() < nbytes:
             self._scratch = torch.empty(

@@ -1,12 +1,12 @@
-"""Windows: memory of each member whose address peers know, so that several steps can be under way.
+"""Windows: memory of each member at addresses that peers know, so that steps can overlap.
 
-Problem: a channel has two slots of its own, and a step may begin only when all members have
-finished the last but one. That suits memory, where a step takes microseconds. On a network the next
-chunk must leave while the last one is still on its way.
+Problem: a channel has two slots, and a step may begin only when all members have finished the last
+step but one. That suits shared memory, where a step takes microseconds. On a network the next chunk
+must be sent while the previous one is still on the wire.
 
-Idea: the first step tells where each member's window lies. From then on a step only counts, and
-carries no address. The algorithm decides what lies in which part of the window, and when that part
-may be written again.
+Idea: the first step exchanges the addresses of all members' windows. Later steps only increment
+counters, and carry no address. The algorithm decides the layout of the window, and when each part
+may be overwritten.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINE_BYTES = 64
 
 
 class Window:
-    """A part of every member's memory, for one operation on one channel.
+    """Memory on every member, for one operation on one channel.
 
     Args:
         ch: The channel.
@@ -49,21 +49,21 @@ class Window:
         self._bases[ch.rank] = self._block.address
 
     def close(self) -> Steps:
-        """Leave, and wait for all members.
+        """Take the last step, and wait for all members.
 
-        A member that went on early would begin a step that others compare with a step of this
+        A member that continued early would take a step that others compare with a step of this
         operation.
         """
         self.take_last_step()
         yield from self._ch.wait_all_read()
 
     def take_last_step(self) -> None:
-        """Take the last step, for which nobody waits.
+        """Take the last step, and return the window to the pool without waiting.
 
-        The window may serve another operation when all members have taken it.
+        Another operation may use the window when all members have taken this step.
         """
         ch = self._ch
-        ch.own.expose_address(self._block.address)  # who is late may read it in this step's line
+        ch.own.expose_address(self._block.address)  # late members may read it there
         value = ch.publish()
         peers = tuple(ch.peers)
         ch.windows.give_back(self._block, lambda: all(ch.has_published(m, value) for m in peers))
@@ -73,7 +73,7 @@ class Window:
         return self._first + number
 
     def view(self, member: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor in the window of `member`.
+        """Return a flat tensor in a member's window.
 
         Args:
             member: Group rank.
@@ -90,13 +90,13 @@ class Window:
         nbytes: int = 0,
         parts: Sequence[tuple[int, int]] | None = None,
     ) -> int:
-        """Take the next step, and tell the members `to`.
+        """Take the next step, and notify the members `to`.
 
         Args:
-            to: Group ranks; all other members do not look at this step.
-            offset: First byte of what they read, a multiple of 64.
+            to: Group ranks; all other members ignore this step.
+            offset: First byte that they read, a multiple of 64.
             nbytes: Number of bytes that they read.
-            parts: First and last byte that each of them reads of it; None for all.
+            parts: First and past-the-end byte for each of them, from `offset`; None for all bytes.
 
         Returns:
             Value of the step, the same on all members.
@@ -107,13 +107,12 @@ class Window:
             audience = self._audiences[key] = self._ch.audience(key)
         address = self._block.address + offset // LINE_BYTES if nbytes else 0
         ch = self._ch
-        ch.own.expose_address(
-            self._block.address
-        )  # in every line: a slow member may read only a late one
+        # the address is in every line, as a slow member may read only a late one
+        ch.own.expose_address(self._block.address)
         return ch.publish(Audience(audience, address, nbytes, parts))
 
     def reached(self, members: Sequence[int], value: int) -> Steps:
-        """Wait until `members` have taken step `value`."""
+        """Wait until `members` have published step `value`."""
         for member in members:
             if member != self._ch.rank:
                 yield from self._ch.await_step(member, value)

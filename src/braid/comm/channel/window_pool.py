@@ -1,11 +1,11 @@
-"""A pool of window memory, lent to operations while they are under way.
+"""Pool of window memory, lent to operations while they are in progress.
 
 Problem: a window of some MiB for each persistent request would take more memory than the gradients,
-and few requests are ever under way at once.
+and few requests are in progress at the same time.
 
-Idea: a rank that ends an operation takes one more step, for which nobody waits. Its window may be
-lent again as soon as all members have taken that step: then nobody reads it any more. Checking is
-cheap, and done when a window is needed.
+Idea: a rank that ends an operation takes one more step without waiting for it. Its window may be
+lent again as soon as all members have taken that step: then no member reads it. The check is cheap,
+and is made when a window is needed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from braid.runtime.transport.arena import Arena
 
 __all__ = ["WindowPool"]
 
-KEPT = 4  # unread windows kept although they are too small for what is asked for
+KEPT = 4  # unread windows to keep although they are too small for the request
 
 
 class _Returned(NamedTuple):
-    """A window whose operation has ended on this rank, and a check whether it has ended on all."""
+    """Window of an operation that has ended on this rank, and a check if it has ended on all."""
 
     block: Block
     free: Callable[[], bool]
@@ -43,7 +43,7 @@ class WindowPool:
         self._lent: list[Block] = []
 
     def borrow(self, nbytes: int) -> Block:
-        """Return the smallest unread window of at least `nbytes` bytes, or a new one."""
+        """Return the smallest free window of at least `nbytes` bytes, or a new window."""
         with self._lock:
             free = sorted((r for r in self._returned if r.free()), key=lambda r: r.block.nbytes)
             fitting = next((r for r in free if r.block.nbytes >= nbytes), None)
@@ -59,13 +59,13 @@ class WindowPool:
             return block
 
     def give_back(self, block: Block, free: Callable[[], bool]) -> None:
-        """Return a borrowed window to the pool, which lends it again when `free()` holds."""
+        """Return a borrowed window to the pool, which lends it again once `free()` is True."""
         with self._lock:
             self._lent.remove(block)
             self._returned.append(_Returned(block, free))
 
     def close(self) -> None:
-        """Free all windows, including those of failed operations."""
+        """Free all windows, including the windows of failed operations."""
         with self._lock:
             for block in (*self._lent, *(r.block for r in self._returned)):
                 self._arena.free(block)

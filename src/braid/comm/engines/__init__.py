@@ -1,1 +1,1 @@
-"""Engines that carry out collectives: in shared memory, or through a process group of torch."""
+"""Engines that run collectives: in shared memory, or through a process group of torch."""

@@ -1,21 +1,21 @@
-"""Background progress for operations that nobody waits for yet, by polling once a millisecond.
+"""Background progress for asynchronous operations, by polling once a millisecond.
 
-Problem: an asynchronous operation promises to go on while the caller does something else. The
-progress thread would keep that promise. But two threads of one interpreter on one core take longer
-to hand over a KiB than Gloo takes to send it. And most asynchronous calls of torch (functional
-collectives, tensor parallel layers, messages of pipelines) are waited for at once.
+Problem: an asynchronous operation must progress while the caller does something else. The progress
+thread could do this. But two threads of one interpreter on one core need more time to hand over a
+KiB than Gloo needs to send it. And most asynchronous calls of torch (functional collectives, tensor
+parallel layers, messages of pipelines) are waited for immediately.
 
-Idea: the caller starts the operation and takes the steps that are possible; whoever waits takes the
-others. While operations are under way, a thread polls them every millisecond, and calls back when
-they have ended. It finds nothing to do for operations that are waited for sooner than that. It ends
-when it has not been needed for a while.
+Idea: the caller starts the operation and takes the steps that are possible; the thread that waits
+takes the others. While operations are in progress, a background thread polls them every
+millisecond, and runs callbacks when they have ended. If an operation is waited for sooner than
+that, the thread finds nothing to do. It ends after some idle time.
 
 Operations that are started inside backward are waited for at the end of backward. On a host without
 spare cores, each earlier step takes time from the computation that all ranks wait for. Such
-operations are polled rarely, and not in the round after their start.
+operations are polled rarely, and not in the first round after their start.
 
-The progress thread (`progress`) cannot do this. Callbacks here belong to the program and may wait
-for other operations, which a thread that carries operations out must never do.
+The progress thread (`progress`) cannot run these callbacks. They belong to the program and may wait
+for other operations, which a thread that runs operations must never do.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["BackgroundPoller"]
 
 ROUND_S = 1e-3
 RARE_S = 0.25
-IDLE_ROUNDS = 50  # before the thread ends; starting one costs as much as several rounds
+IDLE_ROUNDS = 50  # before the thread ends; starting it again costs as much as several rounds
 
 
 class BackgroundPoller:
-    """Polls works until they are done; owns a thread while there are any.
+    """Poller of works until they are done; owns a thread while there are any.
 
     Args:
         name: Name of the thread.
@@ -55,7 +55,7 @@ class BackgroundPoller:
         """Poll `work` in the background until it is done.
 
         Args:
-            work: Work under way.
+            work: Work in progress.
             rarely: Whether to poll rarely, because the caller will wait for the work soon.
         """
         with self._lock:
@@ -66,7 +66,7 @@ class BackgroundPoller:
             self._start_thread(hurry=not rarely)
 
     def release(self, work: Work | Works) -> None:
-        """Forget a work that has ended, so that its result does not live until the next round."""
+        """Drop a work that has ended, so that its result can be freed before the next round."""
         with self._lock:
             self._forget(work)
 
@@ -85,7 +85,7 @@ class BackgroundPoller:
             thread.join()
 
     def _start_thread(self, *, hurry: bool) -> None:
-        """Start the thread if there is none, and end its pause if `hurry`. With the lock held."""
+        """Start the thread if needed, and end its pause if `hurry`. The caller holds the lock."""
         if hurry and self._is_rare:
             self._hurry.set()
         if self._thread is None and not self._closing:
@@ -106,7 +106,7 @@ class BackgroundPoller:
                         return
 
     def _pause(self) -> float:
-        """Return the seconds until the next round: many if all works are polled rarely."""
+        """Return the seconds until the next round: more if all works are polled rarely."""
         with self._lock:
             self._hurry.clear()
             if self._works or self._callbacks:  # else keep the pace of the last works

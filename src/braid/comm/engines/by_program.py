@@ -1,8 +1,8 @@
-"""Carries out a collective by a program of `schedule.collective` that the caller names.
+"""Runs a collective with a program of `schedule.collective` that the caller names.
 
-The algorithms of the engine's own choice work on the caller's tensors; a program works on one flat
-buffer that holds the parts of all members. This module makes that buffer, runs the program and
-copies the results out.
+The engine's built-in algorithms work on the caller's tensors; a program works on one flat buffer
+with the parts of all members. This module makes that buffer, runs the program and copies the
+results out.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ __all__ = ["by_program"]
 
 
 def by_program(ch: Channel, programs: Programs, c: Collective, scale: float | None) -> Steps:
-    """Carry out the algorithm that `c` names, on a buffer that holds the parts of all members.
+    """Run the algorithm `c.algorithm` on a buffer with the parts of all members.
 
     Sums are in the program's order; parts must be equal.
     """
-    kind, me, given, outs = c.kind, ch.rank, c.ins[0], c.outs
+    kind, me, x, outs = c.kind, ch.rank, c.ins[0], c.outs
     parts: Sequence[torch.Tensor] = ()
     if kind in {"all_reduce", "broadcast"}:
         buffer = outs[0]
     elif kind == "all_gather":
-        buffer = given.new_empty(sum(out.numel() for out in outs))
+        buffer = x.new_empty(sum(out.numel() for out in outs))
         parts = torch.split(buffer, [out.numel() for out in outs])
-        parts[me].copy_(given)
+        parts[me].copy_(x)
     elif kind == "all_to_all":
-        buffer = torch.cat([given, given])
-        parts = torch.split(buffer[given.numel() :], [out.numel() for out in outs])
-    else:  # what others have is left as it is
-        buffer = given.clone()
+        buffer = torch.cat([x, x])
+        parts = torch.split(buffer[x.numel() :], [out.numel() for out in outs])
+    else:  # the input must not change
+        buffer = x.clone()
     op, factor = c.op, early_factor(buffer.dtype, c.op, scale, ch.size)
     if factor is not None:
         buffer.mul_(factor)

@@ -1,15 +1,15 @@
-"""Collectives through a process group of torch: NCCL on GPUs, Gloo and MPI where they serve better.
+"""Collectives through a process group of torch: NCCL on GPUs, or Gloo and MPI.
 
-Problem: c10d backends cannot say what is wrong. Ranks that ask for different things hang or abort;
-a death shows as "Connection reset by peer" or not at all.
+Problem: c10d backends give poor error messages. If ranks call different operations, they hang or
+abort; a death causes "Connection reset by peer" or no error.
 
-Idea: the backend moves the data, and braid keeps the words. What each rank asks for travels through
-the job's store. The first time that a description is used, and at every call in `checked` mode, all
-ranks compare before the backend sees the call. When a call times out, all ranks look up what the
-others asked for last. Deaths are reported through `Health`. `capabilities` lists what the backend
-still cannot do.
+Idea: the backend moves the data, and braid produces the errors. Descriptions of calls are exchanged
+through the job's store. At the first use of a description, and at every call in `checked` mode, all
+ranks compare it before the backend gets the call. When a call times out, all ranks read the last
+calls of the other ranks. Deaths are reported through `Health`. `capabilities` lists the remaining
+limits of the backend.
 
-A collective is a generator here, too; it yields works of torch, which are waited for in turn.
+Collectives are generators here as well; they yield works of torch, which are waited for in turn.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ from braid.runtime.transport import RankContext
 
 __all__ = ["C10dEngine", "MakeProcessGroup", "make_gloo", "make_nccl"]
 
-c10d: Any = distributed_c10d  # its stubs know a part of it only
+c10d: Any = distributed_c10d  # torch's stubs are incomplete
 
 # (store of the group's members, group rank, size, seconds) -> process group of torch
 MakeProcessGroup = Callable[[Any, int, int, float], Any]
 
 BACKEND_TIMEOUT_S = 600.0
-TIMED_OUT = re.compile(r"[Tt]imed out|timing out|operation timeout")  # of Gloo and NCCL
+TIMED_OUT = re.compile(r"[Tt]imed out|timing out|operation timeout")  # texts of Gloo and NCCL
 
 
 def make_gloo(store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    """A Gloo process group, for CPU tensors."""
+    """Return a Gloo process group, for CPU tensors."""
     return c10d.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
 
 
 def make_nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    """An NCCL process group, for CUDA tensors; one GPU per rank."""
+    """Return an NCCL process group, for CUDA tensors; one GPU per rank."""
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 - torch has no other way
     return c10d.ProcessGroupNCCL(store, rank, size, options)
 
 
 class C10dEngine:
-    """Carries out collectives through a process group of torch.
+    """Engine that runs collectives through a process group of torch.
 
     Args:
         context: Context of this rank.
         ranks: Global ranks of the members.
-        make: Makes a process group among ranks that meet in a store.
+        make: Function that makes a process group of ranks that meet in a store.
         device_types: Types of the devices whose tensors the engine takes.
-        store: Store where the members meet and compare; None for the job's.
-        name: Name of the group, different for each.
-        checked: Whether to compare descriptions at every call, not only at the first of its kind.
+        store: Store where the members meet and compare; None for the job's store.
+        name: Name of the group, unique.
+        checked: Whether to compare descriptions at every call, not only at the first use.
     """
 
     capabilities = Capabilities(
@@ -119,11 +119,11 @@ class C10dEngine:
 
     @property
     def forked(self) -> bool:
-        """False: process groups of torch do not tell; their use in a forked child is undefined."""
+        """False: a fork is not detected; process groups of torch are undefined in a child."""
         return False
 
     def tune(self, timeout_s: float) -> None:
-        """Do nothing: the backend chooses its algorithms itself."""
+        """Do nothing: the backend chooses its algorithms."""
 
     costs = ""
 
@@ -131,19 +131,19 @@ class C10dEngine:
         """Do nothing; see `tune`."""
 
     def explain(self) -> str:
-        """Say that the backend chooses its algorithms."""
+        """Return a text: the backend chooses its algorithms."""
         return f"{self.size} ranks, {self._group.name()} chooses its algorithms itself"
 
     def record(self) -> dict[str, list[tuple[int, str]]]:
-        """Return nothing: the backend does not tell."""
+        """Return an empty record: the backend does not expose its choices."""
         return {}
 
     def run(self, c: Collective) -> None:
-        """Carry a collective out in this thread."""
+        """Run a collective in this thread."""
         self._operation(c).wait(None)
 
     def start(self, c: Collective, steps_by: StepsBy) -> Work:  # noqa: ARG002 - it has threads
-        """Hand a collective to the backend."""
+        """Start a collective in the backend."""
         operation = self._operation(c)
         operation.advance()
         return Work(operation, _Operation.wait, _Operation.advance, c.result, c.source)
@@ -153,7 +153,7 @@ class C10dEngine:
         return C10dRequest(self)
 
     def advance(self) -> bool:
-        """Take the steps that are possible now of what has been started, messages excepted."""
+        """Advance started operations as far as possible, except send and recv."""
         return self._last is not None and not self._last.done and self._last.advance()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -165,15 +165,15 @@ class C10dEngine:
         """Do nothing: the backend has no faster memory."""
 
     def token(self) -> int:
-        """Return the number of the new group among those that this rank has taken part in."""
+        """Return a number for a new group, counting the groups that this rank has joined."""
         self._num_subsets += 1
         return self._num_subsets << 20 | self._context.rank
 
     def forget(self, token: int) -> None:
-        """Do nothing: a token reserves no memory here."""
+        """Do nothing: tokens reserve no memory in this engine."""
 
     def subset(self, order: Sequence[int], tokens: Sequence[int]) -> C10dEngine:
-        """Return the engine of a new group of some members, with a process group of its own."""
+        """Return the engine of a new group of some members, with a new process group."""
         return C10dEngine(
             self._context,
             tuple(self.ranks[member] for member in order),
@@ -185,16 +185,16 @@ class C10dEngine:
         )
 
     def hand_over_to(self, engine: C10dEngine) -> None:
-        """Do nothing: engines share no process group."""
+        """Do nothing: engines do not share process groups."""
 
     def stop(self, reason: str) -> None:
-        """End the process group; the members' calls fail or time out, and then read `reason`."""
+        """Abort the process group; other members' calls fail or time out, then raise `reason`."""
         self._end_reason = self._end_reason or reason
         self._publish("end_reason", reason)
         self._group.abort()
 
     def close(self) -> None:
-        """Shut the process group down; abort it after a failure, since its work may not end."""
+        """Shut down the process group; abort it after a failure, since its work may not end."""
         self._end_reason = self._end_reason or "was closed"
         if self.has_failed:
             self._group.abort()
@@ -206,7 +206,7 @@ class C10dEngine:
             msg = f"{c.text} was called on a group that has ended: {self._end_reason}"
             raise StaleError(msg)
         with self._lock:
-            if c.kind not in {"send", "recv"}:  # two ranks only: the others would wait
+            if c.kind not in {"send", "recv"}:  # only two ranks take part: the others would wait
                 self._sequence += 1
                 self._publish(f"last/{self._sequence % 2}", f"{self._sequence} {c.text}")
                 if self.checked or c.digest not in self._known:
@@ -222,12 +222,12 @@ class C10dEngine:
             )
             operation = _Operation(self, c, steps, span)
             if c.kind not in {"send", "recv"}:
-                # Gloo would carry out two collectives on one tensor at the same time
+                # Gloo would run two collectives on one tensor at the same time
                 operation.before, self._last = self._last, operation
         return operation
 
     def explain_failure(self, c: Collective, exc: BaseException) -> BaseException:
-        """Return braid's error for an exception of the backend."""
+        """Return braid's error for an exception from the backend."""
         if isinstance(exc, BraidError):
             return exc
         shared_gpu = shared_gpu_error(str(exc), self.ranks)
@@ -251,7 +251,7 @@ class C10dEngine:
         return CommTimeout(msg) if TIMED_OUT.search(text) else CommError(msg)
 
     def _compare(self, c: Collective) -> None:
-        """Compare the description of this step among all ranks."""
+        """Compare this call's description among all ranks."""
         topic = f"signature/{self._sequence}"
 
         def check() -> None:
@@ -294,18 +294,19 @@ class C10dEngine:
         ]
         table = "\n".join(f"  rank {a.rank}  last in {a.text}" for a in asked)
         return CommTimeout(
-            f"{c.text} did not end within {c.timeout_s:g} s: no word from ranks {missing}\n{table}"
+            f"{c.text} did not end within {c.timeout_s:g} s: ranks {missing} did not call it\n"
+            f"{table}"
         )
 
     def _last_asked(self) -> dict[int, str]:
-        """Return what each rank asked for in this step, or else asked for last."""
+        """Return each rank's call in this step, or its last call before."""
         last: dict[int, tuple[int, str]] = {}
         for parity in (0, 1):
             for rank, text in self._published(f"last/{parity}").items():
-                number, _, what = text.partition(" ")
+                number, _, call = text.partition(" ")
                 if int(number) <= self._sequence:
-                    last[rank] = max(last.get(rank, (0, "")), (int(number), what))
-        return {rank: what for rank, (_, what) in last.items()}
+                    last[rank] = max(last.get(rank, (0, "")), (int(number), call))
+        return {rank: call for rank, (_, call) in last.items()}
 
     def _publish(self, topic: str, text: str) -> None:
         self._store.set(f"{topic}/{self._context.rank}", text.encode())
@@ -317,7 +318,7 @@ class C10dEngine:
 
 
 class C10dRequest:
-    """A persistent request over a process group of torch: each start is a collective of its own.
+    """Persistent request over a process group of torch: each start is a separate collective.
 
     Args:
         engine: Engine of the group.
@@ -327,7 +328,7 @@ class C10dRequest:
         self._engine = engine
 
     def start(self, collective: Collective, scale: float | None, steps_by: StepsBy) -> Work:
-        """Hand the collective to the backend once more."""
+        """Start the collective in the backend."""
         if scale is not None:
             copies = Copies(self._engine.device_types)
             copies.then(partial(collective.outs[0].mul_, scale))
@@ -337,20 +338,20 @@ class C10dRequest:
         return self._engine.start(collective, steps_by)
 
     def residual(self) -> None:
-        """Return None: the backend sends numbers as they are, without residuals."""
+        """Return None: the backend has no lossy formats."""
 
     def reset_residual(self) -> None:
         """Do nothing: there are no residuals."""
 
 
 class _Operation:
-    """One collective under way in the backend."""
+    """One collective in progress in the backend."""
 
     def __init__(self, engine: C10dEngine, c: Collective, steps: TorchSteps, span: Span) -> None:
         self.text = c.text
         self.done = False
         self.error: BaseException | None = None
-        self.before: _Operation | None = None  # must have ended before this begins
+        self.before: _Operation | None = None  # must end before this one begins
         self._engine = engine
         self._collective = c
         self._steps = steps
@@ -359,7 +360,7 @@ class _Operation:
         self._ended: list[Callable[[], None]] = []
 
     def advance(self) -> bool:
-        """Go on as far as possible without waiting; True when it has ended."""
+        """Advance as far as possible without waiting; return whether it has ended."""
         if self.before is not None and not self.before.advance():
             return False
         self.before = None
@@ -375,7 +376,7 @@ class _Operation:
         """
         limit = self._collective.timeout_s if timeout_s is None else timeout_s
         if self.before is not None:
-            with contextlib.suppress(BraidError):  # its own business; this one will find out
+            with contextlib.suppress(BraidError):  # reported by its Work
                 self.before.wait(timeout_s)
             self.before = None
         while not self.done:
@@ -397,7 +398,7 @@ class _Operation:
             self._work = next(self._steps, None)
             if self._work is None:
                 self._finish(None)
-        except BaseException as exc:  # noqa: BLE001 - kept for whoever waits
+        except BaseException as exc:  # noqa: BLE001 - raised in `wait`
             self._finish(self._engine.explain_failure(self._collective, exc))
 
     def _finish(self, error: BaseException | None) -> None:
@@ -410,7 +411,7 @@ class _Operation:
 
 
 def wait_for(work: Any, limit: float | None) -> None:
-    """Wait for a work of torch, in which None and zero both mean its own time-out."""
+    """Wait for a work of torch; None and zero both mean the work's default time-out."""
     if limit:
         work.wait(timedelta(seconds=limit))
     else:

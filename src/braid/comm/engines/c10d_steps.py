@@ -1,8 +1,8 @@
-"""Each collective in terms of what a c10d backend offers, as generators of torch's works.
+"""Each collective in terms of the operations of a c10d backend, as generators of torch's works.
 
-Backends have no avg (Gloo), no scan, no parts of different sizes, and few dtypes. What they lack is
-composed: data is moved as bytes, an average is a sum and a division, ragged parts travel from rank
-to rank, a scan is a gather and a sum.
+Backends have no avg (Gloo), no scan, no parts of different sizes, and few dtypes. These are
+composed from other operations: data is moved as bytes, an average is a sum and a division, ragged
+parts are messages between ranks, a scan is a gather and a sum.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from braid.runtime.torch_internals import source_rank
 
 __all__ = ["TorchSteps", "steps_of"]
 
-c10d: Any = distributed_c10d  # its stubs know a part of it only
+c10d: Any = distributed_c10d  # torch's stubs are incomplete
 
 TorchSteps = Generator[Any, None, None]
-RAGGED_TAG = 1 << 20  # of the messages that ragged parts travel in
+RAGGED_TAG = 1 << 20  # tag of messages with ragged parts
 
 
 def steps_of(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
-    """Return the works that carry the collective `c` out, one after the other.
+    """Return a generator of the works that run the collective `c`, in order.
 
     Args:
         group: Backend of torch.
@@ -59,7 +59,7 @@ def _all_reduce(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
 
 
 def _reduce(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
-    x = c.ins[0].clone()  # backends use it as room on the way
+    x = c.ins[0].clone()  # backends overwrite it
     yield from _reduce_to(group, x, c.op, c.peer)
     if rank == c.peer:
         c.outs[0].copy_(x)
@@ -202,16 +202,16 @@ _OPS = {
 def _sizes(
     group: Any, mine: int, size: int, device: torch.device
 ) -> Generator[Any, None, list[int]]:
-    """Gather the size that each member has."""
-    own = torch.tensor([mine], device=device)
-    rows = [torch.empty_like(own) for _ in range(size)]
-    yield group.allgather([rows], [own])
+    """Gather the sizes of all members."""
+    size_here = torch.tensor([mine], device=device)
+    rows = [torch.empty_like(size_here) for _ in range(size)]
+    yield group.allgather([rows], [size_here])
     return [int(row) for row in rows]
 
 
 def _fitting(x: torch.Tensor, numel: int, peer: int) -> torch.Tensor:
     if x.numel() != numel:
-        msg = f"rank {peer} of the group has {numel} elements where {x.numel()} were expected"
+        msg = f"rank {peer} of the group has {numel} elements, but {x.numel()} were expected"
         raise ValueError(msg)
     return x
 
@@ -221,9 +221,9 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` in a type that backends can add.
+    """Return `x` in a dtype that backends can add.
 
-    16-bit integers and bool are widened, complex numbers become pairs.
+    16-bit integers and bool are widened; complex numbers become pairs of real numbers.
     """
     if x.is_complex():
         return torch.view_as_real(x)

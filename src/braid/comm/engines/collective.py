@@ -1,13 +1,12 @@
 """The record of one collective, with the text and digest that the members of a group compare.
 
-A `Group` makes one `Collective` per call: what is asked for, the flat tensors that it works on, and
-how the caller wants it carried out. The `Describer` adds the text that users read, the digest that
-ranks compare, and the line of the program that made the call. The engine gets the same record;
-nothing is copied into another one on the way.
+A `Group` makes one `Collective` per call: the operation, its flat tensors, and the caller's
+options. The `Describer` adds the text for users, the digest that ranks compare, and the source line
+of the call. The engine gets the same record.
 
-When digests differ, ranks look up each other's texts. So each description is entered into this
-rank's name table, which peers can read, when it is first used. Both ends of a message share a
-digest, but each user reads its own end: `send(float32[4], to rank 2)`.
+When digests differ, ranks look up each other's texts. So each description is added at its first use
+to this rank's name table, which peers can read. Both ends of a message have the same digest, but
+the text for users differs: `send(float32[4], to rank 2)`.
 """
 
 from __future__ import annotations
@@ -32,44 +31,43 @@ __all__ = ["Collective", "Describer"]
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "scan")
 HIERARCHICAL = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 INTEGER_AVERAGE = (
-    "an average of integers loses its fraction (5 and 6 have the average 5), and the sum behind it "
-    "may overflow: convert the tensor to float before"
+    "an average of integers loses its fraction (5 and 6 have the average 5), and their sum may "
+    "overflow: convert the tensor to float before"
 )
-MAX_KNOWN = 8192  # descriptions kept; a job with more shapes than that describes some of them again
+MAX_KNOWN = 8192  # cached descriptions; a job with more shapes describes some of them again
 
 
 @dataclass(slots=True)
 class Collective:
-    """One collective as a rank asks for it.
+    """One collective as a rank calls it.
 
     Attributes:
         kind: Name of the operation.
-        shape: Shape of the tensor that all ranks must agree on; None where they need not.
-        dtype: Its dtype; None for a barrier.
+        shape: Shape of the tensor that all ranks must agree on; None if shapes may differ.
+        dtype: Dtype of the tensor; None for a barrier.
         op: Reduction.
         peer: Root, or partner of a message (-1: any), else -1.
         algorithm: Name of the algorithm, None for the engine's choice.
-        widths: Number of elements of each part, where parts differ and all ranks know the sizes.
-        exclusive: Whether a scan leaves out the rank's own numbers.
-        wire: Format in which numbers cross a network, None for their own.
-        ins: Flat tensors that are read; parts for several members lie one after the other in one
-            tensor.
-        outs: Flat tensors that are written: one, or one per member.
-        part_widths: Number of elements of each part of `ins[0]`; None where all are equal or there
-            are none.
+        widths: Number of elements of each part, if parts differ and all ranks know the sizes.
+        exclusive: Whether a scan leaves out the rank's own tensor.
+        wire: Format of numbers on a network, None for the tensor's dtype.
+        ins: Flat tensors to read; parts for several members are concatenated in one tensor.
+        outs: Flat tensors to write: one, or one per member.
+        part_widths: Number of elements of each part of `ins[0]`; None if all are equal or there
+            are no parts.
         nbytes: Size in bytes of the largest full buffer.
         tag: Tag of a message.
         source: List to which the sender's group rank is appended when a message from any member
             arrives.
         copies: Copies between the caller's tensors and the flat ones; None if there are none.
-        result: Value that the caller gets when the operation is done.
+        result: Value that the caller gets when the operation has ended.
         reads: The caller's tensors that an all-reduce reads, for `Batch`.
         writes: The caller's tensors that an all-reduce writes, for `Batch`.
-        async_op: Whether the caller goes on at once.
-        timeout_s: Deadline in seconds; None for the group's.
+        async_op: Whether the caller does not wait.
+        timeout_s: Deadline in seconds; None for the group's default.
         text: Description for users; set by the `Describer`, as are the next two.
-        digest: Digest of the description that all ranks share.
-        site: Digest of the line of the program that made the call.
+        digest: Digest of the description, equal on all ranks.
+        site: Digest of the source line of the call.
     """
 
     kind: str
@@ -99,7 +97,7 @@ class Collective:
 
 
 class Describer:
-    """The descriptions that one group has used.
+    """Cache of the descriptions that one group has used.
 
     Args:
         names: Name table of this rank, which peers read.
@@ -115,10 +113,10 @@ class Describer:
         self._sites: set[int] = set()
 
     def describe(self, c: Collective) -> None:
-        """Fill in the text, digest and call site of `c`.
+        """Set the text, digest and call site of `c`.
 
         Raises:
-            ConfigError: The reduction or algorithm does not exist, or not for this dtype.
+            ConfigError: The reduction or algorithm does not exist, or does not support this dtype.
         """
         key = (c.kind, c.shape, c.dtype, c.op, c.peer, c.algorithm, c.widths, c.exclusive, c.wire)
         c.text, c.digest = self._known.get(key) or self._new(key, c)
@@ -127,12 +125,12 @@ class Describer:
             self._enter_site(site)
 
     def scaled(self, c: Collective, scale: float) -> Collective:
-        """`c` with a factor for its result, on which ranks must agree, too."""
+        """Return `c` with a factor for its result; ranks compare the factor as well."""
         text = f"{c.text} scaled by {scale!r}"
         return replace(c, text=text, digest=self._names.add(text))
 
     def call_site(self) -> int:
-        """Digest of the line of the program that is running."""
+        """Return the digest of the current source line of the program."""
         site = self._events.site()
         if site not in self._sites:
             self._enter_site(site)
@@ -166,9 +164,9 @@ class Describer:
 
 
 def _check_algorithm(c: Collective) -> None:
-    own = tuple(ALGORITHMS) if c.kind == "all_reduce" else ("staged", "pulled")
+    built_in = tuple(ALGORITHMS) if c.kind == "all_reduce" else ("staged", "pulled")
     over_hosts = ("hierarchical",) if c.kind in HIERARCHICAL else ()
-    possible = (*own, *over_hosts, *names_for(c.kind))
+    possible = (*built_in, *over_hosts, *names_for(c.kind))
     if c.algorithm is not None and c.algorithm not in possible:
         msg = f"{c.kind} has no algorithm {c.algorithm!r}: choose one of {', '.join(possible)}"
         raise ConfigError(msg)
@@ -201,7 +199,7 @@ def _text(c: Collective) -> str:
     else:
         what = str(TensorSpec(c.shape, dtype))
     if c.kind in {"send", "recv"}:
-        return f"message({what})"  # both ends must describe it in the same words
+        return f"message({what})"  # the same text for both ends
     name = f"{c.kind}[{c.algorithm}]" if c.algorithm else c.kind
     words = [what]
     words += [c.op] if c.kind in REDUCTIONS else []

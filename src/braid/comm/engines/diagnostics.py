@@ -1,8 +1,7 @@
-"""The messages of errors when ranks ask for different things, or when one does not come.
+"""Error messages for ranks that call different operations, or that do not arrive.
 
-The texts are made from what members have published in shared memory: their last lines and name
-tables. So no rank has to cooperate: a rank that is stuck or dead still tells what it last asked
-for.
+The texts are made from data that members have published in shared memory: their last lines and name
+tables. So no rank has to cooperate: the last call of a stuck or dead rank is readable as well.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ DUPLICATE = re.compile(
 
 
 class MemberOperation(NamedTuple):
-    """Description of the operation that one member asked for.
+    """Description of one member's operation.
 
     Attributes:
         rank: Global rank.
-        text: Operation, such as `all_reduce(float32[4], sum)`; empty when the member has not come.
+        text: Operation, such as `all_reduce(float32[4], sum)`; empty if the member has not come.
         site: Call site, may be empty.
     """
 
@@ -45,7 +44,7 @@ class MemberOperation(NamedTuple):
 
 
 def asked(pages: ControlPages, member: int, entry: Entry) -> MemberOperation:
-    """Read a member's line."""
+    """Return the operation that a member's line describes."""
     return MemberOperation(
         pages.ranks[member],
         pages.text_of(member, entry.digest) if entry.digest else "",
@@ -54,7 +53,7 @@ def asked(pages: ControlPages, member: int, entry: Entry) -> MemberOperation:
 
 
 def mismatch_table(answers: Sequence[MemberOperation], *, step: int) -> str:
-    """The message of a MismatchError: rank -> operation, the odd ones marked.
+    """Return the message of a MismatchError: a table of operations by rank, minority marked.
 
     >>> calls = [MemberOperation(0, "barrier(x)", ""), MemberOperation(1, "broadcast(x)", "")]
     >>> print(mismatch_table(calls, step=3))
@@ -65,7 +64,7 @@ def mismatch_table(answers: Sequence[MemberOperation], *, step: int) -> str:
     """
     texts = Counter(answer.text for answer in answers)
     usual, count = texts.most_common(1)[0]
-    clear = count > len(answers) - count  # with a tie nobody is the odd one
+    clear = count > len(answers) - count  # in a tie, no rank is marked
     width = max(len(answer.text or "has not come") for answer in answers)
     lines = [f"ranks asked for different operations (step {step} of this channel):"]
     for answer in answers:
@@ -86,7 +85,7 @@ def device_timeout_text(
     """Return the message of a CommTimeout for a copy that the GPU has not reached."""
     return (
         f"{operation} did not end within {timeout_s:g} s: rank {pages.ranks[pages.rank]} still "
-        f"waits for work that was queued on {device} before: a kernel there has not ended. Look "
+        f"waits for work that was queued earlier on {device}: a kernel there has not ended. Look "
         "for an endless loop in a kernel, or raise timeout_s"
     )
 
@@ -94,14 +93,14 @@ def device_timeout_text(
 def timeout_text(
     pages: ControlPages, channel: Channel, operation: str, timeout_s: float, awaited: Sequence[int]
 ) -> str:
-    """Return the message of a CommTimeout: who has not come, and what it last asked for.
+    """Return the message of a CommTimeout: the missing ranks and the last call of each.
 
     Args:
         pages: Control pages of the group.
         channel: Channel of the operation.
         operation: Description of the operation.
-        timeout_s: Its deadline in seconds.
-        awaited: Members that it waits for just now; all that matter if it is a message.
+        timeout_s: Deadline of the operation in seconds.
+        awaited: Members that it waits for now; for a message, the only members involved.
     """
     heading = (
         f"{operation} did not end within {timeout_s:g} s: rank {pages.ranks[pages.rank]} still "
@@ -121,7 +120,7 @@ def timeout_text(
         behind = channel.value - counter
         lines.append(f"  rank {pages.ranks[member]}  {behind} step(s) behind, {what}")
     lines.append(
-        "see where those ranks are (out of data, in another branch, stopped?), or raise timeout_s"
+        "check where those ranks are (out of data, in another branch, stopped?), or raise timeout_s"
     )
     return "\n".join(lines)
 
@@ -131,7 +130,7 @@ def _unfinished_messages(
 ) -> list[str]:
     lines = []
     for member in awaited:
-        if channel.index == pages.sending_index(pages.rank):  # of what is sent to this rank
+        if channel.index == pages.sending_index(pages.rank):  # messages to this rank
             counter = channel.counter(member)
             last = asked(pages, member, channel.entry(member, counter)) if counter else None
             what = f"last sent {last.text} {last.site}" if last else "has not sent anything here"
@@ -139,20 +138,20 @@ def _unfinished_messages(
             what = "has not received it"
         lines.append(f"  rank {pages.ranks[member]}  {what}".rstrip())
     lines.append(
-        "see where those ranks are, whether both ends use the same tag and group, or raise "
+        "check where those ranks are, whether both ends use the same tag and group, or raise "
         "timeout_s"
     )
     return lines
 
 
 def shared_gpu_error(text: str, ranks: Sequence[int]) -> ConfigError | None:
-    """Return an error that names the ranks which share a GPU; None for other texts.
+    """Return an error that names the ranks that share a GPU; None for other texts.
 
-    NCCL refuses such ranks with the first collective, as an "invalid usage" with the PCI bus of the
+    NCCL fails at the first collective of such ranks with "invalid usage", and the PCI bus of the
     GPU in the last line of its text.
 
     Args:
-        text: Text of an exception of NCCL.
+        text: Text of an exception from NCCL.
         ranks: Global ranks of the members of its group.
     """
     match = DUPLICATE.search(text)

@@ -1,7 +1,7 @@
-"""The seam between a group and the ways of moving data.
+"""Interface between a group and its engines, which move data.
 
-A `Group` hands each `Collective` to an `Engine`: `SharedMemoryEngine` carries it out in memory that
-is shared or mirrored, `C10dEngine` through a process group of torch.
+A `Group` passes each `Collective` to an `Engine`: `SharedMemoryEngine` runs it in memory that is
+shared or mirrored, `C10dEngine` through a process group of torch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = ["Capabilities", "Engine", "EngineRequest", "GroupStatistics"]
 
 
 class Capabilities(NamedTuple):
-    """Abilities of an engine beyond moving data; the conformance suite tests those it claims.
+    """Optional abilities of an engine; the conformance suite tests those that an engine claims.
 
     Attributes:
-        rank_order: Whether sums are taken in the order of ranks, those of 16-bit floats in 32 bits.
-            Then the bits are the same on all ranks and in one process.
+        rank_order: Whether sums are taken in the order of ranks, with 16-bit floats summed in 32
+            bits. Then the bits are the same on all ranks and in one process.
         requests_any_order: Whether persistent requests may start in another order on each rank.
         messages_checked: Whether a message or part of an unexpected size is an error on all ranks.
         eager_messages: Whether a small message is sent when `send` returns, even without a
             receiver.
         algorithms: Names that `algorithm=` accepts.
         adopts: Whether tensors can be made in, or moved to, memory that needs no copies.
-        wires: Whether numbers can cross a network in another format than their own.
-        programs: Whether the algorithms of `schedule.collective` are carried out by name.
+        wires: Whether numbers can be sent in a format other than their dtype.
+        programs: Whether the algorithms of `schedule.collective` are available by name.
     """
 
     rank_order: bool = True
@@ -46,10 +46,10 @@ class Capabilities(NamedTuple):
     programs: bool = True
 
     def check(self, collective: Collective) -> None:
-        """Refuse an algorithm or a wire format that was asked for and is not there.
+        """Raise if the engine does not support the named algorithm or wire format.
 
         Raises:
-            ConfigError: The engine does not have it, or not for parts of these sizes.
+            ConfigError: The engine does not have it, or does not support parts of these sizes.
         """
         name, possible = collective.algorithm, self.algorithms
         if name is not None and name not in possible:
@@ -71,13 +71,13 @@ class Capabilities(NamedTuple):
 
 @dataclass(slots=True)
 class GroupStatistics:
-    """Counters of what a group has done on this rank.
+    """Counters of a group's operations on this rank.
 
     Attributes:
-        num_operations: Number of operations that have been started.
-        nbytes: Bytes of their largest full buffers.
-        spent_ns: Nanoseconds that threads have spent in operations, waits included.
-        waited_ns: Nanoseconds in which nothing could be done but wait for other ranks.
+        num_operations: Number of started operations.
+        nbytes: Sum of the bytes of their largest full buffers.
+        spent_ns: Nanoseconds that threads have spent in operations, including waits.
+        waited_ns: Nanoseconds spent waiting for other ranks.
     """
 
     num_operations: int = 0
@@ -90,26 +90,26 @@ class EngineRequest(Protocol):
     """An engine's part of a persistent request."""
 
     def start(self, collective: Collective, scale: float | None, steps_by: StepsBy) -> Work:
-        """Start once more.
+        """Start the operation again.
 
         Args:
-            collective: The registered collective, or the same with another description.
+            collective: The registered collective, or a copy with another description.
             scale: Factor for the result, or None.
-            steps_by: Policy for the steps.
+            steps_by: Thread that takes the steps.
         """
         ...
 
     def residual(self) -> torch.Tensor | None:
-        """Return what the wire format has left out; see `Request.residual`."""
+        """Return the error of a lossy wire format; see `Request.residual`."""
         ...
 
     def reset_residual(self) -> None:
-        """Forget what the wire format has left out."""
+        """Set the residual to zero."""
         ...
 
 
 class Engine(Protocol):
-    """A way of carrying out the collectives of one group."""
+    """Executor of the collectives of one group."""
 
     device_types: frozenset[str]
     statistics: GroupStatistics
@@ -121,24 +121,24 @@ class Engine(Protocol):
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a forked child of the one that made the engine."""
+        """Whether this process is a forked child of the process that made the engine."""
         ...
 
     def tune(self, timeout_s: float) -> None:
-        """Measure what the choice of algorithms depends on; all members call it."""
+        """Measure the costs for the choice of algorithms; all members call it."""
         ...
 
     @property
     def costs(self) -> str:
-        """Measured costs, for `use_costs`; empty without."""
+        """Measured costs, for `use_costs`; empty if not measured."""
         ...
 
     def use_costs(self, costs: str) -> None:
-        """Choose algorithms by what another engine has measured; the same on all members."""
+        """Choose algorithms by another engine's measured costs; the same on all members."""
         ...
 
     def explain(self) -> str:
-        """Say which algorithm is chosen for which size, and why."""
+        """Return a text: which algorithm is chosen for which size, and why."""
         ...
 
     def record(self) -> dict[str, list[tuple[int, str]]]:
@@ -146,11 +146,11 @@ class Engine(Protocol):
         ...
 
     def run(self, collective: Collective) -> None:
-        """Carry a collective out in this thread."""
+        """Run a collective in this thread."""
         ...
 
     def start(self, collective: Collective, steps_by: StepsBy) -> Work:
-        """Start a collective; `steps_by` says who takes its steps."""
+        """Start a collective; `steps_by` determines which thread takes its steps."""
         ...
 
     def request(self, collective: Collective, number: int) -> EngineRequest:
@@ -158,7 +158,7 @@ class Engine(Protocol):
         ...
 
     def advance(self) -> bool:
-        """Take the steps that are possible now; return whether any could be taken."""
+        """Take the steps that are possible now; return whether any was taken."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -170,30 +170,30 @@ class Engine(Protocol):
         ...
 
     def token(self) -> int:
-        """Return a number that this rank brings to a new group; the members exchange theirs."""
+        """Return this rank's number for a new group; the members exchange their numbers."""
         ...
 
     def forget(self, token: int) -> None:
-        """Free what `token` stands for, if this rank is in no new group."""
+        """Free the resources of `token`, if this rank does not join the new group."""
         ...
 
     def subset(self, order: Sequence[int], tokens: Sequence[int]) -> Engine:
         """Return the engine of a new group.
 
         Args:
-            order: Group ranks of its members.
-            tokens: Tokens that they brought.
+            order: Group ranks of its members in this group.
+            tokens: Token of each member.
         """
         ...
 
     def hand_over_to(self, engine: Any) -> None:
-        """Give what this engine owns besides its group's memory to the engine of the survivors."""
+        """Transfer shared resources, such as the progress thread, to the survivors' engine."""
         ...
 
     def stop(self, reason: str) -> None:
-        """Tell the members that this rank takes no further part."""
+        """Publish that this rank has left the group."""
         ...
 
     def close(self) -> None:
-        """Free everything."""
+        """Free all resources of the engine."""
         ...

@@ -1,9 +1,9 @@
-"""One collective under way on this rank: its steps, its wait, its deadline and its errors.
+"""One collective in progress on this rank: its steps, its wait, its deadline and its errors.
 
-An `Operation` holds the generator of an algorithm and the `Wait` at which it stands, and turns
-whatever stops it into the error that the user sees. `Progress` decides who takes the steps. Each
-start of a persistent request has an operation of its own: a thread may still hold the last one, and
-a Work tells how its own start ended.
+An `Operation` holds the generator of an algorithm and its current `Wait`, and converts any failure
+into the error that the user sees. `Progress` decides which thread takes the steps. Each start of a
+persistent request has a separate operation: a thread may still refer to the previous one, and a
+Work reports the result of one start only.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from braid.runtime.transport import DeviceWait, Wait, WaitAny
 __all__ = ["Operation", "OperationSteps"]
 
 LEFT_GRACE_S = 0.1
-MISMATCH_GRACE_S = 2.0  # how long a table waits for the ranks that have not come yet
-ENDED = Collective("ended")  # stands for the collective of an operation that has ended
+MISMATCH_GRACE_S = 2.0  # seconds to wait for missing ranks before the table is made
+ENDED = Collective("ended")  # replaces the collective of an operation that has ended
 OperationSteps = Generator[Wait | WaitAny | DeviceWait, None, None]
-NO_NEWS = 0  # the epoch of `Health` before any loss: one while the group was made is news, too
+NO_NEWS = 0  # epoch of `Health` before any loss: losses while the group was made count as well
 
 
 class Operation:
@@ -48,15 +48,15 @@ class Operation:
 
     Args:
         pages: The group's control pages.
-        channel: The channel that the steps go through; its `digest` and `site` are set from here.
+        channel: Channel of the steps; its `digest` and `site` are set by the operation.
         events: Recorder of begin, end and waits.
         statistics: Counters of the group.
-        collective: Collective to carry out; described, with a deadline.
+        collective: Collective to run; described, with a deadline.
         steps: The algorithm.
 
     Attributes:
         text: Description of the collective.
-        submitted: Set at the end, if the progress thread carries it out; else None.
+        submitted: Event that is set at the end, if the progress thread runs it; else None.
     """
 
     __slots__ = (
@@ -104,9 +104,9 @@ class Operation:
         self._wait: Wait | WaitAny | DeviceWait | None = None
         self._advancing = False  # a thread is taking steps
         self._span: Span | None = None
-        self._device_span: Span | None = None  # of a wait for a GPU
+        self._device_span: Span | None = None  # span of a wait for a GPU
         self._ended: list[Callable[[], None]] = []
-        self._left_ns = 0  # when it was first seen that a rank that is needed has left
+        self._left_ns = 0  # time when a needed rank was first seen to have left
         self._late = bool(pages.end_reason)
         timeout_s = collective.timeout_s or 0.0
         self._deadline_ns = pages.transport.clock.now_ns() + round(timeout_s * 1e9)
@@ -114,16 +114,16 @@ class Operation:
         statistics.nbytes += collective.nbytes
 
     def advance(self, *, in_turn: bool = False, until_wait: bool = False) -> bool:
-        """Go on as far as possible without waiting; return whether the operation has ended.
+        """Advance as far as possible without waiting; return whether the operation has ended.
 
         Args:
-            in_turn: Whether to wait for another thread that is taking steps, rather than to leave
-                the steps to it. A thread that waits for the operation does, since polling again and
-                again would keep the interpreter from the other thread.
-            until_wait: Whether to stop at the first wait, even if it is over.
+            in_turn: Whether to block while another thread takes steps, rather than to return. A
+                thread that waits for the operation blocks, since polling would keep the interpreter
+                from the other thread.
+            until_wait: Whether to stop at the first wait, even if it is complete.
         """
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # what the steps make and keep is used outside, too
+            with torch.inference_mode(False):  # tensors that the steps make are used outside, too
                 return self.advance(in_turn=in_turn, until_wait=until_wait)
         if self.done or not self._lock.acquire(blocking=in_turn):
             return self.done  # another thread is taking steps
@@ -141,8 +141,8 @@ class Operation:
         except PeerLostError as exc:
             self.fail(self._confirmed(exc))
         except BaseException as exc:
-            self.fail(exc)  # kept for whoever waits for it
-            if not isinstance(exc, Exception):  # an interrupt is for the thread, whatever it did
+            self.fail(exc)  # raised in the thread that waits
+            if not isinstance(exc, Exception):  # such as KeyboardInterrupt
                 raise
         finally:
             self._advancing = False
@@ -150,15 +150,15 @@ class Operation:
         return self.done
 
     def ready(self) -> bool:
-        """Return whether it has ended, or its wait is over and no thread is taking steps."""
+        """Return whether it has ended, or can advance and no thread is taking steps."""
         if self.done:
             return True
         return not self._advancing and (self._wait is None or self.pages.reached(self._wait))
 
     def awaited_line(self) -> tuple[memoryview | None, int]:
-        """Return the control line whose counter is waited for, and the value.
+        """Return the control line of the wait, and the value that its counter must reach.
 
-        The line is None if the wait is for several lines, or for one that does not exist yet.
+        The line is None if the wait is for several lines, or for a line that does not exist yet.
         """
         wait = self._wait
         if type(wait) is not Wait:
@@ -167,7 +167,7 @@ class Operation:
         return (channel or self.pages.channel(wait.channel)).line(wait.peer), wait.value
 
     def _confirmed(self, exc: PeerLostError) -> PeerLostError:
-        """Return the error for a rank whose memory is gone, with the verdict on its death."""
+        """Return the error for a rank whose memory is gone, with the confirmed cause of death."""
         loss = self.pages.transport.health.confirm(exc.rank)
         if loss is None:
             return exc
@@ -189,7 +189,7 @@ class Operation:
         )
 
     def check(self) -> None:
-        """Raise the reason if there is no point in waiting on."""
+        """Raise the group's error or the deadline's, if waiting longer is useless."""
         wait = self._wait
         if wait is None or self.done:
             return
@@ -199,7 +199,7 @@ class Operation:
         health = pages.transport.health
         awaited = _awaited(wait)
         needed = [peer for peer in awaited if not pages.gone(peer)] or awaited[:1]
-        health.check(pages.ranks, NO_NEWS)  # a death says more than what survivors say of it
+        health.check(pages.ranks, NO_NEWS)  # a death explains more than its effects
         for member in self.channel.peers:
             state = pages.state(member)
             if state.code == DISAGREED:
@@ -208,7 +208,7 @@ class Operation:
                 self._is_loss_published() and self._may_know_more()
             ):
                 raise self._abandoned(member, state)
-            # its state first: what it published before it closed the group still counts
+            # read the state first: steps that it published before closing still count
             if state.code == CLOSED and needed == [member] and not pages.reached(wait):
                 rank = pages.ranks[member]
                 if self._may_know_more():
@@ -216,7 +216,7 @@ class Operation:
                 health.missed.add(rank)
                 msg = f"rank {rank} has already left (it closed the group)"
                 raise PeerLostError(msg, rank=rank)
-        # after what the members say themselves: one that abandoned the group may have left since
+        # after the members' states: a member that abandoned the group may have left since
         if len(needed) == 1:
             rank = pages.ranks[needed[0]]
             loss = health.lost.get(rank)
@@ -235,9 +235,9 @@ class Operation:
         return CommTimeout(text)
 
     def _note_device_wait(self) -> None:
-        """Record that the operation waits for a GPU, or no longer does.
+        """Record that the operation waits for a GPU, or that this wait has ended.
 
-        Threads that sleep for it keep looking, since a GPU rings no bell.
+        Sleeping threads poll during such a wait, since a GPU cannot wake them.
         """
         wait, span = self._wait, self._device_span
         waits = self.pages.transport.bells.device_waits
@@ -251,15 +251,15 @@ class Operation:
             self._device_span = None
 
     def _ended_error(self, when: str = "") -> BraidError:
-        """Return the error to raise in a group that this rank has stopped."""
+        """Return the error for operations of a group that this rank has stopped."""
         pages = self.pages
         state = pages.state(pages.rank)
-        if state.code == DISAGREED and not self._late:  # found while this one was under way
+        if state.code == DISAGREED and not self._late:  # found during this operation
             return MismatchError(pages.end_reason)
         if state.value and not pages.abort_reason:
             return PeerLostError(pages.end_reason, rank=state.value - 1)
         reason = pages.abort_reason or pages.end_reason
-        msg = f"{self.text} cannot go on: its group ended{when}: {reason}"
+        msg = f"{self.text} cannot run: its group ended{when}: {reason}"
         return StaleError(msg)
 
     def _is_loss_published(self) -> bool:
@@ -268,22 +268,22 @@ class Operation:
         return any(state.code == ABANDONED and state.value for state in states)
 
     def _abandoned(self, member: int, state: MemberState) -> BraidError:
-        """Return the error to raise when a member has stopped the group."""
-        for other in self.channel.peers:  # who tells of a loss says more
+        """Return the error for a member that has stopped the group."""
+        for other in self.channel.peers:  # a member that reports a loss explains more
             state_there = self.pages.state(other)
             if state_there.code == ABANDONED and state_there.value:
                 member, state = other, state_there
         reason = self.pages.text_of(member, state.reason)
-        if state.value:  # it tells whom it has lost
+        if state.value:  # it reports a lost rank
             return PeerLostError(reason, rank=state.value - 1)
         msg = f"stopped because rank {self.pages.ranks[member]} abandoned the group: {reason}"
-        # whose deadline comes first is chance: all that wait for a missing rank raise the same
+        # any rank's deadline may come first: all that wait for a missing rank raise the same type
         return CommTimeout(msg) if reason.startswith("CommTimeout") else CommError(msg)
 
     def _may_know_more(self) -> bool:
-        """Return whether to wait a moment before believing a rank that left or tells of a loss.
+        """Return whether to wait briefly before using the report of a rank that left.
 
-        Another rank may have died first.
+        Another rank may have died before, and its death is the better explanation.
         """
         now_ns = self.pages.transport.clock.now_ns()
         if not self._left_ns:
@@ -295,18 +295,16 @@ class Operation:
         with self._lock:
             if self.done:
                 return
-            # a stopped peer may store into these tensors when it goes on: they live as long as the
-            # group
+            # a stopped peer may still store into these tensors: they live as long as the group
             self.pages.pinned.append((self._steps, self._collective.outs))
             self.error = self._explain(exc)
             if isinstance(self.error, MismatchError):
                 self.pages.stop(DISAGREED, reason=str(self.error))
             elif isinstance(exc, PeerLostError):
                 loss = self.pages.transport.health.lost.get(exc.rank)
-                left = loss is not None and loss.left
-                if not (
-                    self.pages.shares or left
-                ):  # inside of a host every rank sees it for itself
+                has_left = loss is not None and loss.left
+                # inside a host every rank detects the loss itself
+                if not (self.pages.shares or has_left):
                     self.pages.stop(ABANDONED, value=exc.rank + 1, reason=f"{exc}")
             else:
                 where = "" if self.text in str(exc) else f" in {self.text}"
@@ -322,11 +320,11 @@ class Operation:
             error = PeerLostError(f"{exc}, while rank {rank} was in {where}", rank=exc.rank)
         else:
             return exc
-        error.__suppress_context__ = True  # how it was noticed is no news to the reader
+        error.__suppress_context__ = True  # the original exception would not help the user
         return error
 
     def _table(self, exc: Disagreement) -> str:
-        """Wait a moment for the ranks that have not come, then read the line of every member."""
+        """Wait briefly for missing ranks, then make the table of all members' operations."""
         pages, channel = self.pages, self.channel
         members = range(pages.size) if exc.members is None else exc.members
         clock = pages.transport.clock
@@ -358,7 +356,7 @@ class Operation:
     def on_done(self, call: Callable[[], None]) -> None:
         """Call `call` when the operation has succeeded or failed, in the thread that ends it.
 
-        It is called at once if the operation has ended.
+        If the operation has already ended, call it now.
         """
         with self._lock:
             if not self.done:
@@ -367,7 +365,7 @@ class Operation:
         _call_back(call)
 
     def note_wait(self, waited_ns: int) -> None:
-        """Record that a thread has waited for this operation."""
+        """Record that a thread has waited `waited_ns` for this operation."""
         if waited_ns:
             self.statistics.waited_ns += waited_ns
             now_ns = self.pages.transport.clock.now_ns()
@@ -384,26 +382,26 @@ class Operation:
         self.done = True
         if self._device_span is not None:
             self._note_device_wait()
-        self._collective = ENDED  # whoever keeps the Work keeps the result only, not the inputs
+        self._collective = ENDED  # a Work keeps the result alive, not the inputs
         if self._span is not None:
             self._span.end()
         if self._ended:
-            ended, self._ended = self._ended, []  # they hold what was returned
+            ended, self._ended = self._ended, []  # callbacks refer to results
             for call in ended:
                 _call_back(call)
 
 
 def _awaited(wait: Wait | WaitAny | DeviceWait) -> list[int]:
-    """Return the members for which an operation waits; none while it waits for a GPU."""
+    """Return the members that an operation waits for; none while it waits for a GPU."""
     if isinstance(wait, DeviceWait):
         return []
     return [one.peer for one in (wait.waits if isinstance(wait, WaitAny) else (wait,))]
 
 
 def _call_back(call: Callable[[], None]) -> None:
-    """Call `call`; report an exception as that of a thread, so that taking steps goes on."""
+    """Call `call`; report an exception to `threading.excepthook`, so that steps can continue."""
     try:
         call()
-    except Exception as exc:  # noqa: BLE001 - nobody is there to catch it
+    except Exception as exc:  # noqa: BLE001 - no caller could handle it
         thread = threading.current_thread()
         threading.excepthook(threading.ExceptHookArgs((type(exc), exc, exc.__traceback__, thread)))

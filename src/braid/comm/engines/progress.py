@@ -1,16 +1,17 @@
-"""Progress of operations: the steps are taken by threads that wait, or by the progress thread.
+"""Progress of operations: steps are taken by threads that wait, or by the progress thread.
 
-A started operation needs this rank's steps even while the rank waits for something else. If rank 0
-waited for bucket A and rank 1 for bucket B, and each advanced only its own bucket, neither would
-end (MPI calls this the progress rule). So a thread that waits takes the steps of every started
+A started operation needs this rank's steps even while the rank waits for another operation. If rank
+0 waited for bucket A and rank 1 for bucket B, and each advanced only one bucket, neither would end
+(MPI calls this the progress rule). So a thread that waits takes the steps of every started
 operation as they become possible.
 
-`StepsBy.THREAD` hands an operation to the progress thread. Operations of one channel are carried
-out in the order in which they were started. Operations of different channels advance independently,
-so a late one blocks no other. If a thread of the program carries out the operations ahead on a
-channel, the progress thread takes the steps of all of them only while no thread waits. The progress
-thread exists only while something is under way. While it runs, the interpreter's switch interval is
-lowered (a 1 MiB all-reduce would pay the default of 5 ms several times) and restored afterwards.
+`StepsBy.THREAD` passes an operation to the progress thread. Operations of one channel run in the
+order in which they were started. Operations of different channels advance independently, so a late
+one does not block another. If threads of the program run earlier operations on a channel, the
+progress thread takes the steps of that channel only while no thread waits. The progress thread
+exists only while operations are in progress. While it runs, the interpreter's switch interval is
+lowered (a 1 MiB all-reduce would wait for the default of 5 ms several times) and restored
+afterwards.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ __all__ = ["Progress"]
 
 SWITCH_INTERVAL_S = 1e-4
 CLOSE_GRACE_S = 5.0
-LOOK_S = 0.05  # between two looks of a thread that waits for the progress thread
+LOOK_S = 0.05  # between two checks of a thread that waits for the progress thread
 
 
 class Progress:
-    """Takes the steps of all operations of one rank; owns the progress thread. A context manager.
+    """Scheduler of all operations of one rank; a context manager that owns the progress thread.
 
     Args:
-        transport: This rank's end of the transport, whose waits are carried out here.
+        transport: This rank's end of the transport.
     """
 
     def __init__(self, transport: MemoryTransport) -> None:
@@ -46,8 +47,8 @@ class Progress:
         self._now_ns = transport.clock.now_ns
         self._lock = threading.Lock()
         self._ordering = threading.Lock()  # held while an operation enters or leaves a channel
-        self._started: list[Operation] = []  # in order, whether or not a thread waits for them
-        self._num_started = 0  # of operations that did not end in `start`
+        self._started: list[Operation] = []  # in order, with and without waiting threads
+        self._num_started = 0  # number of operations that did not end in `start`
         self._queues: dict[Channel, deque[Operation]] = {}
         self._handed_over: list[Operation] = []  # for the progress thread while no thread waits
         self._thread: threading.Thread | None = None
@@ -56,7 +57,7 @@ class Progress:
         self._waiting: set[int] = set()  # threads in `wait`
 
     def execute(self, operation: Operation) -> None:
-        """Carry out a new operation in this thread, after the operations queued on its channel."""
+        """Run a new operation in this thread, after the operations queued on its channel."""
         if self._transport.forked or self._thread is not None:
             self.check_caller(operation.text)
         with self._ordering:
@@ -75,7 +76,7 @@ class Progress:
 
         Args:
             operation: Operation that has taken no step.
-            steps_by: Policy for the steps.
+            steps_by: Thread that takes the steps.
             opens: Whether to take the first step in any case. It only publishes the address of a
                 tensor, and no other operation is ahead on the channel.
         """
@@ -109,15 +110,15 @@ class Progress:
             self._wake()
 
     def _pending(self, channel: Channel) -> bool:
-        """Return whether an operation that was started on `channel` has not ended."""
+        """Return whether an operation on `channel` that was started earlier has not ended."""
         return any(o.channel is channel and not o.done for o in tuple(self._started))
 
     def advance_started(self) -> bool:
-        """Advance the first started operation of each channel; return whether any of them moved."""
+        """Advance the first started operation of each channel; return whether any advanced."""
         return self._advance(self._heads())
 
     def _advance(self, heads: list[Operation]) -> bool:
-        """Advance the operations that are ready and in no other thread's hands.
+        """Advance the operations that are ready and not in use by another thread.
 
         Returns:
             Whether there were any.
@@ -129,12 +130,12 @@ class Progress:
                 if operation.advance():
                     self._strike(operation)
                     self._transport.bells.ring_own()  # another thread may wait for the next one
-                elif operation.ready():  # a thread that found it in use may be asleep now
+                elif operation.ready():  # a thread that found it in use may sleep now
                     self._transport.bells.ring_own()
         return moved
 
     def poll(self, operation: Operation) -> None:
-        """Take the possible steps, until `operation` has ended or no operation moves."""
+        """Take possible steps, until `operation` has ended or no operation can advance."""
         if not operation.done and self._transport.forked:
             self.refuse_fork()
         if self._waiting - {threading.get_ident()}:
@@ -143,7 +144,7 @@ class Progress:
             pass
 
     def _heads(self) -> list[Operation]:
-        """Return the first started operation of each channel, and forget those that have ended."""
+        """Return the first started operation of each channel, and remove ended operations."""
         heads: dict[Channel, Operation] = {}
         for operation in tuple(self._started):
             if not operation.done:
@@ -174,12 +175,11 @@ class Progress:
         """Wait for an operation, and take the steps of all started operations meanwhile.
 
         Args:
-            operation: Started operation. If the progress thread carries it out, this waits for the
-                thread.
-            timeout_s: Seconds for this wait, within the operation's own deadline.
+            operation: Started operation. If the progress thread runs it, this waits for the thread.
+            timeout_s: Seconds for this wait; the operation's deadline still applies.
 
         Raises:
-            CommTimeout: `timeout_s` passed; the operation goes on.
+            CommTimeout: `timeout_s` passed; the operation continues.
             CommError: The operation failed.
         """
         if not operation.done and (self._transport.forked or self._thread is not None):
@@ -190,7 +190,7 @@ class Progress:
             self._take_steps(operation, timeout_s)
 
     def _take_steps(self, operation: Operation, timeout_s: float | None) -> None:
-        """Take all steps of `operation`, and those of the operations ahead of it on its channel."""
+        """Take all steps of `operation`, and of operations ahead of it on its channel."""
         start_ns = self._now_ns()
         late = None if timeout_s is None else self._late(timeout_s)
         thread, started = threading.get_ident(), self._started
@@ -204,7 +204,7 @@ class Progress:
                 if late is not None and late():
                     break
                 self._wait(operation, late)
-        except BaseException as exc:  # noqa: BLE001 - peers must learn of interrupts, too
+        except BaseException as exc:  # noqa: BLE001 - peers must be notified of interrupts
             operation.fail(exc)
         finally:
             self._waiting.discard(thread)
@@ -219,7 +219,7 @@ class Progress:
             raise CommTimeout(_timeout_text(operation, timeout_s))
 
     def _wait(self, operation: Operation, late: Callable[[], bool] | None) -> None:
-        """Block until a step is possible; the time is added to the operation's record."""
+        """Block until a step is possible; add the time to the operation's record."""
         start_ns = self._now_ns()
         ready = self._watcher(operation, late)
         try:
@@ -254,7 +254,7 @@ class Progress:
             _raise_error(operation)
 
     def refuse_fork(self) -> None:
-        """Raise StaleError in a forked child, whose steps would count as its parent's."""
+        """Raise StaleError in a forked child, whose steps would count as the parent's."""
         if self._transport.forked:
             msg = (
                 "this process was forked from the one that made the group: use the group, its "
@@ -268,8 +268,8 @@ class Progress:
         self.refuse_fork()
         if threading.current_thread() is self._thread:
             msg = (
-                f"a callback waits for {text} in the thread that carries it out: start it there "
-                "with async_op=True, and wait for it in a thread of the program"
+                f"a callback waits for {text} in the thread that runs it: start it there with "
+                "async_op=True, and wait for it in a thread of the program"
             )
             raise StaleError(msg)
 
@@ -289,7 +289,7 @@ class Progress:
         self._wake()
 
     def _wake(self) -> None:
-        """Make the progress thread look at its queues; start the thread if there is none."""
+        """Wake the progress thread to check its queues; start the thread if there is none."""
         with self._lock:
             self._fresh = True
             if self._thread is None:
@@ -300,7 +300,7 @@ class Progress:
         self._transport.bells.ring_own()
 
     def abandon(self, pages: ControlPages) -> None:
-        """Fail the operations under way in a group that is being closed."""
+        """Fail the operations in progress in a group that is being closed."""
         with self._lock:
             queued = [o for queue in self._queues.values() for o in queue]
         for operation in (*self._started, *queued):
@@ -314,8 +314,7 @@ class Progress:
         """End the progress thread.
 
         Args:
-            grace_s: Seconds for the operations under way. Those that last longer fail with
-                StaleError.
+            grace_s: Seconds for the operations in progress. After that, they fail with StaleError.
         """
         thread = self._thread
         if thread is None:
@@ -340,10 +339,10 @@ class Progress:
         return lambda: now_ns() >= end_ns
 
     def _watcher(self, operation: Operation, late: Callable[[], bool] | None) -> Callable[[], bool]:
-        """Return the condition that ends a wait: `operation` can move, or another one has started.
+        """Return the condition that ends a wait: `operation` can advance, or another has started.
 
-        Most waits are for one counter while nothing else has been started. Such a wait is resolved
-        to the counter's memory once, so that each check costs a single call.
+        Most waits are for one counter while no other operation has been started. Such a wait reads
+        the counter's memory directly, so that each check costs a single call.
         """
         seen = self._num_started  # first: an operation that starts from now on must end the wait
         if late is None and len(self._started) == 1:
@@ -358,13 +357,13 @@ class Progress:
         late: Callable[[], bool] | None,
         is_ready: Callable[[], bool] | None = None,
     ) -> Callable[[], bool]:
-        """Return the condition that some operation can move, or that the wait is late.
+        """Return the condition that some operation can advance, or that the wait is late.
 
         Args:
             operation: Operation that the caller waits for.
             late: Function that returns whether the wait's deadline has passed; None without one.
             is_ready: Condition to use instead of `operation.ready`, for an operation that the
-                progress thread carries out.
+                progress thread runs.
         """
         seen = self._num_started
         looks = [o.ready for o in self._heads() if o is not operation]
@@ -374,7 +373,7 @@ class Progress:
         return lambda: self._num_started != seen or any(look() for look in looks)
 
     def _run(self) -> None:
-        """Take turns until there is nothing to do: the body of the progress thread."""
+        """Run turns until all operations have ended: the body of the progress thread."""
         interval = sys.getswitchinterval()
         sys.setswitchinterval(min(interval, SWITCH_INTERVAL_S))
         try:
@@ -386,7 +385,7 @@ class Progress:
     def _turn(self) -> bool:
         """Advance the queued operations, and the started ones left to the progress thread.
 
-        The thread sleeps if none of them moved. Returns False when all have ended.
+        The thread sleeps if none of them advanced. Returns False when all have ended.
         """
         with self._lock:
             heads = [queue[0] for queue in self._queues.values()]
@@ -415,7 +414,7 @@ class Progress:
         return True
 
     def _sleep(self, heads: list[Operation], started: list[Operation]) -> None:
-        """Sleep until an operation of the progress thread can move, or the thread is woken."""
+        """Sleep until an operation of the progress thread can advance, or the thread is woken."""
         watched = [(o, self._drop) for o in heads] + [(o, self._strike) for o in started]
 
         def ready() -> bool:
@@ -442,15 +441,15 @@ class Progress:
 
 
 def _closed(operation: Operation) -> StaleError:
-    return StaleError(f"the group was closed while {operation.text} was under way")
+    return StaleError(f"the group was closed while {operation.text} was in progress")
 
 
 def _timeout_text(operation: Operation, timeout_s: float | None) -> str:
-    return f"{operation.text} has not ended within {timeout_s:g} s and goes on: wait again"
+    return f"{operation.text} has not ended within {timeout_s:g} s and continues: wait again"
 
 
 def _raise_error(operation: Operation) -> None:
-    """Raise the operation's error; braid's own without the frames in which it was noticed."""
+    """Raise the operation's error; braid's errors without the frames of the thread that failed."""
     assert operation.error is not None
     if isinstance(operation.error, BraidError):
         raise operation.error.with_traceback(None)

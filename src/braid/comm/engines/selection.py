@@ -1,17 +1,18 @@
 """Selects the algorithm for each size, from measured costs of a few primitives and closed forms.
 
-Every algorithm's cost is a form over five primitives. Four of them are piecewise in the size of the
-tensor, since a copy that stays in the cache is several times as fast as one that does not:
+The cost of every algorithm is a formula over five primitives. Four of them are piecewise in the
+size of the tensor, since a copy within the cache is several times as fast as a copy that exceeds
+it:
 
     a         a step of the group on few bytes          copy(l)   a byte between a tensor and a slot
     add(l)    a byte added to a tensor from a slot      pull(l)   a byte copied between processes
-    send(l)   a byte through the network card of a host; nothing where memory is shared
+    send(l)   a byte through the network card of a host; zero if memory is shared
 
 All ranks measure them together when the group of all ranks is made (`measure`), so that they share
-the bandwidth of the memory as they will later. Rank 0's figures are handed to all ranks, so all
-choose alike. Sub-groups use the same figures with their own number of ranks. Inside of a host all
-choices give the same bits: they differ in speed only. Over hosts `hierarchical` takes sums in
-another order, unless the group keeps the order of ranks.
+the memory bandwidth as in later operations. All ranks use rank 0's figures, so all choose the same
+algorithm. Sub-groups use the same figures with another number of ranks. Inside a host all
+algorithms give the same bits: they differ only in speed. Over hosts `hierarchical` sums in another
+order, unless the group requires the order of ranks.
 
 Source: the a + b l model with piecewise b of Hockney, "The communication challenge for MPP" (1994).
 """
@@ -44,16 +45,14 @@ __all__ = [
     "predicted_s",
 ]
 
-MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)  # the last one in no cache
+MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)  # the last one exceeds any cache
 STEP_BYTES = 64
 SENT_BYTES = (64 << 10, 1 << 20)
-SIZES = tuple(1 << power for power in range(12, 31))  # where tables may change: 4 KiB to 1 GiB
+SIZES = tuple(1 << power for power in range(12, 31))  # possible table bounds: 4 KiB to 1 GiB
 REPEATS = 3
-CLEARLY = 0.9  # share of the present algorithm's time at which a better one takes over
-NUM_SYNCS = 20  # and calls
-LEAST_RATE = (
-    1e-12  # seconds per byte; a small one next to a slow synchronisation may come out negative
-)
+CLEARLY = 0.9  # another algorithm is chosen below this share of the current algorithm's time
+NUM_SYNCS = 20  # also the number of timed calls
+LEAST_RATE = 1e-12  # seconds per byte; a small difference of two measured times may be negative
 
 Piecewise = tuple[tuple[int, float], ...]  # (from bytes, seconds per byte)
 
@@ -65,10 +64,9 @@ class PrimitiveCosts(NamedTuple):
         sync_s: Seconds of one synchronisation of all ranks.
         copy: Seconds per byte of a copy, piecewise.
         add: Seconds per byte of an addition, piecewise.
-        pull: Seconds per byte of a copy by the kernel; empty where the kernel does not permit it.
-        measured: Whether these are figures of this machine.
-        send: Seconds per byte that a host sends with all of its ranks; empty where memory is
-            shared.
+        pull: Seconds per byte of a copy by the kernel; empty if the kernel does not permit it.
+        measured: Whether the figures were measured on this machine.
+        send: Seconds per byte that a host sends with all of its ranks; empty if memory is shared.
         call_s: Seconds of a call besides its steps; the same for all algorithms.
     """
 
@@ -81,14 +79,14 @@ class PrimitiveCosts(NamedTuple):
     call_s: float = 0.0
 
 
-# of a two-core virtual machine, for worlds that do not measure (ranks as threads, tests)
+# measured on a two-core virtual machine, for worlds that do not measure (ranks as threads, tests)
 DEFAULT_COSTS = PrimitiveCosts(
     3e-6,
     ((64 << 10, 0.03e-9), (512 << 10, 0.04e-9), (4 << 20, 0.09e-9)),
     ((64 << 10, 0.04e-9), (512 << 10, 0.05e-9), (4 << 20, 0.12e-9)),
     ((64 << 10, 0.08e-9), (512 << 10, 0.08e-9), (4 << 20, 0.12e-9)),
 )
-# of a network of 10 Gbit/s
+# for a network of 10 Gbit/s
 DEFAULT_NETWORK_COSTS = DEFAULT_COSTS._replace(sync_s=60e-6, pull=(), send=((64 << 10, 0.8e-9),))
 
 
@@ -100,12 +98,12 @@ def predicted_s(
     costs: PrimitiveCosts,
     nodes: NodeMap | None = None,
 ) -> float:
-    """Return the seconds that an algorithm takes.
+    """Return the predicted seconds of an algorithm.
 
     Args:
         kind: Operation.
         algorithm: direct, two_phase, pulled or hierarchical for all_reduce; staged, pulled or
-            hierarchical for the others.
+            hierarchical for other operations.
         nbytes: l, bytes of the largest full buffer of a rank.
         size: n, number of ranks.
         costs: Costs of the primitives.
@@ -167,8 +165,8 @@ _FORMS: dict[tuple[str, str], _Form] = {
     ("send", "staged"): lambda _n, l, _: (_chunks(l), l + min(l, CHUNK_BYTES), 0, 0),  # noqa: E741
     ("send", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
 }
-# (n, l, nodes) -> synchronisations, bytes that the busiest host sends; for operations that have a
-# choice where memory is not shared
+# (n, l, nodes) -> synchronisations, bytes that the busiest host sends; for operations that have
+# several algorithms if memory is not shared
 _SENT: dict[tuple[str, str], Callable[[int, int, NodeMap], tuple[float, float]]] = {
     ("all_reduce", "direct"): lambda _n, l, nodes: (  # noqa: E741
         _chunks(l, SENT_CHUNK_BYTES),
@@ -209,11 +207,11 @@ _SENT: dict[tuple[str, str], Callable[[int, int, NodeMap], tuple[float, float]]]
 }
 _KINDS = tuple(dict.fromkeys(kind for kind, _ in _FORMS))
 _Table: TypeAlias = tuple[list[int], list[str]]
-_FIRST = {"all_reduce": "direct"}  # of small tensors; all others begin with staged
+_FIRST = {"all_reduce": "direct"}  # for small tensors; other operations begin with staged
 
 
 class Selection:
-    """The choices for groups of one size.
+    """Choices of algorithms for groups of one size.
 
     Args:
         costs: Costs of the primitives.
@@ -237,7 +235,7 @@ class Selection:
         self.may_pull = may_pull and bool(costs.pull)
         self.nodes = nodes
         self._in_order = in_order
-        self._tables: dict[str, _Table] = {}  # of the operations that have been asked for
+        self._tables: dict[str, _Table] = {}  # by operation, made at first use
 
     def choose(self, kind: str, nbytes: int) -> str:
         """Return the algorithm for an operation on `nbytes` bytes; staged if there is only one."""
@@ -245,7 +243,7 @@ class Selection:
         return names[bisect.bisect(bounds, nbytes)]
 
     def explain(self) -> str:
-        """Return the choices in words, with the predictions that decided them."""
+        """Return a text with the choices and the predicted times behind them."""
         origin = "measured here" if self.costs.measured else "built in, not measured here"
         lines = [
             f"{self.size} ranks, costs {origin}: synchronisation {self.costs.sync_s * 1e6:.1f} us"
@@ -285,7 +283,7 @@ class Selection:
         return names
 
     def _may_divide(self, kind: str) -> bool:
-        """Return whether to work inside of each host first."""
+        """Return whether an algorithm may work inside each host first."""
         if self.nodes is None:
             return False
         alone = len(self.nodes.hosts) == self.size
@@ -293,12 +291,12 @@ class Selection:
         return kind == "all_reduce" if alone else not (reduces and self._in_order)
 
     def _predicted_s(self, kind: str, name: str, nbytes: int) -> float:
-        # each rank has its own figure of what a call takes, and all must choose alike
+        # each rank measures its own time per call, but all must choose the same algorithm
         costs = self.costs._replace(call_s=0.0)
         return predicted_s(kind, name, nbytes, self.size, costs, self.nodes)
 
     def _table(self, kind: str) -> _Table:
-        """Return the sizes from which on another algorithm is chosen, and the algorithms."""
+        """Return the sizes at which the choice changes, and the chosen algorithms."""
         bounds: list[int] = []
         names = [_FIRST.get(kind, "staged")]
         for nbytes in SIZES if kind in _KINDS else ():
@@ -319,11 +317,11 @@ def measure(
     nodes: NodeMap | None = None,
     results: list[PrimitiveCosts],
 ) -> Steps:
-    """Measure the primitives on all ranks together and append rank 0's figures to `found`.
+    """Measure the primitives on all ranks together and append rank 0's figures to `results`.
 
-    Cost: some 50 ms of two ranks, once per job; on a network of 1 Gbit/s as much again.
+    Cost: some 50 ms of two ranks, once per job; on a network of 1 Gbit/s another 50 ms.
     """
-    # written, for pages that are only read would all be the kernel's one page of zeros
+    # filled, since the kernel maps all pages that are only read to one page of zeros
     x, out = (
         torch.empty(MEASURED_BYTES[-1], dtype=torch.uint8, device="cpu").fill_(0) for _ in range(2)
     )
@@ -334,15 +332,14 @@ def measure(
     remote = remote_of(ch, peer, x.numel(), x.dtype) if may_pull and peer != ch.rank else None
     syncs = []
     little = x[:STEP_BYTES]
-    for _ in range(
-        NUM_SYNCS
-    ):  # a whole step, since on few bytes its calls of torch take most of the time
+    # whole steps with a reduction: on few bytes, calls of torch take most of the time
+    for _ in range(NUM_SYNCS):
         start_ns = clock.now_ns()
         ch.own.stage(little)
         yield from ch.publish_and_wait()
         combine([little, ch.peek(peer, STEP_BYTES, x.dtype)], little, "max", None)
         syncs.append(clock.now_ns() - start_ns)
-    # not the mean: one rank that lost its core for a millisecond would make every chunk look dear
+    # not the mean: a rank that lost its core for a millisecond would raise the cost of every chunk
     figures = [median(syncs) * 1e-9]
     for act in (_copy, _add):
         for nbytes in MEASURED_BYTES:
@@ -358,11 +355,11 @@ def measure(
                 remote.read(low, out[low : min(low + CHUNK_BYTES, nbytes)])
             times.append((clock.now_ns() - start_ns) * 1e-9 / nbytes)
         figures.append(min(times[1:], default=0.0))
-    yield from ch.publish_and_wait()  # nobody reads `x` any more
+    yield from ch.publish_and_wait()  # no rank reads `x` now
     for nbytes in SENT_BYTES:
         hosts = nodes or NodeMap.of(range(ch.size))
         figures += [(yield from _sent(ch, clock, x[:nbytes], hosts, sync_s=figures[0]))]
-    # little data may fit into buffers on the way and seem to take no time; the next call finds them
+    # little data may fit into network buffers and seem to take no time; the next call finds them
     # full
     for i in range(2, 1 + len(SENT_BYTES)):
         figures[-i] = max(figures[-i], figures[1 - i])
@@ -403,7 +400,7 @@ def _passes(
     out: torch.Tensor,
     peer: int,
 ) -> Generator[Wait | WaitAny, None, float]:
-    """Seconds per byte that `act` takes, on what a peer has staged if memory is shared."""
+    """Return the seconds per byte of `act`, on a peer's staged data if memory is shared."""
     uses = []
     for _ in range(REPEATS):
         spent_ns = 0
@@ -426,10 +423,10 @@ def _pass(
     other: torch.Tensor,
     peer: int,
 ) -> Generator[Wait | WaitAny, None, int]:
-    """Stage a chunk and use the peer's, which lies in another core's cache, as in a collective.
+    """Stage a chunk and use the peer's chunk, which is in another core's cache as in a collective.
 
-    What is copied goes elsewhere than where it was staged from, to memory that is in no cache; what
-    is added stays in its place.
+    A copy writes to other memory than was staged, which is in no cache; an addition writes to the
+    staged tensor.
     """
     start_ns = clock.now_ns()
     ch.own.stage(part)
@@ -439,7 +436,7 @@ def _pass(
     start_ns = clock.now_ns()
     weight = act(other if act is _copy else part, theirs)
     used_ns = clock.now_ns() - start_ns
-    # a copy is the mean of the two ways; an addition is timed alone
+    # a copy is the mean of staging and reading; an addition is timed alone
     return (staged_ns + used_ns) // 2 if weight == 2 else used_ns
 
 
@@ -455,7 +452,7 @@ def _add(part: torch.Tensor, theirs: torch.Tensor) -> int:
 
 
 def _at(rates: Piecewise, nbytes: int) -> float:
-    """Rate at a size: constant outside of what was measured, the nearest lower one inside."""
+    """Return the rate at a size: of the next smaller measured size, or of the smallest."""
     if not rates:
         return 0.0
     index = bisect.bisect([size for size, _ in rates], nbytes) - 1
@@ -467,6 +464,6 @@ def _chunks(nbytes: float, chunk_bytes: int = CHUNK_BYTES) -> int:
 
 
 def _offered(nbytes: float) -> int:
-    """Number of steps, with one to learn what is registered unless one chunk holds it all."""
+    """Return the number of steps; several chunks need one more, to compare registrations."""
     chunks = _chunks(nbytes)
     return chunks + (chunks > 1)

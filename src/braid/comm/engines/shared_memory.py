@@ -1,4 +1,4 @@
-"""Carries out collectives in shared memory: selects channel and algorithm for `Progress`."""
+"""Engine for shared memory: selects channel and algorithm of each collective for `Progress`."""
 
 from __future__ import annotations
 
@@ -47,18 +47,17 @@ LOG = logging.getLogger(__name__)
 
 
 class SharedMemoryEngine:
-    """Carries out collectives in memory that is shared inside hosts and mirrored between them.
+    """Engine that runs collectives in memory shared inside hosts and mirrored between them.
 
-    A group of one rank has nothing to move: it leaves CUDA tensors on their GPU.
+    A group of one rank leaves CUDA tensors on their GPU.
 
     Args:
         transport: This rank's end of the transport.
         pages: Control pages of the group.
         progress: Progress of this rank's operations.
         events: Recorder of the rank.
-        costs: Costs that were measured where all ranks share memory (True) and where they do not;
-            shared by all groups.
-        in_order: Whether to sum in the order of ranks over several hosts, too, whatever it costs.
+        costs: Measured costs by whether all ranks share memory; shared by all groups.
+        in_order: Whether to sum in the order of ranks even over several hosts, at any cost.
         owns_progress: Whether closing this engine ends the progress thread.
     """
 
@@ -87,21 +86,19 @@ class SharedMemoryEngine:
         self._owns_progress = owns_progress
         self._collectives = pages.channel(0)
         self._mailbox = Mailbox(pages)
-        self._views: deque[Channel] = (
-            deque()
-        )  # of what is sent here, one for each receive under way
-        self._ordering = threading.Lock()  # threads take their places on a channel one by one
+        self._views: deque[Channel] = deque()  # of the incoming line, one per receive in progress
+        self._ordering = threading.Lock()  # orders the threads that enter a channel
         self._first_pages: dict[int, Block] = {}
         self._programs = Programs(pages.rank, pages.size)
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a forked child of the one that made the engine."""
+        """Whether this process is a forked child of the process that made the engine."""
         return self.transport.forked
 
     @property
     def capabilities(self) -> Capabilities:
-        """All capabilities; private memory is read only where the host permits it."""
+        """All capabilities; reading private memory needs the host's permission."""
         shares = self.shares
         between_hosts = ("registered",) if shares else ("hierarchical",)
         pulled = ("pulled",) if shares and self.transport.may_pull else ()
@@ -111,9 +108,9 @@ class SharedMemoryEngine:
         return Capabilities(algorithms=algorithms, adopts=shares, rank_order=ordered)
 
     def tune(self, timeout_s: float) -> None:
-        """Measure what the choice of algorithms depends on. All members call it.
+        """Measure the costs for the choice of algorithms. All members call it.
 
-        Cost: some 50 ms, once a job.
+        Cost: some 50 ms, once per job.
         """
         if self.pages.size == 1:
             return
@@ -139,20 +136,20 @@ class SharedMemoryEngine:
 
     @property
     def costs(self) -> str:
-        """Measured costs, for `use_costs`; empty without."""
+        """Measured costs, for `use_costs`; empty if not measured."""
         by_name = {str(int(shares)): costs for shares, costs in self._costs.items()}
         return msgspec.json.encode(by_name).decode() if by_name else ""
 
     def use_costs(self, costs: str) -> None:
-        """Choose algorithms by what another engine has measured; the same on all members."""
+        """Choose algorithms by another engine's measured costs; the same on all members."""
         by_name = msgspec.json.decode(costs, type=dict[str, PrimitiveCosts])
-        self._costs.update({name == "1": own for name, own in by_name.items()})
+        self._costs.update({name == "1": values for name, values in by_name.items()})
         self.selection = self._select()
 
     def _call_s(self, barrier: Collective, sync_s: float) -> float:
-        """Return the seconds that a call takes besides its steps, of which a barrier has one.
+        """Return the seconds that a call takes in addition to its steps; a barrier has one step.
 
-        Each rank has its own figure, since no choice depends on it.
+        Ranks may have different figures, since no choice depends on them.
         """
         now_ns, spent_ns = self.transport.clock.now_ns, []
         for _ in range(NUM_SYNCS):
@@ -162,7 +159,7 @@ class SharedMemoryEngine:
         return max(0.0, median(spent_ns) * 1e-9 - sync_s)
 
     def explain(self) -> str:
-        """Say which algorithm is chosen for which size, and why."""
+        """Return a text: which algorithm is chosen for which size, and why."""
         return self.selection.explain()
 
     def record(self) -> dict[str, list[tuple[int, str]]]:
@@ -170,13 +167,13 @@ class SharedMemoryEngine:
         return self.selection.record()
 
     def run(self, collective: Collective) -> None:
-        """Carry a collective out in this thread, behind what is queued on the same channel."""
-        if collective.kind == "recv":  # once it is posted it takes a message, even if refused
+        """Run a collective in this thread, after operations queued on the same channel."""
+        if collective.kind == "recv":  # once posted, it would take a message even if refused
             self.progress.check_caller(collective.text)
         self.progress.execute(self._operation(collective))
 
     def start(self, collective: Collective, steps_by: StepsBy) -> Work:
-        """Start a collective behind what was started on its channel."""
+        """Start a collective after the operations started on its channel."""
         operation = self._operation(collective)
         progress = self.progress
         progress.start(operation, steps_by)
@@ -189,12 +186,12 @@ class SharedMemoryEngine:
         return MemoryRequest(self, collective, channel)
 
     def advance(self) -> bool:
-        """Take the steps that are possible now of all operations that this rank has started."""
+        """Take the steps that are possible now, of all operations that this rank has started."""
         self.progress.refuse_fork()
         return self.progress.advance_started()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor in the arena, whose collectives need no copies."""
+        """Return a tensor in the arena; collectives on it need no copies."""
         return self.transport.arena.empty(shape, dtype)
 
     def adopt(self, x: torch.Tensor) -> None:
@@ -214,9 +211,9 @@ class SharedMemoryEngine:
     def subset(self, order: Sequence[int], tokens: Sequence[int]) -> SharedMemoryEngine:
         """Return the engine of a new group of the members `order`."""
         ranks = tuple(self.pages.ranks[member] for member in order)
-        own = list(order).index(self.pages.rank)
-        self._first_pages.pop(tokens[own], None)
-        pages = ControlPages(self.transport, ranks, own, list(tokens), retired=self.pages.retired)
+        me = list(order).index(self.pages.rank)
+        self._first_pages.pop(tokens[me], None)
+        pages = ControlPages(self.transport, ranks, me, list(tokens), retired=self.pages.retired)
         return SharedMemoryEngine(
             self.transport,
             pages,
@@ -227,14 +224,12 @@ class SharedMemoryEngine:
         )
 
     def hand_over_to(self, engine: SharedMemoryEngine) -> None:
-        """Give the progress thread to `engine`."""
-        self.progress.abandon(
-            self.pages
-        )  # what is under way here must not be taken for the other's
+        """Transfer the ownership of the progress thread to `engine`."""
+        self.progress.abandon(self.pages)  # fail operations here before `engine` uses the thread
         engine._owns_progress, self._owns_progress = self._owns_progress, False
 
     def stop(self, reason: str) -> None:
-        """Tell the members that this rank takes no further part."""
+        """Publish that this rank has left the group."""
         self.pages.abort_reason = reason
         self.pages.stop(ABANDONED, reason=reason)
 
@@ -243,9 +238,8 @@ class SharedMemoryEngine:
         if self._owns_progress:
             self.progress.close()
         self.progress.abandon(self.pages)
-        if (
-            self._owns_progress
-        ):  # the group of all ranks ends with the transport, and its memory then
+        # the memory of the group of all ranks is freed with the transport
+        if self._owns_progress:
             self.pages.stop(CLOSED)
         else:
             self.pages.close()
@@ -278,7 +272,7 @@ class SharedMemoryEngine:
         source = c.peer if c.peer >= 0 else None
         x = c.outs[0].view(torch.uint8)
         receipt = self._mailbox.post(x, c.tag, source, digest=c.digest, site=c.site)
-        view = self._view(c.peer)  # one of its own: no receive waits for another one
+        view = self._view(c.peer)  # one per receive: receives do not block each other
         steps: OperationSteps = self._mailbox.steps(receipt)
         if c.copies is not None and c.copies.needed:
             steps = c.copies.around(steps)
@@ -313,7 +307,7 @@ class SharedMemoryEngine:
     def steps(
         self, c: Collective, channel: Channel, scale: float | None, residuals: Residuals | None
     ) -> Steps:
-        """Return the generator of an algorithm; nothing happens before its first step."""
+        """Return the generator of an algorithm; nothing runs before its first step."""
         kind = c.kind
         if self.pages.size == 1 and c.algorithm is None and kind != "send":
             return alone(channel, c.kind, c.outs, c.ins, c.op, scale, exclusive=c.exclusive)
@@ -343,7 +337,7 @@ class SharedMemoryEngine:
         return self._parts(c, channel, scale, private=algorithm == "pulled")
 
     def opens(self, c: Collective, channel: Channel) -> bool:
-        """Return whether the first step of a collective only tells where its tensor lies."""
+        """Return whether the first step of a collective only publishes its tensor's address."""
         if c.kind != "all_reduce" or c.algorithm in PROGRAMS:
             return False
         algorithm, forced = self.algorithm(c), c.algorithm is not None
@@ -391,7 +385,7 @@ class SharedMemoryEngine:
     def _send(self, c: Collective, channel: Channel) -> Steps:
         pages = self.pages
         acks = pages.channel(pages.acknowledging_index(pages.rank))
-        # a rank that goes on computing takes no steps: the receiver reads all of it by itself
+        # a rank that continues computing takes no steps: the receiver can read private memory alone
         pulled = c.async_op or self.selection.choose("send", c.nbytes) == "pulled"
         private = pulled and self.selection.may_pull
         x = c.ins[0].view(torch.uint8)
@@ -399,7 +393,7 @@ class SharedMemoryEngine:
 
 
 class MemoryRequest:
-    """A persistent request in shared memory: a channel that is used at every start.
+    """Persistent request in shared memory: every start uses the same channel.
 
     Args:
         engine: Engine of the group.
@@ -416,14 +410,14 @@ class MemoryRequest:
         copies = collective.copies
         self._copies = copies if copies is not None and copies.crosses else None
         self._residuals: Residuals | None = {} if collective.wire else None
-        self._opens_in: Selection | None = None  # the choices for which `_opens` holds
+        self._opens_in: Selection | None = None  # selection for which `_opens` was computed
         self._opens = False
 
     def start(self, collective: Collective, scale: float | None, steps_by: StepsBy) -> Work:
-        """Publish this rank's part, and take the steps that `steps_by` asks for.
+        """Publish this rank's part, and take steps as `steps_by` determines.
 
-        Where publishing only tells where a tensor lies, it is done at once in any case: then other
-        ranks need not wait until this one takes steps. So is the copy from a GPU.
+        If the first step only publishes a tensor's address, it is taken immediately in any case:
+        then other ranks need not wait for this rank's steps. The same holds for copies from a GPU.
         """
         engine, channel, progress = self._engine, self._channel, self._engine.progress
         steps: OperationSteps = engine.steps(collective, channel, scale, self._residuals)
@@ -432,14 +426,14 @@ class MemoryRequest:
         operation = Operation(
             engine.pages, channel, engine.events, engine.statistics, collective, steps
         )
-        if self._opens_in is not engine.selection:  # measured anew
+        if self._opens_in is not engine.selection:  # costs were measured again
             self._opens_in = engine.selection
             self._opens = self._copies is not None or engine.opens(collective, channel)
         progress.start(operation, steps_by, opens=self._opens)
         return Work(operation, progress.wait, progress.poll, collective.result)
 
     def residual(self) -> torch.Tensor | None:
-        """Return what the wire format has left out on this rank; None where nothing can be."""
+        """Return the error of a lossy wire format on this rank; None if there is none."""
         c, engine = self._collective, self._engine
         if not self._residuals or c.wire is None:
             return None
@@ -453,7 +447,7 @@ class MemoryRequest:
         )
 
     def reset_residual(self) -> None:
-        """Forget what the wire format has left out."""
+        """Set the residual to zero."""
         if self._residuals is not None:
             self._residuals.clear()
 

@@ -1,6 +1,6 @@
-"""Handles on collectives that have been started, and the policies for their steps.
+"""Handles of started collectives, and the policies for their steps.
 
-A `Work` stands for one operation, `Works` for several. Waiting takes the steps; see `progress`.
+A `Work` represents one operation, `Works` several. Waiting takes the steps; see `progress`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ __all__ = ["StepsBy", "Underway", "Work", "Works"]
 
 
 class StepsBy(Enum):
-    """Policy that decides which thread takes the steps of a started operation, and when."""
+    """Policy for which thread takes the steps of a started operation, and when."""
 
     CALLER = "caller"
-    """The caller takes the steps that are possible now; whoever waits takes the others."""
+    """The caller takes the steps that are possible now; the thread that waits takes the others."""
     WAITER = "waiter"
-    """Whoever waits takes all steps; for operations that a busy caller will wait for soon."""
+    """The thread that waits takes all steps; for operations that are waited for soon."""
     THREAD = "thread"
     """The progress thread takes all steps, as soon as they are possible."""
 
 
 class Underway(Protocol):
-    """The operation behind a Work: an `Operation`, or its counterpart in a backend of torch."""
+    """Operation behind a Work: an `Operation`, or its counterpart for a backend of torch."""
 
     text: str
-    done: bool
     error: BaseException | None
+
+    @property
+    def done(self) -> bool:
+        """Whether the operation has ended."""
+        ...
 
     def on_done(self, call: Callable[[], None]) -> None:
         """Call `call` when the operation ends."""
@@ -42,17 +46,17 @@ class Work:
     """A collective that has been started and may not have ended.
 
     A Work keeps the tensors of the collective alive until it has ended, through the algorithm that
-    holds them. Waiting twice is allowed.
+    refers to them. Waiting twice is allowed.
 
     Attributes:
         result: Result of the collective; complete when it has ended.
 
     Args:
-        operation: Operation that has been started.
+        operation: Started operation.
         wait: Function that waits for the operation: (operation, seconds or None).
         poll: Function that takes the possible steps of all started operations.
         result: Result of the collective.
-        source: List that holds the sender's group rank, when a receive from any member has ended.
+        source: List that holds the sender's group rank, once a receive from any member has ended.
     """
 
     __slots__ = ("__weakref__", "_operation", "_poll", "_source", "_wait", "result")
@@ -73,17 +77,17 @@ class Work:
 
     @property
     def source(self) -> int:
-        """Group rank of the sender of a receive from any member, when it has ended; else -1."""
+        """Group rank of the sender, once a receive from any member has ended; else -1."""
         return self._source[0] if self._source else -1
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the tensors hold the result.
 
         Args:
-            timeout_s: Seconds; None waits until the operation's own deadline.
+            timeout_s: Seconds; None to wait until the operation's deadline.
 
         Raises:
-            CommTimeout: `timeout_s` passed; the operation goes on.
+            CommTimeout: `timeout_s` passed; the operation continues.
             CommError: The operation failed.
             ConfigError: `timeout_s` is not a number of seconds.
         """
@@ -103,7 +107,7 @@ class Work:
         return self._operation.done and self._operation.error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of the collective; None while it is under way or when it succeeded."""
+        """Return the error of the collective; None while it is in progress or if it succeeded."""
         return self._operation.error
 
     def add_done_callback(self, call: Callable[[Work], None]) -> None:
@@ -116,7 +120,7 @@ class Work:
 
 
 class Works:
-    """Handle on several Works.
+    """Handle of several Works.
 
     Args:
         works: Works in the order in which they were started.
@@ -134,7 +138,7 @@ class Works:
 
     def done(self) -> bool:
         """Take the steps that are possible now; return whether all works have ended."""
-        states = [work.done() for work in self._works]  # each takes the steps that it can
+        states = [work.done() for work in self._works]  # `done` takes possible steps
         return all(states)
 
     def exception(self) -> BaseException | None:
@@ -143,15 +147,15 @@ class Works:
 
     def add_done_callback(self, call: Callable[[Works], None]) -> None:
         """Call `call(self)` once when all works have ended."""
-        left = [len(self._works)]
+        remaining = [len(self._works)]
         counting = threading.Lock()  # works end in several threads
-        if not left[0]:
+        if not remaining[0]:
             call(self)
 
         def ended(_work: Work | Works) -> None:
             with counting:
-                left[0] -= 1
-                last = not left[0]
+                remaining[0] -= 1
+                last = not remaining[0]
             if last:
                 call(self)
 

@@ -1,7 +1,7 @@
-"""Wire formats: how numbers look on a wire when both sides agree to send less.
+"""Wire formats: compact encodings of numbers for messages between hosts.
 
 Read `wire_format.py` (the interface), then `floats.py`, `integers.py`, `sparse.py`, `feedback.py`
-(what makes lossy formats safe to train with), `low_rank.py`, `catalogue.py`.
+(error feedback for lossy formats), `low_rank.py`, `catalogue.py`.
 """
 
 from braid.comm.formats.catalogue import NAMES, by_name

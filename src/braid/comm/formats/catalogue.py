@@ -17,14 +17,14 @@ NAMES = (*_CASTS, "int8", "int8:stochastic", "topk:RATIO")
 
 
 def by_name(name: str, *, generator: torch.Generator | None = None) -> WireFormat:
-    """The format called `name`.
+    """Return the format called `name`.
 
     Args:
         name: One of `NAMES`, with a number for RATIO: `topk:0.01` sends at most 1 % of the numbers.
         generator: Source of random numbers for stochastic rounding; unused by other formats.
 
     Raises:
-        ConfigError: There is no such format, its option makes no sense, or it needs a generator.
+        ConfigError: There is no such format, its option is invalid, or it needs a generator.
     """
     if name in _CASTS:
         return _CASTS[name]
@@ -37,7 +37,7 @@ def by_name(name: str, *, generator: torch.Generator | None = None) -> WireForma
         return TopKFormat(_ratio(name, option))
     hint = ""
     if kind.startswith(("rank", "powersgd")):
-        hint = "; low rank takes two all-reduces and is no format of one message: see LowRank"
+        hint = "; low rank takes two all-reduces and is not a format of one message: see LowRank"
     msg = f"there is no wire format {name!r}: choose one of {', '.join(NAMES)}{hint}"
     raise ConfigError(msg)
 

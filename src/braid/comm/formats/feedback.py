@@ -1,22 +1,22 @@
-"""Error feedback: what a lossy format left out this time is added to what it is given next time.
+"""Error feedback: the error of a lossy format is added to the next numbers to encode.
 
-Problem: a format that always rounds the same way, or always leaves the small numbers out, makes
-training stop somewhere else than it should, however long it runs. Numbers that are small every time
-are never sent at all.
+Problem: a format that always rounds the same way, or always leaves out small numbers, makes
+training converge to another point. Numbers that are small every time are never sent.
 
-Idea: the residual, what was given less what arrives, is kept and added to the next call. Nothing is
-lost then, only late: at any time, all that was sent plus the residual is all that was given.
+Idea: keep the residual, the difference between the input and the decoded output, and add it to the
+next input. Then no part of an input is lost, only delayed: at any time, the sum of all sent numbers
+plus the residual equals the sum of all inputs.
 
     c = x + residual;   send encode(c);   residual = c - decode(encode(c))
 
-There is one residual for every tensor *and* every sender, so it belongs to whoever owns the tensor,
-is kept under the parameter's name in checkpoints and forgotten (`reset`) when the parameters are
-replaced. It says nothing about the other formats on the way: what a server or an engine sends on in
-a lossy format needs feedback of its own.
+There is one residual for every tensor *and* every sender. The owner of the tensor keeps it, saves
+it under the parameter's name in checkpoints, and resets it (`reset`) when parameters are replaced.
+It covers only this sender's encoding: if a server or an engine encodes its result again in a lossy
+format, that step needs separate error feedback.
 
 Source: Seide et al., "1-Bit Stochastic Gradient Descent" (2014), section 3; Karimireddy et al.,
 "Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (2019), algorithm 2, which
-shows that the rate of SGD comes back.
+proves that the convergence rate of SGD is restored.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ __all__ = ["ErrorFeedback"]
 
 
 class ErrorFeedback:
-    """Residual that lossy sends of one tensor have left so far.
+    """Residual of the lossy encodings of one tensor.
 
     Numbers that are not finite are sent but leave no residual, so that a step that overflowed does
     not affect later ones.
 
     Args:
-        numel: Numbers in the tensor.
+        numel: Number of elements of the tensor.
         device: Device of the tensor.
 
     Cost:
-        4 bytes a number for as long as it lives; five passes over the numbers a call, besides the
-        format's own.
+        4 bytes per number while it exists; five passes over the numbers per call, besides the
+        format's passes.
     """
 
     def __init__(self, numel: int, *, device: torch.device | str = "cpu") -> None:
@@ -53,35 +53,35 @@ class ErrorFeedback:
         return f"ErrorFeedback({self._residual.numel()}, device={str(self._residual.device)!r})"
 
     def encode(self, form: WireFormat, x: torch.Tensor, into: torch.Tensor) -> int:
-        """Write `x` and what was lost before into `into`; as `WireFormat.encode`, which see.
+        """Encode `x` plus the residual into `into`, and update the residual.
 
         Args:
-            form: Any format, not always the same.
-            x: float32, flat and contiguous; is left as it is.
-            into: uint8, room for `form.nbytes(x.numel())`.
+            form: Any format; it may differ between calls.
+            x: float32, flat and contiguous; unchanged.
+            into: uint8, at least `form.nbytes(x.numel())` long.
 
         Returns:
-            Bytes written.
+            Number of bytes written.
 
         Raises:
-            ConfigError: A tensor is not as described; nothing has changed.
+            ConfigError: A tensor does not fit this description; nothing has changed.
         """
         self._check(x)
         room(into, "into", form.nbytes(x.numel()))
         same_device(x, into)
         corrected = self.correct(x)
         written = form.encode(corrected, into)
-        corrected.neg_()  # -(d - c) is c - d, to the bit, and needs no memory
+        corrected.neg_()  # -(d - c) equals c - d bit by bit, and needs no memory
         form.add(into[:written], corrected)
         corrected.neg_()
-        self._forget_what_is_not_finite()
+        self._drop_infinite()
         return written
 
     def correct(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` plus what was lost before. Call `mark_sent` when it has arrived.
+        """Return `x` plus the residual. Call `mark_sent` when it has been sent.
 
         Returns:
-            The residual's own memory; use it until `mark_sent`, and do not keep it.
+            The memory of the residual; use it until `mark_sent`, and do not keep it.
 
         Raises:
             ConfigError: `x` is not flat, contiguous float32 of the right size and device.
@@ -89,31 +89,31 @@ class ErrorFeedback:
         return self._residual.add_(self._check(x))
 
     def mark_sent(self, arrived: torch.Tensor) -> None:
-        """Note what of `correct`'s result has arrived; the rest is the new residual.
+        """Subtract the decoded numbers from the result of `correct`; the rest is the new residual.
 
         Raises:
             ConfigError: `arrived` is not flat, contiguous float32 of the right size and device.
         """
         self._residual.sub_(self._check(arrived))
-        self._forget_what_is_not_finite()
+        self._drop_infinite()
 
     def reset(self) -> None:
-        """Forget what was lost."""
+        """Set the residual to zero."""
         self._residual.zero_()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of the residual, for checkpoints; each rank's own."""
+        """Return a copy of the residual, for checkpoints; each rank has a different one."""
         return {"residual": self._residual.clone()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from what `state_dict` returned.
+        """Restore a residual from `state_dict`.
 
         Raises:
-            ConfigError: It is of another size or dtype, or not there.
+            ConfigError: It is missing, or has another size or dtype.
         """
         residual = state.get("residual")
         if residual is None:
-            msg = f"the state of {self} is its residual, and this one holds {sorted(state)}"
+            msg = f"the state of {self} must contain 'residual', but this one holds {sorted(state)}"
             raise ConfigError(msg)
         self._residual.copy_(self._check(residual.to(self._residual.device)))
 
@@ -128,5 +128,5 @@ class ErrorFeedback:
             raise ConfigError(msg)
         return x
 
-    def _forget_what_is_not_finite(self) -> None:
+    def _drop_infinite(self) -> None:
         self._residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,9 +1,9 @@
-"""Numbers cast to another float: float32 as it is, bf16 and float16 in half the bytes.
+"""Numbers cast to another float type: float32 unchanged, bf16 and float16 in half the bytes.
 
-bf16 keeps the range of float32 (8 bits of exponent) and 8 significant bits: the safe choice for
-gradients. float16 keeps 11 significant bits but numbers from 6.1e-5 to 65,504 only: below, it loses
-bits one by one; from 65,520 on, it sends infinity, which a loss scaler notices. NaN stays NaN,
-infinity stays infinity, zero keeps its sign.
+bf16 keeps the range of float32 (8 bits of exponent) with 8 significant bits: the safe choice for
+gradients. float16 keeps 11 significant bits, but only for numbers from 6.1e-5 to 65,504. Smaller
+numbers lose precision; from 65,520 on, it sends infinity, which a loss scaler detects. NaN stays
+NaN, infinity stays infinity, zero keeps its sign.
 
     | format  | bytes | error of a number x that is in range                         |
     |---------|-------|--------------------------------------------------------------|
@@ -28,14 +28,14 @@ __all__ = ["BF16", "FLOAT16", "FLOAT32", "FloatFormat"]
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat:
-    """A cast to `dtype`, rounded to the nearest, ties to even.
+    """A cast to `dtype`, rounded to nearest, ties to even.
 
     Attributes:
         name: Name in the catalogue.
         dtype: Dtype of the numbers on the wire.
 
     Cost:
-        `dtype.itemsize` bytes a number, always; one pass over the numbers each way.
+        `dtype.itemsize` bytes per number; one pass over the numbers in each direction.
     """
 
     name: str
@@ -43,11 +43,11 @@ class FloatFormat:
 
     @property
     def lossy(self) -> bool:
-        """Whether `dtype` holds less than float32."""
+        """Whether `dtype` has less precision than float32."""
         return self.dtype != torch.float32
 
     def nbytes(self, numel: int) -> int:
-        """Exactly what `encode` writes."""
+        """Return the number of bytes that `encode` writes."""
         return numel * self.dtype.itemsize
 
     def encode(self, x: torch.Tensor, into: torch.Tensor) -> int:

@@ -1,22 +1,21 @@
-"""int8 with a scale per block: a quarter of the bytes; an outlier spoils 256 numbers, not all.
+"""int8 with a scale per block: a quarter of the bytes, and an outlier affects only 256 numbers.
 
-Problem: one scale for a whole tensor must cover its largest number, and where that is 100 times the
-typical one, the typical number is rounded to 1 or 0.
+Problem: one scale for a whole tensor must cover its largest number. If that is 100 times the
+typical number, typical numbers are rounded to 1 or 0.
 
-Idea: blocks of 256 numbers, each with the scale that its own largest magnitude needs.
+Idea: blocks of 256 numbers, each with a scale for its largest magnitude.
 
     wire    | scales: float32 x ceil(n / 256) | numbers: int8 x n |
             scale = max |x| of the block / 127,  number = round(x / scale) in -127..127,  x ~ number
             * scale
 
-The error of a number is at most half its block's scale: max |x| / 254, twice that with stochastic
-rounding, which rounds up with the probability of the remainder and is therefore right on average:
-sums over many ranks or steps do not drift. A block in which any number is infinite or NaN is sent
-with an infinite scale and arrives as NaN throughout: what cannot be scaled is not hidden.
+The error of a number is at most half its block's scale: max |x| / 254. Stochastic rounding, which
+rounds up with the probability of the remainder, has up to twice this error but no bias: sums over
+many ranks or steps do not drift. A block with an infinite or NaN number is sent with an infinite
+scale, and all of its numbers arrive as NaN.
 
-Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), section 2.1; we take
-equal steps where they take dynamic ones. Stochastic rounding: Alistarh et al., "QSGD" (2017),
-section 3.
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), section 2.1; we use
+equal steps instead of dynamic ones. Stochastic rounding: Alistarh et al., "QSGD" (2017), section 3.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from braid.errors import CommError, ConfigError
 
 __all__ = ["Int8"]
 
-BLOCK = 256  # numbers that share a scale: 1.6 % of the bytes are scales; divides CHUNK
-LARGEST = 127  # -128 is never sent, so that x and -x look alike
+BLOCK = 256  # numbers per scale: 1.6 % of the bytes are scales; divides CHUNK
+LARGEST = 127  # -128 is never sent, so that x and -x are symmetric
 SCALE_BYTES = 4
-MAX_SCALE = 2.679388e36  # the largest float32 / 127, rounded down: 127 times it is finite
+MAX_SCALE = 2.679388e36  # largest float32 / 127, rounded down: 127 times this is finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +41,15 @@ class Int8:
     """Symmetric 8-bit integers, one float32 scale per block of 256.
 
     With m the largest magnitude of a number's block, its error is at most `m / 254` (`m / 127` if
-    stochastic), but for the rounding of float32: 2^-21 m, and 2^-142 where scales themselves are
-    subnormal.
+    stochastic), plus the rounding of float32: 2^-21 m, and 2^-142 if the scale is subnormal.
 
     Attributes:
-        stochastic: Round up with the probability of the remainder instead of to the nearest, ties
-            to even.
+        stochastic: Whether to round up with the probability of the remainder, instead of to
+            nearest, ties to even.
         generator: Source of random numbers for stochastic rounding, on the device of the tensors.
 
     Cost:
-        1.016 bytes a number; three passes over the numbers to encode, one to decode.
+        1.016 bytes per number; three passes over the numbers to encode, one to decode.
 
     Raises:
         ConfigError: `stochastic` without a generator.
@@ -75,11 +73,11 @@ class Int8:
 
     @property
     def lossy(self) -> bool:
-        """Always."""
+        """True."""
         return True
 
     def nbytes(self, numel: int) -> int:
-        """Exactly what `encode` writes."""
+        """Return the number of bytes that `encode` writes."""
         return SCALE_BYTES * _num_blocks(numel) + numel
 
     def encode(self, x: torch.Tensor, into: torch.Tensor) -> int:
@@ -92,7 +90,7 @@ class Int8:
         if generator is not None and generator.device.type != x.device.type:
             msg = (
                 f"the generator is on {generator.device} and the numbers are on {x.device}: "
-                "make it there"
+                "make the generator on the same device"
             )
             raise ConfigError(msg)
         scales, codes = _parts(into[:nbytes], x.numel())
@@ -119,7 +117,7 @@ class Int8:
         same_device(out, buffer)
         check_length(self.name, buffer.numel(), self.nbytes(out.numel()), out.numel())
         scales, codes = _parts(buffer, out.numel())
-        wrong = torch.logical_not(scales >= 0)  # so that NaN is wrong
+        wrong = torch.logical_not(scales >= 0)  # also True for NaN
         if bool(wrong.any()):
             block = int(wrong.nonzero()[0])
             msg = (
@@ -143,7 +141,7 @@ def _parts(buffer: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor
 def _blocks(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Numbers and codes with a block a row, scales as the column beside them; a chunk at a time."""
+    """Return tuples of numbers, codes and scales: one block per row, one chunk per tuple."""
     rows, of_rows = _rows(x), _rows(codes)
     starts = itertools.accumulate((len(matrix) for matrix in rows), initial=0)
     columns = [
@@ -168,12 +166,12 @@ def _quantize(
 ) -> None:
     """Write the codes of `rows` and their `scale`; stochastic if there is a generator."""
     work = rows.abs()
-    peak = work.amax(dim=1, keepdim=True)  # NaN if there is one
+    peak = work.amax(dim=1, keepdim=True)  # NaN if the row has one
     scale.copy_(torch.where(peak.isfinite(), (peak / LARGEST).clamp_(max=MAX_SCALE), torch.inf))
     torch.div(rows, scale, out=work)
     if generator is None:
         work.round_()
     else:
         work.add_(torch.rand(rows.shape, generator=generator, device=rows.device)).floor_()
-    # NaN is 0 / 0 in a block of zeros or inf / inf in one that is NaN anyway
+    # NaN is 0 / 0 in a block of zeros, or inf / inf in a block that decodes to NaN
     codes.copy_(work.clamp_(-LARGEST, LARGEST).nan_to_num_(nan=0.0))

@@ -1,12 +1,12 @@
 """A matrix as the product of two thin ones: (rows + columns) * rank numbers.
 
-Problem: formats that change single numbers stop at a bit a number, and their sums have to be taken
-apart and put together again at every hop. The gradient of a weight matrix is often close to a
-matrix of low rank, which is linear: the sum of products with the same factor is the product with
-the sum.
+Problem: formats that encode each number need at least one bit per number, and must be decoded and
+encoded again to be summed at every hop. The gradient of a weight matrix is often close to a matrix
+of low rank, and this approximation is linear: the sum of products with the same factor is the
+product with the sum.
 
-Idea (PowerSGD): one step of power iteration instead of a singular value decomposition, starting
-where the last call ended (`q`, the warm start), which over the steps of a training turns into the
+Idea (PowerSGD): one step of power iteration instead of a singular value decomposition. It starts
+from the `q` of the last call (warm start), so that over the steps of training it approaches the
 full iteration. M is this rank's matrix:
 
     stage 1   P = M Q                   rows x rank      <- all-reduce (average) over the ranks
@@ -14,8 +14,8 @@ full iteration. M is this rank's matrix:
               Q = M^T P                 columns x rank   <- all-reduce (average) over the ranks
     finish    M' = P Q^T                the average of all M, projected onto P; Q is the next start
 
-It takes *two* all-reduces with work between them and is therefore no `WireFormat`: it has two
-stages and an end.
+It takes *two* all-reduces with computation between them, and is therefore not a `WireFormat`. It
+has two stages and an end:
 
     p = low_rank.compress(matrix)
     group.all_reduce(p, op="avg")
@@ -23,12 +23,12 @@ stages and an end.
     group.all_reduce(q, op="avg")
     low_rank.finish(p, q, out=matrix)
 
-The residual is M - M' on each rank; keep it with `ErrorFeedback` (`correct` before, `mark_sent`
-after), without which what is orthogonal to P is lost.
+The residual is M - M' on each rank. Keep it with `ErrorFeedback` (`correct` before, `mark_sent`
+after); otherwise the part of M orthogonal to P is lost.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
 Distributed Optimization" (2019), algorithm 1; we orthogonalise with Householder reflections (QR)
-where they use Gram-Schmidt, which leaves a column of zeros where a matrix has less than the rank.
+instead of Gram-Schmidt, which leaves a column of zeros if a matrix has a lower rank.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ __all__ = ["LowRank"]
 
 
 class LowRank:
-    """Compresses one matrix of fixed shape again and again; owned by whoever owns the matrix.
+    """Low-rank compressor of one matrix of fixed shape, used at every step of training.
 
-    All ranks must begin with equal generators and take the same steps: then `q` is the same on all
-    of them. A call that is abandoned before `finish` changes nothing. NaN and infinity in any
-    rank's matrix arrive as NaN at all.
+    All ranks must begin with equal generators and make the same calls: then `q` is equal on all of
+    them. A sequence of calls without `finish` changes nothing. NaN or infinity in any rank's matrix
+    results in NaN on all ranks.
 
     Args:
         rows: Number of rows of the matrix.
@@ -77,14 +77,14 @@ class LowRank:
         return f"LowRank({self.rows}, {self.columns}, {self.rank})"
 
     def nbytes(self) -> int:
-        """Bytes of both factors together."""
+        """Return the bytes of both factors together."""
         return 4 * self.rank * (self.rows + self.columns)
 
     def compress(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Stage 1: the factor to average over the ranks first.
+        """Return the factor to average over the ranks in stage 1.
 
         Args:
-            matrix: This rank's; float32.
+            matrix: This rank's matrix; float32.
 
         Shape:
             matrix: [rows, columns]. Result: [rows, rank].
@@ -96,10 +96,10 @@ class LowRank:
         return matrix.detach() @ self._q
 
     def project(self, matrix: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """Stage 2: the factor to average next; makes the columns of `p` orthonormal, in place.
+        """Return the factor to average in stage 2; orthonormalise the columns of `p` in place.
 
         Args:
-            matrix: Matrix that was given to `compress`.
+            matrix: Matrix that was passed to `compress`.
             p: Result of `compress`, averaged.
 
         Shape:
@@ -114,10 +114,10 @@ class LowRank:
         return (p.T @ matrix.detach()).T.contiguous()  # M^T P takes 20 times as long on a CPU
 
     def finish(self, p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the approximation of the average into `out` and keep `q` for the next call.
+        """Write the approximation of the average into `out`, and keep `q` for the next call.
 
         Args:
-            p: Factor that `project` made orthonormal.
+            p: Orthonormal factor from `project`.
             q: Result of `project`, averaged.
             out: float32; may be the matrix itself.
 
@@ -135,18 +135,18 @@ class LowRank:
             self._q.copy_(q)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of the warm start, for checkpoints."""
+        """Return a copy of the warm start, for checkpoints."""
         return {"q": self._q.clone()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from what `state_dict` returned.
+        """Restore a warm start from `state_dict`.
 
         Raises:
-            ConfigError: It is of another shape or dtype, or not there.
+            ConfigError: It is missing, or has another shape or dtype.
         """
         q = state.get("q")
         if q is None:
-            msg = f"the state of {self} is its q, and this one holds {sorted(state)}"
+            msg = f"the state of {self} must contain 'q', but this one holds {sorted(state)}"
             raise ConfigError(msg)
         self._check("q", q.to(self._q.device), self.columns, self.rank)
         self._q.copy_(q)

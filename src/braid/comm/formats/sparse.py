@@ -1,20 +1,20 @@
-"""Only the largest numbers, with their indices: 1 % of the numbers in 2 % of the bytes.
+"""Top-k sparsification: only the largest numbers, with their indices; 1 % of them in 2 % of bytes.
 
-Problem: the exact k largest of n numbers take longer to find than a fast network takes to send all
+Problem: finding the exact k largest of n numbers takes longer than a fast network takes to send all
 of them.
 
-Idea: find a *threshold* in a sample, take what is at least as large in one pass, and where that is
-more than k keep exactly the largest k of them, which are few by then. At most k = ceil(ratio * n)
-numbers are sent, so the size on the wire has a bound, and none that is left out is larger in
-magnitude than one that is sent.
+Idea: find a *threshold* in a sample, and select all numbers of at least that magnitude in one pass.
+If these are more than k, keep exactly the largest k of them. At most k = ceil(ratio * n) numbers
+are sent, so the size on the wire has a bound, and no omitted number is larger in magnitude than a
+sent one.
 
     wire    | count: int32 | indices: int32 x count, ascending | values: float32 x count |
 
-The sample is the same positions every time (steps of about n / golden ratio, which spread evenly
-and meet no row or column of a matrix more often than others), so every run sends the same. What
-arrives is exact, what is left out arrives as zero: add it to the next call's numbers with
-`ErrorFeedback`, without which training may never see it. Zeros are not sent. NaN and infinity count
-as larger than anything and are sent first.
+The sample has the same positions every time (steps of about n / golden ratio, which spread evenly
+and do not favour a row or column of a matrix), so every run sends the same numbers. Sent numbers
+are exact, omitted numbers arrive as zero: add them to the next call's numbers with `ErrorFeedback`,
+or training may never use them. Zeros are not sent. NaN and infinity count as larger than any number
+and are sent first.
 
 Source: Lin et al., "Deep Gradient Compression" (2018), section 3 (threshold from a sample, then
 exact among the selected); Aji, Heafield, "Sparse Communication for Distributed Gradient Descent"
@@ -34,20 +34,20 @@ from braid.errors import CommError, ConfigError
 __all__ = ["TopKFormat"]
 
 LEAST_SAMPLE, MOST_SAMPLE = 1 << 12, 1 << 16  # numbers
-REACHING = 64  # of the sample that shall reach the threshold: the count is off by 13 % then
+REACHING = 64  # expected numbers of the sample above the threshold: the count is then off by 13 %
 GOLDEN = (1 + 5**0.5) / 2
 ENTRY_BYTES = 8  # an index and a value
 COUNT_BYTES = 4
-MAX_NUMEL = (1 << 31) - 1  # what an index can say
-SMALLEST = 2.0**-149  # a threshold above zero keeps zeros back
+MAX_NUMEL = (1 << 31) - 1  # range of an index
+SMALLEST = 2.0**-149  # a threshold above zero excludes zeros
 
 
 @dataclass(frozen=True, slots=True)
 class TopKFormat:
-    """The numbers of largest magnitude, at most `ratio` of all.
+    """Format that sends only the numbers of largest magnitude, at most `ratio` of all.
 
-    A number that is sent has no error; one that is not is its own error, and no larger in magnitude
-    than any that is.
+    A sent number has no error. The error of an omitted number is the number itself, which is not
+    larger in magnitude than any sent one.
 
     Attributes:
         ratio: Share of the numbers that may be sent, above 0 and at most 1; rounded up to whole
@@ -77,11 +77,11 @@ class TopKFormat:
 
     @property
     def lossy(self) -> bool:
-        """Always; even a ratio of 1 loses the sign of zero."""
+        """True; even a ratio of 1 loses the sign of zero."""
         return True
 
     def max_entries(self, numel: int) -> int:
-        """Return the largest number of entries that are sent of `numel` numbers."""
+        """Return the largest number of entries that are sent for `numel` numbers."""
         return min(numel, math.ceil(self.ratio * numel))
 
     def nbytes(self, numel: int) -> int:
@@ -93,7 +93,7 @@ class TopKFormat:
         x = numbers(x, "x")
         if x.numel() > MAX_NUMEL:
             msg = (
-                f"topk takes at most {MAX_NUMEL} numbers at once, not {x.numel()}: encode the "
+                f"topk takes at most {MAX_NUMEL} numbers per call, not {x.numel()}: encode the "
                 "tensor in parts"
             )
             raise ConfigError(msg)
@@ -129,7 +129,7 @@ class TopKFormat:
         cap = self.max_entries(numel)
         if not 0 <= count <= cap:
             msg = (
-                f"a message of {self.name} counts {count} of {numel} numbers, and at most "
+                f"a message of {self.name} has count {count} for {numel} numbers, but at most "
                 f"{cap} are possible: sender and receiver must agree on format and shape"
             )
             raise CommError(msg)
@@ -156,12 +156,12 @@ def _parts(buffer: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _largest(x: torch.Tensor, cap: int) -> torch.Tensor:
-    """Ascending indices of about `cap`, and no more, of the largest magnitudes."""
+    """Return the ascending indices of the largest magnitudes: about `cap`, and not more."""
     if cap == 0:
         return torch.empty(0, dtype=torch.int64, device=x.device)
     threshold = _threshold(x, cap)
     indices = [
-        # not "at least", so that NaN is found
+        # negated, so that NaN is selected
         (piece.abs() < threshold).logical_not_().nonzero().view(-1) + start
         for start, piece in zip(range(0, x.numel(), CHUNK), chunks(x), strict=True)
     ]
@@ -173,7 +173,7 @@ def _largest(x: torch.Tensor, cap: int) -> torch.Tensor:
 
 
 def _threshold(x: torch.Tensor, cap: int) -> float:
-    """A magnitude that about `cap` of the numbers reach; above zero."""
+    """Return a magnitude above zero that about `cap` of the numbers reach."""
     numel = x.numel()
     sample, size = x, round(min(MOST_SAMPLE, max(LEAST_SAMPLE, REACHING * numel / cap)))
     if numel > size:
@@ -182,5 +182,5 @@ def _threshold(x: torch.Tensor, cap: int) -> float:
             step += 1
         sample = x[torch.arange(size, device=x.device) * step % numel]
     rank = max(1, round(cap * sample.numel() / numel))
-    reached = sample.abs().topk(rank).values[-1]  # NaN, which comes first, only if all are
-    return max(SMALLEST, float(reached))  # SMALLEST for NaN
+    reached = sample.abs().topk(rank).values[-1]  # NaN sorts first: NaN only if all of them are
+    return max(SMALLEST, float(reached))  # max returns SMALLEST for NaN

@@ -1,19 +1,18 @@
-"""A wire format: a pair of pure functions between float32 numbers and bytes.
+"""Wire format: a pair of pure functions between float32 numbers and bytes.
 
-Problem: numbers that cross a network are often wanted in fewer bytes than they are computed in, in
-ways that differ in everything (a cast, blocks with scales, indices with values) but whose callers
-differ in nothing: they need to know how much room to make, fill it, send it, and take it apart at
-the other side.
+Problem: numbers often need fewer bytes on a network than in computation. Formats differ in
+everything (a cast, blocks with scales, indices with values), but their callers all do the same:
+allocate a buffer, fill it, send it, and decode it on the other side.
 
-Idea: one small interface for all of them. `nbytes` bounds what `encode` writes, so that a transport
-can allocate once; `encode` returns what it did write; `decode` and `add` are given exactly those
-bytes and believe none of them: what came over a network is checked before it is used as a count, an
-index or a scale. Formats have no state. What a format loses is kept by `feedback.ErrorFeedback`,
-which belongs to the tensor.
+Idea: one small interface for all formats. `nbytes` is an upper bound for `encode`, so that a
+transport can allocate once; `encode` returns the number of bytes written; `decode` and `add` get
+exactly those bytes and check them: bytes from a network are validated before use as a count, an
+index or a scale. Formats have no state. `feedback.ErrorFeedback`, which belongs to the tensor,
+keeps the error of a lossy format.
 
-Bytes are in the machine's own order and every part starts at a multiple of 4 bytes, so that nothing
-has to be copied to be read. Numbers that are not finite are never hidden: whoever looks for NaN at
-the receiver finds one.
+Bytes are in the machine's native order and every part starts at a multiple of 4 bytes, so that
+reading needs no copy. Numbers that are not finite are never hidden: a check for NaN at the receiver
+finds them.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ from braid.errors import CommError, ConfigError
 
 __all__ = ["CHUNK", "WireFormat", "check_length", "chunks", "numbers", "room", "same_device"]
 
-CHUNK = (
-    1 << 16
-)  # numbers that are worked on at a time: temporaries of 256 KiB stay in a core's cache
-ALIGNMENT = 4  # bytes; torch views bytes as numbers only where those may begin
+CHUNK = 1 << 16  # numbers per pass: temporaries of 256 KiB stay in a core's cache
+ALIGNMENT = 4  # bytes; torch views bytes as numbers only at aligned addresses
 
 
 class WireFormat(Protocol):
-    """The form of a flat float32 tensor on a wire; implementations are stateless."""
+    """Encoding of a flat float32 tensor as bytes; implementations are stateless."""
 
     @property
     def name(self) -> str:
@@ -41,10 +38,10 @@ class WireFormat(Protocol):
 
     @property
     def lossy(self) -> bool:
-        """Whether decoding may give other numbers than were encoded."""
+        """Whether decoded numbers may differ from the encoded ones."""
 
     def nbytes(self, numel: int) -> int:
-        """Upper bound on what `encode` writes for `numel` numbers, in bytes."""
+        """Return an upper bound on the bytes that `encode` writes for `numel` numbers."""
 
     def encode(self, x: torch.Tensor, into: torch.Tensor) -> int:
         """Write `x` into the beginning of `into`.
@@ -55,34 +52,33 @@ class WireFormat(Protocol):
                 multiple of 4 bytes.
 
         Returns:
-            Bytes written; `into[:written]` is what `decode` takes.
+            Number of bytes written; pass `into[:written]` to `decode`.
 
         Raises:
-            ConfigError: A tensor is not as described.
+            ConfigError: A tensor does not fit this description.
         """
 
     def decode(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
         """Write the numbers in `buffer` into `out`.
 
         Args:
-            buffer: uint8, exactly what `encode` wrote.
-            out: float32, flat and contiguous, with as many elements as were encoded.
+            buffer: uint8, exactly the bytes that `encode` wrote.
+            out: float32, flat and contiguous, with the number of encoded elements.
 
         Raises:
-            ConfigError: A tensor is not as described.
-            CommError: The bytes are not what `encode` writes for so many numbers; `out` is as it
-                was.
+            ConfigError: A tensor does not fit this description.
+            CommError: The bytes are not valid for this number of elements; `out` is unchanged.
         """
 
     def add(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the numbers in `buffer` to `out`; temporaries stay small."""
+        """Add the numbers in `buffer` to `out`, with small temporaries."""
 
 
 def numbers(x: torch.Tensor, name: str) -> torch.Tensor:
-    """`x` without its gradient, once it is known to be flat, contiguous float32.
+    """Return `x` detached, checked to be flat, contiguous float32.
 
     Raises:
-        ConfigError: It is not; `name` is the argument's.
+        ConfigError: It is not; `name` is the name of the argument.
     """
     if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
         msg = (
@@ -94,10 +90,10 @@ def numbers(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def room(buffer: torch.Tensor, name: str, nbytes: int = 0) -> torch.Tensor:
-    """Return `buffer` as flat bytes, checked to hold at least `nbytes` of them.
+    """Return `buffer`, checked to be flat bytes and at least `nbytes` long.
 
     Raises:
-        ConfigError: It is not; `name` is the argument's.
+        ConfigError: It is not; `name` is the name of the argument.
     """
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         msg = (
@@ -108,21 +104,18 @@ def room(buffer: torch.Tensor, name: str, nbytes: int = 0) -> torch.Tensor:
     if buffer.storage_offset() % ALIGNMENT or buffer.data_ptr() % ALIGNMENT:
         msg = (
             f"{name} begins at byte {buffer.storage_offset()} of memory at "
-            f"{buffer.untyped_storage().data_ptr():#x}, which is no multiple of {ALIGNMENT}: "
+            f"{buffer.untyped_storage().data_ptr():#x}, which is not a multiple of {ALIGNMENT}: "
             "round the offset up"
         )
         raise ConfigError(msg)
     if buffer.numel() < nbytes:
-        msg = (
-            f"{name} has room for {buffer.numel()} bytes and needs {nbytes}: allocate what "
-            "nbytes(numel) says"
-        )
+        msg = f"{name} has {buffer.numel()} bytes and needs {nbytes}: allocate nbytes(numel) bytes"
         raise ConfigError(msg)
     return buffer
 
 
 def same_device(x: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Refuse numbers and bytes that lie on different devices."""
+    """Raise if numbers and bytes are on different devices."""
     if x.device != buffer.device:
         msg = (
             f"the numbers are on {x.device} and the bytes on {buffer.device}: encode where the "
@@ -132,15 +125,15 @@ def same_device(x: torch.Tensor, buffer: torch.Tensor) -> None:
 
 
 def chunks(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Views of `flat`, `CHUNK` numbers each, the last one shorter."""
+    """Return views of `flat` with `CHUNK` numbers each, the last one shorter."""
     return [flat[start : start + CHUNK] for start in range(0, flat.numel(), CHUNK)]
 
 
 def check_length(form: str, nbytes: int, expected: int, numel: int) -> None:
-    """Refuse a message of `nbytes` bytes where `numel` numbers take `expected`.
+    """Raise if a message has `nbytes` bytes, but `numel` numbers need `expected`.
 
     Raises:
-        CommError: They differ.
+        CommError: The two differ.
     """
     if nbytes != expected:
         msg = (

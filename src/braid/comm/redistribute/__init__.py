@@ -1,4 +1,4 @@
-"""Tensors in another layout: the cheapest collectives, planned and carried out; see README.md."""
+"""Changes of a tensor's layout by the cheapest collectives: plan and execution; see README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves from one state of a tensor to the next on one mesh, and their costs.
+"""Moves between states of a tensor on one mesh, and their costs.
 
     move             axis a, p ranks                              bytes received per rank
     slice            dim i whole     -> innermost of dim i        0
@@ -7,8 +7,8 @@
     reduce_scatter   partial         -> innermost of dim j        (p-1)/p l    l: before
     all_reduce       partial         -> replicas                2 (p-1)/p l    l: before and after
 
-Seconds are a + l b with the a and b of the axis. l is counted on the first rank of the mesh, whose
-part is the largest. Partial axes are summed from the last axis of the mesh to the first, so that
+Seconds are a + l b with the a and b of the axis. l is counted on the first rank of the mesh, which
+has the largest part. Partial axes are summed from the last axis of the mesh to the first, so that
 the bits of a sum depend neither on sizes nor on costs.
 
 Source: the states and moves of DTensor and GSPMD; costs of R. Thakur, R. Rabenseifner, W. Gropp,
@@ -27,11 +27,11 @@ __all__ = ["AxisMove", "AxisState", "Dims", "Prices", "possible_moves"]
 
 Dims = tuple[tuple[str, ...], ...]
 FACTORS = {"slice": 0, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1, "all_reduce": 2}
-"""Times that (p-1)/p l bytes are received."""
+"""Multiples of (p-1)/p l bytes that each kind of move receives."""
 
 
 class AxisState(NamedTuple):
-    """Layout without its mesh.
+    """Layout without its mesh: a node of the planner's graph.
 
     Attributes:
         dims: Axes that split each dim, outermost first.
@@ -43,7 +43,7 @@ class AxisState(NamedTuple):
 
 
 class AxisMove(NamedTuple):
-    """Change of one axis.
+    """Change along one axis: an edge of the planner's graph.
 
     Attributes:
         kind: slice, all_gather, all_to_all, reduce_scatter or all_reduce.
@@ -63,7 +63,7 @@ class AxisMove(NamedTuple):
 def possible_moves(
     state: AxisState, axes: Sequence[str], kept_partial: Sequence[str]
 ) -> Iterator[AxisMove]:
-    """Yield each move that may follow a state.
+    """Yield each possible move from a state.
 
     Args:
         state: State before.
@@ -128,7 +128,7 @@ class Prices:
         return nbytes, cost.latency_s + nbytes * cost.s_per_byte
 
     def _local_bytes(self, dims: Dims) -> int:
-        """Bytes of the first rank's part: of each division, the first part is the largest."""
+        """Return the bytes of the first rank's part, which is the largest."""
         if dims not in self._local:
             parts = []
             for size, axes in zip(self._shape, dims, strict=True):

@@ -1,4 +1,4 @@
-"""Tensors carried from one layout to another, by collectives on one mesh or between two meshes."""
+"""Execution of layout changes: by collectives on one mesh, or by a move between two meshes."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def redistribute(
 ) -> torch.Tensor:
     """Return this rank's part of a tensor in another layout on the same mesh.
 
-    Moves are exact, so the parts are bitwise those of the whole tensor. Sums are taken in the order
-    of ranks along each partial axis, the last axis of the mesh first. No gradient flows.
+    Moves are exact, so the parts are bitwise parts of the whole tensor. Sums are taken in the order
+    of ranks along each partial axis, the last axis of the mesh first. Gradients are not propagated.
 
     Args:
         x: This rank's part in the source layout.
         source: Layout of `x`.
         target: Layout of the result.
-        groups: Function that returns the group of an axis, such as `mesh.__getitem__` of
-            `braid.mesh`: its ranks in the order of the axis. Axes are asked for in the order of
-            the mesh.
-        shape: Shape of the whole tensor. Parts of uneven sizes do not tell it.
+        groups: Function that returns the group of an axis, with its ranks in the order of the axis,
+            such as `mesh.__getitem__` of `braid.mesh`. It is called in the order of the mesh's
+            axes.
+        shape: Shape of the whole tensor; it cannot be computed from uneven parts.
         costs: Costs of each axis, see `plan`; the same on all ranks.
 
     Shape:
-        x: the box of the source layout. Result: that of the target layout; it may share memory
+        x: the box of the source layout. Result: the box of the target layout; it may share memory
         with `x`.
 
     Raises:
@@ -66,8 +66,8 @@ def carry_out(steps: RedistributionPlan, x: torch.Tensor, groups: Groups) -> tor
         groups: Function that returns the group of an axis.
 
     Raises:
-        ConfigError: A group has not as many ranks as its axis, or `x` has another shape or size
-            of elements than the plan says.
+        ConfigError: A group and its axis have different numbers of ranks, or `x` has another
+            shape or element size than in the plan.
         MismatchError, PeerLostError, CommTimeout: See `braid.comm`.
     """
     mesh = steps.source.mesh
@@ -77,12 +77,12 @@ def carry_out(steps: RedistributionPlan, x: torch.Tensor, groups: Groups) -> tor
     along = {axis: groups(axis) for axis, size in mesh.axes.items() if axis in named and size > 1}
     for axis, group in along.items():
         if group.size != mesh.axes[axis]:
-            msg = f"axis {axis} of {mesh} has {mesh.axes[axis]} ranks, and its group {group.size}"
+            msg = f"axis {axis} of {mesh} has {mesh.axes[axis]} ranks, but its group {group.size}"
             raise ConfigError(msg)
     rank = mesh.rank({axis: group.rank for axis, group in along.items()})
     _check_part(x, steps.source.box(steps.shape, rank), steps.source, rank)
     if x.element_size() != steps.itemsize:
-        msg = f"{x.dtype} has {x.element_size()} bytes, and the plan is for {steps.itemsize}"
+        msg = f"{x.dtype} has {x.element_size()} bytes, but the plan is for {steps.itemsize}"
         raise ConfigError(msg)
     layout, x = steps.source, x.detach()
     for step in steps.steps:
@@ -99,7 +99,7 @@ def _after_step(
     rank: int,
     group: Group,
 ) -> torch.Tensor:
-    """Return this rank's part after one step; parts of all peers follow from the layouts."""
+    """Return this rank's part after one step; the layouts determine the peers' parts."""
     peers = layout.mesh.peers(step.axis, rank)
     before, after = layout.box(shape, rank), step.layout.box(shape, rank)
     if step.move == "slice":
@@ -135,20 +135,20 @@ def move(
     """Move a tensor between any two layouts on any two meshes over ranks of one group.
 
     Every rank sends exactly the elements that a receiver lacks, each from one rank. All ranks of
-    the group call this. No gradient flows.
+    the group call this. Gradients are not propagated.
 
     Args:
-        x: This rank's part in the source layout. Ranks outside of the source's mesh pass an empty
+        x: This rank's part in the source layout. Ranks outside the source's mesh pass an empty
             tensor of the same dtype, on the device of their result.
         source: Layout of `x`, without partial axes.
         target: Layout of the result, without partial axes.
-        group: Ranks of both meshes, and perhaps others.
+        group: Group that contains the ranks of both meshes.
         shape: Shape of the whole tensor.
-        source_ranks: Group rank of each rank of the source's mesh; the first ranks when None.
-        target_ranks: The same for the target's mesh.
+        source_ranks: Group rank of each rank of the source's mesh; None for the first ranks.
+        target_ranks: Group rank of each rank of the target's mesh; None for the first ranks.
 
     Returns:
-        This rank's part, in memory of its own; None outside of the target's mesh.
+        This rank's part, in new memory; None outside the target's mesh.
 
     Raises:
         ConfigError: Layouts, ranks and shape do not fit together, or `x` is not this rank's part.
@@ -165,7 +165,7 @@ def move(
     elif x.numel():
         msg = (
             f"group rank {group.rank} is not in the source mesh {source.mesh} (its ranks are "
-            f"{list(firsts)}), and passed a tensor of shape {list(x.shape)}: pass an empty one"
+            f"{list(firsts)}), but passed a tensor of shape {list(x.shape)}: pass an empty tensor"
         )
         raise ConfigError(msg)
     nothing, x = x.new_empty(0), x.detach()
@@ -178,9 +178,9 @@ def move(
         assert out is not None, "only ranks with a part receive"
         assert wanted is not None, "only ranks with a part receive"
         receives[peer] = out[relative(part, wanted)]
-    own = sends[group.rank]
-    if own.numel():  # as many elements as it receives from itself
-        receives[group.rank].copy_(own)
+    kept = sends[group.rank]
+    if kept.numel():  # equal to the number that it receives from itself
+        receives[group.rank].copy_(kept)
         sends[group.rank] = receives[group.rank] = nothing
     group.all_to_all(sends, out=receives)
     return out
@@ -191,8 +191,8 @@ def _check_part(x: torch.Tensor, box: Box, layout: Layout, rank: int) -> None:
     if list(x.shape) != expected:
         msg = (
             f"rank {rank} of the mesh {layout.mesh} holds a part of shape {expected} in layout "
-            f"{layout}, and passed {list(x.shape)}: give the shape of the whole tensor and the "
-            "layout that it has"
+            f"{layout}, but passed {list(x.shape)}: pass the shape of the whole tensor and its "
+            "current layout"
         )
         raise ConfigError(msg)
 

@@ -5,8 +5,8 @@
     rank 0   a a a a a a          rank 2   a a . . . .
     rank 1   b b b b b b                   b b . . . .      from 0: a a, from 1: b b
 
-A receiver takes each part from one of the ranks that hold it: from itself if it does, else from the
-one at its own index, counted around, so that replicas share the work.
+A receiver takes each part from one of the ranks that hold it: from itself if it holds the part,
+else from the holder at the receiver's index modulo their number, so that replicas share the work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Exchange", "intersection", "relative"]
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The parts that ranks of one group send each other.
+    """Transfers of parts between the ranks of one group.
 
     Attributes:
         shape: Shape of the whole tensor.
@@ -33,8 +33,8 @@ class Exchange:
         size: Number of ranks of the group.
 
     Raises:
-        ConfigError: The layouts do not fit the shape, are partial, or the ranks are not as many
-            different ones of the group as the meshes have; all problems are named.
+        ConfigError: The layouts do not fit the shape, are partial, or the ranks of a mesh are not
+            distinct ranks of the group in the right number; the message names all problems.
     """
 
     shape: tuple[int, ...]
@@ -53,12 +53,13 @@ class Exchange:
         for role, layout, ranks in sides:
             if len(layout.dims) != len(self.shape):
                 problems.append(
-                    f"the {role} layout {layout} has {len(layout.dims)} dims, and the shape "
-                    f"{list(self.shape)} {len(self.shape)}"
+                    f"the {role} layout {layout} has {len(layout.dims)} dims, but the shape "
+                    f"{list(self.shape)} has {len(self.shape)}"
                 )
             if layout.partial:
                 problems.append(
-                    f"the {role} layout {layout} is partial: redistribute to one that is not first"
+                    f"the {role} layout {layout} is partial: redistribute to one without partial "
+                    "axes"
                 )
             members = set(ranks) & set(range(self.size))
             if not len(ranks) == len(members) == layout.mesh.size:
@@ -69,15 +70,15 @@ class Exchange:
         raise_all(problems)
 
     def source_box(self, rank: int) -> Box | None:
-        """Return the part that a rank of the group holds before; None if it holds none."""
+        """Return the part that a rank of the group has before; None if it has none."""
         return _box(self.shape, self.source, self.source_ranks, rank)
 
     def target_box(self, rank: int) -> Box | None:
-        """Return the part that a rank of the group holds afterwards; None if it holds none."""
+        """Return the part that a rank of the group has afterwards; None if it has none."""
         return _box(self.shape, self.target, self.target_ranks, rank)
 
     def received(self, rank: int) -> Iterator[tuple[int, Box]]:
-        """Yield the group rank of each sender to a rank, and the part that it sends."""
+        """Yield (group rank of the sender, part) for every part that a rank receives."""
         whole = self.target_box(rank)
         if whole is None:
             return
@@ -87,7 +88,7 @@ class Exchange:
                 yield self._sender(holders, rank), part
 
     def sent(self, rank: int) -> Iterator[tuple[int, Box]]:
-        """Yield the group rank of each receiver of a rank's parts, and the part that it gets."""
+        """Yield (group rank of the receiver, part) for every part that a rank sends."""
         box = self.source_box(rank)
         if box is None:
             return
@@ -116,7 +117,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def relative(part: Box, box: Box) -> tuple[slice, ...]:
-    """Return the indices of a part inside of the box that holds it."""
+    """Return the indices of a part inside the box that contains it."""
     return tuple(
         slice(begin - first, end - first)
         for (begin, end), (first, _) in zip(part, box, strict=True)

@@ -1,4 +1,4 @@
-"""The cheapest steps from one layout to another: a shortest path.
+"""Planner of the cheapest steps from one layout to another, by a shortest path.
 
     nodes    layouts: ordered axes of each dim, and the partial axes
     edges    one collective along one axis, or a slice, which is free
@@ -8,8 +8,8 @@ All ranks compute the same path from the same numbers, without communication. Pa
 are ordered by their number of steps, then by the order in which moves are listed.
 
 Source: E. W. Dijkstra, Numerische Mathematik 1 (1959). Fixed rules (gather, then slice; or
-MindSpore's inference of split, permute and concat operators) are cheap to compute, but gather where
-a slice along a free axis first would save bytes on a slow one.
+MindSpore's inference of split, permute and concat operators) are cheap to compute, but gather even
+if a slice along a free axis first would save bytes on a slow one.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ def plan(
         itemsize: Bytes of an element.
         source: Layout before.
         target: Layout afterwards. Its partial axes must be partial before.
-        costs: Costs of each axis; `AxisCost()` for those left out.
+        costs: Costs of each axis; `AxisCost()` for missing axes.
 
     Raises:
-        ConfigError: The layouts do not fit together or to the shape; all problems are named.
+        ConfigError: The layouts do not fit together or to the shape; the message names all
+            problems.
 
-    Cost: no communication; states grow as (dims + 2) to the power of the axes of several ranks.
+    Cost: no communication; the number of states grows as (dims + 2) to the power of the number of
+    axes with several ranks.
 
     >>> from braid.programs.layout import Mesh
     >>> mesh = Mesh({"tp": 2})
@@ -89,7 +91,7 @@ def _shortest(
         if state == last:
             break
         if (seconds, length) > reached[state]:
-            continue  # a better way to it was entered later
+            continue  # a shorter path to this state was found
         for move in possible_moves(state, axes, last.partial):
             whole = (seconds + prices.price(state, move)[1], length + 1)
             if move.after not in reached or whole < reached[move.after]:
@@ -104,7 +106,7 @@ def _shortest(
 
 
 def _state(layout: Layout) -> AxisState:
-    """Return the state of a layout without axes of one rank, which change nothing."""
+    """Return the state of a layout, without axes of one rank."""
     sizes = layout.mesh.axes
     split = (tuple(axis for axis in axes if sizes[axis] > 1) for axes in layout.dims)
     return AxisState(tuple(split), tuple(axis for axis in layout.partial if sizes[axis] > 1))
@@ -118,7 +120,7 @@ def _check(
     costs: Mapping[str, AxisCost],
 ) -> None:
     problems = [
-        f"the {role} layout {layout} has {len(layout.dims)} dims, and the shape {list(shape)} "
+        f"the {role} layout {layout} has {len(layout.dims)} dims, but the shape {list(shape)} has "
         f"{len(shape)}"
         for role, layout in (("source", source), ("target", target))
         if len(layout.dims) != len(shape)
@@ -127,22 +129,22 @@ def _check(
         problems.append(f"sizes must not be negative, got shape {list(shape)}, {itemsize} bytes")
     if list(source.mesh.axes.items()) != list(target.mesh.axes.items()):
         problems.append(
-            f"the source is on the mesh {source.mesh} and the target on {target.mesh}: use move, "
-            "which goes between meshes"
+            f"the source is on the mesh {source.mesh} and the target on {target.mesh}: use move "
+            "to change the mesh"
         )
     else:
         added = [axis for axis in _state(target).partial if axis not in source.partial]
         if added:
             problems.append(
-                f"the target {target} is partial over {','.join(added)}, and the source {source} "
-                "is not: values become partial by computing, not by moving"
+                f"the target {target} is partial over {','.join(added)}, but the source {source} "
+                "is not: values become partial by computation, not by redistribution"
             )
     problems += [
-        f"the {role} layout {layout} has packed blocks, which are not moved: gather the dim first"
+        f"the {role} layout {layout} has packed blocks, which cannot be moved: gather the dim first"
         for role, layout in (("source", source), ("target", target))
         if layout.blocks
     ]
     unknown = [axis for axis in costs if axis not in source.mesh.axes]
     if unknown:
-        problems.append(f"there are costs of {','.join(unknown)}, no axis of {source.mesh}")
+        problems.append(f"there are costs of {','.join(unknown)}, not an axis of {source.mesh}")
     raise_all(problems)

@@ -1,4 +1,4 @@
-"""Plans: the steps from one layout of a tensor to another on the same mesh, as data."""
+"""Plans as data: the steps from one layout of a tensor to another on the same mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AxisCost", "RedistributionPlan", "RedistributionStep"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisCost:
-    """Time of a collective along one axis.
+    """Cost of a collective along one axis.
 
     Attributes:
         latency_s: Seconds of a collective without data.
@@ -35,7 +35,7 @@ class AxisCost:
 
 @dataclass(frozen=True, slots=True)
 class RedistributionStep:
-    """One collective, or one slice.
+    """One collective, or one slice, of a plan.
 
     Attributes:
         move: slice, all_gather, all_to_all, reduce_scatter or all_reduce.
@@ -58,7 +58,7 @@ class RedistributionStep:
 
 @dataclass(frozen=True, slots=True)
 class RedistributionPlan:
-    """Steps between two layouts.
+    """Steps between two layouts on one mesh.
 
     Attributes:
         shape: Shape of the whole tensor.

@@ -1,1 +1,1 @@
-"""Checks, copies and reductions of the tensors that collectives are called with."""
+"""Argument checks, copies and reductions of the tensors that are passed to collectives."""

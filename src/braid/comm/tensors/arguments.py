@@ -1,13 +1,13 @@
-"""Checks of what users pass, and its conversion to tensors that fit the operation.
+"""Checks of arguments from users, and their conversion to tensors that an operation can use.
 
 Tensors, numpy arrays and raw memory (`Buffer`) are accepted, with any strides; results need a
 tensor whose elements do not overlap. Tensors that are not contiguous are copied and copied back
-(`copies`). Tensors that require grad are used without autograd noticing; `braid.comm.autograd` has
-collectives with gradients. Empty and zero-dim tensors are ordinary. CUDA tensors of a group in
-shared memory travel through a copy in pinned memory.
+(`copies`). Tensors that require grad are used without recording gradients; `braid.comm.autograd`
+has collectives with gradients. Empty and zero-dim tensors are allowed. In a group in shared memory,
+CUDA tensors are copied through pinned memory.
 
-`Parts` are what an operation divides among the members: one tensor whose dim 0 is cut into equal
-slices, or a sequence with one tensor per member, whose sizes may differ.
+`Parts` are data to divide among the members: one tensor that is cut into equal slices along dim 0,
+or a sequence with one tensor per member, of any sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Buffer", "Data", "Parts", "as_tensor", "dense"]
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Raw memory, which the caller keeps alive until the operation has ended.
+    """Raw memory; the caller keeps it alive until the operation has ended.
 
     Attributes:
         pointer: Address in this process.
@@ -50,10 +50,10 @@ def as_tensor(x: Data, *, written: bool = False) -> torch.Tensor:
 
     Args:
         x: Tensor, array or raw memory.
-        written: Whether a result goes there.
+        written: Whether a result will be written to it.
 
     Raises:
-        ConfigError: `x` is something else, or its memory cannot be used so.
+        ConfigError: `x` has another type, or its memory cannot be used.
     """
     if isinstance(x, torch.Tensor):
         return ordinary(x)
@@ -73,7 +73,7 @@ def dense(x: Data, devices: frozenset[str]) -> torch.Tensor | None:
 
     Args:
         x: Value that the user passed.
-        devices: Types of the devices whose tensors need no copy to another device.
+        devices: Device types of tensors that need no copy to another device.
     """
     if (
         not isinstance(x, torch.Tensor)
@@ -87,15 +87,15 @@ def dense(x: Data, devices: frozenset[str]) -> torch.Tensor | None:
     ):
         return None
     flat = (x.detach() if x.requires_grad else x).view(-1)
-    # a tensor of one element counts as contiguous whatever its stride, but its bytes cannot be
-    # viewed
+    # torch calls a tensor of one element contiguous for any stride, but with a stride other than 1
+    # its bytes cannot be viewed
     return flat if flat.stride(0) == 1 else None
 
 
 def ordinary(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` as a tensor that may be written outside of `torch.inference_mode`.
+    """Return `x` as a tensor that may be written outside `torch.inference_mode`.
 
-    The steps of an operation are taken by whoever waits, in whatever mode that is.
+    Any thread that waits may take the steps of an operation, in any mode.
     """
     if not x.is_inference() or x.layout != torch.strided:
         return x
@@ -105,12 +105,12 @@ def ordinary(x: torch.Tensor) -> torch.Tensor:
 
 
 def like(x: Data, tensor: torch.Tensor) -> Any:
-    """Return `tensor` as the type that the user works with: an array for arrays."""
+    """Return `tensor` as the type that the user passed: an array for arrays."""
     return tensor.numpy() if isinstance(x, np.ndarray) else tensor
 
 
 class _Elements:
-    """The addresses of a tensor's elements in numpy's terms; the elements are not read."""
+    """Addresses of a tensor's elements as a numpy array interface; the elements are not read."""
 
     def __init__(self, x: torch.Tensor) -> None:
         size = x.element_size()
@@ -128,9 +128,9 @@ def overlap(one: torch.Tensor, other: torch.Tensor, *, exactly: bool) -> bool:
 
     Args:
         one: Strided tensor.
-        other: Another one.
-        exactly: Whether to look at every element, which takes long for large tensors, rather than
-            at the first and the last only.
+        other: Another strided tensor.
+        exactly: Whether to compare all elements, which is slow for large tensors, rather than only
+            the ranges of addresses.
     """
     if not (one.numel() and other.numel()):
         return False
@@ -161,7 +161,7 @@ def result(out: Data | None, shape: tuple[int, ...], x: torch.Tensor) -> torch.T
 
 
 def check_peer(peer: int, size: int, role: str) -> None:
-    """Refuse a number that is not a group rank.
+    """Raise if a number is not a group rank.
 
     Raises:
         ConfigError: `peer` is out of range, or not an integer.
@@ -172,16 +172,16 @@ def check_peer(peer: int, size: int, role: str) -> None:
 
 
 def is_number(n: object) -> bool:
-    """Return whether `n` is an integer, of whatever type."""
+    """Return whether `n` is an integer of any type."""
     return hasattr(n, "__index__")
 
 
 def check_seconds(timeout_s: Any, *, zero: bool = False) -> float | None:
-    """Check a user-given number of seconds; None stays None.
+    """Check a number of seconds from the user; None stays None.
 
     Args:
         timeout_s: Value that was passed.
-        zero: Whether it may be 0.
+        zero: Whether 0 is allowed.
 
     Raises:
         ConfigError: `timeout_s` is not a number of seconds.
@@ -191,7 +191,7 @@ def check_seconds(timeout_s: Any, *, zero: bool = False) -> float | None:
     if not isinstance(timeout_s, int | float) or not (timeout_s > 0 or (zero and timeout_s == 0)):
         least = "of at least 0" if zero else "above 0"
         msg = (
-            f"timeout_s is a number of seconds, {least}, not {timeout_s!r}: of a timedelta "
+            f"timeout_s is a number of seconds, {least}, not {timeout_s!r}: for a timedelta "
             "pass total_seconds()"
         )
         raise ConfigError(msg)
@@ -199,22 +199,22 @@ def check_seconds(timeout_s: Any, *, zero: bool = False) -> float | None:
 
 
 def check_movable(x: object) -> None:
-    """Refuse a value that has no storage in the memory of the CPU.
+    """Raise if a value has no storage in CPU memory.
 
     Raises:
         ConfigError: `x` is not a tensor on the CPU.
     """
     if not isinstance(x, torch.Tensor) or x.device.type != "cpu":
-        given = f"one on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
-        msg = f"only a tensor on the CPU can move its storage, not {given}"
+        description = f"one on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
+        msg = f"only a tensor on the CPU can move its storage, not {description}"
         raise ConfigError(msg)
 
 
 def check_parts(parts: Sequence[torch.Tensor], size: int, x: torch.Tensor, role: str) -> None:
-    """Refuse a sequence that does not have one tensor per member, all of one dtype and device.
+    """Raise unless a sequence has one tensor per member, all of one dtype and device.
 
     Raises:
-        ConfigError: Names the parts that differ.
+        ConfigError: The number, a dtype or a device is wrong; the message names the parts.
     """
     if len(parts) != size:
         msg = f"{role} needs {size} tensors, one for every member, not {len(parts)}"
@@ -239,10 +239,10 @@ def slice_shape(x: torch.Tensor, size: int, kind: str) -> tuple[int, ...]:
         ConfigError: dim 0 cannot be divided.
     """
     if x.dim() == 0 or x.shape[0] % size:
-        given = "a zero-dim tensor" if x.dim() == 0 else f"{x.shape[0]}"
+        length = "a zero-dim tensor" if x.dim() == 0 else f"{x.shape[0]}"
         msg = (
-            f"dim 0 of the {kind} input is {given} (shape {list(x.shape)}), no multiple of the "
-            f"group's size {size}: pad it, or pass a list with one tensor per rank"
+            f"dim 0 of the {kind} input is {length} (shape {list(x.shape)}), not a multiple of "
+            f"the group's size {size}: pad it, or pass a list with one tensor per rank"
         )
         raise ConfigError(msg)
     return (x.shape[0] // size, *x.shape[1:])
@@ -250,7 +250,7 @@ def slice_shape(x: torch.Tensor, size: int, kind: str) -> tuple[int, ...]:
 
 def _from_pointer(x: Buffer) -> torch.Tensor:
     if x.count < 0 or (x.count and not x.pointer):
-        msg = f"a Buffer is an address and a count, which {x} lacks"
+        msg = f"a Buffer needs an address and a count of at least 0, got {x}"
         raise ConfigError(msg)
     if not x.count:
         return torch.empty(0, dtype=x.dtype, device="cpu")
@@ -263,7 +263,7 @@ def _from_array(x: np.ndarray[Any, Any], *, written: bool) -> torch.Tensor:
         if written:
             msg = "a read-only array cannot hold the result: pass x.copy()"
             raise ConfigError(msg)
-        x = x.copy()  # torch warns of tensors over memory that must not be written
+        x = x.copy()  # torch warns about tensors on read-only memory
     try:
         return torch.from_numpy(x)
     except (TypeError, ValueError) as exc:

@@ -1,15 +1,15 @@
-"""Copies between the user's tensors and the flat memory on which an operation works.
+"""Copies between the user's tensors and the flat memory that an operation works on.
 
 Algorithms need flat, contiguous memory on the engine's device. No result may be written over an
-input that peers still read. Most tensors meet this as they are. For the others an operation works
-on memory of its own:
+input that peers still read. Most tensors meet these conditions. For the others, an operation works
+on separate memory:
 
     read       load before the first step
     written    store after the last step
     changed    both
 
-A collective that is queued behind another one must see the results of that one. So a load happens
-at the operation's first step, not at the call.
+A queued collective must see the results of the collective before it. So a load happens at the
+operation's first step, not at the call.
 
 CUDA tensors are copied to page-locked memory and back, for engines that work on the CPU. These
 copies run on a separate stream, after the kernels that were queued before the call. No thread
@@ -39,15 +39,15 @@ __all__ = ["Copies"]
 Y = TypeVar("Y")
 Copy = Callable[[], object]
 
-_FIRST_USE = threading.Lock()  # else two threads may make a stream each, and wait on one only
+_FIRST_USE = threading.Lock()  # else two threads might each make a stream, and wait on only one
 
 
 class Copies:
-    """The copies of one operation; empty if it works on the user's memory itself.
+    """Copies of one operation; empty if it works on the user's memory itself.
 
     Args:
-        device_types: Types of the devices on which the group's engine works. CUDA tensors are
-            copied to the CPU for engines that do not work on CUDA devices.
+        device_types: Device types that the group's engine works on. CUDA tensors are copied to the
+            CPU for engines that do not work on CUDA devices.
     """
 
     __slots__ = ("_after", "_before", "_device_types", "_devices")
@@ -110,7 +110,7 @@ class Copies:
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return one flat tensor with the elements of `parts`, for an operation that only reads.
 
-        No copy is made on the engine's device if the parts are neighbours in memory.
+        No copy is made on the engine's device if the parts are adjacent in memory.
 
         Raises:
             ConfigError: A part cannot be communicated.
@@ -132,7 +132,7 @@ class Copies:
         return flat
 
     def unpacked(self, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Store the elements of `flat` into `parts`, one after the other, after the last step."""
+        """Store the elements of `flat` into `parts`, in order, after the last step."""
         rows = torch.split(flat, [part.numel() for part in parts])
         self._after.append(lambda: [part.copy_(row) for part, row in zip(parts, rows, strict=True)])
 
@@ -170,9 +170,9 @@ class Copies:
         self._after.append(act)
 
     def around(self, steps: Generator[Y, None, None]) -> Generator[Y | DeviceWait, None, None]:
-        """Return the steps of an operation, between the loads and the stores.
+        """Return the steps of an operation, preceded by the loads and followed by the stores.
 
-        All work queued on the current streams before this call precedes the copies.
+        The copies run after all work that was queued on the current streams before this call.
         """
         for device in self._devices:
             _follow_current_stream(device)
@@ -198,8 +198,8 @@ class Copies:
         here = x.device.type in self._device_types
         if here and _is_plain(x):
             flat = x.view(-1)
-            # a tensor of one element counts as contiguous whatever its stride, but its bytes cannot
-            # be viewed
+            # torch calls a tensor of one element contiguous for any stride, but with a stride
+            # other than 1 its bytes cannot be viewed
             return flat if flat.stride(0) == 1 else x.as_strided((x.numel(),), (1,))
         if store:
             _check_own_memory(x)
@@ -226,7 +226,7 @@ def _check(x: torch.Tensor, device_types: frozenset[str]) -> None:
     if x.layout != torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else str(x.layout)
         msg = (
-            f"a {kind} tensor cannot be communicated: convert it to an ordinary strided one "
+            f"a {kind} tensor cannot be communicated: convert it to an ordinary strided tensor "
             "first (to_dense, dequantize)"
         )
         raise ConfigError(msg)
@@ -242,7 +242,7 @@ def _check_own_memory(x: torch.Tensor) -> None:
 
 
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of copies between a GPU and the CPU, the same one for all threads."""
+    """Return the stream of copies between a GPU and the CPU, shared by all threads."""
     with _FIRST_USE:
         return _new_copy_stream(device)
 
@@ -260,7 +260,7 @@ def _follow_current_stream(device: torch.device) -> None:
 
 
 def _page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of the host that a GPU reads and writes by itself."""
+    """Return page-locked host memory, which a GPU can read and write directly."""
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
 
@@ -268,7 +268,7 @@ def _start_copy(target: torch.Tensor, source: torch.Tensor, device: torch.device
     """Queue a copy between a GPU and page-locked memory, and return the wait for its end."""
     stream = _copy_stream(device)
     with torch.cuda.stream(stream):
-        # torch would conjugate or negate the target on the CPU before the numbers have arrived
+        # torch would conjugate or negate the target on the CPU before the copy has ended
         target.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
@@ -286,19 +286,19 @@ def _in_turn(copies: Sequence[Copy]) -> Iterator[DeviceWait]:
             continue
         wait = copy()
         assert isinstance(wait, DeviceWait)
-        pending[wait.device] = wait  # the copies of a device end in their order
+        pending[wait.device] = wait  # the copies of one device end in order
     yield from _ends_of(pending)
 
 
 def _ends_of(pending: Mapping[torch.device, DeviceWait]) -> Iterator[DeviceWait]:
-    """Yield the waits, and raise the error of a GPU after its wait."""
+    """Yield the waits; after each wait, raise the GPU's error if there is one."""
     for wait in pending.values():
         yield wait
         wait.check()
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Return whether the elements lie in memory in their order, as they are."""
+    """Return whether the elements are contiguous in memory, without lazy conjugation or sign."""
     return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
@@ -311,5 +311,5 @@ def _are_neighbours(parts: Sequence[torch.Tensor], numel: int) -> bool:
             return False
         end += part.numel() * part.element_size()
     itemsize = first.element_size()
-    # else neighbours in memory by chance
+    # else they may be adjacent allocations
     return (first.storage_offset() + numel) * itemsize <= len(first.untyped_storage())

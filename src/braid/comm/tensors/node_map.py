@@ -1,7 +1,8 @@
 """Members of a group by host, and the slices of tensors that they work on.
 
-Members of one host are *local peers*. They divide a tensor into *slices*, one for each of as many
-local peers as every host has. Members that work on one slice, one per host, are *cross-node peers*:
+Members on one host are *local peers*. They divide a tensor into *slices*; the number of slices is
+the number of members on the smallest host. Members that work on one slice, one per host, are
+*cross-node peers*:
 
             host a         host b
     slice 0  member 0  ...  member 3      cross-node peers
@@ -18,7 +19,7 @@ __all__ = ["NodeMap"]
 
 
 class NodeMap(NamedTuple):
-    """Members by host.
+    """Members of a group by host.
 
     Attributes:
         hosts: Group ranks of each host's members, in order; hosts in the order of their first
@@ -29,7 +30,7 @@ class NodeMap(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> NodeMap:
-        """Make a map from the number of each member's host."""
+        """Return the map for the number of each member's host."""
         members: dict[int, list[int]] = {}
         for member, number in enumerate(numbers):
             members.setdefault(number, []).append(member)
@@ -47,7 +48,7 @@ class NodeMap(NamedTuple):
 
     @property
     def num_slices(self) -> int:
-        """Number of slices: of members of every host that have one."""
+        """Number of slices; on every host, this number of members has one slice each."""
         return self.fewest
 
     def local_peers(self, member: int) -> tuple[int, ...]:
@@ -65,7 +66,7 @@ class NodeMap(NamedTuple):
         return (member,) if index < 0 else tuple(host[index] for host in self.hosts)
 
     def relay(self, member: int, other: int) -> int:
-        """Return the relay of `member` on the host of `other`, which is another one."""
+        """Return the relay of `member` on the host of `other`, which must be another host."""
         place, host = self.local_peers(member).index(member), self.local_peers(other)
         return host[place % len(host)]
 
@@ -74,7 +75,7 @@ class NodeMap(NamedTuple):
         return tuple(self.relay(member, host[0]) for host in self.hosts if member not in host)
 
     def relayed(self, member: int) -> tuple[int, ...]:
-        """Return the members of other hosts whose relay `member` is."""
+        """Return the members of other hosts for which `member` is the relay."""
         local_peers = self.local_peers(member)
         others = (m for host in self.hosts if member not in host for m in host)
         return tuple(m for m in others if self.relay(m, local_peers[0]) == member)

@@ -1,11 +1,10 @@
-"""Objects as bytes and back: plain data as MessagePack, anything else behind a switch.
+"""Objects as bytes and back: plain data as MessagePack, other objects pickled if allowed.
 
-Problem: MessagePack has neither tuples nor sets, large integers nor keys that are not strings, and
-what writes it fails on a cyclic list with an exhausted stack and on half a surrogate pair with a
-word about codecs.
+Problem: MessagePack has no tuples, sets, large integers or keys that are not strings. Its encoder
+fails on a cyclic list with a RecursionError, and on a lone surrogate with an error about codecs.
 
-Idea: walk the object first, note the path, give each such type an extension of its own, and refuse
-with the type and the place whatever is left.
+Idea: traverse the object first and record the path. Encode each such type as a MessagePack
+extension, and raise an error with type and path for any other type.
 """
 
 from __future__ import annotations
@@ -19,42 +18,39 @@ from braid.errors import ConfigError
 
 __all__ = ["decode", "encode"]
 
-TUPLE, SET, FROZENSET, PAIRS, BIG = (
-    1,
-    2,
-    3,
-    4,
-    5,
-)  # MessagePack extensions for what it does not have
+# codes of MessagePack extensions
+TUPLE, SET, FROZENSET, PAIRS, BIG = 1, 2, 3, 4, 5
 PLAIN, PICKLE = 0, 1  # first byte of an encoded object
-SMALLEST, LARGEST = -(1 << 63), (1 << 64) - 1  # integers of MessagePack
-MAX_DEPTH = (
-    100  # containers in containers; each takes several frames of Python's stack, there and here
-)
+SMALLEST, LARGEST = -(1 << 63), (1 << 64) - 1  # range of MessagePack's integers
+MAX_DEPTH = 100  # nested containers; each takes several frames of Python's stack on both sides
 
 USUAL = (
     "send tensors with the tensor collectives, or pass allow_pickle=True on all ranks if you "
     "trust every one of them"
 )
-OF_CYCLES = "send what it holds once and tie it again there, or pass allow_pickle=True on all ranks"
+OF_CYCLES = (
+    "send the items once and rebuild the cycle on the receiver, or pass allow_pickle=True on all "
+    "ranks"
+)
 OF_DEPTH = "send a flat list with indices, or pass allow_pickle=True on all ranks"
 OF_SURROGATES = (
-    "send bytes made with .encode('utf-8', 'surrogatepass') (os.fsencode for names of files), or "
+    "send bytes made with .encode('utf-8', 'surrogatepass') (os.fsencode for file names), or "
     "pass allow_pickle=True "
     "on all ranks"
 )
 
 
 def encode(obj: object, path: str = "", *, allow_pickle: bool = False) -> bytes:
-    """Bytes of an object.
+    """Return the bytes of an object.
 
     Args:
-        obj: Plain data, or anything with `allow_pickle`.
-        path: Beginning of the place that an error names.
-        allow_pickle: Pickle it if it is not plain.
+        obj: Plain data, or any object with `allow_pickle`.
+        path: Prefix of the path in error messages.
+        allow_pickle: Whether to pickle an object that is not plain data.
 
     Raises:
-        ConfigError: It is not plain, or cannot be pickled; names the type and where it was found.
+        ConfigError: The object is not plain data, or cannot be pickled; the message contains the
+            type and its path.
     """
     try:
         plain = _plain(obj, path, ())
@@ -71,30 +67,30 @@ def encode(obj: object, path: str = "", *, allow_pickle: bool = False) -> bytes:
 
 
 def decode(raw: bytes, *, allow_pickle: bool = False) -> Any:
-    """The object that `encode` was given.
+    """Return the object that was encoded.
 
     Args:
-        raw: Its bytes.
-        allow_pickle: Unpickle what was pickled, which runs code of whoever sent it.
+        raw: Bytes from `encode`.
+        allow_pickle: Whether to unpickle a pickled object, which runs code from the sender.
 
     Raises:
-        ConfigError: It was pickled, and `allow_pickle` is off or what it is made of is not to be
-            had here.
+        ConfigError: The object is pickled, and `allow_pickle` is False or one of its classes cannot
+            be imported.
     """
     if raw[0] != PICKLE:
         return _original(msgspec.msgpack.decode(raw[1:]))
     if not allow_pickle:
         msg = (
-            "a rank sent a pickled object: pass allow_pickle=True here, too, if you trust the "
-            "rank that sent it (unpickling runs code)"
+            "a rank sent a pickled object: pass allow_pickle=True on this rank as well, if you "
+            "trust the rank that sent it (unpickling runs code)"
         )
         raise ConfigError(msg)
     try:
-        return pickle.loads(raw[1:])  # noqa: S301 - what the switch is for
+        return pickle.loads(raw[1:])  # noqa: S301 - the caller allowed it
     except Exception as exc:
         msg = (
-            f"a pickled object cannot be made again here ({type(exc).__name__}: {exc}): see "
-            "that its classes can be imported on all ranks"
+            f"a pickled object cannot be loaded here ({type(exc).__name__}: {exc}): check that "
+            "its classes can be imported on all ranks"
         )
         raise ConfigError(msg) from exc
 
@@ -110,16 +106,16 @@ class _NotPlainError(Exception):
 def _pickled(obj: object) -> bytes:
     try:
         return pickle.dumps(obj)
-    except Exception as exc:  # of whatever class the object's own __reduce__ likes
+    except Exception as exc:  # __reduce__ may raise any class
         msg = (
-            f"{_name(type(obj))} cannot be pickled ({type(exc).__name__}: {exc}): send what it "
-            "is made of instead"
+            f"{_name(type(obj))} cannot be pickled ({type(exc).__name__}: {exc}): send its "
+            "contents instead"
         )
         raise ConfigError(msg) from exc
 
 
 def _plain(obj: object, path: str, above: tuple[int, ...]) -> object:
-    """Return `obj` in types of MessagePack; `above` are identities of its containers."""
+    """Return `obj` in types of MessagePack; `above` are the ids of its containers."""
     kind = type(obj)
     if obj is None or kind in (bool, float, bytes):
         return obj
@@ -134,7 +130,7 @@ def _plain(obj: object, path: str, above: tuple[int, ...]) -> object:
     if id(obj) in above:
         raise _NotPlainError(f"a {kind.__name__} that contains itself", path, OF_CYCLES)
     if len(above) == MAX_DEPTH:
-        raise _NotPlainError(f"more than {MAX_DEPTH} containers in each other", "", OF_DEPTH)
+        raise _NotPlainError(f"more than {MAX_DEPTH} nested containers", "", OF_DEPTH)
     above = (*above, id(obj))
     if isinstance(obj, dict):
         if all(type(key) is str for key in obj):
@@ -157,9 +153,7 @@ def _text(obj: str, path: str) -> str:
     try:
         obj.encode()
     except UnicodeEncodeError as exc:
-        description = (
-            f"a str with half a surrogate pair ({obj[exc.start]!r}, character {exc.start})"
-        )
+        description = f"a str with a lone surrogate ({obj[exc.start]!r}, character {exc.start})"
         raise _NotPlainError(description, path, OF_SURROGATES) from None
     return obj
 

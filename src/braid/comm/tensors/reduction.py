@@ -1,10 +1,10 @@
 """Reductions in the order of ranks, so that every rank gets the same bits.
 
-Floating-point addition is not associative. A sum whose order depends on arrival, on the algorithm
-or on the rank gives results that differ between ranks and between runs; ours is 0, 1, ..., n-1
-everywhere, which is also what a loop in one process does. float16 and bfloat16 are combined,
-divided and scaled in float32 and rounded once at the end (the sum of two is rounded once anyway),
-so an average never overflows on the way.
+Floating-point addition is not associative. If the order of a sum depends on arrival, on the
+algorithm or on the rank, results differ between ranks and between runs. Here the order is 0, 1,
+..., n-1 everywhere, as in a loop in one process. float16 and bfloat16 are combined, divided and
+scaled in float32 and rounded once at the end (a sum of two is rounded once in any case), so the
+sum behind an average never overflows.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _WIDENED = (torch.float16, torch.bfloat16)
 
 
 def check_op(op: str, dtype: torch.dtype) -> None:
-    """Refuse reductions that are unknown or not defined for `dtype`.
+    """Raise for a reduction that is unknown or not defined for `dtype`.
 
     Raises:
-        ConfigError: Says which are possible.
+        ConfigError: The message contains the possible reductions.
     """
     if op not in OPS:
         msg = f"there is no reduction {op!r}: choose one of {', '.join(OPS)}"
@@ -48,10 +48,10 @@ def check_op(op: str, dtype: torch.dtype) -> None:
 
 
 def identity(op: str, x: torch.Tensor) -> torch.Tensor:
-    """The result of reducing nothing, shaped like `x`.
+    """Return the identity of a reduction, in the shape of `x`.
 
     Raises:
-        ConfigError: `op` has none that every dtype can hold.
+        ConfigError: `op` has no identity that every dtype can represent.
     """
     if op in {"sum", "bor", "bxor"}:
         return torch.zeros_like(x)
@@ -67,14 +67,13 @@ def identity(op: str, x: torch.Tensor) -> torch.Tensor:
 def combine(
     sources: Sequence[torch.Tensor], out: torch.Tensor, op: str, scale: float | None
 ) -> None:
-    """Reduce `sources` in their order into `out`.
+    """Reduce `sources` in order into `out`.
 
     Args:
-        sources: One tensor per rank. `out` may be (exactly) the first or the second of them, no
-            other.
+        sources: One tensor per rank. Only the first or the second of them may be `out` itself.
         out: Result.
         op: Name of the reduction.
-        scale: Factor for the result, None for none.
+        scale: Factor for the result; None for no factor.
     """
     apply = OPS[op]
     if len(sources) == 1:
@@ -98,8 +97,8 @@ def combine(
 def early_factor(dtype: torch.dtype, op: str, scale: float | None, count: int) -> float | None:
     """Return the factor for numbers before they are summed in several stages, or None.
 
-    16-bit numbers that are rounded on the way are made as small as the result first, so that no sum
-    of them overflows.
+    16-bit numbers that are rounded between stages are scaled first, so that no partial sum
+    overflows.
     """
     if dtype not in _WIDENED or op not in {"sum", "avg"} or (op == "sum" and scale is None):
         return None
@@ -108,7 +107,7 @@ def early_factor(dtype: torch.dtype, op: str, scale: float | None, count: int) -
 
 
 def finish(x: torch.Tensor, op: str, count: int, scale: float | None) -> None:
-    """Turn a sum into what was asked for: divide once for `avg`, multiply once by `scale`."""
+    """Convert a sum to the result: divide once for `avg`, multiply once by `scale`."""
     if op == "avg" and count > 1:
         if x.is_floating_point() or x.is_complex():
             x.div_(count)

@@ -1,19 +1,19 @@
 """Futures that are requested inside backward, and finished at its end.
 
 Problem: stock DDP starts the all-reduce of a bucket from a hook and waits for its future, in C++,
-when backward ends. There it takes no steps, and it does not show what went wrong: a future that C++
-waits for carries an error's text at best.
+when backward ends. This wait takes no steps, and it hides the error: a future that C++ waits for
+carries only the text of an error.
 
-Idea: autograd calls back at the end of backward, in the order in which callbacks were requested.
-Ours comes before DDP's own, since a bucket is reduced before DDP knows that it was the last.
+Idea: autograd runs callbacks at the end of backward, in the order in which they were requested. Our
+callback comes before DDP's, since a bucket is reduced before DDP knows that it was the last.
 
     backward     p6 p5 | p4 p3 p2 | p1 p0 |            callbacks
-    bucket 0          >===                             > started: with a thread of its own
-    bucket 1                     >====                   where there are spare cores, else all
+    bucket 0          >===                             > started: in a background thread
+    bucket 1                     >====                   if there are spare cores, else all
     bucket 2                              >===========   steps at the end
                                           |  ours: wait for all  |  DDP's
 
-An error is raised out of that callback, hence out of `loss.backward()`, as itself.
+An error is raised in that callback, hence by `loss.backward()`, with its type and message.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ def inside_backward() -> bool:
 
 
 class Backward:
-    """Futures that one rank has requested inside backward."""
+    """Collection of the futures that one rank has requested inside backward."""
 
     def __init__(self) -> None:
         self._futures: list[WorkFuture] = []
         self._task = -1
 
     def finish_at_end(self, future: WorkFuture) -> None:
-        """Finish `future` at the end of the backward that is running."""
+        """Finish `future` at the end of the current backward."""
         task = current_graph_task()
-        if task != self._task:  # a nested backward (checkpointing) has an end of its own
+        if task != self._task:  # a nested backward (checkpointing) ends separately
             self._task = task
             queue_callback(self.finish)
         self._futures.append(future)
 
     def finish(self) -> None:
-        """Wait for all collectives and finish their futures; called by autograd at its end.
+        """Wait for all collectives and finish their futures; autograd calls this at the end.
 
         Raises:
             CommError: The first error of a collective.

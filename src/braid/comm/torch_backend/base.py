@@ -1,6 +1,6 @@
-"""A process group of torch: its attributes, the execution of its operations, and its end.
+"""Base of torch's process group: its attributes, the execution of operations, and its end.
 
-torch's docstrings apply to the methods that have torch's names; these say only what differs.
+For methods with torch's names, torch's docstrings apply; docstrings here describe differences.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from braid.errors import StaleError
 
 __all__ = ["BaseProcessGroup", "c10d"]
 
-c10d: Any = distributed_c10d  # its stubs know a part of it only
+c10d: Any = distributed_c10d  # torch's stubs are incomplete
 
 _CPU = torch.device("cpu")
 
-NUM_DROPPED = 16  # works that a rank may start between the one of DDP's `join` and its backward
-LARGE_BYTES = 256 << 10  # from here a spare core carries it out; below, handing it over costs more
+NUM_DROPPED = 16  # works that a rank may start between DDP's `join` and its backward
+LARGE_BYTES = 256 << 10  # a spare core runs operations from this size on; handing over costs time
 
 Call = Callable[[Any, bool], Any]
 
@@ -41,7 +41,7 @@ class _Ended:
 
     Args:
         text: Description of the end of the group.
-        use: Purpose that the error names; the name of the attribute when empty.
+        use: Name of the operation for the error; empty to use the attribute's name.
     """
 
     def __init__(self, text: str, use: str = "") -> None:
@@ -57,14 +57,14 @@ class _Ended:
 
 
 class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
-    """A process group of torch over a group of braid, without its operations.
+    """Process group of torch over a group of braid, without its operations.
 
     Args:
         shared_world: Shared memory in which the group was made.
         group: Group of braid.
-        foreign: Backends of torch for tensors that shared memory does not carry.
+        foreign: Backends of torch for tensors that cannot be in shared memory.
         store: torch's store, with this group's prefix.
-        shared_worlds: Registry that is told when the group ends.
+        shared_worlds: Registry to notify when the group ends.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         shared_worlds: SharedWorlds,
     ) -> None:
         super().__init__(group.rank, group.size)
-        self._group: Any = group  # its overloads want literals; here async_op is a variable
+        self._group: Any = group  # its overloads need literals, but here async_op is a variable
         self._now: Any = group.starting()
         self._later: Any = group.starting(steps_by=StepsBy.WAITER)
         self._shared_world: Any = shared_world
@@ -92,10 +92,10 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
 
     @property
     def braid_group(self) -> Group | None:
-        """Group of braid behind this one; None after its end."""
+        """Group of braid that this process group uses; None after its end."""
         return None if self.ended else self._group
 
-    # What torch asks about a group.
+    # Properties of a group that torch reads.
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Name under which torch knows the backend."""
@@ -130,14 +130,14 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
     @property
     def _device_types(self) -> list[torch.device]:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        own = [] if accelerator is None else [torch.device(accelerator.type)]
-        return [_CPU, *(d for d in {*own, *self._foreign.devices} if d != _CPU)]
+        current = [] if accelerator is None else [torch.device(accelerator.type)]
+        return [_CPU, *(d for d in {*current, *self._foreign.devices} if d != _CPU)]
 
     def _get_backend(self, device: torch.device) -> Any:
         if device.type == "cpu":
             return self
         if device.type not in {known.type for known in self._device_types}:
-            # torch asks for GPUs on machines that have none, and expects its own error
+            # torch calls this for GPUs on machines without any, and expects this error
             msg = (
                 f"this process group has no backend for device {device}: use a device of this "
                 "machine"
@@ -145,18 +145,18 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
             raise RuntimeError(msg)
         return self._foreign.backend(device)
 
-    # How everything is carried out.
+    # Execution of operations.
 
     def _carry_out(
         self, call: Call, outputs: list[Any], opts: Any, *, several: bool = False
     ) -> Any:
-        """Execute a collective here if the caller waits for it, else start it.
+        """Run a collective in this thread if it is synchronous, else start it.
 
         Args:
-            call: Executes it: (a group or a batch of one, whether in the background).
+            call: Function that runs it: (a group or a similar object, whether in the background).
             outputs: Value of the future.
             opts: torch's options of the collective.
-            several: Whether `call` makes several operations, to be started as one.
+            several: Whether `call` makes several operations, to start together.
         """
         if not (opts.asyncOp or several):
             call(self._group, False)
@@ -183,7 +183,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         *,
         waited_soon: bool,
     ) -> PendingWork:
-        """Return torch's face of a work without a thread, whose steps the poller takes."""
+        """Return torch's work for a work without a thread; the poller takes its steps."""
         if waited_soon or not work.done():
             self._shared_world.poller.poll(work, rarely=waited_soon)
             if waited_soon:
@@ -191,20 +191,20 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         return self._started(work, outputs, source)
 
     def _is_waited_for_soon(self) -> bool:
-        """Return whether steps, which would delay backward now, can be left to its end."""
+        """Return whether steps can wait until the end of backward, which they would delay now."""
         return inside_backward() and not self._shared_world.spare_cores
 
     def _started(
         self, work: Started, outputs: list[Any], source: Callable[[], int] | None = None
     ) -> PendingWork:
-        """Return torch's face of a work that is under way."""
+        """Return torch's work for a work in progress."""
         if self._coalesced is not None:
             self._coalesced.append(work)
         return PendingWork(work, outputs, self, source)
 
     def finish_later(self, work: Started, future: WorkFuture, /) -> None:
-        """Finish a future when its work has ended, whoever waits for it."""
-        if self.ended:  # and with it all that was started in it
+        """Finish a future when its work has ended, even if no thread waits for it."""
+        if self.ended:  # all operations of the group have ended as well
             future.finish()
         elif inside_backward():
             self._shared_world.backward.finish_at_end(future)
@@ -216,10 +216,10 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         return self._timeout_s if timeout.days < 0 else seconds(timeout) or self._timeout_s
 
     def _elsewhere(self, x: torch.Tensor) -> Any:
-        """Return torch's own process group for tensors that shared memory does not carry."""
+        """Return torch's process group for tensors that cannot be in shared memory."""
         return ExplainedGroup(self._foreign.group(x.device), self._foreign.ranks)
 
-    # Its life.
+    # End of the group.
 
     @property
     def ended(self) -> bool:
@@ -238,7 +238,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         self._end(f"the process group {self._name!r} has been destroyed", self._foreign.shutdown)
 
     def abort(self) -> None:
-        """Leave the group amid its operations; the members' waits end with CommError."""
+        """Abort the group during its operations; other members' waits end with CommError."""
         if not self.ended:
             self._group.abort(f"process group {self._name!r} was aborted")
         self._end(f"the process group {self._name!r} has been aborted", self._foreign.abort)
@@ -249,13 +249,12 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         group, self._group = self._group, _Ended(text)
         self._now = self._later = self._group
         self.dropped.clear()
-        for split in (
-            self._splits
-        ):  # which torch may not know of, and which would keep the shared_world open
+        # torch may not know them, and they would keep the shared world open
+        for split in self._splits:
             split.shutdown()
         end_foreign()
         self._shared_worlds.close_group(self._shared_world, group)
-        # torch keeps ended process groups in its caches, and with them whatever they hold
+        # torch keeps ended process groups in its caches, and so all objects that they refer to
         self._shared_world = self._buckets = _Ended(text, "operations")
 
 

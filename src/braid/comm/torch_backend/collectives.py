@@ -1,10 +1,10 @@
-"""torch's collectives over those of a Group.
+"""torch's collectives, implemented by the collectives of a Group.
 
-Each method turns torch's arguments into the Group's (`shapes`) and a `call` that executes it, here
-or in the background. Tensors that are not in CPU memory, or not strided, go to a backend of torch's
-own (`foreign`).
+Each method converts torch's arguments to the Group's (`shapes`), and defines a `call` that runs the
+collective, in this thread or in the background. Tensors that are not in CPU memory, or not strided,
+go to one of torch's backends (`foreign`).
 
-Names are those of torch 2.13; the older ones follow as aliases. torch's C++ (DDP, functional
+Methods have the names of torch 2.13; older names follow as aliases. torch's C++ (DDP, functional
 collectives) finds these methods through its trampoline; Python calls them directly. torch's
 docstrings apply.
 """
@@ -38,7 +38,7 @@ _AllreduceOptions: Any = c10d.AllreduceOptions
 
 
 class Collectives(BaseProcessGroup):
-    """The collectives of a process group."""
+    """Collectives of a process group."""
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce one tensor in place."""
@@ -55,7 +55,7 @@ class Collectives(BaseProcessGroup):
         if factor is not None:
             x.detach().mul_(factor)
         timeout_s = self._deadline(opts)
-        if not opts.asyncOp:  # straight on: small ones in a loop are what latency is felt in
+        if not opts.asyncOp:  # without `_carry_out`, for the latency of small tensors
             self._group.all_reduce(x, op, timeout_s=timeout_s)
             return FinishedWork(tensors)
         if inside_backward():
@@ -84,7 +84,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, tensors, opts, several=True)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
-        """Reduce to the root; elsewhere the tensor is unchanged."""
+        """Reduce to the root; tensors of other ranks are unchanged."""
         tensors, opts = tensors_of(tensors), _options(c10d.ReduceOptions, opts)
         x = tensors[0]
         if not in_shared_memory(x):
@@ -100,7 +100,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        """Copy the root's tensor to all."""
+        """Copy the root's tensor to all ranks."""
         tensors, opts = tensors_of(tensors), _options(c10d.BroadcastOptions, opts)
         x = tensors[opts.rootTensor]
         if not in_shared_memory(x):
@@ -123,7 +123,7 @@ class Collectives(BaseProcessGroup):
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather several tensors.
 
-        The outputs are one list per rank, as torch documents; one list per input is taken, too.
+        The outputs are one list per rank, as torch documents, or one list per input.
         """
         inputs = tensors_of(inputs)
         return self.allgather(by_input(output_lists, inputs, self.size()), inputs, opts)
@@ -162,7 +162,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, outputs, opts, several=len(pairs) != 1)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
-        """Reduce lists of tensors, of which each rank keeps one; their sizes may differ."""
+        """Reduce lists of tensors; each rank keeps one tensor of the result. Sizes may differ."""
         outputs, opts = tensors_of(outputs), _options(c10d.ReduceScatterOptions, opts)
         if not all(map(in_shared_memory, outputs)):
             return self._elsewhere(outputs[0]).reduce_scatter(outputs, input_lists, opts)
@@ -261,7 +261,7 @@ class Collectives(BaseProcessGroup):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> Any:
-        """Send pieces of dim 0, equal ones or of the lengths given."""
+        """Send pieces of dim 0: equal ones, or with the lengths in `input_split_sizes`."""
         opts = _options(c10d.AllToAllOptions, opts)
         if not in_shared_memory(input):
             return _call_either(
@@ -285,7 +285,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, [output], opts)
 
     def barrier(self, opts: Any = None) -> Any:
-        """Return when every rank has called it."""
+        """Return when every rank has called this."""
         opts = _options(c10d.BarrierOptions, opts)
         if opts.device is not None and opts.device.type != "cpu":
             return self._elsewhere(torch.empty(0, device=opts.device)).barrier(opts)
@@ -299,7 +299,7 @@ class Collectives(BaseProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks as `barrier` does; the error names all ranks that did not come."""
+        """Wait for all ranks as `barrier` does; the error names all missing ranks."""
         del wait_all_ranks
         self._group.monitored_barrier(timeout_s=seconds(timeout) or self._timeout_s)
 
@@ -313,7 +313,7 @@ class Collectives(BaseProcessGroup):
 
 
 def _options(kind: Any, opts: Any) -> Any:
-    """Return options of torch; a bare ReduceOp or root counts as well, as in torch's overloads."""
+    """Return options of torch; a bare ReduceOp or root is accepted, as in torch's overloads."""
     if isinstance(opts, kind):
         return opts
     made = kind()
@@ -340,7 +340,7 @@ def _flat(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def _call_either(group: Any, name: str, *args: Any) -> Any:
-    """Call torch's own method by the name that this torch has for it."""
+    """Call torch's method by the name that this version of torch has for it."""
     older = {
         "all_gather_single": "_allgather_base",
         "all_gather_single_coalesced": "allgather_into_tensor_coalesced",

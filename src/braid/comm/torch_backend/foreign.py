@@ -1,10 +1,9 @@
-"""torch's own backends, for tensors that shared memory does not carry: GPUs and sparse tensors.
+"""torch's backends, for tensors that cannot be in shared memory: GPU tensors and sparse tensors.
 
-torch asks the creator of a Python process group once, for all devices, and then makes no other
-backend ("cpu:braid,cuda:nccl" would lose NCCL). So each group of ours has an ordinary
-`ProcessGroup` inside, which gets NCCL, Gloo or another device's backend with its first tensor. All
-members meet that tensor at the same point of the program, which makes this late start a collective
-like any other.
+torch calls the creator of a Python process group once, for all devices, and then makes no other
+backend ("cpu:braid,cuda:nccl" would lose NCCL). So each of our groups contains an ordinary
+`ProcessGroup`, which gets NCCL, Gloo or another device's backend with its first tensor. All members
+reach that tensor at the same point of the program, so this late start is a collective call.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from braid.runtime.torch_internals import (
 
 __all__ = ["ExplainedGroup", "Foreign"]
 
-c10d: Any = distributed_c10d  # its stubs know a part of it only
+c10d: Any = distributed_c10d  # torch's stubs are incomplete
 _KINDS = dist.ProcessGroup.BackendType
 
 
 class ExplainedGroup:
-    """Process group of torch that raises braid's error if ranks share a GPU.
+    """Proxy of a process group of torch that raises braid's error if ranks share a GPU.
 
     Args:
         group: The process group.
@@ -65,14 +64,14 @@ class ExplainedGroup:
 
 
 class Foreign:
-    """The ordinary process group inside of one of ours.
+    """torch's ordinary process group inside one of braid's.
 
     Attributes:
         ranks: Global ranks of the members.
         timeout: Deadline of later operations.
 
     Args:
-        options: Options that torch gave the creator.
+        options: Options that torch passed to the creator.
         ranks: Global ranks of the members.
     """
 
@@ -85,7 +84,7 @@ class Foreign:
 
     @property
     def devices(self) -> list[torch.device]:
-        """Devices that have a backend by now."""
+        """Devices that have a backend already."""
         return [torch.device(device) for device in self._backends]
 
     def group(self, device: torch.device) -> Any:
@@ -118,7 +117,7 @@ class Foreign:
     def abort(self) -> None:
         """Abort all backends and their operations."""
         for backend in self._backends.values():
-            with contextlib.suppress(RuntimeError):  # not all can
+            with contextlib.suppress(RuntimeError):  # not all backends support it
                 backend.abort()
         self._backends.clear()
         self._group = None
@@ -141,7 +140,7 @@ class Foreign:
         self._backends[device_type] = backend
 
     def _new(self, device_type: str, store: Any) -> tuple[Any, Any]:
-        """Make a process group as torch's `_new_process_group_helper` does."""
+        """Return a new backend, as torch's `_new_process_group_helper` makes it."""
         rank, size = self._options.group_rank, self._options.group_size
         name = dist.Backend.default_device_backend_map.get(device_type, "")
         if name == "nccl" and dist.is_nccl_available():
@@ -156,7 +155,7 @@ class Foreign:
             return _KINDS.GLOO, c10d.ProcessGroupGloo(store, rank, size, timeout=self.timeout)
         msg = (
             f"a tensor is on {device_type!r}, for which torch has no backend here: move it to "
-            "the CPU, or install the package that brings the backend"
+            "the CPU, or install the package of the backend"
         )
         raise ConfigError(msg)
 

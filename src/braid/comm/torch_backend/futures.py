@@ -1,13 +1,13 @@
-"""Futures that finish through whoever waits for them.
+"""Futures that are finished by the thread that waits for them.
 
-Problem: c10d's futures are set by a thread of the backend. A callback given to `then` may start
-another collective and wait for it (PowerSGD does): if callbacks ran on the thread that executes
+Problem: c10d's futures are set by a thread of the backend. A callback passed to `then` may start
+another collective and wait for it (PowerSGD does): if callbacks ran on the thread that runs
 collectives, it would wait for itself.
 
-Idea: a future knows how to wait for its collective. `finish` waits and sets the value. Its callers
-are the first that needs the value from Python, the end of backward, and the background poller; each
-of them may go on to wait for other futures inside the callbacks that this releases. `then` gives a
-future that finishes through its origin.
+Idea: a future can wait for its collective. `finish` waits and sets the value. It is called by the
+first Python thread that needs the value, at the end of backward, or by the background poller; each
+of these may wait for other futures inside callbacks. `then` returns a future that is finished
+through the original one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ S = TypeVar("S")
 
 
 class WorkFuture(Future[Any]):
-    """The value of a collective.
+    """Future of a collective's value.
 
     Attributes:
-        error: Error of the collective or of a callback; None for none.
+        error: Error of the collective or of a callback; None if there is none.
 
     Args:
-        wait: Returns when the collective has ended, raises its error.
+        wait: Function that returns when the collective has ended, or raises its error.
         value: Value after that.
     """
 
@@ -50,14 +50,14 @@ class WorkFuture(Future[Any]):
             self._claimed = True
         try:
             self._wait()
-        except BaseException as exc:  # noqa: BLE001 - belongs to whoever takes the value
+        except BaseException as exc:  # noqa: BLE001 - raised where the value is read
             self.error = exc
             self.set_exception(exc)
         else:
             self.set_result(self._value)
 
     def wait(self) -> Any:
-        """Return the value; finish the future if nobody does."""
+        """Return the value; finish the future if it is not finished yet."""
         self.finish()
         return super().wait()
 
@@ -75,7 +75,7 @@ class WorkFuture(Future[Any]):
         def run(_ended: Future[Any]) -> None:
             try:
                 value = callback(before)
-            except Exception as exc:  # noqa: BLE001 - belongs to whoever takes the value
+            except Exception as exc:  # noqa: BLE001 - raised where the value is read
                 self.error = self.error or exc
                 after.set_exception(exc)
             else:
@@ -86,7 +86,7 @@ class WorkFuture(Future[Any]):
 
 
 class _After(Future[Any]):
-    """A future that depends on a `WorkFuture`, directly or not."""
+    """Future that depends on a `WorkFuture`, directly or not."""
 
     def __init__(self, origin: WorkFuture) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The process group over a group of braid that every part of torch.distributed calls."""
+"""Process group over a group of braid, which all parts of torch.distributed call."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ from braid.runtime.torch_internals import backend_options, end_coalescing, start
 
 __all__ = ["BraidProcessGroup"]
 
-SLOTS_BYTES = (
-    512 << 10
-)  # fits into the slots of a channel, so it is on its way as soon as it is sent
+SLOTS_BYTES = 512 << 10  # fits into the slots of a channel, so that send need not wait
 
 
 class BraidProcessGroup(Collectives):
-    """Collectives, messages, batches and groups of some members; torch's docstrings apply."""
+    """Collectives, messages, batches and subgroups; torch's docstrings apply."""
 
     @classmethod
     def open(cls, options: Any, shared_worlds: SharedWorlds) -> BraidProcessGroup:
-        """Make a group; collective among its members.
+        """Return a new group; a collective call of its members.
 
         Args:
             options: torch's `_DistributedBackendOptions`.
-            shared_worlds: Shared memory in which this process is a rank.
+            shared_worlds: Registry of the shared memory of this process.
         """
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         # braid needs a deadline; torch's unset one means its own default
@@ -74,7 +72,7 @@ class BraidProcessGroup(Collectives):
         work = self._group.recv(_flat(x), None, tag=tag, async_op=True, timeout_s=self._timeout_s)
         return self._started(work, [x], lambda: work.source)
 
-    # Several at once.
+    # Coalescing.
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type == "cpu":
@@ -90,37 +88,38 @@ class BraidProcessGroup(Collectives):
             return FinishedWork([])
         return PendingWork(Works(parts, []), [], self)
 
-    # Groups of some members.
+    # Subgroups.
 
-    supports_splitting = True  # torch looks for it before it calls `split_group`
-    options = None  # that a new group would inherit
+    supports_splitting = True  # torch checks this before it calls `split_group`
+    options = None  # options that a new group would inherit
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: ranks that are in no new group need not take part."""
+        """Do nothing: ranks outside the new groups need not take part."""
 
     def split_group(
         self,
         ranks: Sequence[int],
         timeout: timedelta | None = None,
-        opts: Any = None,  # noqa: ARG002 - torch's signature; nothing to be set
+        opts: Any = None,  # noqa: ARG002 - torch's signature; unused
         group_name: str | None = None,
         group_desc: str | None = None,
-        # a device's backend is made when it is needed
+        # a device's backend is made at its first use
         device_types: Any = None,  # noqa: ARG002
     ) -> BraidProcessGroup | None:
-        """Make a group of the members `ranks`, counted here; collective among them.
+        """Return a new group of the members `ranks` of this group; a collective call of them.
 
-        Other ranks need not call this and get None. The new group ends with this one at the latest.
+        Other ranks need not call this; they get None. The new group ends with this one at the
+        latest.
 
         Raises:
-            ConfigError: Some ranks are no members.
+            ConfigError: Some ranks are not members.
             StaleError: This group has ended.
-            CommTimeout: Some ranks did not come; they are named.
+            CommTimeout: Some ranks did not call this in time; the message names them.
         """
         order, size = sorted(set(ranks)), self._group.size
         if not order or len(order) != len(ranks) or not 0 <= order[0] <= order[-1] < size:
             msg = (
-                f"ranks of a new group must be different ones out of 0..{size - 1}, got "
+                f"ranks of a new group must be distinct ranks out of 0..{size - 1}, got "
                 f"{list(ranks)}"
             )
             raise ConfigError(msg)
@@ -140,5 +139,5 @@ class BraidProcessGroup(Collectives):
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """Return the memory of `x` as one dim: messages of torch have a length, and no shape."""
+    """Return `x` as one dim if it is contiguous: messages of torch have no shape."""
     return x.view(-1) if x.is_contiguous() else x

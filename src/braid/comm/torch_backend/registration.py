@@ -17,25 +17,25 @@ from braid.runtime.torch_internals import compile_nothing
 
 __all__ = ["create", "register", "share"]
 
-# The one state of this package: where this process is a rank. Nothing below reads it.
+# The only state of this package: where this process is a rank. Other modules do not read it.
 _SHARED_WORLDS = SharedWorlds()
 
 
 def create(options: Any, _backend_options: Any = None) -> BraidProcessGroup:
-    """Make a process group; torch calls this on the members of each new one.
+    """Return a new process group; torch calls this on all of its members.
 
     Args:
         options: torch's `_DistributedBackendOptions`.
 
     Raises:
         RendezvousError: Some members did not come.
-        ConfigError: The members are on several hosts that have no secret in common.
+        ConfigError: The members are on several hosts without a common secret.
     """
     return BraidProcessGroup.open(options, _SHARED_WORLDS)
 
 
 def share(world: Group | None) -> None:
-    """Let process groups of as many ranks use `world` from now on; None before it is closed."""
+    """Set the world for process groups of its size; None before `world` is closed."""
     _SHARED_WORLDS.program = world
 
 
@@ -46,13 +46,12 @@ def register() -> None:
 
 
 def _skip_in_dynamo(*classes: type) -> None:
-    """Mark the functions of these classes, and what they call, as nothing to compile."""
-    # DistributedDataParallel calls the group from C++ in the middle of a compiled forward. Dynamo
-    # then traces the methods as the program's code, and fails on the group, which torch 2.13
-    # regards as opaque. `torch._dynamo.disable` would import the compiler, which takes a second,
-    # and wrap each call.
-    for own in classes:
-        for member in vars(own).values():
+    """Exclude the functions of these classes, and their callees, from compilation."""
+    # DistributedDataParallel calls the group from C++ during a compiled forward. Dynamo then traces
+    # the methods as the program's code, and fails on the group, which torch 2.13 treats as opaque.
+    # `torch._dynamo.disable` would import the compiler, which takes a second, and wrap each call.
+    for kind in classes:
+        for member in vars(kind).values():
             function = member.fget if isinstance(member, property) else member
             if isinstance(function, FunctionType):
                 compile_nothing(function.__code__)

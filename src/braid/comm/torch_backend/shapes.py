@@ -1,8 +1,8 @@
 """Translation of torch's arguments, tensors and reductions, to the arguments of a Group.
 
-torch accepts one tensor or a list of one, results that are concatenated or stacked, and lists of
-lists. A `Group` wants tensors whose dim 0 is divided equally, or one tensor per rank. Results are
-views unless a docstring says otherwise.
+torch accepts one tensor or a list with one tensor, results that are concatenated or stacked, and
+lists of lists. A `Group` takes tensors that are divided equally along dim 0, or one tensor per
+rank. Results are views unless a docstring differs.
 
 `ReduceOp.SUM` is a `RedOpType`, `options.reduceOp` is a `ReduceOp` that wraps one, and
 `RedOpType.SUM == ReduceOp(SUM)` is False while the reverse is True. So reductions are looked up by
@@ -36,7 +36,7 @@ Parts = torch.Tensor | list[torch.Tensor]
 
 
 def in_shared_memory(x: torch.Tensor) -> bool:
-    """Return whether a Group carries such tensors."""
+    """Return whether a Group accepts tensors like `x`."""
     return x.is_cpu and x.layout is torch.strided
 
 
@@ -48,15 +48,15 @@ def tensors_of(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def rows(x: torch.Tensor, like: torch.Tensor, size: int) -> Parts:
-    """Return `x`, which has room for `size` times `like`, in the shape that a Group takes.
+    """Return `x`, with `size` times the elements of `like`, in the shape that a Group takes.
 
     Args:
-        x: Concatenated (size * d0, ...) or stacked (size, d0, ...); flat if it is contiguous.
+        x: Concatenated (size * d0, ...) or stacked (size, d0, ...); any shape if it is contiguous.
         like: One rank's part.
         size: Number of ranks.
 
     Raises:
-        ConfigError: `x` has another number of elements, or is neither of both and not contiguous.
+        ConfigError: `x` has another number of elements, or another shape and is not contiguous.
     """
     if x.numel() != size * like.numel():
         msg = (
@@ -74,13 +74,13 @@ def rows(x: torch.Tensor, like: torch.Tensor, size: int) -> Parts:
         return list(x.chunk(size))
     msg = (
         f"tensor of shape {list(x.shape)} with strides {x.stride()} is not contiguous: pass a "
-        f"contiguous one, or one of shape {[size, *like.shape]}"
+        f"contiguous tensor, or one of shape {[size, *like.shape]}"
     )
     raise ConfigError(msg)
 
 
 def divided(x: torch.Tensor, like: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an input of `size` parts and the result for one of them, both flat where possible.
+    """Return an input of `size` parts and the result for one part, both flat if possible.
 
     The input is copied if it is not contiguous.
     """
@@ -97,7 +97,7 @@ def divided(x: torch.Tensor, like: torch.Tensor, size: int) -> tuple[torch.Tenso
 
 
 def cut(x: torch.Tensor, splits: Sequence[int], size: int) -> Parts:
-    """Return one piece of dim 0 per rank, of the lengths in `splits`; equal ones if it is empty."""
+    """Return one piece of dim 0 per rank, with the lengths in `splits`; equal if it is empty."""
     x = x.detach()
     if len(splits):
         return list(torch.split(x, list(splits)))
@@ -105,7 +105,7 @@ def cut(x: torch.Tensor, splits: Sequence[int], size: int) -> Parts:
 
 
 def premultiplied(x: torch.Tensor, factor: float | torch.Tensor | None) -> torch.Tensor:
-    """Return `x` times this rank's factor: a new tensor, or `x` without a factor."""
+    """Return `x` times this rank's factor in a new tensor, or `x` itself without a factor."""
     return x if factor is None else x.detach() * factor
 
 
@@ -115,12 +115,12 @@ def flat_outputs(outputs: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def by_input(output_lists: Any, inputs: Sequence[torch.Tensor], size: int) -> list[list[Any]]:
-    """Return lists of outputs with one list per input, given one per rank or one per input.
+    """Return lists of outputs with one list per input, from one list per rank or per input.
 
-    Where both fit (as many inputs as ranks, all of one shape), the lists are one per rank.
+    If both fit (equal numbers of inputs and ranks, all of one shape), the lists are one per rank.
 
     Raises:
-        ConfigError: The lists are neither.
+        ConfigError: The lists have neither form.
     """
     lists = [list(outputs) for outputs in output_lists]
     columns = [list(column) for column in zip(*lists, strict=False)]
@@ -143,13 +143,13 @@ _NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 
 class Reduction(NamedTuple):
-    """A reduction of braid, and the factor of each rank's own part (PREMUL_SUM)."""
+    """Reduction of braid, with the factor of this rank's part for PREMUL_SUM."""
 
     op: str
     factor: float | torch.Tensor | None = None
 
 
-# by hash, which is the number of both kinds: to unwrap one costs as much as a synchronisation
+# by hash, which both types define as the number: unwrapping costs as much as a synchronisation
 _REDUCTIONS = {hash(getattr(_KINDS, name.upper())): Reduction(name) for name in _NAMES}
 
 

@@ -1,21 +1,21 @@
 """Shared memory for torch.distributed: how a process becomes a rank through torch's store.
 
-Problem: `init_process_group` may be the first call of a program, under any launcher or none, with a
-rendezvous of its own choice; or the program has called `braid.init()` before; and then it makes
-hundreds of groups. Each must end in the same shared memory.
+Problem: `init_process_group` may be the first call of a program, under any launcher or none, with
+any rendezvous; or the program has called `braid.init()` before. Then the program makes hundreds of
+groups. All of them must use the same shared memory.
 
 Idea: the first group of a process opens a `SharedWorld`. Every group whose ranks all belong to it
-is selected from its world, which costs a few words of memory. A shared world comes about in one of
+is selected from its world, which costs a few words of memory. A shared world is made in one of
 three ways:
 
-    braid.init() was called          its world is shared, and stays open when the last process
+    braid.init() was called          its world is used, and stays open when the last process
                                      group is destroyed
-    `braid run` started this rank    the job is joined: black box, launcher's reports of deaths,
-                                     error block
+    `braid run` started this rank    the process joins the job: black box, launcher's reports of
+                                     deaths, error block
     otherwise                        ranks meet through torch's store
 
-A shared world is closed with its last group, or at exit, where a comm thread that still runs would
-abort the interpreter.
+A shared world is closed with its last group, or at exit, since a communication thread that still
+runs then would abort the interpreter.
 """
 
 from __future__ import annotations
@@ -67,23 +67,24 @@ class GroupRendezvous(NamedTuple):
 
 
 class SharedWorld:
-    """Shared memory of some ranks, and the groups that were made there.
+    """Shared memory of some ranks, and the groups that were made in it.
 
     Attributes:
         ranks: Global ranks, as torch counts them.
         world: Group of all these ranks.
-        poller: Takes the steps of operations that nobody waits for.
+        poller: Poller of operations in progress.
         backward: Futures that are requested inside backward.
-        spare_cores: Whether every rank can have a core for communication beside those that it
-            computes on.
+        spare_cores: Whether every rank can use a core for communication besides the cores for its
+            computation.
 
     Args:
         ranks: Global ranks, as torch counts them.
         world: Group of all these ranks; belongs to `owner`.
-        owner: Closed last; None if the world is not ours to close.
-        store: Store in which members of new groups meet. The stores that torch gives new groups
-            have their names as prefixes, and torch 2.14 may name one group differently on each
-            rank: after `new_group(use_local_synchronization=True)` of some ranks.
+        owner: Resource to close last; None if the program owns the world.
+        store: Store in which members of new groups meet. The stores that torch passes for new
+            groups have the groups' names as prefixes, and torch 2.14 may name one group
+            differently on each rank: after `new_group(use_local_synchronization=True)` of some
+            ranks.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class SharedWorld:
         self._owner = owner
         self._store = store
         self._groups: list[Group] = []
-        self._meetings: dict[str, tuple[int, str]] = {}  # of each set of ranks: number, last name
+        self._meetings: dict[str, tuple[int, str]] = {}  # number and last name, by set of ranks
         self._pid = os.getpid()
         atexit.register(self.close)
 
@@ -122,7 +123,7 @@ class SharedWorld:
         return group
 
     def close_group(self, group: Group) -> bool:
-        """Close a group; return whether it was the last, with which this world is closed."""
+        """Close a group; return whether it was the last one, so that this world is closed, too."""
         if group in self._groups:
             self._groups.remove(group)
             if os.getpid() == self._pid:
@@ -150,10 +151,10 @@ class SharedWorld:
 
 
 class SharedWorlds:
-    """Shared worlds of this process, by their global ranks.
+    """Registry of the shared worlds of this process, by their global ranks.
 
     Attributes:
-        program: World that the program has made itself; None if it has not.
+        program: World that the program made with `braid.init()`; None without one.
     """
 
     def __init__(self) -> None:
@@ -161,11 +162,11 @@ class SharedWorlds:
         self._shared_worlds: dict[tuple[int, ...], SharedWorld] = {}
 
     def open(self, meeting: GroupRendezvous) -> tuple[SharedWorld, Group]:
-        """Return the shared world and a new group of the ranks in `meeting`; collective among them.
+        """Return the shared world and a new group for `meeting`; a collective call of its ranks.
 
         Raises:
             RendezvousError: Some ranks did not come, or one came twice.
-            ConfigError: The ranks are on several hosts that have no secret in common.
+            ConfigError: The ranks are on several hosts without a common secret.
         """
         shared_world = next(
             (h for h in self._shared_worlds.values() if set(meeting.ranks) <= set(h.ranks)), None
@@ -181,7 +182,7 @@ class SharedWorlds:
             raise
 
     def close_group(self, shared_world: SharedWorld, group: Group) -> None:
-        """Close a group, and its shared world if it was the last one there."""
+        """Close a group, and its shared world if the group was its last one."""
         if shared_world.close_group(group):
             self._shared_worlds.pop(shared_world.ranks, None)
 
@@ -192,7 +193,7 @@ class SharedWorlds:
 
 
 class _LauncherJob:
-    """The job of which `braid run` made this process a rank."""
+    """Membership of this process in a job that `braid run` started."""
 
     def __init__(self, environment: JobEnvironment, timeout_s: float) -> None:
         self._member = join_job(environment, timeout_s=timeout_s)
@@ -207,7 +208,7 @@ class _LauncherJob:
 
 
 class _StoreMeeting:
-    """Ranks that met through torch's store, without a launcher of ours."""
+    """Ranks that met through torch's store, without braid's launcher."""
 
     def __init__(self, meeting: GroupRendezvous, store: Store) -> None:
         secret, network = network_of_program()
@@ -240,7 +241,7 @@ def _new_shared_world(meeting: GroupRendezvous, program: Group | None) -> Shared
     size = len(meeting.ranks)
     store: Store = TorchStore(meeting.store, meeting.timeout_s)
     joining = claim(PrefixStore("braid", store), meeting.rank)
-    store = PrefixStore(f"braid/join-{joining}", store)  # apart from the keys of an earlier time
+    store = PrefixStore(f"braid/join-{joining}", store)  # separate from the keys of earlier joins
     if program is not None and (program.rank, program.size) == (meeting.rank, size):
         return SharedWorld(meeting.ranks, program, None, store)
     environment = _environment()
@@ -255,15 +256,13 @@ def _new_shared_world(meeting: GroupRendezvous, program: Group | None) -> Shared
 
 
 def _failure() -> str:
-    """Return the exception that is ending the program; empty when there is none."""
-    exc = getattr(
-        sys, "last_value", None
-    )  # set by the interpreter before it calls what is registered for exit
+    """Return the exception that is ending the program; empty if there is none."""
+    exc = getattr(sys, "last_value", None)  # the interpreter sets it before exit handlers run
     return "" if exc is None else f"{type(exc).__name__}: {message_of(exc)}"
 
 
 def _has_spare_cores(size: int) -> bool:
-    """Return whether the ranks, all on this host, leave one core each."""
+    """Return whether one core per rank is spare, if all ranks are on this host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (cores or 1) >= size * (torch.get_num_threads() + 1)
 
@@ -272,6 +271,6 @@ def _environment() -> JobEnvironment | None:
     """Return the settings from braid's launcher; None without it."""
     try:
         environment = JobEnvironment.from_os()
-    except ConfigError:  # torch needs none of it when rank and size are passed
+    except ConfigError:  # torch does not need them when rank and size are passed
         return None
     return environment if environment.launched_by == "braid" else None

@@ -1,11 +1,11 @@
-"""braid's Work with the face of torch's.
+"""torch's Work over braid's Work.
 
-There are two kinds: a synchronous call returns an ended one (`FinishedWork`); all others wrap
-a work that is under way (`PendingWork`). torch's own `_create_work_from_future` will not do: its
-`wait()` swallows the exception.
+There are two kinds: a synchronous call returns an ended one (`FinishedWork`); all others wrap a
+work in progress (`PendingWork`). torch's `_create_work_from_future` cannot be used: its `wait()`
+discards the exception.
 
-torch's C++ sees only `wait` and `get_future` of these (its trampoline forwards no more); Python
-sees all of it. C++ may keep a work whose Python object is gone, as DDP's `join` does: the
+torch's C++ calls only `wait` and `get_future` of these (its trampoline has no more methods); Python
+calls all methods. C++ may keep a work after its Python object is gone, as DDP's `join` does: the
 base class would then never return from `wait`. So the group keeps the last works that were dropped
 without a wait.
 """
@@ -29,11 +29,11 @@ _SUCCESS = 0  # c10d::WorkResult::SUCCESS
 _COMM_ERROR = 2  # c10d::WorkResult::COMM_ERROR
 
 
-Started = Work | Works  # what a `PendingWork` stands for
+Started = Work | Works  # types that a `PendingWork` wraps
 
 
 def seconds(timeout: timedelta | None) -> float | None:
-    """Return a time-out of torch in seconds; unset is negative there, none is zero."""
+    """Return a time-out of torch in seconds; None if it is unset (not positive)."""
     if timeout is None:
         return None
     value = timeout.total_seconds()
@@ -41,24 +41,24 @@ def seconds(timeout: timedelta | None) -> float | None:
 
 
 class FinishedWork(TorchWork):
-    """A collective that has ended without an error.
+    """Collective that has ended without an error.
 
     Args:
-        outputs: Tensors that hold the result, as torch's futures want them.
+        outputs: Tensors that hold the result, as the value of torch's futures.
     """
 
     __slots__ = ("_outputs",)
 
     def __init__(self, outputs: list[Any]) -> None:
-        TorchWork.__init__(self)  # super() is felt in a call that takes microseconds
+        TorchWork.__init__(self)  # super() costs time in a call of microseconds
         self._outputs = outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's signature
-        """Return at once."""
+        """Return True."""
         return True
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Do nothing: the collective has ended."""
 
     def block_current_stream(self) -> None:
         """Do nothing: results are in CPU memory."""
@@ -80,7 +80,7 @@ class FinishedWork(TorchWork):
         return self._outputs
 
     def get_future(self) -> Future[Any]:
-        """Return a future that has been set."""
+        """Return a completed future of the list of tensors."""
         future: Future[Any] = Future()
         future.set_result(self._outputs)
         return future
@@ -93,27 +93,27 @@ class FinishedWork(TorchWork):
 
 
 class WorkOwner(Protocol):
-    """The process group of a work.
+    """Process group of a work.
 
     Attributes:
-        dropped: The last works that were dropped without a wait.
+        dropped: Last works that were dropped without a wait.
     """
 
     dropped: deque[PendingWork]
 
     def finish_later(self, work: Started, future: WorkFuture, /) -> None:
-        """Finish a future when its work has ended, whoever waits for it."""
+        """Finish a future when its work has ended, even if no thread waits for it."""
         ...
 
 
 class PendingWork(TorchWork):
-    """A collective that may be under way.
+    """Collective that may be in progress.
 
     Args:
         started: Work of braid.
         outputs: Tensors that will hold the result.
         owner: Process group.
-        source: Returns the group rank that a message came from.
+        source: Function that returns the group rank of the sender, for a message.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class PendingWork(TorchWork):
         """Return True when the tensors hold the result.
 
         Raises:
-            CommTimeout: `timeout` passed; the collective goes on.
+            CommTimeout: `timeout` passed; the collective continues.
             CommError: The collective failed.
         """
         self._is_waited = True
@@ -172,9 +172,9 @@ class PendingWork(TorchWork):
         return self._outputs
 
     def source_rank(self) -> int:
-        """Return the group rank that the message came from."""
+        """Return the group rank of the message's sender."""
         if self._source is None:
-            msg = "only the work of a recv knows its source: ask the work that recv has returned"
+            msg = "only the work of a recv has a source rank: call this on the work from recv"
             raise RuntimeError(msg)
         return self._source()
 
@@ -185,7 +185,7 @@ class PendingWork(TorchWork):
         if self._future is None:
             self._future = WorkFuture(self._started.wait, self._outputs)
             if self._is_waited:
-                self._future.finish()  # C++ takes its value without another wait
+                self._future.finish()  # C++ reads the value without another wait
             else:
                 self._owner.finish_later(self._started, self._future)
         return self._future
