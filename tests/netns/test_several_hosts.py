@@ -289,9 +289,9 @@ def test_a_node_whose_leader_has_no_name_or_is_not_there_says_so(lab, tmp_path, 
 @pytest.mark.parametrize(
     ("cut", "told"),
     [
-        ("", r"hosts a and b do not hear each other since [\d.]+ s \(last from b: "),
-        ("ab", r"host b does not hear host a since [\d.]+ s \(last from b: "),
-        ("ba", r"host a does not hear host b since [\d.]+ s \(last from b: "),
+        ("", r"hosts a and b have received nothing from each other for [\d.]+ s \(last from b: "),
+        ("ab", r"host b has received nothing from host a for [\d.]+ s \(last from b: "),
+        ("ba", r"host a has received nothing from host b for [\d.]+ s \(last from b: "),
     ],
     ids=["both ways", "a to b", "b to a"],
 )

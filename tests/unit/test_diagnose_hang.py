@@ -480,18 +480,22 @@ def _connected(rank: int, last_s: float, num_repeats: int = 5) -> RankView:
 @pytest.mark.parametrize(
     ("a", "b", "told"),
     [
-        (12, 12.2, "hosts a and b do not hear each other since 12 s (last from b: 12 s ago, "),
+        (
+            12,
+            12.2,
+            "hosts a and b have received nothing from each other for 12 s (last from b: 12 s ago, ",
+        ),
         (
             0.2,
             12,
-            "host b does not hear host a since 12 s (last from b: 0.2 s ago, last from a: 12",
+            "host b has received nothing from host a for 12 s (last from b: 0.2 s ago, last from a: 12",
         ),
         (
             18,
             6.3,
-            "host a does not hear host b since 18 s (last from b: 18 s ago, last from a: 6.3",
+            "host a has received nothing from host b for 18 s (last from b: 18 s ago, last from a: 6.3",
         ),
-        (12, None, "host a does not hear host b since 12 s, and what it sends there is not answer"),
+        (12, None, "host a has received nothing from host b for 12 s, not even an answer"),
     ],
 )
 def test_hosts_that_do_not_hear_each_other_are_named_with_both_directions(a, b, told):

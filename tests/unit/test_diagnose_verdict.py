@@ -109,7 +109,7 @@ def test_an_error_that_was_being_handled_is_told_beside_the_code():
 
 
 def test_a_rank_that_was_leaving_when_it_was_ended_is_the_cause_if_others_needed_it():
-    leaving = killed(1, 15, at=1, asked_to_stop=True, left=True)
+    leaving = killed(1, 15, at=1, asked_to_stop=True, departed=True)
     lost = raised(0, "PeerLostError: rank 1 has already left", at=2)
     assert verdict(leaving, lost) == ("left", [1], True)
     assert describe(leaving) == "left early, and had not ended when braid ended it"
@@ -475,10 +475,10 @@ def test_a_broken_link_is_the_cause_where_no_rank_is():
         exit_code=1,
         elapsed_s=35.0,
         log_dir="runs/1",
-        links=("hosts a and b do not hear each other since 19 s",),
+        links=("hosts a and b have received nothing from each other for 19 s",),
     )
     assert error_block(report)[1:] == [
-        ("cause", "hosts a and b do not hear each other since 19 s"),
+        ("cause", "hosts a and b have received nothing from each other for 19 s"),
         ("affected", "ranks 0,1 stopped cleanly"),
         ("logs", "runs/1/"),
     ]

@@ -101,7 +101,7 @@ def test_the_portable_mode_is_asked_for_by_one_and_nothing_else(variables):
 @pytest.mark.parametrize(("name", "value"), [("RANK", "0"), ("WORLD_SIZE", "9")])
 def test_a_place_that_was_changed_after_the_launcher_told_it_is_refused(name, value):
     told = BRAID.to_environ()
-    text = f"cannot work: {name} must be {told[name]} as set by `braid run`, got {value}"
+    text = f"is invalid: {name} must be {told[name]} as set by `braid run`, got {value}"
     with pytest.raises(ConfigError, match=text):
         JobEnvironment.parse({**told, name: value})
 

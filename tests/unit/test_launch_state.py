@@ -49,7 +49,9 @@ def exited(rank: int, ok: bool = False) -> Exited:
 
 def test_a_run_whose_ranks_all_finish_needs_nothing(three):
     told = [three.handle(exited(rank, ok=True), S) for rank in range(3)]
-    assert told == [[SendToRank(RankLost(r, "exited with code 0", left=True))] for r in range(3)]
+    assert told == [
+        [SendToRank(RankLost(r, "exited with code 0", departed=True))] for r in range(3)
+    ]
     assert (three.phase, three.stopped_by, three.fault_ns) == (RunPhase.DONE, "", None)
 
 
@@ -57,7 +59,7 @@ def test_the_others_go_on_without_an_expendable_rank_until_another_fails():
     state = SupervisorState(3, LIMITS, 0, frozenset({1}))
     for rank in range(3):
         state.handle(Started(rank), 0)
-    lost = SendToRank(RankLost(1, "exited with code 3", left=False))
+    lost = SendToRank(RankLost(1, "exited with code 3", departed=False))
     assert state.handle(exited(1), S) == [lost, Warn(1, 0, "exited with code 3")]
     assert (state.phase, state.fault_ns) == (RunPhase.RUNNING, None)
     state.handle(exited(2), 2 * S)

@@ -162,9 +162,9 @@ def test_deadline_cancels_a_message_under_way_when_its_chunk_has_left():
     inflow = new_inflow()
     feed(inflow, outbox.next_frame(0))
     outbox.expire(20)
-    assert not late.done  # the network still reads its memory
+    assert not late.finished  # the network still reads its memory
     outbox.frame_sent(20)
-    assert (late.done, type(late.error).__name__) == (True, "CommTimeout")
+    assert (late.finished, type(late.error).__name__) == (True, "CommTimeout")
     found = [(shape(frame)[0], feed(inflow, frame)) for frame in frames_of(outbox, 20)]
     assert [(kind, event and event.head.id) for kind, event in found] == [
         ("Cancel", None),
@@ -256,7 +256,7 @@ def test_broken_sequences_are_refused(heads, words):
     *first, last = map(pack, heads)
     for meta in first:
         inflow.received(meta, 0)
-    with pytest.raises(CommError, match=f"worker:1 (does not speak|sent a message) .*{words}"):
+    with pytest.raises(CommError, match=f"worker:1 (does not use|sent a message) .*{words}"):
         inflow.received(last, 0)
 
 
@@ -444,7 +444,7 @@ def test_another_life_under_the_same_name_replaces_the_first():
     pair.a.link_up(2, "worker:1", 0)
     pair.a.frame_received(2, pack(Hello(77, 0, 1 << 20)), 0)
     assert Close(1) in pair.a.instructions
-    assert (kept.done, type(kept.error)) == (True, PeerLostError)
+    assert (kept.finished, type(kept.error)) == (True, PeerLostError)
     notice = pair.a.next_delivery(0)
     assert (notice.incarnation, "restarted or replaced" in notice.message.reason) == (11, True)
     assert (pair.a.peers, pair.a.statistics().lost) == (("worker:1",), 1)
@@ -493,7 +493,7 @@ def test_a_peer_that_takes_nothing_more_is_heard_but_not_sent_to():
     assert pair.a.next_frame(1, 0)
     pair.a.link_half_closed(1, HALF_CLOSED, 0)
     for sent in (begun, waiting):
-        assert (sent.done, type(sent.error)) == (True, PeerLostError)
+        assert (sent.finished, type(sent.error)) == (True, PeerLostError)
     assert (pair.a.peers, pair.a.is_drained, pair.a.statistics().lost) == ((), True, 2)
     with pytest.raises(PeerLostError, match="lost worker:1: it accepts nothing more"):
         pair.a.submit("worker:1", outgoing(3))

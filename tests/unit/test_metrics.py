@@ -59,7 +59,7 @@ def test_all_that_is_wrong_with_a_row_is_named_at_once():
         "losses must be one number, got a Tensor of shape (2, 3): log its mean or sum; "
         "name must be one number, got 'adam'; none must be one number, got None; "
         "rss_bytes is measured by braid: choose another name; "
-        "'a\\nb' is no name of 1 to 80 printable characters; many must be one number, got [1, 2]"
+        "'a\\nb' is not a name of 1 to 80 printable characters; many must be one number, got [1, 2]"
     )
 
 
@@ -100,7 +100,7 @@ def test_a_file_with_a_number_beyond_those_of_floats_is_read(tmp_path):
 
 
 def test_too_many_values_are_refused():
-    with pytest.raises(ConfigError, match="201 values are more than a row takes: 200"):
+    with pytest.raises(ConfigError, match="201 values are more than the limit of a row, 200"):
         row_of(0, {f"x{i}": i for i in range(201)}, {})
 
 

@@ -27,7 +27,7 @@ def test_every_rank_gets_the_values_of_all_in_their_order():
 
 def test_ranks_that_do_not_come_are_named():
     with pytest.raises(
-        RanksMissingError, match=r"ranks \[1, 2\] have not come to the meeting 'job/names'"
+        RanksMissingError, match=r"ranks \[1, 2\] have not joined the exchange 'job/names'"
     ) as caught:
         exchange(HashStore(), "job/names", 0, (0, 1, 2), b"", timeout_s=0.01)
     assert caught.value.ranks == [1, 2]

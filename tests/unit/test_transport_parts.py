@@ -86,7 +86,7 @@ def test_the_first_verdict_on_a_rank_stands():
 
 def test_a_rank_that_left_hurts_only_who_needs_it():
     health = Health(0, VirtualClock())
-    health.report(Loss(1, "has already left", left=True))
+    health.report(Loss(1, "has already left", departed=True))
     health.check((0, 1, 2), 0, needed=2)
     with pytest.raises(PeerLostError, match="already left"):
         health.check((0, 1, 2), 0, needed=1)
@@ -197,7 +197,7 @@ def test_memory_that_is_not_to_be_had_is_a_clear_error(monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CommError, match="too little shared memory for 4096 bytes"):
+    with pytest.raises(CommError, match="not enough shared memory for 4096 bytes"):
         MemoryFile.create(4096, "braid-test-full")
 
 

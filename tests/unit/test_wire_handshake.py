@@ -136,7 +136,7 @@ def test_another_protocol_is_refused_at_its_first_bytes_and_gets_no_answer(start
     other = server()
     other.start()
     [refused] = other.feed(start)
-    assert "another program speaks on this port" in refused.reason
+    assert "another program uses this port" in refused.reason
 
 
 @given(st.binary(max_size=FRAME_BYTES))

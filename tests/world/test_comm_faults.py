@@ -170,5 +170,5 @@ def _asks_for_too_much(group: Group) -> tuple[str, float]:
 
 def test_memory_that_is_not_to_be_had_is_an_error_and_the_group_goes_on(procs):
     results = procs(2, _asks_for_too_much)
-    assert "too little for 140,737,488,355,328 bytes" in results[0][0]
+    assert "not enough for 140,737,488,355,328 bytes" in results[0][0]
     assert [total for _, total in results] == [2.0, 2.0]

@@ -589,8 +589,8 @@ def _apart(group: Group) -> str:
 
 def test_a_group_that_other_ranks_make_in_another_order_is_given_up_in_time(world):
     first, second = world(2, _apart)
-    assert "ranks [1] have not come to the meeting 'select/mine 0/0' within 0.2 s" in first
-    assert "ranks [0] have not come to the meeting 'select/mine 1/0'" in second
+    assert "ranks [1] have not joined the exchange 'select/mine 0/0' within 0.2 s" in first
+    assert "ranks [0] have not joined the exchange 'select/mine 1/0'" in second
     assert "whether all ranks make their groups in the same order" in second
 
 

@@ -249,7 +249,7 @@ def test_an_environment_that_makes_no_sense_is_refused(job):
     _, errors = child.communicate()
     assert child.returncode == 1
     assert (
-        "ConfigError: the launcher's environment cannot work: WORLD_SIZE must be an integer >= 0, got 'abc'"
+        "ConfigError: the launcher's environment is invalid: WORLD_SIZE must be an integer >= 0, got 'abc'"
         in errors
     )
 
@@ -263,7 +263,7 @@ def test_an_environment_that_makes_no_sense_is_refused(job):
     ],
 )
 def test_other_variables_that_make_no_sense_are_refused(procs, job, variables, problem):
-    with pytest.raises(ConfigError, match=f"the launcher's environment cannot work: {problem}"):
+    with pytest.raises(ConfigError, match=f"the launcher's environment is invalid: {problem}"):
         run_program(procs, 1, job, "plain", **variables)
 
 
@@ -283,6 +283,6 @@ def test_ranks_that_do_not_come_are_named():
     from braid.runtime.transport import Health, connect
 
     clock, store = MonotonicClock(), HashStore()
-    with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] of 3 have not come"):
+    with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] of 3 have not joined"):
         connect(0, 3, store, clock, Health(0, clock), timeout_s=0.05)
     assert threading.active_count() >= 1

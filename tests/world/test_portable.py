@@ -290,10 +290,8 @@ def test_a_peer_that_writes_outside_of_its_memory_is_lost():
         one._links.by_rank[0]._connection.send(b"\x00\x00" + b"\xff" * 16)
         zero.waiter.until(lambda: bool(zero.health.lost), lambda: None)
         loss = zero.health.lost[1]
-        assert loss.reason.startswith(
-            f"(pid {os.getpid()}) sent what makes no sense: 18 bytes are no"
-        )
-        assert not loss.left
+        assert loss.reason.startswith(f"(pid {os.getpid()}) sent invalid data: 18 bytes are not")
+        assert not loss.departed
     finally:
         _close_all([zero, one])
 
@@ -302,7 +300,7 @@ def test_a_rank_that_closes_without_leaving_is_not_called_dead():
     zero, one = _join_all([{}, {}])
     one.close()
     zero.waiter.until(lambda: bool(zero.health.lost), lambda: None)
-    expected = Loss(1, f"(pid {os.getpid()}) has closed its connections", left=True)
+    expected = Loss(1, f"(pid {os.getpid()}) has closed its connections", departed=True)
     assert zero.health.lost == {1: expected}
     zero.close()
 

@@ -181,7 +181,7 @@ def _serves_after_the_run(group: Group) -> str:
             office.join()
         group.barrier()
         if node.role == "server":
-            group.context.health.report(Loss(0, "has ended", left=True))
+            group.context.health.report(Loss(0, "has ended", departed=True))
             node.serve()  # it would wait 300 s for a network that is back
         else:
             office.close(0.0)  # as if the network were cut: nobody has left

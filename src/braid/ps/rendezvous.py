@@ -223,7 +223,7 @@ def _scheduler_ended(group: Group) -> bool:
     health = group.context.health
     health.collect()
     loss = health.lost.get(group.ranks[0])
-    return loss is not None and loss.left
+    return loss is not None and loss.departed
 
 
 def _completed(options: Options, on_loss: OnWorkerLoss) -> Options:

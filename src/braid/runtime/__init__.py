@@ -1,1 +1,1 @@
-"""Processes, bytes and time: what every other package runs on."""
+"""Processes, bytes and time: the layer below all other packages."""

@@ -1,11 +1,10 @@
 """Time as an argument.
 
-Anything that waits is handed a `Clock`. Programs get `MonotonicClock`; tests of deadlines,
-heartbeats and rate limits get `VirtualClock`, which moves only when told to, so no test ever
-sleeps.
+Code that waits gets a `Clock` as an argument. Programs use `MonotonicClock`; tests of deadlines,
+heartbeats and rate limits use `VirtualClock`, which advances only on request, so no test sleeps.
 
-`CLOCK_MONOTONIC` is shared by all processes of a host, so events of ranks of one host line up
-without any adjustment.
+`CLOCK_MONOTONIC` is shared by all processes of a host, so events of ranks of one host need no
+adjustment.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ class Clock(Protocol):
     """Source of time: monotonic, in nanoseconds, with an arbitrary origin."""
 
     def now_ns(self) -> int:
-        """Nanoseconds since an arbitrary fixed origin; never goes back."""
+        """Return nanoseconds since an arbitrary fixed origin; never decreases."""
         ...
 
     def after_ns(self, duration_s: float) -> int:
-        """Time in `duration_s` seconds, such as a deadline."""
+        """Return the time in `duration_s` seconds, such as a deadline."""
         ...
 
     def sleep(self, duration_s: float) -> None:
-        """Let `duration_s` seconds pass."""
+        """Block for `duration_s` seconds."""
         ...
 
 
 class MonotonicClock:
-    """The clock of this host."""
+    """Monotonic clock of this host."""
 
     now_ns = staticmethod(time.monotonic_ns)
     sleep = staticmethod(time.sleep)
@@ -47,7 +46,7 @@ class MonotonicClock:
 
 
 class VirtualClock:
-    """A clock that stands still until it is advanced; sleeping advances it.
+    """Clock that advances only by `advance` and `sleep`.
 
     >>> clock = VirtualClock()
     >>> clock.sleep(1.5)
@@ -59,7 +58,7 @@ class VirtualClock:
         self._now_ns = start_ns
 
     def now_ns(self) -> int:
-        """Nanoseconds since the start of this clock."""
+        """Return nanoseconds since the start of this clock."""
         return self._now_ns
 
     def after_ns(self, duration_s: float) -> int:
@@ -67,7 +66,7 @@ class VirtualClock:
         return self._now_ns + round(duration_s * 1e9)
 
     def sleep(self, duration_s: float) -> None:
-        """Advance by `duration_s` seconds at once."""
+        """Advance by `duration_s` seconds without blocking."""
         self.advance(round(duration_s * 1e9))
 
     def advance(self, duration_ns: int) -> None:

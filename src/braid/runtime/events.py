@@ -1,22 +1,22 @@
 """Black box: the last events of each rank, readable after it has died.
 
-Problem: a rank that was killed cannot report its last actions, and a rank that hangs does not. Logs
-are lost in buffers; profilers write their file at the end.
+Problem: a killed rank cannot report its last actions, and a hanging rank does not. Logs are lost in
+buffers; profilers write their file at the end.
 
 Idea: every rank writes fixed records of eight 64-bit words into a ring in shared memory that the
-*launcher* made and passed by file descriptor. The pages outlive the writer, so the launcher reads
-the last events of a dead rank and, after the run, builds the trace of all ranks from the same
-memory. Nothing is formatted and nothing is flushed while the program runs: beginning and ending a
-span costs about one microsecond.
+*launcher* created and passed by file descriptor. The pages outlive the writer, so the launcher can
+read the last events of a dead rank and, after the run, build the trace of all ranks from the same
+memory. Nothing is formatted or flushed while the program runs: beginning and ending a span takes
+about one microsecond.
 
     +--------------------+---------------------------------+--------------------------------+
     | header, 4 KiB      | records: capacity x 64 bytes    | names: append-only table       |
     +--------------------+---------------------------------+--------------------------------+
 
-A span is written when it *begins*, with `dur_ns` = `OPEN`; ending it fills in the duration. Open
-records are therefore the spans that a rank is (or was) inside of. Texts (kinds, call sites) are
-stored once in the name table and referred to by a 63-bit digest. The collectives use `NameTable`,
-too, to describe their operation to peers.
+A span is written when it *begins*, with `dur_ns` = `OPEN`; its end sets the duration. So open
+records are the spans that a rank is (or was) inside of. Texts (kinds, call sites) are stored once
+in the name table and referred to by a 63-bit digest. Collectives also use `NameTable` to describe
+their operation to peers.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ HEADER_BYTES = 4096
 RECORD = struct.Struct("=8Q")
 RECORD_WORDS = 8
 NAME_HEAD = struct.Struct("=QH")
-MAX_KNOWN = 16384  # texts that a writer remembers, with or without room in the table
+MAX_KNOWN = 16384  # texts that a writer caches, even those that did not fit into the table
 NAMES_BYTES = 256 << 10  # some 5,000 texts of 40 bytes; a job uses a few hundred
 DEFAULT_CAPACITY = 32768  # records; 2 MiB a rank, some 300 to 1,000 training steps
 MAX_NAME_BYTES = 8000  # a table of a mismatch among some 100 ranks
 
 # frames carry strings
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-# Braid's own programs. Frames of all other files of braid are never the user's line.
+# Braid's own programs. Frames of other files of braid are never the user's line.
 _PROGRAMS = tuple(_PACKAGE + name + os.sep for name in ("train", "bench"))
 # Frames between the user's line and braid's: backward() and Module.__call__ of torch, ...
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
@@ -92,12 +92,12 @@ class Event(NamedTuple):
 
 
 class NameTable:
-    """Append-only table of texts by digest, in (shared) memory; one process writes, any read.
+    """Append-only table of texts by digest in shared memory; one process writes, others read.
 
     Layout: a 64-bit count of used bytes, then entries of digest (8), length (2) and UTF-8 text. A
-    full table keeps its entries and returns digests that readers print as hexadecimal. Its last
-    eighth is reserved for last words: why a rank stopped must be readable after any number of
-    shapes.
+    full table keeps its entries; new digests then have no text, and readers print them in
+    hexadecimal. The last eighth is reserved for last words: the reason why a rank stopped must be
+    readable even after many shapes.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class NameTable:
         self._adding = lock or contextlib.nullcontext()
 
     def add(self, text: str, *, last_words: bool = False) -> int:
-        """Store `text` unless the table has it; returns its digest. With a lock, any thread may."""
+        """Store `text` if needed; return its digest. Thread-safe if there is a lock."""
         digest = self._known.get(text)
         if digest is None:
             with self._adding:
@@ -136,7 +136,7 @@ class NameTable:
         return digest
 
     def lookup(self, digest: int) -> str:
-        """Return the text of `digest`; its hexadecimal form when the writer had no room for it."""
+        """Return the text of `digest`, or its hexadecimal form if the table had no space for it."""
         text = self._texts.get(digest)
         if text is None:
             self._read_new()
@@ -154,7 +154,7 @@ class NameTable:
             self._read_to = start + length - 8
 
     def release(self) -> None:
-        """Drop the views, so that the memory below can be unmapped."""
+        """Release the views, so that the underlying memory can be unmapped."""
         self._used.release()
         self._memory.release()
 
@@ -164,7 +164,7 @@ class EventRing:
 
     Args:
         memory: At least `EventRing.nbytes_for(capacity)` bytes, zeroed when `capacity` is given.
-        capacity: Number of records to format a new ring with; None opens an existing one.
+        capacity: Number of records of a new ring; None to open an existing ring.
         rank: Rank that writes the ring (new rings only).
         names_lock: Lock of the name table; needed when several threads record.
 
@@ -219,7 +219,7 @@ class EventRing:
 
     @property
     def stack_thread(self) -> int:
-        """Number of the writer's thread that may receive a request for stacks; 0 without one."""
+        """Number of the writer's thread that accepts requests for stacks; 0 if there is none."""
         return int(self.header[_STACK_THREAD])
 
     @stack_thread.setter
@@ -228,7 +228,7 @@ class EventRing:
 
     @property
     def stack_pipe(self) -> int:
-        """Descriptor of the writer's pipe that asks its own thread for stacks; 0 without one."""
+        """Descriptor of the pipe that requests stacks from the writer; 0 if there is none."""
         return int(self.header[_STACK_PIPE])
 
     @stack_pipe.setter
@@ -237,18 +237,18 @@ class EventRing:
 
     @property
     def written(self) -> int:
-        """Number of records ever begun; older ones than `capacity` have been overwritten."""
+        """Number of records begun so far; only the last `capacity` of them are kept."""
         return int(self.header[_HEAD])
 
     @property
     def clock_offset_ns(self) -> int:
-        """Nanoseconds to add to `t_ns` for the launcher's clock; 0 on the launcher's own host."""
+        """Nanoseconds to add to `t_ns` for the launcher's clock; 0 on the launcher's host."""
         raw = int(self.header[_CLOCK_OFFSET])
         return raw - (1 << 64) if raw >> 63 else raw
 
     @clock_offset_ns.setter
     def clock_offset_ns(self, value: int) -> None:
-        """Nanoseconds to add to `t_ns` for the launcher's clock; 0 on the launcher's own host."""
+        """Nanoseconds to add to `t_ns` for the launcher's clock; 0 on the launcher's host."""
         self.header[_CLOCK_OFFSET] = value & ((1 << 64) - 1)
 
     def name(self, digest: int) -> str:
@@ -256,7 +256,7 @@ class EventRing:
         return self.names.lookup(digest)
 
     def tail(self, count: int | None = None) -> list[Event]:
-        """Return the last `count` records (all that are kept when None), oldest first."""
+        """Return the last `count` records, oldest first; None for all that are kept."""
         written = self.written
         kept = min(written, self.capacity)
         count = kept if count is None else min(count, kept)
@@ -269,11 +269,11 @@ class EventRing:
         return events
 
     def open_spans(self) -> list[Event]:
-        """Return the spans that have begun and not ended, outermost first."""
+        """Return the spans that have begun but not ended, outermost first."""
         return sorted((e for e in self.tail() if e.open), key=lambda event: event.t_ns)
 
     def release(self) -> None:
-        """Drop all views, so that the memory can be unmapped."""
+        """Release all views, so that the memory can be unmapped."""
         self.names.release()
         self.records.release()
         self.header.release()
@@ -281,11 +281,11 @@ class EventRing:
 
 
 class _Inner(dict[str, bool]):
-    """Whether the frames of a file are skipped in the search for the program's line."""
+    """Cache of which files' frames are skipped in the search for the program's line."""
 
     def __missing__(self, path: str) -> bool:
-        own = path.startswith(_PACKAGE) and not path.startswith(_PROGRAMS)
-        inner = own or _TORCH in path or path.endswith(_DECORATORS)
+        is_braids = path.startswith(_PACKAGE) and not path.startswith(_PROGRAMS)
+        inner = is_braids or _TORCH in path or path.endswith(_DECORATORS)
         self[path] = inner
         return inner
 
@@ -304,7 +304,7 @@ class Span(NamedTuple):
     t_ns: int
 
     def end(self) -> int:
-        """Fill in the duration and return it, in nanoseconds."""
+        """Set the duration of the record and return it, in nanoseconds."""
         recorder, t_ns = self.recorder, self.t_ns
         dur_ns = recorder.now_ns() - t_ns
         word = self.number % recorder.capacity * RECORD_WORDS
@@ -321,14 +321,14 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Writes the events of one rank; one per process, carried by its `RankContext`.
+    """Writer of the events of one rank; one per process, in its `RankContext`.
 
-    Any thread may record. `listener`, when set, is called with (kind, seq) at the begin of every
-    span; scripted faults use it to strike at a given step.
+    Any thread may record. `listener`, if set, is called with (kind, seq) at the begin of every
+    span; scripted faults use it to act at a given step.
 
     Args:
-        ring: Memory to write to; a private one when None.
-        clock: Time source; the host's when None.
+        ring: Memory to write to; None for private memory.
+        clock: Time source; None for the host's clock.
 
     Cost: about 1 microsecond for a span, begin and end together.
     """
@@ -358,7 +358,7 @@ class Recorder:
         nbytes: int = 0,
         site: int = 0,
     ) -> Span:
-        """Begin a span named `kind`; the end of a `with` block or `Span.end()` ends it."""
+        """Begin a span named `kind`; it ends with its `with` block or with `Span.end()`."""
         if self.listener is not None:
             self.listener(kind, seq)
         t_ns = self.now_ns()
@@ -390,14 +390,14 @@ class Recorder:
         return self.ring.tail(n)
 
     def intern(self, text: str) -> int:
-        """Store `text` in the ring's name table; returns its digest."""
+        """Store `text` in the ring's name table; return its digest."""
         digest = self._kinds.get(text)
         if digest is None:
             digest = self._kinds[text] = self.ring.names.add(text)
         return digest
 
     def site(self) -> int:
-        """Return the digest of the program's line that led here: `file.py:41 in function`."""
+        """Return the digest of the program's line on the stack: `file.py:41 in function`."""
         frame = sys._getframe(1)  # noqa: SLF001 - the only way to see the caller
         inner = self._inner
         while inner[frame.f_code.co_filename] and (before := frame.f_back) is not None:
@@ -406,7 +406,7 @@ class Recorder:
         key = (id(code), frame.f_lasti)  # the hash of a code object reads all of it
         known = self._sites.get(key)
         if known is None:
-            here = os.getcwd() + os.sep  # noqa: PTH109 - a string is what frames carry
+            here = os.getcwd() + os.sep  # noqa: PTH109 - frames have strings
             path = code.co_filename.removeprefix(here)
             digest = self.ring.names.add(f"{path}:{frame.f_lineno} in {code.co_name}")
             known = self._sites[key] = (digest, code)

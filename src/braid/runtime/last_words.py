@@ -1,8 +1,8 @@
-"""End a command properly when nobody reads its output, or the disk is full.
+"""Proper exit of a command if its output has no reader, or the disk is full.
 
-Python would show a traceback, partly after `main` has returned, when the interpreter writes out
-what is left. Here a reader that has gone ends the command in silence, as SIGPIPE ends other
-programs, and a full disk is one error block.
+Without this, Python would print a traceback, partly after `main` has returned, when the interpreter
+flushes its buffers. Here a closed pipe ends the command silently, as SIGPIPE ends other programs,
+and a full disk causes one error block.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def ending_well(command: Callable[[], int]) -> int:
-    """Run `command` and write out what it has printed.
+    """Run `command` and flush its output.
 
     Args:
-        command: Returns the exit code.
+        command: Function that returns the exit code.
 
     Returns:
-        Its exit code, or 141 when nobody reads its output, or 74 when the output finds no room.
+        Its exit code, or 141 if its output has no reader, or 74 if there is no space for it.
     """
     try:
         try:
             return command()
         finally:
             if sys.stdout is not None:  # as with `>&-`
-                sys.stdout.flush()  # what fails here would fail as the interpreter ends
+                sys.stdout.flush()  # raise errors here, rather than at the interpreter's exit
     except BrokenPipeError:  # `braid doctor | head`
         drop_unwritten()
         return BROKEN_PIPE_EXIT_CODE
@@ -41,7 +41,7 @@ def ending_well(command: Callable[[], int]) -> int:
         if not isinstance(exc.__context__, BrokenPipeError):
             raise
         drop_unwritten()
-        return BROKEN_PIPE_EXIT_CODE  # rich says 1, which is an answer of some commands
+        return BROKEN_PIPE_EXIT_CODE  # not rich's 1, a valid result of some commands
     except OSError as exc:
         if exc.errno not in FULL:
             raise
@@ -56,7 +56,7 @@ def print_error(what: str, problem: str) -> None:
     """Print an error block.
 
     Args:
-        what: Fate of the command, such as `stopped`.
+        what: Outcome of the command, such as `stopped`.
         problem: One line, or several.
     """
     first, *rest = problem.split("\n")
@@ -65,7 +65,7 @@ def print_error(what: str, problem: str) -> None:
 
 
 def drop_unwritten() -> None:
-    """Discard output that nobody reads, which would fail again as the interpreter ends."""
+    """Discard output that has no reader, which would fail again at the interpreter's exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -1,7 +1,7 @@
 """Display of options in the help.
 
-Annotations stay text until tyro reads them, so a dataclass of options that is also used without a
-command line does not import tyro, which would slow each launch.
+Annotations stay text until tyro reads them. So a dataclass of options can be used without a command
+line and without importing tyro, which would slow each launch.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ __all__ = ["shown_as"]
 
 
 def shown_as(metavar: str | None, *aliases: str, name: str | None = None) -> Any:
-    """Return how the help shows an option without `(default: ...)`, where its text has a default.
+    """Return tyro settings for an option; with a metavar, the help omits `(default: ...)`.
 
     Args:
-        metavar: Placeholder of the value; None for the default one, with `(default: ...)`.
+        metavar: Placeholder of the value; None for tyro's placeholder with `(default: ...)`.
         aliases: Further names of the option.
-        name: Name of the option, if it is not that of the parameter.
+        name: Name of the option, if it is not the parameter's name.
     """
-    import tyro  # noqa: PLC0415 - only where a command line is read
+    import tyro  # noqa: PLC0415 - only for command lines
 
     hint = None if metavar is None else ""
     return tyro.conf.arg(metavar=metavar, aliases=aliases, name=name, help_behavior_hint=hint)

@@ -1,4 +1,4 @@
-"""Types of command-line options, as tyro reads them and the help shows them."""
+"""Types of command-line options, for tyro and the help."""
 
 from __future__ import annotations
 

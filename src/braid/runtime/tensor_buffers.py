@@ -1,4 +1,4 @@
-"""Tensors beside messages: no copy at the sender, and memory of its own choice at the receiver.
+"""Tensors beside messages: no copy at the sender, and memory of the receiver's choice.
 
     class Gradients(msgspec.Struct, tag="gradients"):
         specs: list[TensorSpec]
@@ -9,7 +9,7 @@
     delivery = van.recv()
     tensors = from_buffers(delivery.message.specs, delivery.buffers)
 
-To receive into tensors that exist: `van.receive_into(Gradients, lambda sender, message, sizes:
+To receive into existing tensors: `van.receive_into(Gradients, lambda sender, message, sizes:
 [memory_of(t) for t in mine])`.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["as_buffers", "bytes_of", "from_buffers", "memory_of"]
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _NAMES = {dtype: dtype_name(dtype) for dtype in _DTYPES.values()}
-# numpy has these, and their bytes can be seen without a view of another dtype.
+# numpy has these dtypes, so their bytes need no view of another dtype.
 _SIMPLE = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bool, torch.uint8),
@@ -44,7 +44,7 @@ def as_buffers(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], list[
     Other tensors are copied once.
 
     Raises:
-        ConfigError: A tensor has no plain memory: it is sparse, quantized, or on no device.
+        ConfigError: A tensor has no plain memory: it is sparse, quantized, or on meta.
     """
     specs, buffers = [], []
     for tensor in tensors:
@@ -60,22 +60,22 @@ def as_buffers(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], list[
 
 
 def from_buffers(specs: Sequence[TensorSpec], buffers: Sequence[memoryview]) -> list[torch.Tensor]:
-    """Return the tensors that `as_buffers` described, in the memory of `buffers`.
+    """Return the tensors that `as_buffers` described, as views of `buffers`.
 
     Raises:
-        CommError: The buffers do not have the sizes of the specs: the sender's mistake.
+        CommError: The buffers do not have the sizes of the specs (the sender's mistake).
     """
     if len(specs) != len(buffers):
         msg = (
-            f"{len(specs)} tensors need as many buffers, got {len(buffers)}: send both as "
-            "as_buffers returned them"
+            f"{len(specs)} tensors need the same number of buffers, got {len(buffers)}: send both "
+            "as as_buffers returned them"
         )
         raise CommError(msg)
     tensors = []
     for spec, buffer in zip(specs, buffers, strict=True):
         dtype = _DTYPES.get(spec.dtype)
         if dtype is None or min(spec.shape, default=0) < 0:
-            msg = f"{spec} is not the spec of a tensor: send what as_buffers returned"
+            msg = f"{spec} is not the spec of a tensor: send the specs from as_buffers"
             raise CommError(msg)
         nbytes = math.prod(spec.shape) * dtype.itemsize
         if nbytes != buffer.nbytes:
@@ -90,11 +90,11 @@ def from_buffers(specs: Sequence[TensorSpec], buffers: Sequence[memoryview]) -> 
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of any dense tensor, of a copy where they are not plain memory.
+    """Return the bytes of any dense tensor, from a copy if its memory is not plain.
 
-    Plain memory is contiguous, on the CPU, and no lazy conjugate or negation.
+    Plain memory is contiguous, on the CPU, and without lazy conjugation or negation.
     """
-    # without need no `detach`: it lets other threads run, and then waits for them
+    # `detach` only if needed: it may switch to another thread, and then waits
     tensor = tensor.detach() if tensor.requires_grad else tensor
     if tensor.is_cpu and tensor.dtype in _SIMPLE:
         with contextlib.suppress(RuntimeError):  # such as a lazy negation
@@ -108,13 +108,13 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, to send from or to receive into.
 
     Raises:
-        ConfigError: Its memory is elsewhere, or not in one piece.
+        ConfigError: Its memory is on another device, or not contiguous.
     """
     is_lazy = tensor.is_conj() or tensor.is_neg()
     if not tensor.is_cpu or not tensor.is_contiguous() or is_lazy:
         msg = (
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} on "
-            f"{tensor.device} has no memory in one piece on the CPU: use a contiguous copy"
+            f"{tensor.device} is not contiguous memory on the CPU: use a contiguous copy"
         )
         raise ConfigError(msg)
     if not tensor.numel():

@@ -1,4 +1,4 @@
-"""Tables on the terminal: texts on the left, figures on the right."""
+"""Tables on the terminal: text columns on the left, figures on the right."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["new_table"]
 
 
 def new_table(title: str | None, left: Sequence[str], right: Sequence[str]) -> Table:
-    """Make an empty table.
+    """Return an empty table.
 
     Args:
         title: Line above it, if any.
-        left: Headings of columns of text.
-        right: Headings of columns of figures, which come after them.
+        left: Headings of text columns.
+        right: Headings of columns of figures, after the text columns.
     """
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in left:

@@ -1,4 +1,4 @@
-"""Formats numbers with units for readers, with three digits at most."""
+"""Formatting of numbers with units, with at most three digits."""
 
 from __future__ import annotations
 

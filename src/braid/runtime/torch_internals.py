@@ -1,11 +1,12 @@
-"""Private names of torch that braid uses, with the versions of torch seen to have them.
+"""Private names of torch that braid uses, with the versions of torch that were seen to have them.
 
-Problem: braid records, replays, divides and replaces what autograd, modules and process groups do.
-torch shows a part of this under names that begin with `_` only, and any release may change them.
+Problem: braid records, replays, divides and replaces operations of autograd, modules and process
+groups. torch exposes a part of this only under names that begin with `_`, which any release may
+change.
 
 Idea: other modules import these names from here; a test finds private names elsewhere. Attributes
-of objects become functions of the object. A name that a newer torch lacks fails at its first use
-with an error that names it, this torch, and the versions that have it.
+of objects become functions of the object. If a newer torch lacks a name, its first use raises an
+error with the name, the version of torch, and the versions that have it.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ __all__ = [
     "without_modes",
 ]
 
-# name -> versions of torch that were seen to have it; the ones imported above come first
+# name -> versions of torch that were seen to have it; names that are imported above come first
 NAMES: dict[str, tuple[str, ...]] = dict.fromkeys(
     (
         "torch._compile._disable_dynamo",
@@ -128,7 +129,7 @@ def missing() -> list[str]:
 
 
 def _look_up(name: str) -> Any:
-    """Return what a dotted name stands for."""
+    """Return the object with a dotted name."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -159,7 +160,7 @@ def _refuse(name: str, cause: Exception) -> NoReturn:
 
 
 class _Missing:
-    """Stands for a name that torch lacks; every use raises InternalError."""
+    """Placeholder of a name that torch lacks; every use raises InternalError."""
 
     def __init__(self, name: str, cause: Exception) -> None:
         self._why = name, cause
@@ -190,7 +191,7 @@ def _of_object(name: str, get: Callable[[Any], Any], seen: tuple[str, ...]) -> C
         try:
             return get(owner)
         except AttributeError as cause:
-            if _has(name):  # the object's own fault
+            if _has(name):  # the object lacks it, not torch
                 raise
             _refuse(name, cause)
 
@@ -207,7 +208,7 @@ def _method(name: str, seen: tuple[str, ...] = TORCH_VERSIONS) -> Callable[..., 
     return _of_object(name, methodcaller(name.rpartition(".")[2]), seen)
 
 
-# Modules. Registering refuses names that a module has itself, and named_*() leave out second names.
+# Modules. Registering rejects names that a module already has; named_*() omit repeated objects.
 
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]]
 own_parameters = _attribute("torch.nn.Module._parameters")
@@ -234,16 +235,16 @@ def backward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 @contextmanager
 def call_replaced(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Call `call` for a module, compiled or not."""
-    own = vars(module)  # an attribute of the object goes before the method that `__call__` calls
-    compiled = own.get("_compiled_call_impl")
-    own |= {"_call_impl": call, "_compiled_call_impl": None}
+    """Replace a module's call by `call` inside the context, compiled or not."""
+    attributes = vars(module)  # they take precedence over the method that `__call__` calls
+    compiled = attributes.get("_compiled_call_impl")
+    attributes |= {"_call_impl": call, "_compiled_call_impl": None}
     try:
         yield
     finally:
-        del own["_call_impl"], own["_compiled_call_impl"]
+        del attributes["_call_impl"], attributes["_compiled_call_impl"]
         if compiled is not None:
-            own["_compiled_call_impl"] = compiled
+            attributes["_compiled_call_impl"] = compiled
 
 
 # Tensors.
@@ -320,7 +321,7 @@ flash_attention_backward_on_cpu = _value(f"{_FLASH}_for_cpu_backward")
 
 
 def compile_nothing(code: CodeType) -> None:
-    """Keep torch's compiler out of a function, and out of what the function calls."""
+    """Exclude a function, and the functions that it calls, from torch's compiler."""
     _set_strategy(code, _strategy(_action.SKIP, _action.SKIP))
 
 
@@ -344,13 +345,13 @@ _set_timeout = _attribute("torch._C._distributed_c10d.ProcessGroupGloo._set_defa
 
 
 def known_groups() -> Mapping[Any, Any]:
-    """Return the process groups that are not destroyed."""
+    """Return the process groups that have not been destroyed."""
     groups: Mapping[Any, Any] = _world.pg_map
     return groups
 
 
 def plugins() -> Mapping[str, Any]:
-    """Return the backends that packages have registered, by their names in capitals."""
+    """Return the backends that packages have registered, by upper-case name."""
     registered: Mapping[str, Any] = _plugins(_look_up(f"{_C10D}.Backend"))
     return registered
 
@@ -373,7 +374,7 @@ def end_coalescing(group: Any, device: torch.device) -> Any:
 def register_backend(
     group: Any, device: torch.device, kind: Any, backend: Any, *, name: str, is_default: bool
 ) -> None:
-    """Give a process group its backend for a device, as torch does."""
+    """Register a backend for a device with a process group, as torch does."""
     if is_default:
         _set_default_backend(group)(kind)
     _register_backend(group)(device, kind, backend)

@@ -1,6 +1,6 @@
-"""The trace format of https://ui.perfetto.dev and chrome://tracing: the one place that writes it.
+"""Trace format of https://ui.perfetto.dev and chrome://tracing; only this module writes it.
 
-A process is a rank, a thread is a track of it. Events of one track nest or are disjoint.
+A process is a rank; a thread is a track of the rank. Events of one track nest or are disjoint.
 
 Source: Google, "Trace Event Format", 2016: events X (complete), i (instant), s t f (flow), M
 (metadata), microseconds.
@@ -28,7 +28,7 @@ def complete(
         rank: Global rank.
         track: Number or name of the track.
         start_us: Begin, in microseconds.
-        duration_us: Length, in microseconds.
+        duration_us: Duration, in microseconds.
         more: Further fields of the format, such as `cat` and `args`.
     """
     event: Event = {"ph": "X", "name": name, "pid": rank, "tid": track}
@@ -41,12 +41,12 @@ def metadata(kind: str, rank: int, track: int, **args: object) -> Event:
 
 
 def write(file: BinaryIO, events: Iterable[Event], **head: object) -> None:
-    """Write a trace event by event, so that its text is never in memory as a whole.
+    """Write a trace event by event, so that the whole text is never in memory.
 
     Args:
         file: Open file.
         events: Events of all ranks.
-        head: Fields of the trace beside its events.
+        head: Fields of the trace besides its events.
 
     Raises:
         OSError: The file cannot be written.

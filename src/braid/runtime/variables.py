@@ -1,6 +1,7 @@
-"""The environment variables of braid, in one table, which docs/environment.md prints.
+"""Environment variables of braid, in one table, which docs/environment.md prints.
 
-Variables have torchrun's names where it has them: `rendezvous.environment` reads those.
+Variables have the same names as torchrun's variables, if those exist: `rendezvous.environment`
+reads them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ON_WORKER_LOSS = "BRAID_ON_WORKER_LOSS"
 ROLES = "BRAID_ROLES"
 NO_FRAME_MAC = "BRAID_NO_FRAME_MAC"
 FAULTS = "BRAID_FAULTS"
-# for people; then what launchers of braid set; then what only their ranks need
+# for users; then variables that braid's launchers set; then variables that only their ranks need
 VARIABLES: Mapping[str, str] = {
     "BRAID_PORTABLE": "`1`: ranks share no memory, as on systems without memfd (sockets instead).",
     "BRAID_SECRET_FILE": "File with the job's secret (mode 0600), for several hosts without "
@@ -37,25 +38,25 @@ VARIABLES: Mapping[str, str] = {
     "BRAID_LISTEN": "IP address on which a rank listens for ranks of other hosts.",
     "BRAID_RESUME": "Checkpoint to resume from; `auto` for the last complete one (`--resume`).",
     "BRAID_LOG_DIR": "Directory of the run's logs (`--log-dir`).",
-    "BRAID_HOROVOD_ALLOW_PICKLE": "`1`: Horovod's front pickles objects that are no plain data.",
+    "BRAID_HOROVOD_ALLOW_PICKLE": "`1`: Horovod's front pickles objects that are not plain data.",
     SERVERS: "Servers of a parameter server (`--servers`).",
     REPLICAS: "Copies of each shard on other servers (`--replicas`).",
-    SPARES: "Processes that take the places of lost workers (`--spares`).",
+    SPARES: "Processes that replace lost workers (`--spares`).",
     ON_WORKER_LOSS: "Policy for workers that die: fail, wait or shrink (`--on-worker-loss`).",
     ROLES: "Names and numbers of the ranks of each role (`--role`).",
-    "BRAID_RANK_VARIABLES": "Further variables of ranks: `A=RANK B=WORLD_SIZE` names each with "
-    "the one whose value it gets.",
+    "BRAID_RANK_VARIABLES": "Further variables of ranks: `A=RANK B=WORLD_SIZE` sets A to the value "
+    "of RANK and B to the value of WORLD_SIZE.",
     "BRAID_RUN_ID": "Name of the run, the same on all ranks.",
-    "BRAID_STORE": "Address of the launcher's store; a rank with it was started by braid.",
-    "BRAID_PLACE": "Rank and number of ranks, to notice a changed `RANK` or `WORLD_SIZE`.",
+    "BRAID_STORE": "Address of the launcher's store; set if braid started the rank.",
+    "BRAID_PLACE": "Rank and number of ranks, to detect a changed `RANK` or `WORLD_SIZE`.",
     "BRAID_SECRET_FD": "Descriptor from which a rank reads the job's secret.",
     "BRAID_EVENTS_FD": "Descriptor of the memory for a rank's events.",
     "BRAID_STACKS_FD": "Descriptor to which a rank dumps its stacks.",
     "BRAID_DEBUGGED": "`1`: a person debugs a rank, and deadlines wait (`--stdin`).",
-    "BRAID_ELASTIC": "Part in a run whose members may change: `founder` or `newcomer`.",
+    "BRAID_ELASTIC": "Role in a run with changing members: `founder` or `newcomer`.",
     "BRAID_PROCESS": "Number of a process that has the `RANK` of a lost one (`--restarts`).",
     FAULTS: "`1`: a rank flips bits in its gradients on SIGUSR2 (`braid chaos --kinds bitflip`).",
-    "BRAID_LAUNCHER_PID": "Process that has started a rank, to find orphans of a run.",
+    "BRAID_LAUNCHER_PID": "Process that started a rank, to find orphans of a run.",
     "BRAID_RAY_CALL": "Directory of the function that `braid.launch.ray.run` calls on ranks.",
     "BRAID_NODE": "Number of a pod, in manifests for Kubernetes.",
 }

@@ -220,7 +220,7 @@ class Operation:
         if len(needed) == 1:
             rank = pages.ranks[needed[0]]
             loss = health.lost.get(rank)
-            if loss is None or not loss.left or not self._may_know_more():
+            if loss is None or not loss.departed or not self._may_know_more():
                 health.check(pages.ranks, NO_NEWS, needed=rank)
         if pages.transport.clock.now_ns() > self._deadline_ns and not health.debugged:
             raise self._timeout(wait)
@@ -302,9 +302,9 @@ class Operation:
                 self.pages.stop(DISAGREED, reason=str(self.error))
             elif isinstance(exc, PeerLostError):
                 loss = self.pages.transport.health.lost.get(exc.rank)
-                has_left = loss is not None and loss.left
+                departed = loss is not None and loss.departed
                 # inside a host every rank detects the loss itself
-                if not (self.pages.shares or has_left):
+                if not (self.pages.shares or departed):
                     self.pages.stop(ABANDONED, value=exc.rank + 1, reason=f"{exc}")
             else:
                 where = "" if self.text in str(exc) else f" in {self.text}"

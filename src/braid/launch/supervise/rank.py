@@ -206,7 +206,7 @@ class Rank(ABC):
             signal=signum,
             unclosed=exit_code == 0 and self.has_joined,
             missed=self.missed,
-            left=asked and self.left_ns is not None,
+            departed=asked and self.left_ns is not None,
             asked_to_stop=asked,
             stopped_s=stopped_s,
             stop_signal=facts.stop_signal,

@@ -1,1 +1,1 @@
-"""Determines which rank made a run fail or hang, and explains the failure in words."""
+"""Determines which rank made a run fail or hang, and explains the failure as text."""

@@ -1,11 +1,11 @@
 """Formats the error block, the last lines that a failed run prints.
 
-Problem: N ranks print N interleaved tracebacks, and the launcher adds its own. The relevant one has
+Problem: N ranks print N interleaved tracebacks, and the launcher adds another. The relevant one has
 scrolled away.
 
-Idea: print one block after everything else, always with the same labels in the same order, so that
-people and programs find the cause at once. `survived` lists earlier deaths without which the run
-went on, and `note` stands in a run that finished although a rank left early.
+Idea: print one block after all other output, always with the same labels in the same order, so that
+users and programs find the cause quickly. `survived` lists earlier deaths after which the run
+continued. `note` appears in a run that finished although a rank left early.
 
     braid: run stopped at step 213 after 41 s (exit 1)
       cause    rank 1 on host b (pid 812): ValueError: shard-7 is missing      train.py:57 in load
@@ -35,8 +35,8 @@ OUT_OF_BATCHES = (
 )
 NO_TERMINAL = "-> to read the terminal in one rank, start with `braid run --stdin {rank}`"
 READERS = frozenset({"BdbQuit", "EOFError"})  # a prompt without a terminal ends with these
-OLD_LINE_S = 1.0  # a line of stderr that is older may have nothing to do with the end
-OF_ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")  # of a traceback that is not the cause
+OLD_LINE_S = 1.0  # an older line of stderr may be unrelated to the end
+OF_ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")  # a traceback that is not the cause
 STATUS = {"finished": "finished", "interrupted": "interrupted", "timeout": "timed out"}
 
 
@@ -48,7 +48,7 @@ class SavedCheckpoint:
         step: Step of the checkpoint.
         path: Path of the checkpoint.
         sha256_ok: Whether its checksums have been verified.
-        is_earlier: Whether an earlier run saved it, and this one has loaded it.
+        is_earlier: Whether an earlier run saved it, and this run loaded it.
     """
 
     step: int
@@ -62,7 +62,7 @@ class StopReport:
     """Data of the error block; part of the record of a run.
 
     Attributes:
-        verdict: Verdict about the rank that made the run fail.
+        verdict: Verdict on which rank made the run fail.
         exit_code: Exit code of the run.
         elapsed_s: Duration of the run in seconds.
         step: Last step that any rank began; None if unknown.
@@ -71,7 +71,7 @@ class StopReport:
         log_dir: Directory of logs, as the user wrote it; empty if there is none.
         has_timeline: Whether events were recorded, so that a timeline can be drawn.
         limit_s: Time limit in seconds, for a verdict of kind `timeout`.
-        links: Hosts that did not hear each other, in words, if no rank is known to be the cause.
+        links: Hosts that cannot communicate, as text, if no rank is known to be the cause.
     """
 
     verdict: Verdict
@@ -191,7 +191,7 @@ def _cause(verdict: Verdict) -> list[str]:
 
 
 def _survived(end: RankEnd, verdict: Verdict) -> str:
-    """Return the line of an earlier end that the run survived."""
+    """Return the line for an earlier end that the run survived."""
     host = f" on host {end.host}" if end.host else ""
     doing = f" {end.last_events}" if end.last_events else ""
     before = ""
@@ -201,7 +201,7 @@ def _survived(end: RankEnd, verdict: Verdict) -> str:
 
 
 def _left_early(verdict: Verdict) -> list[str]:
-    """Return which ranks of a run that finished left while others still needed them."""
+    """Return the ranks of a finished run that left while other ranks still needed them."""
     missing: dict[int, list[int]] = {}
     for end in verdict.affected:
         for rank in end.missed:
@@ -213,14 +213,14 @@ def _left_early(verdict: Verdict) -> list[str]:
 
 
 def _last_line(end: RankEnd) -> str:
-    """Return the last line that the rank wrote to stderr, and what it is if it may mean nothing."""
+    """Return the rank's last line on stderr, marked as such if it may be unrelated."""
     if end.last_line and end.last_line_s >= OLD_LINE_S:
         return f"last on stderr, {_seconds(end.last_line_s)} before: {end.last_line}"
     return f"last on stderr: {end.last_line}" if OF_ERROR.match(end.last_line) else end.last_line
 
 
 def _affected(verdict: Verdict) -> list[str]:
-    """Return one line for all ranks with the same last events and the same end."""
+    """Return one line for each set of ranks with the same last events and the same end."""
     groups: dict[tuple[str, str], list[int]] = {}
     for end in verdict.affected:
         ending = ", ".join(filter(None, (_how_it_ended(end), _paused(end))))
@@ -237,7 +237,7 @@ def _affected(verdict: Verdict) -> list[str]:
 
 
 def _doing(end: RankEnd) -> str:
-    """Return the last events of the rank, or else the place of its error."""
+    """Return the last events of the rank, or else the source line of its error."""
     if end.last_events or end.error is None or not end.error.where:
         return end.last_events
     return f"at {end.error.where}"
@@ -259,7 +259,7 @@ def _how_it_ended(end: RankEnd) -> str:
 
 
 def _paused(end: RankEnd) -> str:
-    """Return how long a rank stood still before it went on."""
+    """Return for how long a rank was stopped before it continued."""
     if not end.paused_s:
         return ""
     return f"had been stopped by {signal_name(end.stop_signal)} for {_seconds(end.paused_s)}"

@@ -1,7 +1,7 @@
 """Determines which ranks of a job hang, in which operations, and which ranks they wait for.
 
-Problem: when one rank does not reach a collective, all other ranks wait silently until a deadline
-of minutes. The stack that the user then sees is that of an innocent rank. Existing tools (torch's
+Problem: when one rank does not reach a collective, all other ranks wait silently for minutes, until
+a deadline. The stack that the user then sees belongs to an innocent rank. Existing tools (torch's
 flight recorder, `py-spy dump`) show the stacks of all ranks, to be compared by eye.
 
 Idea: build the wait-for graph. An edge goes from each waiting rank to each member of its operation
@@ -50,8 +50,8 @@ from braid.runtime.diagnose.tracebacks import short_site
 
 __all__ = ["HangReport", "Process", "RankView", "SpanView", "find_hang"]
 
-MAX_ROWS = 6  # of each label, so that the report for a thousand ranks fits on a screen
-BUSY_CORES = 0.5  # a rank inside of a collective that uses more is moving data
+MAX_ROWS = 6  # per label, so that the report for a thousand ranks fits on a screen
+BUSY_CORES = 0.5  # a rank in a collective that uses more is moving data
 STATES = {
     "R": "running",
     "S": "sleeping",
@@ -68,7 +68,7 @@ class HangReport:
 
     Attributes:
         age_ns: Duration of the longest wait.
-        step: Step of the waiting ranks; None if they have recorded none.
+        step: Step of the waiting ranks; None if they have not recorded any.
         waiting: Waiting ranks, and the operations in which they wait.
         missing: Ranks that are waited for, and where they are; empty if ranks wait for each other.
         causes: Likeliest causes.
@@ -118,7 +118,7 @@ def find_hang(
     Args:
         views: Views of all ranks of the job, including those that have ended.
         now_ns: Current time on the clock of the spans.
-        limit_ns: Longest wait of a rank that is not reported.
+        limit_ns: Shortest wait of a rank that is reported.
         hosts: Names of the hosts by address, for connections between them.
 
     Returns:
@@ -140,12 +140,12 @@ def find_hang(
         Cause("link", (), text, ADVICE["link"])
         for text, _ in broken_links(views, hosts or {}, now_ns=now_ns)
     ]
-    if links:  # of ranks on a host that cannot be reached nothing is known
+    if links:  # the state of ranks on an unreachable host is unknown
         missing = {r for r in missing if r in by_rank and (by_rank[r].ended or by_rank[r].stack)}
     elif not missing and _moves(involved):
         return None
     elif missing and _computes(involved, [by_rank[rank] for rank in missing if rank in by_rank]):
-        return None  # a function that computes is no hang, however long it does
+        return None  # a long computation is not a hang
     cases = [
         HangCase(by_rank[rank], by_rank[rank].thread, tuple(involved), now_ns)
         for rank in sorted(missing)
@@ -170,7 +170,7 @@ def _blocked(view: RankView, views: Sequence[RankView]) -> Blocked:
 
 def _absent(view: RankView, operation: SpanView, views: Sequence[RankView]) -> frozenset[int]:
     others = [v for v in views if v.rank != view.rank]
-    if operation.is_call:  # its answer has not come, whatever else the callee does
+    if operation.is_call:  # the answer is missing, whatever else the callee does
         return frozenset(v.rank for v in others if v.rank in operation.asked)
     if operation.partner is not None:
         others = [v for v in others if v.rank == operation.partner]
@@ -199,7 +199,7 @@ def _with_presumed(
 
 
 def _is_first(operation: SpanView, views: Sequence[RankView]) -> bool:
-    """Whether no operation of the group has ended yet, so that members may be unknown."""
+    """Return whether no operation of the group has ended yet, so that members may be unknown."""
     spans = (span for view in views for span in view.spans)
     return not operation.is_message and all(
         span.open for span in spans if span.group == operation.group and span.is_operation
@@ -207,7 +207,7 @@ def _is_first(operation: SpanView, views: Sequence[RankView]) -> bool:
 
 
 def _is_guess(blocked: Blocked, views: Sequence[RankView]) -> bool:
-    """Whether the sender of an awaited message is unknown."""
+    """Return whether the sender of an awaited message is unknown."""
     operation = blocked.operation
     return operation.is_message and operation.partner is None and len(views) > 2
 
@@ -246,7 +246,7 @@ def _strangers(involved: Sequence[Blocked], views: Sequence[RankView]) -> set[in
 
 
 def _moves(involved: Sequence[Blocked]) -> bool:
-    """Whether all members have reached the operation and some still work: a large transfer."""
+    """Return whether all members have reached the operation and some still work: a transfer."""
     return any(map(_is_busy, involved)) and not any(b.absent for b in involved)
 
 
@@ -255,7 +255,7 @@ def _is_busy(blocked: Blocked) -> bool:
 
 
 def _computes(involved: Sequence[Blocked], missing: Sequence[RankView]) -> bool:
-    """Whether ranks wait for calls only, and those who serve them compute."""
+    """Return whether ranks wait only for calls, and the ranks that serve them compute."""
     return all(b.operation.is_call for b in involved) and all(
         view.services and (view.process.cpu_share or 0.0) >= BUSY_CORES for view in missing
     )

@@ -7,18 +7,18 @@ The cause for a missing rank is the first line that fits:
     stopped    state T                                        kill -CONT
     swapped    pages in swap, major faults                    use less memory
     io         state D                                        check the disk or network
-    device     inside of the operation, in a wait for its    find the kernel
-               own GPU
+    device     inside the operation, in a wait for the       find the kernel
+               rank's own GPU
     data       a DataLoader on the stack, or a `data` span    load faster
-    batches    outside of a step, behind the waiting ranks    as many batches for each rank
+    batches    outside of a step, behind the waiting ranks    equal numbers of batches for all ranks
     slow       slower than the waiting ranks all along        balance the work
     busy       a core in use, or wanted                       release the lock, or work less
     phase      inside of a phase, such as `checkpoint`        let all ranks take part
     unseen     no stack                                       look from outside
     elsewhere  none of these                                  look at the line
 
-For ranks that wait for each other, see `deadlock`; for hosts that do not hear each other (`link`),
-see `hang_links`.
+For ranks that wait for each other, see `deadlock`; for hosts that cannot communicate (`link`), see
+`hang_links`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from braid.runtime.diagnose.hang_view import RankView, SpanView
 
 __all__ = ["Blocked", "Cause", "HangCase", "cause_of", "deadlock", "format_seconds"]
 
-SWAPPED_SHARE = 0.1  # share of memory in swap, below which something else makes a rank slow
-FAULTS_PER_S = 50  # at which a disk does little else
+SWAPPED_SHARE = 0.1  # a smaller share of memory in swap does not explain a slow rank
+FAULTS_PER_S = 50  # from this rate on, the disk is busy with swapping
 BUSY_CORES = 0.8
-RUNNABLE_CORES = 0.25  # of a rank that waits for a core
+RUNNABLE_CORES = 0.25  # for a rank that waits for a core
 SLOW_FACTOR = 2.0
 SLOW_SHARE = 1 / 3  # share of the waiting time that slowness must explain
 DATA_PHASES = ("data", "load", "batch")
@@ -113,7 +113,7 @@ def deadlock(blocked: Sequence[Blocked]) -> Cause:
     """Return the cause for ranks that wait for each other.
 
     Args:
-        blocked: Waiting ranks, each of which waits for another one.
+        blocked: Waiting ranks, each of which waits for another rank.
     """
     ended = [b for b in blocked if _is_behind(b.view, blocked)]
     if ended:
@@ -137,21 +137,21 @@ def deadlock(blocked: Sequence[Blocked]) -> Cause:
 
 
 def _awaited(blocked: Blocked) -> str:
-    """Return the ranks that a rank waits for, with a word of doubt if they are uncertain."""
+    """Return the ranks that a rank waits for, with "perhaps" or "one of" if they are uncertain."""
     several = blocked.operation.is_message and len(blocked.absent) > 1
     doubt = "perhaps " if blocked.presumed else "one of " if several else ""
     return f"{doubt}{rank_list(blocked.absent)}"
 
 
 def _cycle(blocked: Sequence[Blocked]) -> list[Blocked]:
-    """Return the ranks for which another rank of the result waits, by rank."""
-    left = sorted(blocked, key=lambda b: b.view.rank)
+    """Return the ranks that are waited for by ranks of the result, sorted by rank."""
+    remaining = sorted(blocked, key=lambda b: b.view.rank)
     while True:
-        awaited = frozenset[int]().union(*(b.absent for b in left))
-        kept = [b for b in left if b.view.rank in awaited]
-        if len(kept) == len(left) or not kept:
-            return left
-        left = kept
+        awaited = frozenset[int]().union(*(b.absent for b in remaining))
+        kept = [b for b in remaining if b.view.rank in awaited]
+        if len(kept) == len(remaining) or not kept:
+            return remaining
+        remaining = kept
 
 
 def format_seconds(duration_ns: float) -> str:
@@ -175,7 +175,7 @@ ADVICE: Mapping[str, str] = {
     "names the line that starts it",
     "data": "load faster (more workers, local files); DataLoader(timeout=...) makes a stuck loader "
     "fail",
-    "batches": "give every rank as many batches (drop the last short one, as "
+    "batches": "give every rank the same number of batches (drop the last short one, as "
     "braid.programs.sampling does), or train inside of `with model.join():`",
     "slow": "give it less work, or more cores; see `braid report` for where its time goes",
     "busy": "make the computation shorter, or let all ranks do it; a call that holds the "
@@ -307,7 +307,7 @@ def _is_behind(view: RankView, blocked: Sequence[Blocked]) -> bool:
 
 
 def _has_ended_before(view: RankView, ahead: RankView) -> bool:
-    """Whether `view` is outside of a step, and its last step precedes the step of `ahead`."""
+    """Return whether `view` is outside a step, and its last step precedes the step of `ahead`."""
     if view.step is None or ahead.step is None or view.in_step:
         return False
     return view.step.seq < ahead.step.seq

@@ -1,19 +1,19 @@
-"""Determines which hosts do not hear each other, from what each of them sees of its connections.
+"""Determines which hosts cannot communicate, from each host's statistics of its connections.
 
-Problem: a network link that is down, or carries packets one way only, makes all ranks wait. No rank
-is at fault, and the operations in which they wait differ by chance.
+Problem: a network link that is down, or transmits in one direction only, makes all ranks wait. No
+rank is at fault, and the operations in which they wait differ by chance.
 
-Idea: a host that sends something again and again without an answer is cut off from the other one.
-Its own count of what comes in says whether it still receives; that of the other host, whether what
-it sends arrives. So both directions are judged.
+Idea: a host that sends again and again without an answer is cut off from the other host. Its
+received data shows whether packets still arrive; the other host's received data shows whether its
+packets arrive there. So both directions are judged.
 
     a repeats, last from b     b, last from a      verdict
-    long ago                   long ago            a and b do not hear each other
-    lately                     long ago            b does not hear a
-    long ago                   lately              a does not hear b
-    long ago                   unknown             a does not hear b, as far as is known
+    long ago                   long ago            a and b receive nothing from each other
+    lately                     long ago            b receives nothing from a
+    long ago                   lately              a receives nothing from b
+    long ago                   unknown             a receives nothing from b, as far as is known
 
-What is sent again in vain comes at intervals that double. So `lately` is compared with the silence
+Unanswered packets are repeated at intervals that double. So `lately` is compared with the silence
 of the other direction: about half of it.
 """
 
@@ -31,12 +31,12 @@ LATELY = 0.55  # share of the silence of the other direction
 
 
 class _Direction(NamedTuple):
-    """Knowledge of one host about another one.
+    """One host's statistics of its connections to another host.
 
     Attributes:
-        received_ns: Time at which anything came from there last.
-        num_repeats: Most times that something was sent there again without an answer.
-        ranks: Ranks of this host with connections there.
+        received_ns: Time of the last packet from the other host.
+        num_repeats: Largest number of repeats without an answer.
+        ranks: Ranks of this host with connections to the other one.
     """
 
     received_ns: int
@@ -47,7 +47,7 @@ class _Direction(NamedTuple):
 def broken_links(
     views: Sequence[RankView], hosts: Mapping[str, str], *, now_ns: int
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Return each pair of hosts that do not hear each other, in words, and the ranks there.
+    """Return (text, ranks) for each pair of hosts that receive nothing from each other.
 
     Args:
         views: Views of all ranks.
@@ -56,13 +56,13 @@ def broken_links(
     """
     known = _directions(views)
     texts = []
-    for (own, peer), mine in sorted(known.items()):
-        back = known.get((peer, own))
-        if back is not None and back.num_repeats >= MIN_REPEATS and peer < own:
+    for (host, peer), mine in sorted(known.items()):
+        back = known.get((peer, host))
+        if back is not None and back.num_repeats >= MIN_REPEATS and peer < host:
             continue  # described from the other end
         if mine.num_repeats < MIN_REPEATS:
             continue
-        text = _text(hosts.get(own, own), hosts.get(peer, peer), mine, back, now_ns)
+        text = _text(hosts.get(host, host), hosts.get(peer, peer), mine, back, now_ns)
         texts.append((text, tuple(sorted({*mine.ranks, *(back.ranks if back else ())}))))
     return texts
 
@@ -71,7 +71,7 @@ def _directions(views: Sequence[RankView]) -> dict[tuple[str, str], _Direction]:
     known: dict[tuple[str, str], _Direction] = {}
     for view in views:
         for link in view.links if not view.ended else ():
-            key = (link.own, link.peer)
+            key = (link.local, link.peer)
             before = known.get(key, _Direction(0, 0, ()))
             known[key] = _merged(before, link, view.rank)
     return known
@@ -85,21 +85,21 @@ def _merged(before: _Direction, link: LinkView, rank: int) -> _Direction:
     )
 
 
-def _text(own: str, peer: str, mine: _Direction, back: _Direction | None, now_ns: int) -> str:
+def _text(host: str, peer: str, mine: _Direction, back: _Direction | None, now_ns: int) -> str:
     mine_ns = now_ns - mine.received_ns
     if back is None:
         return (
-            f"host {own} does not hear host {peer} since {_seconds(mine_ns)}, and what it sends "
-            f"there is not answered; how host {peer} sees it is not known"
+            f"host {host} has received nothing from host {peer} for {_seconds(mine_ns)}, not even "
+            f"an answer; the state of host {peer} is unknown"
         )
     back_ns = now_ns - back.received_ns
-    last = f"(last from {peer}: {_seconds(mine_ns)} ago, last from {own}: {_seconds(back_ns)} ago)"
+    last = f"(last from {peer}: {_seconds(mine_ns)} ago, last from {host}: {_seconds(back_ns)} ago)"
     if mine_ns <= LATELY * back_ns:
-        return f"host {peer} does not hear host {own} since {_seconds(back_ns)} {last}"
+        return f"host {peer} has received nothing from host {host} for {_seconds(back_ns)} {last}"
     if back_ns <= LATELY * mine_ns:
-        return f"host {own} does not hear host {peer} since {_seconds(mine_ns)} {last}"
-    since_ns = min(mine_ns, back_ns)
-    return f"hosts {own} and {peer} do not hear each other since {_seconds(since_ns)} {last}"
+        return f"host {host} has received nothing from host {peer} for {_seconds(mine_ns)} {last}"
+    since = _seconds(min(mine_ns, back_ns))
+    return f"hosts {host} and {peer} have received nothing from each other for {since} {last}"
 
 
 def _seconds(duration_ns: float) -> str:

@@ -1,14 +1,14 @@
 """Locates the threads of a stuck rank in a stack dump of `faulthandler`.
 
-Problem: spans tell which operation a rank has begun. They do not tell whether the rank waits in the
-operation, or does something else while the operation goes on in the background.
+Problem: spans show which operation a rank has begun. They do not show whether the rank waits in the
+operation, or does something else while the operation runs in the background.
 
-Idea: the stack tells. A thread that waits for other ranks has frames of braid's communication on
-top. Any other thread is at a line of the user's code, perhaps inside of a library.
+Idea: the stack shows it. A thread that waits for other ranks has frames of braid's communication on
+top. Any other thread is at a line of the user's code, perhaps inside a library.
 
 Source: CPython's `Python/traceback.c` (`_Py_DumpTracebackThreads`): the innermost frame is first,
-and `Current thread` has received the signal: the main thread, or a thread of braid. The main thread
-is then the last one.
+and `Current thread` has received the signal: the main thread, or a thread of braid. In the second
+case the main thread is the last one.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = [
     "waits_for_peers",
 ]
 
-# with os.sep, because a directory of the user may begin with the same letters
+# with os.sep, since a directory of the user may begin with the same letters
 WAITING_PACKAGES = tuple(
     str(PurePath(BRAID_ROOT, package)) + os.sep
     for package in ("comm", "runtime/transport", "runtime/message", "rpc")
 )
-BACKGROUND = "_run"  # first function of braid's own threads, whose waits block no program
+BACKGROUND = "_run"  # first function of braid's own threads; their waits do not block the program
 DATA = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
 CUDA = f"{os.sep}torch{os.sep}cuda{os.sep}"  # synchronizes streams and events
-CALLEE = f"{os.sep}rpc{os.sep}callee.py"  # which runs the calls of other ranks
+CALLEE = f"{os.sep}rpc{os.sep}callee.py"  # runs the calls of other ranks
 LEAVING = {("context.py", "shutdown"), ("membership.py", "close")}
 SHUTDOWN = ("threading.py", "_shutdown")  # the interpreter joins the remaining threads
 
@@ -56,7 +56,7 @@ class Thread(NamedTuple):
 
     @property
     def waits_for_peers(self) -> bool:
-        """Whether the thread is inside of a collective, below frames of Python at most."""
+        """Whether the thread waits in a collective, with only library frames above it."""
         for frame in self.frames:
             if frame.file.startswith(WAITING_PACKAGES):
                 return not self._is_in_background
@@ -66,7 +66,7 @@ class Thread(NamedTuple):
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether the thread is inside of a collective and waits for its own GPU."""
+        """Whether the thread waits in a collective for the rank's own GPU."""
         libraries = list(takewhile(lambda frame: INSTALLED.search(frame.file), self.frames))
         below = self.frames[len(libraries) : len(libraries) + 1]
         return any(CUDA in frame.file for frame in libraries) and any(
@@ -75,9 +75,9 @@ class Thread(NamedTuple):
 
     @property
     def _is_in_background(self) -> bool:
-        """Whether braid waits for itself: not for a function of the program that it has called."""
-        own = takewhile(lambda frame: not frame.is_users, self.frames)
-        ours = (frame for frame in own if frame.file.startswith(WAITING_PACKAGES))
+        """Whether a background thread of braid waits, without running a function of the program."""
+        above = takewhile(lambda frame: not frame.is_users, self.frames)
+        ours = (frame for frame in above if frame.file.startswith(WAITING_PACKAGES))
         return any(frame.function == BACKGROUND for frame in ours)
 
     @property
@@ -98,7 +98,7 @@ class Thread(NamedTuple):
 
     @property
     def loads_data(self) -> bool:
-        """Whether the thread waits for, or makes, a batch of a DataLoader."""
+        """Whether the thread waits for a batch of a DataLoader, or makes one."""
         return any(DATA in frame.file for frame in self.frames)
 
     @property
@@ -120,7 +120,7 @@ def main_thread(threads: Sequence[Thread]) -> Thread:
 
 
 def serving_thread(threads: Sequence[Thread]) -> Thread | None:
-    """Return a thread that runs a function which another rank has called; None if none does."""
+    """Return a thread that runs a function for another rank; None if there is none."""
     return next((t for t in threads if any(map(_is_callee, t.frames)) and t.place), None)
 
 
@@ -129,10 +129,10 @@ def _is_callee(frame: StackFrame) -> bool:
 
 
 def waits_for_device(threads: Sequence[Thread]) -> bool:
-    """Whether any thread waits for the rank's own GPU inside of a collective."""
+    """Return whether any thread waits in a collective for the rank's own GPU."""
     return any(thread.waits_for_device for thread in threads)
 
 
 def waits_for_peers(threads: Sequence[Thread]) -> bool:
-    """Whether any thread, except braid's background threads, is inside of a collective."""
+    """Return whether any thread, except braid's background threads, waits in a collective."""
     return any(thread.waits_for_peers for thread in threads)

@@ -1,6 +1,6 @@
 """Views of ranks from outside: the input of a hang report.
 
-The rank need not cooperate. Its spans are in memory of the launcher, the kernel knows the state of
+The rank need not cooperate. Its spans are in the launcher's memory, the kernel knows the state of
 its process, and a signal handler dumps its stacks without the interpreter's lock.
 """
 
@@ -25,8 +25,8 @@ __all__ = ["LinkView", "Process", "RankView", "SpanView"]
 
 PARTNER = re.compile(r"(?:to|from) rank (\d+)\)")
 ASKED = re.compile(r"asked of ranks? ([\d,]+)\)$")  # requests of a parameter server
-DEVICE_WAIT = re.compile(r"wait for \w+:\d+$")  # of an operation, for work queued there before
-MIN_GAPS, MAX_GAPS = 3, 8  # one slow turn is an accident; old turns do not matter
+DEVICE_WAIT = re.compile(r"wait for \w+:\d+$")  # an operation waits for earlier work on the GPU
+MIN_GAPS, MAX_GAPS = 3, 8  # a single slow turn means nothing; old turns do not matter
 
 
 class SpanView(NamedTuple):
@@ -62,7 +62,7 @@ class SpanView(NamedTuple):
 
     @property
     def is_operation(self) -> bool:
-        """Whether the span is a collective of a group, or a call, which other ranks must end."""
+        """Whether the span is a collective of a group or a call: other ranks must complete it."""
         return bool(self.group) and "(" in self.name and not self.is_service
 
     @property
@@ -72,7 +72,7 @@ class SpanView(NamedTuple):
 
     @property
     def is_call(self) -> bool:
-        """Whether the span is a call of a function in another rank, or a request to some ranks."""
+        """Whether the span is a call of a function on another rank, or a request to some ranks."""
         return self.name.startswith("call(") or ASKED.search(self.name) is not None
 
     @property
@@ -90,7 +90,7 @@ class SpanView(NamedTuple):
 
     @property
     def is_service(self) -> bool:
-        """Whether the span is a call of another rank that runs here."""
+        """Whether the span is a call from another rank that runs on this rank."""
         return self.name.startswith("serve(")
 
     @property
@@ -139,16 +139,16 @@ class Process(NamedTuple):
 
 
 class LinkView(NamedTuple):
-    """Connections of a rank to one other host, as its own host sees them.
+    """Connections of a rank to one other host, as the rank's host sees them.
 
     Attributes:
-        own: Address of the rank's host.
+        local: Address of the rank's host.
         peer: Address of the other host.
-        received_ns: Time at which anything came from there last.
-        num_repeats: Number of times that something was sent again, or probed, without an answer.
+        received_ns: Time of the last packet from the other host.
+        num_repeats: Number of repeats or probes without an answer.
     """
 
-    own: str
+    local: str
     peer: str
     received_ns: int
     num_repeats: int
@@ -163,7 +163,7 @@ class RankView(NamedTuple):
         spans: Recent spans and all open spans, in the order of their begin.
         process: State of the process.
         stack: Latest stack dump of `faulthandler`; empty if there is none.
-        ended: Description of the rank's end; empty while it lives.
+        ended: Description of the rank's end; empty while it is alive.
         links: Connections to other hosts, one view for each host.
     """
 
@@ -182,9 +182,9 @@ class RankView(NamedTuple):
 
     @property
     def thread(self) -> Thread:
-        """Thread that others wait for: one that serves a call, else the main one.
+        """Thread that others wait for: the one that serves a call, else the main thread.
 
-        Without frames if there is no stack.
+        Has no frames without a stack.
         """
         threads = self.threads
         return (serving_thread(threads) if self.services else None) or main_thread(threads)
@@ -196,7 +196,7 @@ class RankView(NamedTuple):
 
     @property
     def services(self) -> list[SpanView]:
-        """Calls of other ranks that run here, in the order of their begin."""
+        """Calls from other ranks that run on this rank, in the order of their begin."""
         return [span for span in self.spans if span.open and span.is_service]
 
     @property
@@ -207,11 +207,11 @@ class RankView(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether the rank can do nothing but wait for other ranks.
+        """Whether the rank only waits for other ranks.
 
         A rank that waits for its own GPU does not wait for other ranks. Otherwise the stack
         decides. Without a stack, a rank that has recorded an event after the begin of the
-        collective does something else.
+        collective is presumed to do something else.
         """
         operations = self.operations
         if self.ended or self.process.stopped or not operations or self.waits_for_device:
@@ -243,16 +243,16 @@ class RankView(NamedTuple):
 
     @property
     def in_step(self) -> bool:
-        """Whether the rank is inside of a step."""
+        """Whether the rank is inside a step."""
         return self.step is not None and self.step.open
 
     @property
     def last(self) -> SpanView | None:
-        """Span that the rank began or ended last; None if there was none."""
+        """Span that the rank began or ended last; None if there is none."""
         return max(self.spans, key=lambda span: span.end_ns, default=None)
 
     def has_reached(self, operation: SpanView) -> bool:
-        """Whether the rank has begun `operation`, or a later one on the same channel."""
+        """Return whether the rank has begun `operation`, or a later one on the same channel."""
         return any(
             (span.group, span.channel) == (operation.group, operation.channel)
             and span.is_operation
@@ -261,11 +261,11 @@ class RankView(NamedTuple):
         )
 
     def is_known_in(self, group: int) -> bool:
-        """Whether the rank has used the group recently, and so is a member."""
+        """Return whether the rank has used the group recently, and so is a member."""
         return any(span.group == group for span in self.spans)
 
     def exchanges(self, message: SpanView, rank: int) -> bool:
-        """Whether the rank is in the other half of `message`, a send or receive of `rank`.
+        """Return whether the rank is in the other half of `message`, a send or receive of `rank`.
 
         Both halves are on the channel of the receiver.
         """

@@ -1,10 +1,10 @@
 """Describes what a dead or stuck rank was doing, from the events in its black box.
 
-Problem: "rank 2 died" does not say whether the rank was loading data, in backward or waiting for
+Problem: "rank 2 died" does not show whether the rank was loading data, in backward or waiting for
 another rank. A profiler has not written its file yet, and a stack dump needs a living process.
 
-Idea: the spans that have begun and not ended tell it, from the outermost to the innermost. They can
-be computed for a moment in the past, too: surviving ranks unwind, and so close their spans, within
+Idea: the spans that have begun but not ended show it, from the outermost to the innermost. They can
+also be computed for a moment in the past: surviving ranks unwind, and so close their spans, within
 milliseconds of the first death.
 """
 
@@ -15,24 +15,24 @@ from braid.runtime.events import Event, EventRing
 
 __all__ = ["last_events", "last_operation_end", "last_step"]
 
-STEPS = frozenset({"step", "log"})  # `log`: a step of which the rank has logged numbers
+STEPS = frozenset({"step", "log"})  # `log`: a step for which the rank has logged numbers
 
 
 def last_events(ring: EventRing, at_ns: int | None = None) -> str:
     """Describe the spans of a rank that are open now, or were open at `at_ns`.
 
     A `step` span has the number of the step in `seq`. A collective is named by its description and
-    has a number and a call site. A `wait` span inside of it means that it waits for other ranks.
-    Every other span is a phase.
+    has a number and a call site. A `wait` span inside it means that it waits for other ranks. Every
+    other span is a phase.
 
     Args:
         ring: Event ring of the rank; the rank may still write to it.
-        at_ns: Time on the rank's clock; now when None.
+        at_ns: Time on the rank's clock; None for now.
 
     Returns:
         Text such as `in backward, bucket 1 of 2, at step 213`, or `waiting in
-        all_reduce(float32[4096], sum)#176 called at train.py:41 in step`; empty if the rank has
-        recorded nothing.
+        all_reduce(float32[4096], sum)#176 called at train.py:41 in step`; empty if the rank has not
+        recorded anything.
     """
     events = [event for event in ring.tail() if at_ns is None or event.t_ns <= at_ns]
     step = next((e for e in reversed(events) if ring.name(e.kind) == "step"), None)
@@ -42,7 +42,7 @@ def last_events(ring: EventRing, at_ns: int | None = None) -> str:
     inside.sort(key=lambda event: event.t_ns)
     parts, phases = _operation(ring, inside), _phases(ring, inside)
     if parts and phases and parts[0].endswith(f" {phases[0]}"):
-        del phases[0]  # the function of the call site is named like the phase
+        del phases[0]  # the function of the call site has the same name as the phase
     parts += phases
     if step is not None:
         parts.append(f"{'at' if _lasted_until(step, at_ns) else 'after'} step {step.seq}")
@@ -52,7 +52,7 @@ def last_events(ring: EventRing, at_ns: int | None = None) -> str:
 def last_operation_end(ring: EventRing) -> int:
     """Return the time at which the rank's last collective, or the last wait in it, ended; else 0.
 
-    A surviving rank has noticed a failure at this time.
+    A surviving rank has detected a failure at this time.
     """
     ended = [event for event in ring.tail() if not event.open]
     operations = [event for event in ended if "(" in ring.name(event.kind)]

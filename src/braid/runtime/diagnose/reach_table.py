@@ -1,10 +1,10 @@
-"""Formats a table of which host or rank can reach which.
+"""Formats a table of connections between hosts or ranks.
 
-Problem: a broken network shows as a time-out of one participant, which cannot tell whether itself,
-its peer or all hosts are affected.
+Problem: a broken network causes a time-out of one participant, which cannot determine whether
+itself, its peer or all hosts are affected.
 
-Idea: one table with all results, and one word or two for each error number of the system. The
-launcher prints it for hosts, and ranks without a launcher for themselves.
+Idea: one table with all results, and one or two words for each error number of the system. The
+launcher prints it for hosts; ranks without a launcher print it for themselves.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ REASONS = {
 
 
 def why_unreachable(code: int) -> str:
-    """Describe the `errno` of a failed connection in a word or two."""
+    """Describe the `errno` of a failed connection in one or two words."""
     return REASONS.get(code, os.strerror(code).lower())
 
 
 def reach_table(names: Sequence[str], failed: Mapping[tuple[int, int], str]) -> str:
-    """Return a table of which participant (row) can reach which (column).
+    """Return a table with the connection results from each participant (row) to each (column).
 
     Args:
         names: Names of the participants.

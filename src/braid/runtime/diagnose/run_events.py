@@ -1,9 +1,10 @@
 """Types of the launcher's log of a run: starts and ends of ranks, epochs of members, notices.
 
-Problem: `run.json` is complete only at the end of a run. A reader beside the run, such as `braid
-status`, needs each change of a rank when it happens, and the notices for people are sentences.
+Problem: `run.json` is complete only at the end of a run. A concurrent reader, such as `braid
+status`, needs each change of a rank when it happens, and the notices are sentences for users.
 
-Idea: the launcher appends one JSON object a line. A reader folds the lines into the present state.
+Idea: the launcher appends one JSON object per line. A reader folds the lines into the current
+state.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         unix_s: Time on the launcher's host, in seconds since 1970.
         kind: `started`, `waiting` (to become a member), `stopped`, `continued`, `left` (the run
-            goes on without the rank, as planned), `finished` (exit code 0), `lost` (the run goes on
-            after the death), `failed` (the death ends the run), `ended` (by the launcher, or after
-            another rank), `epoch` (members train on), or `notice`.
+            continues without the rank, as planned), `finished` (exit code 0), `lost` (the run
+            continues after the death), `failed` (the death ends the run), `ended` (by the launcher,
+            or after another rank), `epoch` (members continue to train), or `notice`.
         rank: Rank; -1 for an epoch and a notice.
         pid: Process id of a started rank.
         host: Host of a started rank; empty for the launcher's host.
-        text: Cause in words.
+        text: Cause as text.
         epoch: Number of an epoch.
         members: Ranks of an epoch.
-        num_steps: Number of steps after which an epoch goes on.
+        num_steps: Number of steps after which an epoch continues.
         restarts_left: Number of processes that the run may still start for lost ranks; -1 in a run
             with fixed members.
     """

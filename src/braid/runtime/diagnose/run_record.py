@@ -1,6 +1,6 @@
 """Types of `run.json`, the record of a run that the launcher writes.
 
-Problem: a report that words the end of a run itself soon differs from the run's own output.
+Problem: a report that formats the end of a run in separate code soon differs from the run's output.
 
 Idea: the record contains the data of the error block instead of its text, so that a reader can
 print exactly the same block.
@@ -17,11 +17,11 @@ __all__ = ["RunHost", "RunRecord"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHost:
-    """A host on which ranks ran.
+    """Host of some ranks.
 
     Attributes:
         name: Name of the host, as the user gave it.
-        address: Address at which other hosts reach the host.
+        address: Address at which other hosts reach it.
         num_ranks: Number of ranks; their numbers follow those of the previous host.
     """
 
@@ -43,10 +43,10 @@ class RunRecord:
         started: Time of the start, as ISO 8601 with the time zone.
         threads: OMP_NUM_THREADS of each rank, with the reason for the choice.
         hosts: Hosts of the ranks, in rank order; the launcher's host need not be among them.
-        title: Command line that a user would type, where `command` is internal; else empty.
-        git: Commit of the repository that holds the working directory, with `+changes` if files
-            differ from it; empty outside of a repository.
-        packages: Versions of Python, torch and what is commonly used with it.
+        title: Command line that a user would type, if `command` is internal; else empty.
+        git: Commit of the repository that contains the working directory, with `+changes` if files
+            differ from it; empty outside a repository.
+        packages: Versions of Python, torch and packages that are commonly used with torch.
         hangs: Hang reports, in order.
         outcome: Outcome of the run; None during the run, or if the launcher was killed.
     """

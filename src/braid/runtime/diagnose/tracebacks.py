@@ -1,13 +1,13 @@
 """Parses errors and stack dumps from the stderr of a process.
 
 Problem: the stderr of a dying rank ends with a traceback of forty frames, mostly of torch and
-braid, and then warnings of the interpreter's shutdown. The relevant line is somewhere inside. The
-`traceback` module prints such texts but cannot read them. Log scrapers take the last line and miss
+braid, and then warnings of the interpreter's shutdown. The relevant line is in between. The
+`traceback` module prints such texts but cannot parse them. Log scrapers take the last line and miss
 chained exceptions, notes, exception groups and `SyntaxError`, which has no header.
 
 Idea: find the blocks (`Traceback (most recent call last):`, the `File` line of a syntax error,
 `Fatal Python error`, C++'s `terminate called`). Ignore blocks of threads and finalizers unless
-there is no other. Show the deepest frame of user code: not of an installed package, Python or
+there are no others. Show the deepest frame of user code: outside installed packages, Python and
 braid.
 
 Source: the formats written by CPython 3.10 to 3.14 (`Lib/traceback.py`, `Python/traceback.c`),
@@ -37,9 +37,9 @@ __all__ = [
     "thread_frames",
 ]
 
-SIGNAL_RECEIVER = "_receive_signals"  # of a thread of braid; see rendezvous/stack_thread.py
+SIGNAL_RECEIVER = "_receive_signals"  # in a thread of braid; see rendezvous/stack_thread.py
 BRAID_ROOT = str(PurePath(__file__).parents[2])
-MAX_DETAIL_LINES = 40  # a message with a table of ranks fits; later output of the program does not
+MAX_DETAIL_LINES = 40  # includes a message with a table of ranks, but no later output
 
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 TERMINAL_CODE = re.compile(  # of ECMA-48: control sequences, strings, and single escapes
@@ -57,7 +57,7 @@ CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-FOREIGN = re.compile(  # begin of another topic after a traceback
+FOREIGN = re.compile(  # begin of unrelated output after a traceback
     r"^(?:Exception ignored |Exception in thread |Fatal Python error: |terminate called |"
     r"\[[WEIF]\d{3,}|[WEIF]\d{4} |sys:\d+: |\S+\.py:\d+: \w*Warning: |\+-[-+])"
 )
@@ -79,14 +79,14 @@ class ParsedError:
 
     Attributes:
         type: Name of the exception without its module, such as `ValueError`.
-        module: Module of the exception, such as `torch.distributed`; empty for a builtin one, and
-            where the text does not have it.
+        module: Module of the exception, such as `torch.distributed`; empty for a builtin, and if
+            the text does not contain it.
         message: First line of the message.
         where: Deepest frame of user code, such as `train.py:57 in load_shard`. Empty for an error
             of braid without a frame of user code, as in `braid train`.
         details: Further lines of the message, and the notes.
         chain: Errors that led to this one, oldest first, each as `Type: message`.
-        raised_by: Top-level package of the deepest frame outside of the standard library, such as
+        raised_by: Top-level package of the deepest frame outside the standard library, such as
             `torch`; empty for the user's code.
     """
 
@@ -99,7 +99,7 @@ class ParsedError:
     module: str = ""
 
     def __str__(self) -> str:
-        """Type and message, such as `ValueError: dataset file shard-7 is missing`."""
+        """Return type and message, such as `ValueError: dataset file shard-7 is missing`."""
         return f"{self.type}: {self.message}" if self.message else self.type
 
 
@@ -107,7 +107,7 @@ class Stack(NamedTuple):
     """One thread of a stack dump.
 
     Attributes:
-        current: Whether the thread has received the signal, or is the main thread where a thread of
+        current: Whether the thread has received the signal, or is the main thread if a thread of
             braid has received it.
         where: Deepest frame of user code, such as `train.py:57 in load_shard`.
     """
@@ -142,7 +142,7 @@ class StackFrame(NamedTuple):
 
     @property
     def package(self) -> str:
-        """Top-level package of an installed file; empty for the user's own."""
+        """Top-level package of an installed file; empty for the user's files."""
         if self.file.startswith(BRAID_ROOT):
             return "braid"
         match = SITE_PACKAGE.search(self.file)
@@ -165,8 +165,8 @@ class StackFrame(NamedTuple):
 def parse_error(text: str) -> ParsedError | None:
     """Parse the error that ended a process from the end of its stderr.
 
-    The result is the last traceback. Tracebacks of threads are used if there is no other, those of
-    finalizers never.
+    The result is the last traceback. Tracebacks of threads are used if there are no others;
+    tracebacks of finalizers are never used.
 
     Args:
         text: End of the process's stderr, cut anywhere.
@@ -185,11 +185,11 @@ def parse_error(text: str) -> ParsedError | None:
 
 
 def final_error(text: str, *, exit_code: int | None, signal: int | None) -> ParsedError | None:
-    """Parse the error that ended a process, if its end agrees with what it has printed.
+    """Parse the error that ended a process, if the process's end is consistent with its output.
 
     A program may print the traceback of an exception that it handles, and end much later for
-    another reason. An uncaught exception ends a process with exit code 1, or lets it abort while
-    it shuts down, and its traceback is the last thing but for remarks of the shutdown.
+    another reason. An uncaught exception ends a process with exit code 1, or with an abort during
+    shutdown, and its traceback is the last output except for messages of the shutdown.
 
     Args:
         text: End of the process's stderr, cut anywhere.
@@ -197,7 +197,7 @@ def final_error(text: str, *, exit_code: int | None, signal: int | None) -> Pars
         signal: Number of the signal that ended the process; None if it exited.
 
     Returns:
-        The error; None if there is none, or if the process ended otherwise.
+        The error; None if there is none, or if the process ended for another reason.
     """
     lines = _plain_lines(text)
     if signal is not None and (fatal := _aborted(lines)) is not None:
@@ -205,7 +205,7 @@ def final_error(text: str, *, exit_code: int | None, signal: int | None) -> Pars
     if exit_code != 1 and signal != SIGABRT:
         return None
     *_, (_, _, end) = [(0, None, len(lines)), *_tracebacks(lines)]
-    return parse_error(text) if _num_own_lines(lines[end:]) <= MAX_DETAIL_LINES else None
+    return parse_error(text) if _num_detail_lines(lines[end:]) <= MAX_DETAIL_LINES else None
 
 
 def parse_stack(text: str) -> list[Stack]:
@@ -218,9 +218,9 @@ def parse_stack(text: str) -> list[Stack]:
 
 
 def thread_frames(text: str) -> Iterator[tuple[bool, tuple[StackFrame, ...]]]:
-    """Yield whether a thread of a stack dump has received the signal, and its frames.
+    """Yield whether each thread of a stack dump has received the signal, and its frames.
 
-    The innermost frame is first. Braid's thread that only receives the signal is left out.
+    The innermost frame is first. Braid's thread that only receives the signal is omitted.
     """
     frames: list[StackFrame] = []
     current: bool | None = None
@@ -242,26 +242,26 @@ def short_site(site: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text without the codes that would move or colour a terminal's cursor.
+    """Return a text without the codes that move or colour a terminal's cursor.
 
     Other control characters become escapes, except line ends.
     """
     shown = TERMINAL_CODE.sub("", text).replace("\t", " ")
     return "".join(
-        each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in shown
+        char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in shown
     )
 
 
 def _plain_lines(text: str) -> list[str]:
-    """Return the lines of a text without colours and the prefixes of torch and of groups."""
+    """Return the lines of a text without colours and without prefixes of torch and of groups."""
     lines = [RANK_PREFIX.sub("", STYLE.sub("", line)) for line in text.splitlines()]
     if any("Exception Group Traceback" in line for line in lines):
         lines = [GROUP_PREFIX.sub("", line) for line in lines]
     return lines
 
 
-def _num_own_lines(lines: list[str]) -> int:
-    """Return the number of lines before those that an interpreter writes as it shuts down."""
+def _num_detail_lines(lines: list[str]) -> int:
+    """Return the number of lines before the output of the interpreter's shutdown."""
     return next((i for i, line in enumerate(lines) if FOREIGN.match(line)), len(lines))
 
 
@@ -292,9 +292,9 @@ def _last_traceback(lines: list[str], *, threads: bool) -> ParsedError | None:
 
 
 def _error_at(lines: list[str], start: int) -> tuple[ParsedError, int] | None:
-    """Parse the error whose frames begin at line `start`; None if its last line is missing.
+    """Parse the error with frames from line `start` on; None if its last line is missing.
 
-    The number is that of the line after the error's first one, where details begin.
+    Also returns the number of the line after the error's message, where details begin.
     """
     frames: list[StackFrame] = []
     for index in range(start, len(lines)):
@@ -322,7 +322,7 @@ def _details(lines: list[str]) -> tuple[str, ...]:
 
 
 def _boxed_traceback(lines: list[str]) -> ParsedError | None:
-    """Parse the last traceback that rich has drawn; the error stands below its box."""
+    """Parse the last traceback that rich has drawn; the error is below its box."""
     starts = [index for index, line in enumerate(lines) if BOX_HEADER.match(line)]
     if not starts:
         return None
@@ -400,5 +400,5 @@ def _to_frame(match: re.Match[str]) -> StackFrame:
 
 def _shown_frame(frames: Sequence[StackFrame]) -> str:
     """Return the deepest frame of user code; the deepest of all frames if there is none."""
-    own = [frame for frame in frames if frame.is_users]
-    return (own or frames)[-1].place
+    users = [frame for frame in frames if frame.is_users]
+    return (users or frames)[-1].place

@@ -1,36 +1,37 @@
 """Determines the rank that made a run fail, from the ends of all ranks.
 
-Problem: when one rank dies, every other rank fails milliseconds later, often with a louder message
-("Connection reset by peer"). Launchers that blame the first process that they reap name an innocent
-rank: torchrun's "root cause" did so in 11 of 17 measured kills.
+Problem: when one rank dies, every other rank fails milliseconds later, often with a more prominent
+message ("Connection reset by peer"). Launchers that blame the first process that they reap name an
+innocent rank: torchrun's "root cause" did so in 11 of 17 measured kills.
 
 Idea: the end of a rank is a *cause* or a *symptom*. Causes are a signal that braid has not sent, an
 ordinary exception, an exit code, or a rank declared dead. Symptoms are errors that braid or torch
-raise when a peer is lost or late: an error is judged by its type and by who raised it, not by the
-words of the user's text. The verdict names the first cause in time, and all ranks with the same
-error: one bad option fails all ranks. A symptom is blamed only if there is no cause, and the
-verdict is then marked as uncertain.
+raise when a peer is lost or late: an error is judged by its type and by the package that raised it,
+not by the words of the user's text. The verdict names the first cause in time, and all ranks with
+the same error: one bad option fails all ranks. A symptom is blamed only if there is no cause, and
+the verdict is then marked as uncertain.
 
 A death that the run survived is kept apart, since the verdict is about the fault that ended the
 run. Such a death is the cause only if no cause follows it, and a symptom names its rank.
 
-A connection error of the program's own, or a last line that speaks of a connection, is *doubtful*:
-it is a cause unless another rank has an undoubted one.
+A connection error raised by the program, or a last line about a connection, is *doubtful*: it is a
+cause unless another rank has an undoubted one.
+
 
     end                                                | weight
     ---------------------------------------------------+--------------------------------------------
     declared dead while stopped                        | cause
-    ended after the launcher's request to stop         | none: it is no evidence
+    ended after the launcher's request to stop         | none: not evidence
     killed by the kernel for memory, or by a signal    | cause
     exited with code 0, then named by a PeerLostError  | cause: it left early
-    exited with code 0 without leaving its groups      | cause if no other rank tells an error
+    exited with code 0 without leaving its groups      | cause if no other rank has an error
     left its groups, then ended by the launcher        | the same: it took long to exit
     exited with code 0                                 | suspect if there are only symptoms
     error of a lost peer, also in the exception chain  | symptom
     the same, after the rank was stopped for 30 s      | cause if there are only symptoms
     connection error that braid and torch did not raise| doubtful
     any other error, any other exit code               | cause
-    survived: the run went on after it                 | cause if only symptoms follow that name it;
+    survived: the run continued after it               | cause if only symptoms follow that name it;
                                                        | suspect if they follow within 5 s
 """
 
@@ -56,9 +57,9 @@ __all__ = [
     "signal_name",
 ]
 
-TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
-NOTICED_NS = 5_000_000_000  # other ranks learn of a death from the launcher within this time
-LONG_PAUSE_S = 30.0  # after this silence other ranks give a rank up
+TIMEOUT_EXIT_CODE = 124  # as timeout(1)
+NOTICED_NS = 5_000_000_000  # the launcher reports a death to other ranks within this time
+LONG_PAUSE_S = 30.0  # after this silence other ranks consider a rank lost
 SYMPTOM_TYPES = frozenset(
     {
         "PeerLostError", "CommTimeout", "StaleError", "RendezvousError",
@@ -68,13 +69,13 @@ SYMPTOM_TYPES = frozenset(
 CONNECTION_TYPES = frozenset(
     {"ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError"}
 )
-LIBRARY_TYPES = re.compile(r"RuntimeError$|(?:gloo|c10|std)::")  # of torch's C++, for any failure
-LIBRARY_TEXT = re.compile(  # by which torch's C++ tells a lost or late peer from other failures
+LIBRARY_TYPES = re.compile(r"RuntimeError$|(?:gloo|c10|std)::")  # from torch's C++, for any failure
+LIBRARY_TEXT = re.compile(  # texts of torch's C++ for a lost or late peer
     r"gloo/|gloo::|Connection (?:reset|closed) by peer|Broken pipe|Socket Timeout|"
     r"Timed out waiting|NCCL (?:communicator was aborted|error: remote)|stopped because rank",
     re.IGNORECASE,
 )
-PEER_TEXT = re.compile(r"stopped because rank|ended the backward of rank")  # of CommError
+PEER_TEXT = re.compile(r"stopped because rank|ended the backward of rank")  # texts of CommError
 NAMED_TYPE = re.compile(r"\b(?:PeerLostError|CommTimeout|DistNetworkError|DistBackendError)\b")
 CONNECTION_TEXT = re.compile(
     r"Connection (?:reset|closed|refused)|closed by peer|Broken pipe|Timed out", re.IGNORECASE
@@ -103,7 +104,7 @@ class MemoryKill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnd:
-    """The end of one rank, as far as the launcher can know.
+    """End of one rank, from the launcher's observations.
 
     Attributes:
         rank: Global rank.
@@ -114,19 +115,19 @@ class RankEnd:
         signal: Number of the signal that ended the rank; None if the rank exited.
         unclosed: Whether the rank exited without leaving the groups that it had joined.
         missed: Ranks that had left before, while this rank still needed them.
-        left: Whether the rank had left its groups before the launcher sent it a signal.
+        departed: Whether the rank had left its groups before the launcher sent it a signal.
         asked_to_stop: Whether the launcher had sent the rank a signal before.
         stopped_s: Seconds for which the rank had been stopped (SIGSTOP); None if it was not.
         stop_signal: Signal that stopped the rank.
-        paused_s: Longest time for which the rank had been stopped before it went on, in seconds.
+        paused_s: Longest time for which the rank had been stopped before it continued, in seconds.
         declared_dead: Whether the launcher killed the rank because it was stopped for too long.
         memory_kill: Facts about the kernel's out-of-memory kill; None if there was none.
         error: Error of the rank, from its control connection or its stderr.
         handled: Whether the program was handling `error` when it called `sys.exit`.
         last_line: Last line of stderr, for programs that print no traceback.
         last_line_s: Seconds between the last line of stderr and the end.
-        last_events: Description of what the rank was doing; see `last_events`.
-        survived: Whether the run went on without the rank.
+        last_events: Description of the rank's last actions; see `last_events`.
+        survived: Whether the run continued without the rank.
     """
 
     rank: int
@@ -137,7 +138,7 @@ class RankEnd:
     signal: int | None = None
     unclosed: bool = False
     missed: tuple[int, ...] = ()
-    left: bool = False
+    departed: bool = False
     asked_to_stop: bool = False
     stopped_s: float | None = None
     stop_signal: int = int(signals.SIGSTOP)
@@ -187,7 +188,7 @@ class Verdict:
     Attributes:
         kind: `finished`, `signal`, `memory`, `exception`, `exit`, `mismatch`, `stopped`, `left`,
             `timeout` or `interrupted`.
-        cause: Ranks that made the run fail: the first one, then those with the same error or with
+        cause: Ranks that made the run fail: the first one, then ranks with the same error or with
             their side of a mismatch; empty if no rank did.
         affected: All other ranks, by rank.
         certain: False if there are only symptoms, so that `cause` is the likeliest rank.
@@ -202,7 +203,7 @@ class Verdict:
 
 
 def judge(ends: Iterable[RankEnd], *, stopped_by: str = "") -> Verdict:
-    """Determine the rank that made the run fail.
+    """Return the verdict on which rank made the run fail.
 
     Args:
         ends: Ends of all ranks that were started, in any order.
@@ -239,7 +240,7 @@ def exit_code(verdict: Verdict, signum: int) -> int:
     if not verdict.cause:
         return 0
     cause = verdict.cause[0]
-    if verdict.kind in {"exception", "left"}:  # also if a signal then ended the process
+    if verdict.kind in {"exception", "left"}:  # even if a signal then ended the process
         return cause.exit_code or 1
     return 128 + cause.signal if cause.signal else cause.exit_code or 1
 
@@ -267,7 +268,7 @@ def _fault(
     if stopped_by:
         return stopped_by, [], True
     needed = [end for end in survived if end.rank in named]
-    if needed:  # the run could not go on without it after all
+    if needed:  # the run could not continue without it
         return _kind(needed[-1]), needed[-1:], True
     if doubtful:
         first = min(doubtful, key=lambda end: end.ended_ns)
@@ -290,7 +291,7 @@ def describe(end: RankEnd) -> str:
         return f"killed by the kernel for memory{_memory(end.memory_kill)}"
     if _aborted_after(end):
         return printable(f"aborted after {end.error}")
-    if end.asked_to_stop and end.left:
+    if end.asked_to_stop and end.departed:
         return "left early, and had not ended when braid ended it"
     if end.signal is not None:
         return f"killed by signal {end.signal} ({signal_name(end.signal)})"
@@ -319,7 +320,7 @@ def signal_name(number: int) -> str:
 
 
 def _ending_of(error: ParsedError) -> Ending:
-    """Return what an error says of its rank's end: by its type and origin."""
+    """Return the significance of an error for its rank's end, by its type and origin."""
     if error.type == "MismatchError":
         return Ending.CAUSE
     of_program = error.module.partition(".")[0] not in {"", *LIBRARIES}
@@ -338,7 +339,7 @@ def _ending_of(error: ParsedError) -> Ending:
 
 
 def _alike(end: RankEnd, first: RankEnd) -> bool:
-    """Whether `end` has the fault of `first`: the same error, or its side of the same mismatch.
+    """Return whether `end` has the fault of `first`: the same error, or its side of a mismatch.
 
     Two deaths by the same signal are two faults, and so are two exit codes without a message.
     """
@@ -356,12 +357,12 @@ def _error_text(end: RankEnd) -> tuple[str, tuple[str, ...]]:
 
 
 def _left_early(end: RankEnd, named: set[int], symptoms: Sequence[RankEnd]) -> bool:
-    """Whether a rank that finished was still needed by another rank.
+    """Return whether a rank that finished was still needed by another rank.
 
-    A leaving rank takes a moment to end, so it may end after the rank that needed it. It may even
-    take so long that the launcher ends it.
+    A leaving rank takes a moment to end, so it may end after the rank that needed it, or so late
+    that the launcher ends it.
     """
-    was_leaving = end.ending is Ending.STOPPED_BY_US and end.left
+    was_leaving = end.ending is Ending.STOPPED_BY_US and end.departed
     if not (end.ending is Ending.FINISHED or was_leaving) or end.rank not in named:
         return False
     accusers = [s for s in symptoms if end.rank in s.names]
@@ -369,7 +370,7 @@ def _left_early(end: RankEnd, named: set[int], symptoms: Sequence[RankEnd]) -> b
 
 
 def _left_unclosed(end: RankEnd) -> bool:
-    """Whether a rank exited by itself without leaving the groups that it had joined."""
+    """Return whether a rank exited without a request and without leaving its groups."""
     return end.unclosed and not end.asked_to_stop
 
 
@@ -393,8 +394,8 @@ def _suspect(
     accused = [end for end in symptoms if end.rank in named and not end.names]
     if accused:
         return min(accused, key=lambda end: end.ended_ns)
-    left = [e for e in by_rank if e.ending is Ending.FINISHED and e.ended_ns <= first.ended_ns]
-    return min(left, key=lambda end: end.ended_ns, default=first)
+    gone = [e for e in by_rank if e.ending is Ending.FINISHED and e.ended_ns <= first.ended_ns]
+    return min(gone, key=lambda end: end.ended_ns, default=first)
 
 
 def _kind(end: RankEnd) -> str:
@@ -402,7 +403,7 @@ def _kind(end: RankEnd) -> str:
         return "stopped"
     if end.memory_kill is not None:
         return "memory"
-    if end.asked_to_stop and end.left:
+    if end.asked_to_stop and end.departed:
         return "left"
     if end.signal is not None and not _aborted_after(end):
         return "signal"
@@ -416,7 +417,7 @@ def _kind(end: RankEnd) -> str:
 
 
 def _aborted_after(end: RankEnd) -> bool:
-    """Whether the rank aborted after an exception, as C++ does, or torch's threads at shutdown."""
+    """Return whether the rank aborted after an exception, as C++ and torch's threads do."""
     by_abort = end.signal == signals.SIGABRT
     return by_abort and end.error is not None and end.error.type != "Fatal Python error"
 

@@ -1,8 +1,8 @@
 """Typed messages between named nodes; see README.md.
 
-The vans are `SocketVan` (processes and hosts), `PipeVan` (streams that somebody else has opened)
-and `LocalVan` (one process). Tests have another one, with faults and virtual time. Tensors travel
-as buffers: see `tensors`, the only module here that imports torch.
+The vans are `SocketVan` (processes and hosts), `PipeVan` (streams that are already open) and
+`LocalVan` (one process). Tests have another one, with faults and virtual time. Tensors are sent as
+buffers: see `tensor_buffers`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lock of a van's state, and a way to wait for changes of it, cheap while nobody waits."""
+"""Lock of a van's state, with a condition that is cheap to notify while no thread waits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["Guard"]
 
 
 class Guard(threading.Condition):
-    """A condition that is notified far more often than anybody waits for it.
+    """Condition that is notified far more often than threads wait for it.
 
     Attributes:
-        lock: Lock of the condition; taking it directly is quicker.
+        lock: Lock of the condition; taking it directly is faster.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Guard(threading.Condition):
         super().__init__(self.lock)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for a change; False after `timeout` seconds without one."""
+        """Wait for a change; return False after `timeout` seconds without one."""
         self._num_waiting += 1
         try:
             return super().wait(timeout)
@@ -28,6 +28,6 @@ class Guard(threading.Condition):
             self._num_waiting -= 1
 
     def notify_all(self) -> None:
-        """Wake all threads that wait."""
+        """Wake all waiting threads."""
         if self._num_waiting:
             super().notify_all()

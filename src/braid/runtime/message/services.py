@@ -1,12 +1,12 @@
-"""Requests and answers over a van: a request is executed once, though it may be sent twice.
+"""Requests and answers over a van: a request is executed once, even if it is sent twice.
 
 Problem: a van delivers at most once, so a caller that needs an answer must ask again; a plain
-repetition would apply a request twice. Handlers that raise, peers that die, and answers that come
-too late must all reach the caller that waits.
+repetition would execute a request twice. Exceptions of handlers, deaths of peers and late answers
+must all reach the waiting caller.
 
-Idea: a repetition carries the id of the first request. For each life of each caller, a service
-remembers which ids it has seen and what it answered; it sends the answer again and executes
-nothing. Exceptions travel as text (`Failed`).
+Idea: a repetition has the id of the first request. For each life of each caller, a service
+remembers the ids that it has seen and its answers; it sends an answer again without executing the
+request. Exceptions are sent as text (`Failed`).
 
     class Lookup(msgspec.Struct, tag="lookup"): ...
 
@@ -14,8 +14,9 @@ nothing. Exceptions travel as text (`Failed`).
     service.start()
     answer = service.call("driver", Lookup("a"), timeout_s=5, retry_s=1).message
 
-One thread at a time receives: that of `start`, or else one that waits in `call` or `serve`; other
-threads wait for it. A handler may call, too.
+One thread at a time receives: the thread of `start`, or else one that waits in `call` or `serve`;
+other threads wait for it. A handler may also call.
+
 
 Source: A. Birrell, B. Nelson, "Implementing Remote Procedure Calls", ACM TOCS 1984: call
 identifiers and at-most-once.
@@ -47,12 +48,12 @@ __all__ = ["Handler", "Reply", "Service"]
 
 
 class Reply(NamedTuple):
-    """An answer with buffers. The service remembers both: do not change the buffers.
+    """Answer with buffers. The service remembers both: do not change the buffers.
 
     Attributes:
         message: Message, of a type of the schema.
         buffers: Buffers to send beside the message.
-        priority: Urgency of the answer; that of the request when None.
+        priority: Urgency of the answer; None for the priority of the request.
     """
 
     message: Message
@@ -64,29 +65,29 @@ Handler: TypeAlias = Callable[[Delivery], Message | Reply | None]
 
 
 class _OpenRequest:
-    """A request whose answer has not come."""
+    """Request without an answer so far."""
 
     def __init__(self, to: str) -> None:
         self.to = to
         self.answer: Delivery | None = None
-        self.sending: Sending | None = None  # the last; none until the first has been queued
-        self.losses: dict[int, str] = {}  # how lives of the peer were lost meanwhile
+        self.sending: Sending | None = None  # last one; None until the first has been queued
+        self.losses: dict[int, str] = {}  # reason of the loss, by life of the peer
 
     @property
     def lost(self) -> str:
-        """Reason why the peer's life that received the request was lost; empty if it lives.
+        """Reason why the peer's life that received the request was lost; empty if it is alive.
 
         The notice of an earlier life's loss may come late.
         """
         if self.sending is None:
             return ""
-        if not self.sending.life:  # it was asked before it had said which it is
+        if not self.sending.life:  # sent before the peer had announced its life
             return next(iter(self.losses.values()), "")
         return self.losses.get(self.sending.life, "")
 
 
 class _CallerMemory:
-    """The requests of one life of a caller, and the answers."""
+    """Requests of one life of a caller, and their answers."""
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -94,18 +95,18 @@ class _CallerMemory:
 
 
 class Service:
-    """Routes messages to handlers by type, sends their results as answers, and calls other nodes.
+    """Message router: calls handlers by type, sends their results as answers, calls other nodes.
 
     Args:
         van: Van, owned and closed by the service.
         handlers: Handler for each type of message. Its result is the answer, None for no answer.
             `PeerLost` is routed like a message, and an exception of its handler ends `serve`.
-        num_remembered: Requests remembered for each caller; must exceed the number that it has
-            under way at once.
+        num_remembered: Number of remembered requests per caller; must exceed the number of a
+            caller's concurrent requests.
 
-    On failure: a message without handler, and one whose handler raises, is answered with `Failed`.
-    An answer for which there is no room is dropped: the service waits for nobody, and the caller
-    can ask again.
+    On failure: a message without a handler, or with a handler that raises, is answered with
+    `Failed`. An answer is dropped if it does not fit: the service does not wait, and the
+    caller can ask again.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Service:
 
     @property
     def van(self) -> Van:
-        """The van, for messages that are no requests."""
+        """Van, for messages that are not requests."""
         return self._van
 
     def call(
@@ -146,13 +147,13 @@ class Service:
         Args:
             to: Name of a connected node.
             message: The request.
-            timeout_s: Deadline for all of it; 300 s when None.
+            timeout_s: Deadline for the whole call; None for 300 s.
             buffers: Buffers of the request; free again when this returns, not when it raises.
             priority: Urgency of the request.
-            retry_s: Seconds without an answer after which the request is sent again; never when
-                None.
-            message_id: Id of an earlier call, to make this a repetition of it, for example over a
-                new connection.
+            retry_s: Seconds without an answer after which the request is sent again; None for
+                never.
+            message_id: Id of an earlier call, to repeat that call, for example over a new
+                connection.
 
         Raises:
             CommTimeout: No answer came.
@@ -185,7 +186,8 @@ class Service:
                     again = self._van.try_send(
                         to,
                         message,
-                        buffers=[bytes(each) for each in buffers],  # it may outlive this call
+                        # copies, since the sending may outlive this call
+                        buffers=[bytes(buffer) for buffer in buffers],
                         priority=priority,
                         deadline_s=left_s,
                         message_id=number,
@@ -194,7 +196,7 @@ class Service:
         finally:
             with self._changed:
                 del self._calls[number]
-        if not first.done:  # the answer can be faster than the account of what was sent
+        if not first.done:  # the answer may arrive before the sending is marked as done
             first.wait(seconds)
         assert call.answer is not None
         if isinstance(call.answer.message, Failed):
@@ -206,7 +208,7 @@ class Service:
         return call.answer
 
     def serve(self, timeout_s: float | None = None) -> bool:
-        """Handle the next message that arrives; False if none came within `timeout_s`.
+        """Handle the next message that arrives; return False if none came within `timeout_s`.
 
         Raises:
             StaleError: The van is closed.
@@ -242,7 +244,7 @@ class Service:
         self.close()
 
     def __repr__(self) -> str:
-        names = ", ".join(each.__name__ for each in self._handlers)
+        names = ", ".join(kind.__name__ for kind in self._handlers)
         return f"<Service of {self._van.node} for {names or 'nothing'}, {len(self._calls)} calls>"
 
     def _run(self) -> None:
@@ -253,7 +255,7 @@ class Service:
             return
 
     def _answered(self, call: _OpenRequest, deadline_ns: int, retry_s: float | None) -> bool:
-        """Wait for the answer, but not longer than until the next repetition."""
+        """Wait for the answer until the next repetition; return whether it has come."""
         until_ns = deadline_ns
         if retry_s is not None:
             until_ns = min(until_ns, self._van.clock.after_ns(retry_s))
@@ -270,7 +272,7 @@ class Service:
         return call.answer is not None
 
     def _receive(self, deadline_ns: int | None, is_over: Callable[[], bool]) -> bool:
-        """Receive and handle one message, or let another thread do so; False after the deadline."""
+        """Receive and handle one message, or wait for a thread that does; False after deadline."""
         with self._changed:
             while self._is_receiving and not is_over():
                 left_s = self._left_s(deadline_ns)
@@ -288,7 +290,7 @@ class Service:
         finally:
             with self._changed:
                 if delivery is not None:
-                    # Before another thread receives: it may be the one that waits for this answer.
+                    # before another thread receives: that thread may wait for this answer
                     self._finish_request(delivery)
                 self._is_receiving = False
                 self._changed.notify_all()
@@ -296,7 +298,7 @@ class Service:
         return True
 
     def _finish_request(self, delivery: Delivery) -> None:
-        """Give waiting calls their answer or the loss of their peer; with the lock held."""
+        """Give waiting calls their answer or the loss of their peer; the caller holds the lock."""
         if delivery.answers:
             call = self._calls.get(delivery.answers)
             if call is not None and call.to == delivery.sender and call.answer is None:
@@ -308,7 +310,7 @@ class Service:
         self._changed.notify_all()
 
     def _dispatch(self, delivery: Delivery) -> None:
-        """Run the handler of a message that is no answer, unless it has run for this id."""
+        """Run the handler of a message that is not an answer, unless it has run for this id."""
         if delivery.answers:
             return
         if isinstance(delivery.message, PeerLost):
@@ -322,9 +324,8 @@ class Service:
                 memory = self._memories[delivery.sender] = _CallerMemory(delivery.incarnation)
             is_new = delivery.id not in memory.answers
             if is_new:
-                memory.answers[delivery.id] = (
-                    None  # while the handler runs, a repetition gets nothing
-                )
+                # while the handler runs, a repetition gets no answer
+                memory.answers[delivery.id] = None
                 while len(memory.answers) > self._num_remembered:
                     memory.answers.popitem(last=False)
             reply = memory.answers[delivery.id]
@@ -345,12 +346,12 @@ class Service:
         message = delivery.message
         handler = self._handlers.get(type(message))
         if handler is None:
-            known = ", ".join(each.__name__ for each in self._handlers) or "none"
+            known = ", ".join(kind.__name__ for kind in self._handlers) or "none"
             text = f"{self._van.node} has no handler for {type(message).__name__} (it has: {known})"
             return Reply(Failed("ConfigError", text))
         try:
             answer = handler(delivery)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the asker must hear of it
+        except Exception as exc:  # noqa: BLE001 - any exception is reported to the caller
             return Reply(Failed(type(exc).__name__, str(exc)))
         return answer if isinstance(answer, Reply) or answer is None else Reply(answer)
 
@@ -368,4 +369,4 @@ class Service:
             failed = Failed("ConfigError", f"the answer cannot be sent: {exc}")
             self._answer(delivery, Reply(failed, (), delivery.priority))
         except (CommError, StaleError):
-            pass  # the asker is gone, or ahead of this node; it has been told, or will be
+            pass  # the caller is gone, or in a later epoch

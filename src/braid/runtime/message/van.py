@@ -1,34 +1,33 @@
-"""A van carries typed messages between named nodes.
+"""Vans: typed messages between named nodes.
 
-Problem: not everything that processes send each other is a collective. Launcher services, parameter
+Problem: not all communication between processes is a collective. Launcher services, parameter
 servers, remote calls and pipelines across hosts send single messages to single peers, of a few
-bytes or of gigabytes, some of which must not wait behind others. Each such system usually brings
-its own sockets, its own queue and its own idea of a lost peer.
+bytes or of gigabytes, and some of them must not wait behind others. Each such system usually has
+separate sockets, queues and rules for a lost peer.
 
-Idea: one class, `Van`. A pure state machine (`VanState`) decides, `Van` puts a lock around it and
-blocks where the caller wants to wait. A concrete van only says how frames travel and how time
+Idea: one class, `Van`. A pure state machine (`VanState`) decides; `Van` adds a lock, and blocks
+callers that want to wait. A concrete van only defines how frames are transferred and how time
 passes: over sockets and pipes for programs, in memory for tests of programs, in a simulated network
 with faults and a virtual clock for tests of protocols.
 
-What is promised
+Guarantees
 * A message arrives whole or not at all, at most once, and is of a registered type. (A simulated
   network can be configured to duplicate.)
-* Messages of one sender and one priority arrive in the order in which they were sent. Of the
-  messages that wait at the sender, the more urgent leaves first. A large message leaves in chunks,
-  between which more urgent messages pass.
-* A node that does not read slows down its senders, and nobody else.
-* A peer that is gone is reported: at once when its process ends, after `lost_after_s` of silence
-  otherwise. Its last messages, then the notice of its loss, come before anything that its next life
-  sends.
+* Messages of one sender and one priority arrive in the order in which they were sent. The most
+  urgent message in a sender's queue is sent first. A large message is sent in chunks, between which
+  more urgent messages pass.
+* A node that does not read slows down only its senders.
+* A lost peer is reported: immediately when its process ends, otherwise after `lost_after_s` of
+  silence. Its last messages, then the notice of its loss, come before any message of its next life.
 
-What is not promised
-* Delivery. When a link breaks, what was on it is lost. The van neither resends nor reconnects: it
-  cannot know whether the peer acted already. Layers above send again under the same message id, and
-  the receiver drops repetitions; `services` does that.
+Not guaranteed
+* Delivery. When a link breaks, the messages on it are lost. The van neither resends nor reconnects:
+  it cannot know whether the peer has acted already. Callers send again under the same message id,
+  and the receiver drops repetitions; `services` does that.
 
 Source: the Van of PS-Lite (M. Li et al., "Scaling Distributed Machine Learning with the Parameter
-Server", OSDI 2014), with FIFO among equal priorities, deadlines, types and authentication, which
-that one lacks.
+Server", OSDI 2014), with additional FIFO among equal priorities, deadlines, types and
+authentication.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ __all__ = ["Van"]
 
 
 class Van(ABC):
-    """Messages to and from named nodes. Any thread may send, any thread may receive.
+    """Connections for messages to and from named nodes. Any thread may send and receive.
 
     A concrete van implements `connect`, `_carry`, `_cut`, `_read_again` and `_release`, and may
     replace `_wait`. A van is a context manager that closes itself.
@@ -77,7 +76,7 @@ class Van(ABC):
         self._lock = guard.lock
         self._ids = itertools.count(1)
         self._signal: _Signal | None = None
-        self._ended = ""  # why nothing can be sent or received any more
+        self._ended = ""  # why the van can no longer send or receive
         self._is_closed = False
         self._is_roused = False
 
@@ -93,7 +92,7 @@ class Van(ABC):
 
     @property
     def epoch(self) -> int:
-        """Membership epoch that every message carries."""
+        """Membership epoch of this node, which every message contains."""
         return self._state.epoch
 
     @property
@@ -103,13 +102,13 @@ class Van(ABC):
             return self._state.peers
 
     def is_connected(self, node: str) -> bool:
-        """Whether a message can be sent to a node now."""
+        """Return whether a message can be sent to a node now."""
         with self._lock:
             return self._state.is_connected(node)
 
     @property
     def address(self) -> str:
-        """Address that other nodes pass to `connect`; empty if they cannot."""
+        """Address that other nodes pass to `connect`; empty if they cannot connect."""
         return ""
 
     @property
@@ -118,27 +117,27 @@ class Van(ABC):
         return self._clock
 
     def new_id(self) -> int:
-        """Return a number for a message that must be known before it is sent."""
+        """Return a message number, if it must be known before the message is sent."""
         return next(self._ids)
 
     @abstractmethod
     def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:
-        """Make a link to a node, which both ends can use. Does nothing if there is one.
+        """Connect to a node; both ends can use the link. Does nothing if there is a link.
 
         Args:
             to: Name of the node.
             address: Address of the node; vans inside one process need none.
-            timeout_s: Deadline; the config's when None.
+            timeout_s: Deadline; None for the config's default.
 
         Raises:
-            RendezvousError: Nobody answered, it is another node, or one does not trust the other.
+            RendezvousError: No node answered, it is another node, or one does not trust the other.
         """
 
     def wait_for(self, peers: Sequence[str], timeout_s: float | None = None) -> None:
         """Wait until all of `peers` are connected.
 
         Raises:
-            CommTimeout: Some are not connected by the deadline; names them.
+            CommTimeout: Some are not connected by the deadline; the message names them.
         """
 
         def missing() -> list[str]:
@@ -147,7 +146,7 @@ class Van(ABC):
 
         with self._guard:
             if not self._wait_until(lambda: not missing(), self._deadline_ns(timeout_s)):
-                connected = ", ".join(self._state.peers) or "nobody"
+                connected = ", ".join(self._state.peers) or "no nodes"
                 msg = (
                     f"{', '.join(missing())} did not connect to {self.node} before the deadline "
                     f"(connected: {connected}): look for the first error of those processes"
@@ -173,16 +172,16 @@ class Van(ABC):
             buffers: Contiguous objects with the buffer protocol; not copied. Do not change them
                 until the sending is `done`.
             priority: Urgency, 0 to 15; more is more urgent.
-            deadline_s: Seconds after which the message is dropped, if the van has not sent it or
-                its last byte has not arrived; none when None. The time that it waits for `recv`
-                does not count, nor does the way of its first chunk.
+            deadline_s: Seconds after which the message is dropped if it has not been sent, or if
+                its last byte has not arrived; None for no deadline. The time that it waits for
+                `recv` does not count, nor the transfer of its first chunk.
             answers: Id of the message that this one answers.
-            message_id: Number of the message, from `new_id`, or that of the earlier message which
-                this one repeats; a new one when 0.
+            message_id: Number of the message, from `new_id`, or of the earlier message that this
+                one repeats; 0 for a new number.
 
         Raises:
-            CommTimeout: The queue had no room until the deadline; names the peer that does not
-                read.
+            CommTimeout: The queue was full until the deadline; the message names the peer that does
+                not read.
             PeerLostError: The peer is not connected, or is lost.
             StaleError: The peer is in a later epoch, or the van is closed.
             ConfigError: The message is not of the schema, too large, or a buffer is not contiguous.
@@ -218,7 +217,7 @@ class Van(ABC):
         """Wait for the next message: the most urgent that has arrived, else the oldest.
 
         Raises:
-            CommTimeout: No message came; says when each peer last sent something.
+            CommTimeout: No message came; the text contains when each peer last sent something.
             StaleError: The van is closed.
         """
         deadline_ns = self._deadline_ns(timeout_s)
@@ -233,24 +232,24 @@ class Van(ABC):
                     last = [self._state.last_received(peer, now_ns) for peer in self._state.peers]
                     msg = (
                         f"no message came for {self.node} before the deadline; "
-                        f"{'; '.join(last) or 'nobody is connected'}"
+                        f"{'; '.join(last) or 'no node is connected'}"
                     )
                     raise CommTimeout(msg)
         return delivery
 
     def try_recv(self) -> Delivery | None:
-        """Return the next message if one is here; never waits."""
+        """Return the next message if one has arrived; never waits."""
         with self._lock:
             return self._next_delivery()
 
     def rouse(self) -> None:
-        """End one `recv` early, with CommTimeout: that of a thread that waits, else the next."""
+        """End one `recv` early with CommTimeout: of a waiting thread, else the next `recv`."""
         with self._lock:
             self._is_roused = True
             self._guard.notify_all()
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while `try_recv` has something to return.
+        """Return a descriptor that is readable while `try_recv` has a message to return.
 
         It is for selectors only.
         """
@@ -262,11 +261,11 @@ class Van(ABC):
             return self._signal.fileno()
 
     def receive_into(self, message_type: type[Message], allocate: Allocate | None) -> None:
-        """Let `allocate(sender, message, sizes)` choose the memory for buffers of a message type.
+        """Set the function that chooses the memory for buffers of a message type.
 
-        It runs before the buffers arrive, in the van's thread or in one that waits in the van: keep
-        it short. It returns one writable memoryview for each size, or None for new memory. If it
-        raises, the link is closed.
+        `allocate(sender, message, sizes)` runs before the buffers arrive, in the van's thread or in
+        a thread that waits in the van: keep it short. It returns one writable memoryview for each
+        size, or None for new memory. If it raises, the link is closed.
         """
         with self._guard:
             self._state.allocators.pop(message_type, None)
@@ -274,10 +273,10 @@ class Van(ABC):
                 self._state.allocators[message_type] = allocate
 
     def advance_epoch(self, epoch: int) -> None:
-        """Begin a later epoch: messages of earlier epochs are dropped and counted from now on.
+        """Begin a later epoch: from now on, messages of earlier epochs are dropped and counted.
 
-        This holds for messages that wait here and for those that arrive. Senders that are behind
-        are informed, and their next `send` raises StaleError.
+        This holds for messages that wait on this node and for messages that arrive. Their senders
+        are notified, and their next `send` raises StaleError.
         """
         with self._guard:
             self._check_open()
@@ -290,7 +289,7 @@ class Van(ABC):
             return self._state.statistics(peer)
 
     def close(self, linger_s: float = 1.0) -> None:
-        """End all links, after up to `linger_s` for queued messages to leave. Idempotent."""
+        """End all links, after up to `linger_s` for queued messages to be sent. Idempotent."""
         with self._guard:
             if self._is_closed:
                 return
@@ -300,8 +299,8 @@ class Van(ABC):
             self._wait_until(lambda: self._state.is_drained, until_ns)
             self._state.send_bye()
             self._act()
-            # A peer closes when it has read all that came before. If this end closed first, what
-            # the peer is writing would break the connection, and it would not read the rest.
+            # A peer closes when it has read all earlier data. If this end closed first, a write of
+            # the peer would break the connection, and it would not read the rest.
             self._wait_until(lambda: not self._state.peers, until_ns)
             self._state.close()
             self._act()
@@ -325,7 +324,7 @@ class Van(ABC):
             f"{count.queued} queued, {count.unread} unread>"
         )
 
-    # -- how frames travel and time passes; all but `_release` with the guard held
+    # -- transfer of frames and passing of time; all but `_release` with the guard held
 
     @abstractmethod
     def _carry(self, link: int) -> None:
@@ -333,14 +332,14 @@ class Van(ABC):
 
     @abstractmethod
     def _cut(self, link: int) -> None:
-        """Close the connection of a link that the state has forgotten."""
+        """Close the connection of a link that the state has removed."""
 
     @abstractmethod
     def _read_again(self, link: int) -> None:
         """Read from a link that was not read because its peer's share was full."""
 
     def _wait(self, deadline_ns: int) -> bool:
-        """Wait until something may have changed; False when the deadline has passed."""
+        """Wait until something may have changed; return False after the deadline."""
         remaining_ns = deadline_ns - self._clock.now_ns()
         if remaining_ns <= 0:
             return False
@@ -349,12 +348,12 @@ class Van(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Release what the van owns; called once, without the guard."""
+        """Release the van's resources; called once, without the guard."""
 
     # -- inside, with the guard held
 
     def _act(self) -> None:
-        """Execute the instructions of the last event, and wake the threads that wait."""
+        """Execute the instructions of the last event, and wake the waiting threads."""
         instructions = self._state.instructions
         while instructions:
             instruction = instructions.popleft()
@@ -369,14 +368,14 @@ class Van(ABC):
         self._guard.notify_all()
 
     def _tick_if_due(self, now_ns: int) -> None:
-        """Let the state do what was due at `now_ns`."""
+        """Run the state's timers that are due at `now_ns`."""
         due_ns = self._state.next_deadline_ns()
         if due_ns is not None and due_ns <= now_ns:
             self._state.tick(now_ns)
             self._act()
 
     def _wait_until(self, condition: Callable[[], bool], deadline_ns: int) -> bool:
-        """Wait until `condition()` holds; False if the deadline passes before."""
+        """Wait until `condition()` holds; return False if the deadline passes before."""
         while not condition():
             if not self._wait(deadline_ns):
                 return False
@@ -400,7 +399,7 @@ class Van(ABC):
         return Outgoing.make(head, body, buffers, deadline_ns)
 
     def _next_delivery(self) -> Delivery | None:
-        """Return what `recv` and `try_recv` return next; None if nothing is here."""
+        """Return the next message for `recv` and `try_recv`; None if there is none."""
         if self._ended:
             raise StaleError(self._ended)
         if not self._state.inbox:
@@ -423,11 +422,13 @@ class Van(ABC):
         if timeout_s is not None or deadline_ns is None:
             deadline_ns = self._deadline_ns(timeout_s)
         with self._guard:
-            if not self._wait_until(lambda: outgoing.done, deadline_ns):
+            if not self._wait_until(lambda: outgoing.finished, deadline_ns):
                 self._state.tick(self._clock.now_ns())  # its own deadline may be this one
                 self._act()
-            if not outgoing.done:
-                progress = "under way: its buffers are in use" if outgoing.begun else "in the queue"
+            if not outgoing.finished:
+                progress = (
+                    "in progress: its buffers are in use" if outgoing.begun else "in the queue"
+                )
                 msg = (
                     f"message {outgoing.head.name!r} #{outgoing.head.id} did not leave "
                     f"{self.node} before the deadline: it is still {progress}"
@@ -456,7 +457,7 @@ class Van(ABC):
 
 
 class _Signal:
-    """A descriptor that is readable while it is raised."""
+    """Descriptor that is readable while it is raised."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()

@@ -1,9 +1,9 @@
-"""The files of logged numbers: one for each rank, one JSON object a line, in the run's directory.
+"""Files of logged numbers: one for each rank, one JSON object per line, in the run's directory.
 
-Every rank has a file of its own, so logging needs no communication: a rank that logs alone, or
-steps that only some ranks log, hold up nobody. Whoever reads the files takes the averages.
+Every rank has a separate file, so logging needs no communication: if one rank logs alone, or some
+ranks log other steps, no rank waits. Readers of the files compute the averages.
 
-Whoever writes a file holds a shared lock on it (`flock`), which the kernel releases however the
+The writer of a file holds a shared lock on it (`flock`), which the kernel releases however the
 process ends. So a reader knows whether more can come, with and without braid's launcher.
 """
 
@@ -25,12 +25,12 @@ FOLDER = "metrics"
 
 
 class MetricsFiles:
-    """Appends rows to `metrics/rank<r>.jsonl` of a run's directory; a context manager.
+    """Writer of rows to `metrics/rank<r>.jsonl` in a run's directory; a context manager.
 
-    Each row is written at once, so a file can be read while the run goes on.
+    Each row is written immediately, so a file can be read during the run.
 
     Args:
-        run_directory: Directory of the run. Files are made with their first row.
+        run_directory: Directory of the run. Files are created with their first row.
     """
 
     def __init__(self, run_directory: Path) -> None:
@@ -72,7 +72,7 @@ class MetricsFiles:
 
 
 def has_writer(path: Path) -> bool:
-    """Whether some process writes a file of `MetricsFiles`; True where nobody can know it."""
+    """Return whether a process writes a file of `MetricsFiles`; True if this is unknown."""
     try:
         with path.open("rb") as file:  # closing the file releases the lock
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

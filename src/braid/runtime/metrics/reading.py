@@ -1,7 +1,7 @@
 """Reads logged numbers, and averages them over ranks.
 
-A line that is not JSON, such as the torn last line of a killed run, is skipped. Where a step has
-several lines, as a program logs twice or repeats steps after a resume, later values replace
+A line that is not JSON, such as the incomplete last line of a killed run, is skipped. If a step has
+several lines, because a program logs twice or repeats steps after a resume, later values replace
 earlier ones of the same name.
 """
 
@@ -33,7 +33,7 @@ class MetricRows(NamedTuple):
 
 
 class MetricsReader:
-    """Reads a file of numbers that may still grow; every line that has ended is read once.
+    """Reader of a file of numbers that may still grow; every complete line is read once.
 
     Args:
         path: Path of the file.
@@ -59,7 +59,7 @@ class MetricsReader:
                     self._offset += len(line)
 
     def rows(self, *, after: float = -math.inf) -> MetricRows | None:
-        """Return what was read, without steps up to `after`; None if no line has a step."""
+        """Return the numbers read, without steps up to `after`; None if no line has a step."""
         if not self._by_step:
             return None
         steps = sorted(step for step in self._by_step if step > after)
@@ -104,7 +104,7 @@ def _as_float(value: float) -> float:
 def average_rows(files: Iterable[MetricRows]) -> tuple[Mapping[str, float], ...]:
     """Return the mean of each value over the files that have it, by step.
 
-    NaN in one file makes the mean NaN: a loss that is not finite on one rank is not hidden.
+    NaN in one file makes the mean NaN: a non-finite loss on one rank is not hidden.
     """
     sums: dict[float, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for file in files:

@@ -1,4 +1,4 @@
-"""One row of numbers: what a rank logs for one step.
+"""One row of numbers, which a rank logs for one step.
 
     {"step": 12, "time_s": 3.204, "unix_s": 1795392000.1, "rss_bytes": 412000256,
      "peak_rss_bytes": 415154176, "loss": 2.31, "samples": 32}
@@ -12,7 +12,7 @@
 | `cuda_bytes`, `cuda_peak_bytes` | memory that torch has allocated on the rank's GPU, if any |
 | `loss`, `eval_loss`, `val_loss` | drawn in one chart |
 | `samples`, `tokens` | processed by this rank in this step; the report draws their sum per second |
-| any other | a number of the program; drawn in a chart of its own |
+| any other | a number of the program; drawn in a separate chart |
 
 Values are floats; NaN and infinities are `null`.
 """
@@ -41,7 +41,7 @@ MEASURED = (
 )
 NAME = re.compile(r"[^\x00-\x1f\x7f]{1,80}")
 MAX_VALUES = 200
-EXACT = 1 << 53  # integers below it are exact as floats, which readers make of them
+EXACT = 1 << 53  # integers below it are exact as floats, to which readers convert them
 
 
 def row_of(step: object, values: Mapping[str, Any], measured: Mapping[str, float]) -> Row:
@@ -53,18 +53,18 @@ def row_of(step: object, values: Mapping[str, Any], measured: Mapping[str, float
         measured: Numbers that braid adds, under names of `MEASURED`.
 
     Raises:
-        ConfigError: The step is not an integer, or values are not numbers; all of them are named.
+        ConfigError: The step is not an integer, or values are not numbers; the message names all.
     """
     problems = []
     number = _integer(step)
     if number is None:
         problems.append(f"step must be an integer of at least 0, got {step!r}")
     if len(values) > MAX_VALUES:
-        problems.append(f"{len(values)} values are more than a row takes: {MAX_VALUES}")
+        problems.append(f"{len(values)} values are more than the limit of a row, {MAX_VALUES}")
     row: Row = {"step": number, **measured}
     for name, value in values.items():
         if not NAME.fullmatch(name):
-            problems.append(f"{name!r} is no name of 1 to 80 printable characters")
+            problems.append(f"{name!r} is not a name of 1 to 80 printable characters")
         elif name in MEASURED:
             problems.append(f"{name} is measured by braid: choose another name")
         else:

@@ -1,8 +1,8 @@
-"""The metrics that one rank logs during a run, and their destinations.
+"""Metrics that one rank logs during a run, and their destinations.
 
-Under `braid run` a row is a message to the launcher, which has the run's directory, on whichever
-host the rank is. Under another launcher, or alone, ranks write to a directory below `./runs` on
-which they agree through the store by which they have met. `braid report` reads it as well.
+Under `braid run` a row is a message to the launcher, which has the run's directory, for ranks on
+any host. Under another launcher, or alone, ranks write to a directory below `./runs`; they agree on
+its name through the job's store. `braid report` reads it as well.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ __all__ = ["RunMetrics", "memory_bytes"]
 LOG = logging.getLogger(__name__)
 
 DIRECTORY = "metrics/directory"  # key of the directory's name in the store
-PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # of getrusage's ru_maxrss
+PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of getrusage's ru_maxrss
 
 
 def memory_bytes() -> dict[str, int]:
-    """Return bytes by name: of the process, and of a GPU that is in use; `rows` has the names."""
+    """Return bytes by name: of the process, and of a GPU in use; `rows` has the names."""
     nbytes = {
         "rss_bytes": psutil.Process().memory_info().rss,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT,
     }
-    torch = sys.modules.get("torch")  # a process that has not imported it uses no GPU
+    torch = sys.modules.get("torch")  # a process without torch uses no GPU
     if torch is not None and torch.cuda.is_initialized():
-        # one call for both numbers: it takes half a millisecond
+        # one call for both numbers, since it takes half a millisecond
         allocated = torch.cuda.memory.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
         nbytes |= {"cuda_bytes": allocated["current"], "cuda_peak_bytes": allocated["peak"]}
     return nbytes
 
 
 class RunMetrics:
-    """Logs the numbers of one rank.
+    """Logger of the numbers of one rank.
 
     Args:
-        environment: The rank, and its launcher.
+        environment: Environment of the rank.
         control: Connection to braid's launcher; None without it.
         clock: Clock of the rank.
         events: Recorder of the rank, which gets an event for each row.
-        store: Store of the job's ranks, in which they agree on a directory without a launcher.
+        store: Store of the job's ranks, through which they agree on a directory without a launcher.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RunMetrics:
         self._clock = clock
         self._events = events
         self._begin_ns = clock.now_ns()
-        # at once: the store may have ended when a rank logs for the first time
+        # now, since the store may have ended when a rank first logs
         self._own_name = _agreed_name(store) if control is None else ""
         self._files: MetricsFiles | None = None
         self._last_step = -1
@@ -84,7 +84,7 @@ class RunMetrics:
         """Log numbers of one step.
 
         Args:
-            step: Number of the step; the one after the last logged when None.
+            step: Number of the step; None for the step after the last logged one.
             values: Numbers, or tensors of one element.
 
         Raises:
@@ -133,9 +133,9 @@ class RunMetrics:
         environment = self._environment
         directory = Path("runs") / self._own_name
         directory.mkdir(parents=True, exist_ok=True)
-        LOG.info("numbers go to %s, as there is no launcher of braid", directory)
+        LOG.info("numbers go to %s, without braid's launcher", directory)
         record = directory / "run.json"
-        if not record.exists():  # by the rank that logs first; any other one writes the same
+        if not record.exists():  # any rank would write the same
             text = msgspec.json.encode(
                 RunRecord(
                     braid=__version__,

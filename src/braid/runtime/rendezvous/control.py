@@ -1,11 +1,12 @@
 """Control messages between the launcher and the ranks while a job runs.
 
-Problem: surviving ranks notice a death from their sockets, seconds later and without its cause. The
-launcher must guess an exception from a log.
+Problem: surviving ranks detect a death through their sockets, seconds later and without its cause.
+The launcher must guess an exception from a log.
 
-Idea: a few small messages over one authenticated connection per rank. The launcher notices an exit
+Idea: a few small messages over one authenticated connection per rank. The launcher detects an exit
 first and sends its cause; a rank sends its exceptions and its checkpoints. The loss of the launcher
-is not an error here: the kernel kills the ranks of a dead launcher, or asks elastic ones to save.
+is not an error for ranks: the kernel kills the ranks of a dead launcher, or asks elastic ones to
+save.
 
     rank -> launcher   RankHello  Saved  Loaded  Logged  RankFailed  Exiting  Left  Ready
     launcher -> rank   RankLost  Stop  PauseTraining  NewEpoch
@@ -42,17 +43,17 @@ __all__ = [
 ]
 
 CONTROL_ROLE = "control"
-MAX_TEXT = 16 << 10  # characters of one text; as escaped UTF-8 it fits into the meta of a frame
+MAX_TEXT = 16 << 10  # characters of one text; escaped as UTF-8 it fits into the meta of a frame
 
 
 class RankHello(msgspec.Struct, tag_field="kind", tag="hello", frozen=True):
-    """The rank is up and handles SIGUSR1 by dumping its stacks."""
+    """Notice that the rank is running and dumps its stacks on SIGUSR1."""
 
     pid: int
 
 
 class Saved(msgspec.Struct, tag_field="kind", tag="saved", frozen=True):
-    """A checkpoint is complete."""
+    """Notice that a checkpoint is complete."""
 
     step: int
     path: str
@@ -60,7 +61,7 @@ class Saved(msgspec.Struct, tag_field="kind", tag="saved", frozen=True):
 
 
 class Loaded(msgspec.Struct, tag_field="kind", tag="loaded", frozen=True):
-    """The run goes on from a checkpoint of an earlier one, which has been verified.
+    """Notice that the run resumes from a verified checkpoint of an earlier run.
 
     Attributes:
         step: Step of the checkpoint.
@@ -80,7 +81,7 @@ class Logged(msgspec.Struct, tag_field="kind", tag="logged", frozen=True):
 
 
 class RankFailed(msgspec.Struct, tag_field="kind", tag="failed", frozen=True):
-    """An exception is about to end the rank."""
+    """Notice that an exception is about to end the rank."""
 
     type: str
     message: str
@@ -89,7 +90,7 @@ class RankFailed(msgspec.Struct, tag_field="kind", tag="failed", frozen=True):
 
 
 class Exiting(msgspec.Struct, tag_field="kind", tag="exiting", frozen=True):
-    """`sys.exit` is about to end the rank, which may take long.
+    """Notice that `sys.exit` is about to end the rank, which may take long.
 
     Attributes:
         code: Exit code, from 1 to 255.
@@ -107,7 +108,7 @@ class Exiting(msgspec.Struct, tag_field="kind", tag="exiting", frozen=True):
 
 
 class Left(msgspec.Struct, tag_field="kind", tag="left", frozen=True):
-    """The rank has shut down on purpose.
+    """Notice that the rank has shut down on purpose.
 
     Attributes:
         missed: Ranks that had left before, while an operation of this rank still needed them.
@@ -117,17 +118,17 @@ class Left(msgspec.Struct, tag_field="kind", tag="left", frozen=True):
 
 
 class RankLost(msgspec.Struct, tag_field="kind", tag="rank_lost", frozen=True):
-    """A rank has ended.
+    """Notice that a rank has ended.
 
     Attributes:
         rank: Global rank that has ended.
         reason: Clause such as `was killed by signal 9 (SIGKILL)` or `raised ValueError: ...`.
-        left: Whether the rank ended with exit code 0. Only ranks that still need it then fail.
+        departed: Whether the rank ended with exit code 0. Then only ranks that still need it fail.
     """
 
     rank: int
     reason: str
-    left: bool = False
+    departed: bool = False
 
 
 class Stop(msgspec.Struct, tag_field="kind", tag="stop", frozen=True):
@@ -137,12 +138,12 @@ class Stop(msgspec.Struct, tag_field="kind", tag="stop", frozen=True):
 
 
 class Ready(msgspec.Struct, tag_field="kind", tag="ready", frozen=True):
-    """The process waits for the next epoch of an elastic run.
+    """Notice that the process waits for the next epoch of an elastic run.
 
     Attributes:
-        epoch: Epoch of which it is a member; -1 if of none.
-        num_steps: Number of steps that its state has seen; -1 without state.
-        leaves: Why it ends instead, and others shall take its place; empty if it does not.
+        epoch: Epoch in which it is a member; -1 without one.
+        num_steps: Number of steps in its state; -1 without state.
+        leaves: Reason why it ends, so that others must replace it; empty if it continues.
     """
 
     epoch: int
@@ -151,16 +152,16 @@ class Ready(msgspec.Struct, tag_field="kind", tag="ready", frozen=True):
 
 
 class PauseTraining(msgspec.Struct, tag_field="kind", tag="pause", frozen=True):
-    """Request to be `Ready` after the step under way: the members will change."""
+    """Request to be `Ready` after the current step: the members will change."""
 
 
 class NewEpoch(msgspec.Struct, tag_field="kind", tag="epoch", frozen=True):
-    """An epoch of an elastic run begins.
+    """Notice that an epoch of an elastic run begins.
 
     Attributes:
-        epoch: Its number.
+        epoch: Number of the epoch.
         members: Numbers of the members at the launcher, in the order of their group.
-        num_steps: Number of steps that the state of each has seen; -1 without state.
+        num_steps: Number of steps in the state of each member; -1 without state.
     """
 
     epoch: int
@@ -200,7 +201,7 @@ def decode_from_rank(meta: bytes) -> FromRank:
 
 
 class ControlClient:
-    """A rank's end of the control connection; no method blocks or fails on a lost launcher.
+    """Rank's end of the control connection; no method blocks or fails on a lost launcher.
 
     Args:
         connection: Connection to the launcher with role `control`; owned and closed by this object.

@@ -1,7 +1,8 @@
-"""Names of jobs and addresses of hosts that an engine's variables leave out.
+"""Names of jobs and addresses of hosts that are missing from an engine's variables.
 
-MPICH gives a job no name, but all of its processes on a host have one proxy above them. Slurm names
-nodes as its configuration does, which the resolver may not know; Slurm itself does.
+MPICH gives a job no name, but all of its processes on a host have a common proxy process as
+ancestor. Slurm uses node names of its configuration, which the resolver may not know, but Slurm
+does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LIMIT_S = 10.0
 
 
 def name_of_job() -> str:
-    """Return a name of this process's MPICH job on this host; empty without one."""
+    """Return a name of this process's MPICH job on this host; empty if there is none."""
     with suppress(psutil.Error):
         for parent in psutil.Process().parents():
             if parent.name().startswith(PROXIES):
@@ -34,7 +35,7 @@ def name_of_job() -> str:
 
 
 def address_of_node(name: str) -> str:
-    """Return a name that can be resolved, or the address that Slurm has for a node."""
+    """Return a name that can be resolved, or Slurm's address of a node."""
     with suppress(OSError):
         socket.getaddrinfo(name, None)
         return name
@@ -52,9 +53,9 @@ def address_of_node(name: str) -> str:
 
 
 def shared_networks() -> list[IPNetwork]:
-    """Return the networks of this host's interfaces, but not those that lie inside of it.
+    """Return the networks of this host's interfaces, without networks inside the host.
 
-    A bridge for containers often has the same address on each host, where it leads to itself.
+    A bridge for containers often has the same address on each host, where it reaches only itself.
     """
     networks = [
         ipaddress.ip_network(f"{interface.ip}/{interface.prefix}", strict=False)

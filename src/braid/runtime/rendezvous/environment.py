@@ -1,11 +1,11 @@
 """Reads and checks the environment variables that a launcher sets for a rank.
 
-Problem: a job that was started partly by hand has some of the launcher's variables and lacks
-others. If each variable is read where it is needed, with a default, programs hang in their first
-collective or all become rank 0.
+Problem: if a job is started partly by hand, some of the launcher's variables are set and others are
+missing. If each module reads its variables with a default, programs hang in their first collective,
+or each process is rank 0.
 
-Idea: parse one frozen value from one mapping, and report all problems in one message. Variables
-have torchrun's names, so braid runs under torchrun and torch programs run under braid.
+Idea: read all variables at one place, and report all problems in one message. Variables have
+torchrun's names, so braid runs under torchrun and torch programs run under braid.
 
 Source: environment of `torchrun` (torch.distributed.elastic.multiprocessing, "Environment
 Variables").
@@ -48,22 +48,23 @@ class JobEnvironment:
         events_fd: Descriptor of the memory for this rank's events; None without braid's launcher.
         stacks_fd: Descriptor to which this rank dumps its stacks; None without braid's launcher.
         log_dir: Directory of the run's logs; empty if unknown.
-        resume: Checkpoint to resume from (`auto`: the last complete one); empty for a new start.
+        resume: Checkpoint to resume from (`auto`: the latest complete one); empty for a new start.
         launched_by: `braid`, `torchrun` (or a launcher with the same variables), `srun`, `mpirun`,
             `mpiexec`, `kubernetes`, or `single`.
         agent_store: Whether the launcher, instead of rank 0, serves torch's store on `master_port`.
-        portable: Whether ranks send copies to each other even where they could share memory.
+        portable: Whether ranks send data in messages even where they could share memory.
         listen: IP address on which this rank listens for ranks of other hosts. Empty for a job on
             one host, or if the rank determines the address of its host that reaches `master_addr`.
         secret_file: File with the job's secret (mode 0600, see `Secret.from_file`), for several
             hosts without braid's launcher; empty if not set.
         insecure_network: Whether ranks of several hosts accept any connection, without a secret.
-        debugged: Whether a person debugs one of the ranks, so that deadlines of collectives wait.
-        elastic: Part in a run whose members may change: `founder` for a rank that begins it,
-            `newcomer` for one that joins; empty if members are fixed.
+        debugged: Whether a debugger is used on one of the ranks, which disables the time-outs of
+            collectives.
+        elastic: Role of the process in an elastic run: `founder` if it is a member from the start,
+            `newcomer` if it joins later; empty if members are fixed.
         replaces: Lost rank that this process replaces in its role, such as a server's or a
             worker's; -1 for none. The program sees it as `RANK`.
-        takes_faults: Whether the rank flips bits in its gradients when a signal asks for it.
+        takes_faults: Whether a signal makes the rank flip bits in its gradients (for tests).
     """
 
     rank: int = 0
@@ -114,15 +115,15 @@ class JobEnvironment:
 
     @classmethod
     def parse(cls, environ: Mapping[str, str], engine: str = "") -> JobEnvironment:
-        """Read the variables of a launcher; without any of them, the process is a world of one.
+        """Read the variables of a launcher; without them the process is the only rank of its job.
 
         Args:
             environ: Environment variables, such as `os.environ`.
             engine: Launcher that has started this process, if it is neither braid nor torchrun.
 
         Raises:
-            ConfigError: A value is not a number, a rank is outside of the world, or a variable is
-                missing; the message lists all problems.
+            ConfigError: A value is not a number, a rank is not below the world size, or a variable
+                is missing; the message lists all problems.
         """
         if not any(environ.get(name) for name in (*CONTRACT[:2], "BRAID_STORE")):
             return cls(
@@ -187,10 +188,10 @@ class JobEnvironment:
     def from_os(cls) -> JobEnvironment:
         """Read the environment of this process; no other module reads these variables.
 
-        Under srun, mpirun and Kubernetes, torchrun's variables are set for the program, too.
+        Under srun, mpirun and Kubernetes, torchrun's variables are also set in `os.environ`.
 
         Raises:
-            ConfigError: The variables make no sense.
+            ConfigError: Variables are missing, invalid, or contradict each other.
         """
         job = name_of_job() if "PMI_RANK" in os.environ else ""
         engine, values = as_torchrun(os.environ, job, shared_networks())
@@ -206,7 +207,7 @@ class JobEnvironment:
 
     @property
     def has_torch_store(self) -> bool:
-        """Whether ranks meet at torch's store, which rank 0 or the launcher serves."""
+        """Whether ranks meet at torch's store, which the launcher or rank 0 serves."""
         return self.launched_by not in {"braid", "single"} and self.world_size > 1
 
     def to_environ(self) -> dict[str, str]:
@@ -281,7 +282,7 @@ class _Reader:
 
 
 def wants_portable(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether `BRAID_PORTABLE` asks for copies instead of shared memory, under any launcher.
+    """Whether `BRAID_PORTABLE` asks for messages instead of shared memory, under any launcher.
 
     Args:
         environ: Environment variables; those of this process when None.
@@ -293,7 +294,7 @@ def wants_portable(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def wants_frame_codes() -> bool:
-    """Return whether frames between hosts carry codes: always, unless `BRAID_NO_FRAME_MAC` is 1.
+    """Whether frames between hosts are authenticated: yes, unless `BRAID_NO_FRAME_MAC` is 1.
 
     Raises:
         ConfigError: The variable is neither 0 nor 1.
@@ -325,7 +326,7 @@ def _network_problems(environment: JobEnvironment) -> list[str]:
 def _refuse(problems: list[str]) -> None:
     if problems:
         msg = (
-            f"the launcher's environment cannot work: {'; '.join(problems)}. Start the program "
+            f"the launcher's environment is invalid: {'; '.join(problems)}. Start the program "
             "with `braid run -n N script.py` or torchrun, or unset RANK and WORLD_SIZE to run it "
             "alone"
         )

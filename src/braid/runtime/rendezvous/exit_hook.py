@@ -1,15 +1,16 @@
-"""Notices that `sys.exit` ends this process, and with which code, before anything else runs.
+"""Notices when `sys.exit` ends this process, and its exit code, before the interpreter shuts down.
 
 Problem: an uncaught exception reaches `sys.excepthook`, but `SystemExit` reaches no hook. Threads
-that are still at work and functions registered with `atexit` may take longer than a launcher waits,
-which then ends the process and never learns its code. An `atexit` function does not know the code.
+that still run and functions registered with `atexit` may take longer than a launcher waits; it then
+kills the process and never learns the exit code. An `atexit` function does not know the code.
 
-Idea: `sys.exit` raises a subclass of `SystemExit` that reports its own end. An exception that the
-program catches dies inside of a Python frame. The interpreter drops the one that ends the process
-after the last frame, before it joins threads and runs what `atexit` has registered.
+Idea: `sys.exit` raises a subclass of `SystemExit` with a `__del__` method. If the program catches
+the exception, the object is deleted while a Python frame runs. If the exception ends the process,
+the interpreter deletes it after the last frame, before it joins threads and runs `atexit`
+functions.
 
-`raise SystemExit(3)` is not noticed. Threads raise the ordinary class, which `threading` ignores by
-its exact type.
+`raise SystemExit(3)` is not noticed. Threads raise the ordinary class, since `threading` ignores
+that exact type only.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class ExitHook:
     """Calls a function when `sys.exit`, `exit` or `quit` ends the process.
 
     Args:
-        on_exit: Called once at the top of the main thread, with the exit status and the exception
-            that the program was handling when it called `sys.exit`; None if there was none.
+        on_exit: Called once in the main thread, after its last frame, with the exit status and the
+            exception that the program was handling when it called `sys.exit` (None without one).
     """
 
     def __init__(self, on_exit: Callable[[int, BaseException | None], None]) -> None:
@@ -41,14 +42,14 @@ class ExitHook:
         self._builtins = {
             name: getattr(builtins, name) for name in BUILTINS if hasattr(builtins, name)
         }
-        self._own_exit = self._raise  # a bound method is a new object at each look
+        self._own_exit = self._raise  # each access makes a new bound method
         self._kind = _reporting_exit(self._at_the_top)
         sys.exit = self._own_exit
         for name in self._builtins:
             setattr(builtins, name, self._own_exit)
 
     def close(self) -> None:
-        """Put back what was there before, unless it has been replaced since. Idempotent."""
+        """Restore the functions, except those replaced by others since. Idempotent."""
         self._on_exit = None
         if sys.exit is self._own_exit:
             sys.exit = self._exit
@@ -82,7 +83,7 @@ def exit_status(code: object) -> int:
 def _reporting_exit(
     at_the_top: Callable[[Any, BaseException | None], None],
 ) -> type[SystemExit]:
-    """Return a class that looks like `SystemExit`, and calls `at_the_top` if nobody caught it."""
+    """Return a subclass of `SystemExit` that calls `at_the_top` if no code has caught it."""
 
     def on_end(self: SystemExit) -> None:
         frame = inspect.currentframe()

@@ -1,4 +1,4 @@
-"""Rendezvous through a file, for launchers that share a directory but no known address.
+"""Rendezvous through a file, for launchers that share a directory but know no common address.
 
 Node 0 (the first launcher, or the one with `--node-rank 0`) publishes its addresses in the file,
 and all other launchers read them. If two launchers have one number, the message names both.
@@ -20,7 +20,7 @@ from braid.runtime.store import FileStore
 __all__ = ["FileMeeting"]
 
 ADDRESSES = "addresses"
-Published = Annotated[list[str], msgspec.Meta(min_length=1)]  # a machine and its addresses
+Published = Annotated[list[str], msgspec.Meta(min_length=1)]  # machine identifier, then addresses
 
 
 class FileMeeting:
@@ -73,7 +73,7 @@ class FileMeeting:
         """Wait for the machine identifier and the addresses of node 0, and return them.
 
         Raises:
-            ConfigError: Node 0 has not published its addresses in time.
+            ConfigError: Node 0 has not published its addresses within the time-out.
         """
         try:
             self._store.wait([ADDRESSES], timeout_s)

@@ -33,7 +33,7 @@ class Interface(NamedTuple):
 
 
 def interfaces() -> list[Interface]:
-    """Return all addresses of interfaces that are up: IPv4 first, link-local ones left out."""
+    """Return the addresses of all interfaces that are up, IPv4 first, without link-local ones."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     usable = []
     for name, addresses in psutil.net_if_addrs().items():

@@ -1,6 +1,6 @@
-"""Opens the store of a job: that of braid's launcher, or torch's.
+"""Opens the store of a job: the store of braid's launcher, or torch's.
 
-Ranks use it through `membership`, and nodes of remote calls, which are no ranks, directly.
+Ranks use it through `membership`; the nodes of remote calls, which are not ranks, use it directly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class JobStore(NamedTuple):
         store: The store.
         secret: Secret of the job; None if neither the launcher nor the user has set one.
         network: Settings of the network.
-        connection: Connection to the launcher's store, to be closed at the end; None for others.
+        connection: Connection to the launcher's store, which the user closes; None for other
+            stores.
     """
 
     store: Store
@@ -45,17 +46,17 @@ def open_job_store(environment: JobEnvironment, timeout_s: float) -> JobStore:
     """Open the store of a job.
 
     Raises:
-        RendezvousError: It cannot be reached.
-        ConfigError: The file of the secret is missing, or others can read it.
+        RendezvousError: The store cannot be reached.
+        ConfigError: The file of the secret is missing, or other users can read it.
     """
     if environment.launched_by == "braid":
         launchers, connection = dial_store(environment, timeout_s)
         secret, network = network_of(environment, launchers)
         return JobStore(StoreClient(connection), secret, network, connection)
-    own, network = network_of(environment, None)
+    user_secret, network = network_of(environment, None)
     if environment.has_torch_store:
-        return JobStore(torch_store(environment, timeout_s), own, network)
-    return JobStore(HashStore(), own, network)
+        return JobStore(torch_store(environment, timeout_s), user_secret, network)
+    return JobStore(HashStore(), user_secret, network)
 
 
 def dial_store(environment: JobEnvironment, timeout_s: float) -> tuple[Secret, Connection]:
@@ -70,7 +71,7 @@ def dial_store(environment: JobEnvironment, timeout_s: float) -> tuple[Secret, C
 
 
 def torch_store(environment: JobEnvironment, timeout_s: float) -> Store:
-    """Return torch's store, served by the launcher or else by rank 0 on `master_addr` only."""
+    """Return torch's store on `master_addr`, served by the launcher or else by rank 0."""
     timeout = dt.timedelta(seconds=timeout_s)
     host, port = environment.master_addr, environment.master_port
     serves = environment.rank == 0 and not environment.agent_store
@@ -102,8 +103,8 @@ def torch_store(environment: JobEnvironment, timeout_s: float) -> Store:
 def _listen(host: str, port: int) -> int | None:
     """Return a socket that listens; None if the port is in use.
 
-    Torch then shares the server if this process has one there, such as that of its ranks, and
-    fails otherwise.
+    Torch then uses the server that this process already has at the port, such as that of its
+    ranks; without one it fails.
     """
     try:
         return socket.create_server((host, port), backlog=1024).detach()

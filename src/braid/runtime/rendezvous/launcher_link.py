@@ -1,7 +1,7 @@
-"""This process's link to braid's launcher: black box, stacks on request, control messages.
+"""This process's link to braid's launcher: events, stacks on request, control messages.
 
-A process has one link, whether it is a rank, a node of remote calls, or both: the ring of events
-has one writer, and the launcher learns once that the process has come, and once that it has gone.
+A process has one link, whether it is a rank, a node of remote calls, or both: the memory for events
+has one writer, and the launcher learns only once that the process takes part, and that it left.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["LauncherLink", "open_link"]
 
 
 class LauncherLink:
-    """The link, shared by all of the process that use it; see `open_link`.
+    """The link, shared by all users in this process; see `open_link`.
 
     Attributes:
-        recorder: Recorder of the events that the launcher reads.
+        recorder: Recorder of the events, which the launcher reads.
         control: Control connection.
     """
 
@@ -48,7 +48,7 @@ class LauncherLink:
             stack.callback(faulthandler.unregister, signal.SIGUSR1)
             stack.callback(setattr, ring, "stack_thread", 0)
             thread = stack.enter_context(StackThread(environment.rank, stacks_fd))
-            stack.callback(setattr, ring, "stack_pipe", 0)  # before its end
+            stack.callback(setattr, ring, "stack_pipe", 0)  # before the thread ends
             ring.stack_thread, ring.stack_pipe = thread.native_id, thread.pipe
             self.recorder = Recorder(ring)
             self._closers = stack.pop_all()
@@ -58,31 +58,31 @@ class LauncherLink:
         self._missed: set[int] = set()
 
     def arrive(self) -> None:
-        """Report that the process takes part in the job; once for all users."""
+        """Tell the launcher that the process takes part in the job; sent for the first user."""
         self._num_here += 1
         if self._num_here == 1:
             self.control.send(RankHello(self._pid))
 
     def leave(self, missed: Iterable[int] = ()) -> None:
-        """Report that the process takes no further part, once no user does; see `Left`."""
+        """Tell the launcher that the process has left; sent for the last user. See `Left`."""
         self._num_here -= 1
         self._missed.update(missed)
         if self._num_here == 0 and os.getpid() == self._pid:
             self.control.send(Left(tuple(sorted(self._missed))))
 
     def close(self) -> None:
-        """Release the link; the last user's call closes it."""
+        """Release the link; the call of the last user closes it."""
         self._num_users -= 1
         if self._num_users == 0:
             _OPEN.discard(self)
             self._closers.close()
 
 
-_OPEN: set[LauncherLink] = set()  # at most one: there is one ring, and one handler of the signal
+_OPEN: set[LauncherLink] = set()  # at most one: there is one ring and one signal handler
 
 
 def open_link(environment: JobEnvironment, secret: Secret, timeout_s: float) -> LauncherLink:
-    """Return the link of this process to braid's launcher; call its `close` at the end.
+    """Return this process's link to braid's launcher; each caller closes it at the end.
 
     Raises:
         RendezvousError: The launcher cannot be reached.

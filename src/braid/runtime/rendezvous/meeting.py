@@ -1,9 +1,10 @@
 """Parses the address at which launchers that were started by hand on several hosts meet.
 
 Problem: other launchers have pairs of options for this (`--master-addr --master-port`,
-`--rdzv-backend --rdzv-endpoint`, a file for NFS). A mistake in one of them shows as a hang.
+`--rdzv-backend --rdzv-endpoint`, a file for NFS). With a wrong value in one of them they hang.
 
-Idea: one address in three forms, and a message that names every mistake before any launcher waits.
+Idea: one address in three forms; all mistakes are reported in one message, before any launcher
+waits.
 
     tcp://10.0.0.1:29400     the launcher of node 0 listens at this address
     file:///shared/job7      launchers find node 0 through a file that all of them can open

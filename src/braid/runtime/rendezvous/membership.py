@@ -1,16 +1,17 @@
 """Makes this process a rank of its job.
 
-    environment -> store, black box, control socket -> shared memory of all ranks -> RankContext
+    environment -> store, events, control socket -> shared memory of all ranks -> RankContext
 
-Under `braid run` the launcher serves the store and is informed of failures. Under torchrun (or a
-launcher with the same variables) torch's store is wrapped. A single process is a world of one rank.
+Under `braid run` the launcher serves the store and reports failures to ranks. Under torchrun (or a
+launcher with the same variables) torch's store is used. A single process is the only rank of its
+job.
 
-In an elastic run the launcher says who takes part, epoch by epoch (`next_epoch`): each epoch has a
-transport and a context of its own, so nothing of an earlier one can come in.
+In an elastic run the launcher sends the list of members of each epoch (`next_epoch`). Each epoch
+has a new transport and a new context, so no message of an earlier epoch can arrive.
 
-A rank that closes its membership has *left*, and only ranks that still need it fail. A rank that
-ends by an exception or by `sys.exit` with a code other than 0 has *failed*: the launcher learns it
-before the interpreter shuts down, which may take long.
+A rank that closes its membership has *left*; only ranks that still need something from it fail. A
+rank that ends by an exception or by `sys.exit` with a code other than 0 has *failed*: it reports
+this to the launcher before the interpreter shuts down, which may take long.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Membership", "join_job"]
 
-DEBUGGING_S = 7 * 86400.0  # a person at a prompt comes back within a week
-LOOK_S = 1.0  # between two looks at a launcher that may be gone
+DEBUGGING_S = 7 * 86400.0  # long enough for a person at a debugger's prompt
+LOOK_S = 1.0  # pause between two checks of whether the launcher is gone
 NO_EPOCH = NewEpoch(-1, (), ())
 
 
@@ -72,16 +73,16 @@ class _Parts(NamedTuple):
 
 
 class _Launcher:
-    """Reports the losses of ranks that the launcher has noticed, and its requests.
+    """Collects the launcher's messages: lost ranks, requests to stop or pause, new epochs.
 
     Args:
         control: Connection to the launcher.
 
     Attributes:
         stop_reason: Reason of the launcher's request to stop; empty if there is none.
-        pauses: Whether the launcher has asked the members of this epoch to get ready for another.
+        pauses: Whether the launcher has asked the members of this epoch to prepare for the next.
         epoch: The last epoch of an elastic run that has begun.
-        lost: Losses by the numbers that ranks have at the launcher.
+        lost: Losses by the numbers that the launcher gives to ranks.
     """
 
     def __init__(self, control: ControlClient) -> None:
@@ -90,7 +91,7 @@ class _Launcher:
         self.pauses = False
         self.epoch = NO_EPOCH
         self.lost: dict[int, Loss] = {}
-        self._news: list[int] = []  # numbers of ranks whose loss has not been returned
+        self._news: list[int] = []  # ranks whose loss `losses` has not returned yet
 
     def fileno(self) -> int:
         return self._control.fileno()
@@ -108,18 +109,18 @@ class _Launcher:
     def poll(self) -> None:
         for message in self._control.poll():
             if isinstance(message, RankLost):
-                self.lost[message.rank] = Loss(message.rank, message.reason, message.left)
+                self.lost[message.rank] = Loss(message.rank, message.reason, message.departed)
                 self._news.append(message.rank)
             elif isinstance(message, Stop):
                 self.stop_reason = message.reason
             elif isinstance(message, NewEpoch):
                 self.epoch, self.pauses = message, False
-                self._news = list(self.lost)  # of members that died meanwhile
+                self._news = list(self.lost)  # members may have died meanwhile
             elif isinstance(message, PauseTraining):
                 self.pauses = True
 
     def leave(self, epoch: int, num_steps: int, reason: str) -> None:
-        """Tell the launcher that this process ends, and others shall take its place."""
+        """Tell the launcher that this process ends, and that the others continue without it."""
         self._control.send(Ready(epoch, num_steps, reason))
 
     def ready(self, epoch: int, num_steps: int) -> None:
@@ -127,7 +128,7 @@ class _Launcher:
         self._control.send(Ready(epoch, num_steps))
 
     def wait(self, epoch: int, clock: Clock, limit_s: float | None = None) -> NewEpoch:
-        """Return the epoch after `epoch` when it has begun."""
+        """Wait for the epoch after `epoch`, and return it."""
         end_ns = math.inf if limit_s is None else clock.after_ns(limit_s)
         while True:
             self.poll()
@@ -148,14 +149,14 @@ class Membership:
 
     Attributes:
         environment: Settings from the launcher.
-        context: Context for all objects that communicate; of the present epoch.
-        transport: Transport between the ranks of the job; of the present epoch.
-        epoch: Number of the present epoch of an elastic run; -1 without one.
-        num_trainings: Number of elastic trainings that this process has begun.
+        context: Context for all objects that communicate; a new one in each epoch.
+        transport: Transport between the ranks of the job; a new one in each epoch.
+        epoch: Number of the current epoch of an elastic run; -1 in other runs.
+        num_trainings: Number of elastic trainings that this process has started.
         control: Control connection to braid's launcher; None without braid's launcher.
         failed: Whether an exception, or `sys.exit` with a code other than 0, ends this process.
-        failure: The exception that is ending this process, as `type: message`, or its exit code;
-            else empty.
+        failure: The exception that ends this process, as `type: message`, or its exit code; empty
+            without one.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class Membership:
 
     @property
     def has_lost_launcher(self) -> bool:
-        """Whether this process has had a launcher of braid that is gone."""
+        """Whether this process was started by braid's launcher, and the launcher is gone."""
         if self.control is None:
             return False
         self.context.health.collect()
@@ -202,12 +203,12 @@ class Membership:
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether this process is alone until the others take it in."""
+        """Whether this process waits alone until the members of an elastic run take it in."""
         return self.environment.elastic == "newcomer" and self.epoch < 0
 
     @property
     def pauses(self) -> bool:
-        """Whether the launcher has asked for `next_epoch` after the step under way."""
+        """Whether the launcher has asked for a call of `next_epoch` after the current step."""
         if self._launcher is None:
             return False
         self.context.health.collect()
@@ -218,12 +219,12 @@ class Membership:
     ) -> NewEpoch:
         """Leave this epoch of an elastic run, and join the next one; every member calls it.
 
-        The context and the transport are new ones then; close all groups of the old ones before.
+        The context and the transport are then new objects; close all groups of the old ones first.
 
         Args:
-            num_steps: Number of steps that the state of this process has seen; -1 without state.
+            num_steps: Number of steps that the state of this process includes; -1 without state.
             timeout_s: Seconds to wait for the members of the next epoch.
-            limit_s: Seconds to wait for its beginning; None for no limit.
+            limit_s: Seconds to wait until the epoch begins; None for no limit.
 
         Returns:
             The epoch; this process is one of its members.
@@ -231,7 +232,7 @@ class Membership:
         Raises:
             ConfigError: The run is not elastic.
             PeerLostError: The launcher ends the run, or is gone.
-            CommTimeout: No epoch has begun in time.
+            CommTimeout: No epoch has begun within `limit_s`.
         """
         if self._launcher is None or not self.environment.elastic:
             msg = "the members of this run are fixed: start it with `braid run --min-ranks N`"
@@ -247,11 +248,11 @@ class Membership:
         return epoch
 
     def leave_epochs(self, num_steps: int, reason: str) -> None:
-        """Let the others go on in the next epoch without this process, which then ends.
+        """Remove this process from later epochs; the other members continue, and it then ends.
 
         Args:
-            num_steps: Number of steps that the state of this process has seen.
-            reason: Clause for the user: "was asked to end".
+            num_steps: Number of steps that the state of this process includes.
+            reason: Clause for the message to the user: "was asked to end".
         """
         assert self._launcher is not None
         self._launcher.leave(self.epoch, num_steps, reason)
@@ -277,12 +278,12 @@ class Membership:
         self._closers.close()
 
     def report_uncaught(self) -> None:
-        """Report the exception that is ending this process, if the program replaced our hook."""
+        """Report the exception that ends this process, if the program replaced our hook."""
         exc = getattr(sys, "last_value", None)  # set before any `sys.excepthook` is called
         trace = getattr(sys, "last_traceback", None)
         if self.failed or exc is None or exc is self._shown or trace is None:
             return
-        frame = trace.tb_frame  # of the program's top level: debuggers and consoles set it, too
+        frame = trace.tb_frame  # the program's top level: debuggers and consoles set it, too
         if frame.f_back is None and frame.f_globals.get("__name__") == "__main__":
             self._report(exc, trace)
 
@@ -305,7 +306,7 @@ class Membership:
             text, is_symptom = self._report(value, trace)
         finally:
             is_plain = self._hook is sys.__excepthook__ and not isinstance(value, CommTimeout)
-            if is_symptom and is_plain:  # as the launcher's console shows it
+            if is_symptom and is_plain:  # in one line, as on the launcher's console
                 sys.stderr.write(f"braid: rank {self.context.rank} ended: {self.failure}\n")
             else:
                 self._hook(kind, value, trace)
@@ -313,10 +314,10 @@ class Membership:
             sys.stderr.write(f"{text}\n")
 
     def _report(self, exc: BaseException, trace: TracebackType | None) -> tuple[str, bool]:
-        """Tell the launcher, or else the other ranks, of the exception that is ending this process.
+        """Tell the launcher, or without one the other ranks, which exception ends this process.
 
         Returns:
-            Error block to print, if there is no launcher, and whether another rank is the cause.
+            Error block to print without a launcher, and whether another rank is the cause.
         """
         is_new, self.failed = not self.failed, True
         self.failure = f"{type(exc).__name__}: {message_of(exc)}"
@@ -341,7 +342,7 @@ class Membership:
 
 
 def _survivor(environment: JobEnvironment, joined: JoinedRank) -> Survivor | None:
-    """Return this rank among others that no launcher of braid watches; None if it is alone."""
+    """Return the `Survivor` of a rank without braid's launcher; None for a single process."""
     if not environment.has_torch_store:
         return None
     from braid.runtime.rendezvous.survivors import Survivor  # noqa: PLC0415 - seldom needed
@@ -360,7 +361,7 @@ def _survivor(environment: JobEnvironment, joined: JoinedRank) -> Survivor | Non
 
 
 def _described(exc: BaseException, trace: TracebackType | None) -> dict[str, str]:
-    """Return type, message, place and traceback of an exception as text that can be encoded."""
+    """Return type, message, place and traceback of an exception as encodable text."""
     text = encodable("".join(traceback.format_exception(type(exc), exc, trace)))
     parsed = parse_error(text)
     return {
@@ -383,7 +384,8 @@ def join_job(
 
     Raises:
         RendezvousError: The launcher or some ranks cannot be reached in time, or another process is
-            this rank already.
+        RendezvousError: The launcher or some ranks cannot be reached in time, or another process
+            has the same rank.
         ConfigError: Only some ranks are portable, or ranks of several hosts have no common secret.
     """
     clock = clock or MonotonicClock()
@@ -400,7 +402,7 @@ def join_job(
             assert parts.launcher is not None
             parts.launcher.ready(epoch.epoch, -1)
             epoch, joined = entrance.join_epoch(epoch.epoch, -1)
-        elif environment.elastic:  # alone until the others take it in
+        elif environment.elastic:  # alone until the members take it in
             joined = entrance.join(f"alone-{rank}", 0, 1)
         else:
             joined = entrance.join(prefix, rank, environment.world_size)
@@ -411,7 +413,7 @@ def join_job(
 
 
 def _refuse_other_versions(store: Store, rank: int) -> None:
-    """Refuse a process of an elastic run with another braid or torch than the first process."""
+    """Raise if this process of an elastic run has another braid or torch than the first one."""
     torch = getattr(sys.modules.get("torch"), "__version__", "no")
     mine = f"braid {__version__} and torch {torch}"
     answer = store.compare_set("versions", b"", f"{rank} {mine}".encode())
@@ -433,7 +435,7 @@ class _JobEntrance(NamedTuple):
     timeout_s: float
 
     def join(self, prefix: str, rank: int, size: int) -> JoinedRank:
-        """Reach the other ranks, which meet under a prefix of the store."""
+        """Connect to the other ranks, which meet under a prefix of the store."""
         environment, parts = self.environment, self.parts
         health = Health(rank, self.clock, debugged=environment.debugged)
         if parts.launcher is not None:
@@ -457,9 +459,9 @@ class _JobEntrance(NamedTuple):
     def join_epoch(
         self, epoch: int, num_steps: int, limit_s: float | None = None
     ) -> tuple[NewEpoch, JoinedRank]:
-        """Join the epoch after `epoch`, or after one of which a member died on its way.
+        """Join the epoch after `epoch`; if a member dies during this, join the next one.
 
-        The launcher has been told that this process is ready.
+        The launcher must know already that this process is ready.
         """
         launcher = self.parts.launcher
         assert launcher is not None

@@ -37,7 +37,7 @@ def network_of(environment: JobEnvironment, secret: Secret | None) -> tuple[Secr
 def network_of_program() -> tuple[Secret | None, Network]:
     """Return the secret and the network settings of a program that calls `init_process_group`.
 
-    Such a program chooses its rank itself, so only the network's variables are read.
+    The program chooses its rank itself, so only the variables of the network are read.
     """
     environ = os.environ
     environment = JobEnvironment(

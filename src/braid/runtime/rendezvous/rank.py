@@ -2,8 +2,8 @@
 
     store + rank + size -> claim of the rank -> transport to all ranks -> RankContext
 
-`membership.join_job` does this with what a launcher says, `torch_backend` with the store of
-`init_process_group`, the pool of the tests with a file.
+`membership.join_job` calls it with the launcher's settings, `torch_backend` with the store of
+`init_process_group`, the tests with a store in a file.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from braid.runtime.wire import Secret
 
 __all__ = ["JoinedRank", "claim", "join"]
 
-PRIVATE_RECORDS = 4096  # number of events that are kept when no launcher reads them
+PRIVATE_RECORDS = 4096  # number of events kept without a launcher
 
 
 class JoinedRank(NamedTuple):
-    """A rank that can reach its peers; whoever joined closes the transport.
+    """A rank that can reach its peers; the caller of `join` closes the transport.
 
     Attributes:
         context: Context for all objects that communicate.
@@ -38,7 +38,7 @@ class JoinedRank(NamedTuple):
 
 
 def claim(store: Store, rank: int) -> int:
-    """Claim `rank` in a store that several jobs of these processes may use one after the other.
+    """Claim `rank` in a store that these processes may use for several consecutive jobs.
 
     Returns:
         Number of times that this process has claimed the rank, from 1. A prefix that contains it
@@ -80,16 +80,17 @@ def join(
         size: Number of ranks.
         clock: Time source of the rank; the monotonic clock of the host when None.
         health: Collector of lost peers; a new one when None.
-        recorder: Record of events; a private one of 4,096 records when None.
+        recorder: Recorder of events; one of 4,096 records that no launcher reads when None.
         timeout_s: Seconds to wait for all ranks.
-        portable: Whether ranks send copies even where they could share memory.
+        portable: Whether ranks send data in messages even where they could share memory.
         secret: Secret of the job, for connections between hosts.
-        network: Way in which ranks of other hosts reach this one; loopback when None.
-        host: Name of this rank's host, for ranks of one host that act as if they were on several;
+        network: Settings of the network, for ranks on other hosts; loopback when None.
+        host: Name of this rank's host, so that ranks of one host can act as if they were on
+            several; the real name when empty.
             its own when empty.
 
     Raises:
-        RendezvousError: Some ranks did not come, or cannot be reached; they are named.
+        RendezvousError: Some ranks did not join, or cannot be reached; the message names them.
         ConfigError: Only some ranks are portable, or ranks of several hosts have no common secret.
     """
     clock = clock or MonotonicClock()

@@ -19,7 +19,7 @@ def expand_hostlist(text: str) -> list[str]:
     """Return the names of a list of nodes.
 
     Raises:
-        ConfigError: It is no list of nodes.
+        ConfigError: The text is not a list of nodes.
 
     >>> expand_hostlist("n[1-2,07-08]-ib,x5")
     ['n1-ib', 'n2-ib', 'n07-ib', 'n08-ib', 'x5']
@@ -38,7 +38,7 @@ def expand_counts(text: str) -> list[int]:
     """Return numbers of tasks or processors by node.
 
     Raises:
-        ConfigError: It is no such list.
+        ConfigError: The text is not a list of numbers.
 
     >>> expand_counts("4(x2),1")
     [4, 4, 1]
@@ -54,7 +54,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _expanded(part: str, text: str) -> list[str]:
-    """Return the names of one part, whose brackets vary from the last to the first."""
+    """Return the names of one part; the last bracket varies fastest."""
     matched = PART.fullmatch(part)
     if matched is None:
         _refuse(text)
@@ -76,5 +76,5 @@ def _numbers(piece: str, text: str) -> list[str]:
 
 
 def _refuse(text: str) -> NoReturn:
-    msg = f"{text!r} is none of Slurm's lists, such as n[1-3,7] or 4(x2),1"
+    msg = f"{text!r} is not a list of Slurm, such as n[1-3,7] or 4(x2),1"
     raise ConfigError(msg)

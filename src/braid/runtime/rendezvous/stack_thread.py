@@ -1,16 +1,16 @@
-"""A thread that sleeps until the launcher asks for stacks, so that no call of the program does.
+"""A thread that receives the launcher's signals for stacks, so that no other thread is interrupted.
 
-Problem: a signal interrupts the call in which the thread sleeps that receives it. Python goes on
-with its own calls, and the kernel with most. `sleep`, `poll`, `select` and `semop`, called by a
-library in C, return early, whatever flags the handler was installed with (signal(7)). A report
-about a program would then change what it does.
+Problem: a signal interrupts the system call of the thread that receives it. Python restarts its own
+calls, and the kernel restarts most. But `sleep`, `poll`, `select` and `semop`, called by a C
+library, return early, whatever flags the handler was installed with (signal(7)). A request for
+stacks could then change what the program does.
 
-Idea: the handler of `faulthandler` writes the stacks of all threads, whichever of them receives
-the signal. So the launcher sends it to this thread, whose `read` the kernel starts again.
+Idea: the handler of `faulthandler` writes the stacks of all threads, whichever thread receives the
+signal. So the launcher sends it to this thread, and the kernel restarts its `read`.
 
-That handler reads frames which other threads change meanwhile, unless these wait: a rank whose
-threads run calls of peers can die of it. This thread writes the same while it has the interpreter's
-lock, when the launcher writes into its pipe instead.
+That handler reads frames that other threads may change meanwhile; a rank whose threads run remote
+calls can crash in it. Therefore the launcher may write to this thread's pipe instead: the thread
+then writes the stacks while it holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import threading
 
 __all__ = ["ASK", "StackThread"]
 
-ASK = b"?"  # what asks for stacks, in the pipe
+ASK = b"?"  # the byte in the pipe that asks for stacks
 
 
 class StackThread:
@@ -32,7 +32,7 @@ class StackThread:
         stacks_fd: Descriptor of the file of the stacks.
 
     Attributes:
-        native_id: Number by which the kernel knows the thread.
+        native_id: Thread identifier of the kernel.
     """
 
     def __init__(self, rank: int, stacks_fd: int) -> None:
@@ -57,7 +57,7 @@ class StackThread:
         if self._writer < 0:
             return
         if os.getpid() == self._pid:
-            os.write(self._writer, b"x")  # a child may still hold the other end
+            os.write(self._writer, b"x")  # closing is not enough: a child may hold the other end
             self._thread.join()
         os.close(self._reader)
         os.close(self._writer)
@@ -71,6 +71,6 @@ class StackThread:
 
 
 def _receive_signals(reader: int, stacks_fd: int) -> None:
-    """Sleep; the name stands in stack dumps, where `diagnose` passes this thread over."""
+    """Wait for requests. `diagnose` recognizes this thread in stacks by this function's name."""
     while os.read(reader, 1) == ASK:
         faulthandler.dump_traceback(stacks_fd, all_threads=True)

@@ -1,12 +1,12 @@
-"""The error block of ranks that no launcher of braid watches: under srun, mpirun and torchrun.
+"""Prints the error block of ranks without a launcher of braid: under srun, mpirun and torchrun.
 
-Problem: such a launcher ends all ranks and says little of why; each survivor prints a traceback of
-its own, all alike but for the one that matters.
+Problem: such a launcher ends all ranks and reports hardly any cause. Each surviving rank prints its
+own traceback, and only one of the tracebacks shows the cause.
 
-Idea: each rank that ends by an exception tells the others in the store, and the first of them waits
-a moment for the rest and prints one block with the same verdict as `braid run`. Ranks that are lost
-tell nothing, so what the survivors know of them stands for it. mpirun of Open MPI ends survivors
-after a second: they are done by then.
+Idea: each rank that ends by an exception writes it to the store. The first one waits a moment for
+the others and prints one block with the same verdict as `braid run`. A lost rank writes nothing, so
+the survivors' knowledge of its loss is used instead. mpirun of Open MPI ends survivors after one
+second; the block is printed before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from braid.runtime.transport import Health
 
 __all__ = ["LOST", "Survivor"]
 
-WAIT_S = 0.6  # for the ends of other ranks; mpirun ends them a second after the first
+WAIT_S = 0.6  # for the ends of other ranks; mpirun ends them one second after the first
 POLL_S = 0.01
 STORE_LIMIT_S = 0.5
 EXCHANGE_LIMIT_S = 1.5
@@ -52,7 +52,7 @@ class Survivor(NamedTuple):
         world_size: Number of ranks.
         launched_by: Launcher that has started the ranks.
         store: Store of all ranks.
-        health: Verdicts of this rank on the others.
+        health: Losses of other ranks that this rank has noticed.
         events: Events of this rank.
         clock: Time source.
         start_ns: Time at which the rank joined.
@@ -68,13 +68,13 @@ class Survivor(NamedTuple):
     start_ns: int
 
     def last_words(self, error: ParsedError) -> tuple[str, bool]:
-        """Tell the other ranks of the exception that ends this one.
+        """Write the exception that ends this rank to the store, for the other ranks.
 
         Args:
             error: The exception.
 
         Returns:
-            Error block for this rank to print; empty if another rank prints it. And whether the
+            Error block for this rank to print (empty if another rank prints it), and whether the
             exception is only a symptom of another rank's end.
         """
         ring = self.events.ring
@@ -93,22 +93,25 @@ class Survivor(NamedTuple):
         if exchanged is not None:
             prints, others = exchanged
             known |= others
-        else:  # rank 0 had the store, and is gone or does not answer
+        else:  # rank 0 served the store, and is gone or does not answer
             self.health.collect()
             prints = self.rank == min(set(range(self.world_size)) - set(self.health.lost))
         return (self._block(known) if prints else ""), is_symptom
 
     def _exchange(self, end: RankEnd, *, is_symptom: bool) -> tuple[bool, dict[int, RankEnd]]:
-        """Tell other ranks of the end; return whether this rank prints, and the ends of others."""
+        """Write the end to the store; return whether this rank prints, and the ends of others."""
         self.store.set(f"ends/{self.rank}", msgspec.json.encode(end))
-        if not is_symptom:  # who caused it all goes on, so that the others learn of its end
+        if not is_symptom:  # the rank at fault does not wait; others learn of its end by the store
             return False, {}
         ours = str(self.rank).encode()
         prints = self.store.compare_set(PRINTER, b"", ours) == ours
         return prints, self._others() if prints else {}
 
     def linger(self) -> None:
-        """Keep the store of rank 0 until another rank has read all ends, or a moment has passed."""
+        """Keep rank 0 alive, which serves the store, until another rank has read all ends.
+
+        Waits for `WAIT_S` at most.
+        """
         if self.rank == 0:
             _within(EXCHANGE_LIMIT_S, self._until_printed)
 
@@ -118,7 +121,7 @@ class Survivor(NamedTuple):
             self.clock.sleep(POLL_S)
 
     def _others(self) -> dict[int, RankEnd]:
-        """Return the ends that other ranks have told, once all have, or after a moment."""
+        """Return the ends that other ranks have written; waits for all, but `WAIT_S` at most."""
         known: dict[int, RankEnd] = {}
         deadline_ns = self.clock.after_ns(WAIT_S)
         while self.clock.now_ns() < deadline_ns:
@@ -138,7 +141,7 @@ class Survivor(NamedTuple):
     def _block(self, known: dict[int, RankEnd]) -> str:
         ends = dict(known)
         for rank, loss in self.health.lost.items():
-            if rank not in ends and not loss.left:
+            if rank not in ends and not loss.departed:
                 named = PID.match(loss.reason)
                 reason = loss.reason[named.end() :] if named is not None else loss.reason
                 reason = f"{reason}; {self.launched_by} may say how"
@@ -157,9 +160,9 @@ class Survivor(NamedTuple):
 
 
 def _within(limit_s: float, do: Callable[[], T]) -> T | None:
-    """Return the result of a function of the store, or None if it fails or takes too long.
+    """Return the result of a function that uses the store, or None if it fails or takes too long.
 
-    A store of torch whose server is stopped may hold a call up for ever, so a thread makes it.
+    A call of torch's store may never return if its server is stopped, so a thread makes the call.
     """
     results: list[T] = []
 
@@ -171,6 +174,6 @@ def _within(limit_s: float, do: Callable[[], T]) -> T | None:
     try:
         thread.start()
         thread.join(limit_s)
-    except RuntimeError:  # Python 3.12 and newer start none while the interpreter ends
+    except RuntimeError:  # Python 3.12 and newer cannot start threads during shutdown
         run()
     return results[0] if results else None

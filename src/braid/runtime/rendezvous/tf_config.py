@@ -1,12 +1,12 @@
-"""Reads TF_CONFIG, with which programs of TensorFlow learn who their peers are.
+"""Reads TF_CONFIG, the variable by which programs of TensorFlow know their peers.
 
     {"cluster": {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]},
      "task": {"type": "worker", "index": 0}}
 
-A job's tasks are a list of addresses, or a mapping from their numbers. Ranks are counted in the
-order of `JOBS`, so rank 0 is the chief, or the first worker if there is none.
+The tasks of a job are a list of addresses, or a mapping from task numbers to addresses. Ranks are
+numbered in the order of `JOBS`, so rank 0 is the chief, or the first worker without one.
 
-Tasks of the job `spare`, which TensorFlow does not have, take the places of lost workers.
+Tasks of the job `spare`, which TensorFlow does not have, replace lost workers.
 
 Source: TensorFlow 2.21, `tf.distribute.cluster_resolver.TFConfigClusterResolver`.
 """
@@ -57,8 +57,8 @@ def read_tf_config(environ: Mapping[str, str]) -> TFConfig:
     """Read the cluster and this process's task.
 
     Raises:
-        ConfigError: TF_CONFIG is not set or is no JSON, a job has gaps, an address has no port or
-            occurs twice, or the task is not in the cluster; all problems are named.
+        ConfigError: TF_CONFIG is not set or is not JSON, a job has gaps, an address has no port or
+            occurs twice, or the task is not in the cluster; the message names all problems.
     """
     text = environ.get(VARIABLE, "")
     if not text:
@@ -67,7 +67,7 @@ def read_tf_config(environ: Mapping[str, str]) -> TFConfig:
     try:
         config = json.loads(text)
     except ValueError as exc:
-        msg = f"{VARIABLE} is no JSON: {exc}"
+        msg = f"{VARIABLE} is not JSON: {exc}"
         raise ConfigError(msg) from None
     problems: list[str] = []
     jobs = _jobs(config, problems)
@@ -78,10 +78,10 @@ def read_tf_config(environ: Mapping[str, str]) -> TFConfig:
         if not task:
             problems.append('it has no "task" with the type and the index of this process')
         elif not isinstance(kind, str) or kind not in jobs:
-            problems.append(f"task type {kind!r} is none of the cluster's jobs {', '.join(jobs)}")
+            problems.append(f"task type {kind!r} is not a job of the cluster: {', '.join(jobs)}")
         elif type(index) is not int or not 0 <= index < len(jobs[kind]):
             problems.append(
-                f"task index {index!r} is none of the {len(jobs[kind])} tasks of {kind}: they are "
+                f"task index {index!r} is not a task of {kind}: its {len(jobs[kind])} tasks are "
                 f"numbered from 0 to {len(jobs[kind]) - 1}"
             )
     raise_all(f"{VARIABLE}: {problem}" for problem in problems)
@@ -109,15 +109,15 @@ def _jobs(config: Any, problems: list[str]) -> dict[str, tuple[str, ...]]:
                 tasks if isinstance(tasks, list) else [tasks[str(i)] for i in range(len(tasks))]
             )
             jobs[job] = tuple(map(str, ordered))
-    each = [address for tasks in jobs.values() for address in tasks]
-    for address in each:
+    addresses = [address for tasks in jobs.values() for address in tasks]
+    for address in addresses:
         host, _, port = address.rpartition(":")
         known = HOST.fullmatch(host) and port.isascii() and port.isdecimal()
         if not known or not 0 < int(port) < 1 << 16:
-            problems.append(f"{address!r} is no host:port")
-    twice = [address for address, count in Counter(each).items() if count > 1]
+            problems.append(f"{address!r} is not host:port")
+    twice = [address for address, count in Counter(addresses).items() if count > 1]
     problems += [
-        f"there are {len(jobs[job])} tasks of {job}, and there can be one"
+        f"there are {len(jobs[job])} tasks of {job}, but at most one is allowed"
         for job in JOBS[:2]
         if len(jobs.get(job, ())) > 1
     ]

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what is computed, and not on which rank computes it."""
+"""Random numbers that depend on what is computed, not on the rank that computes it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Random numbers of layers, keyed by what they are for.
+"""Random numbers for layers, as a function of their purpose.
 
     key       seed, step, name of the layer, number of the operation in it
     position  number of the sample in the global batch, number of the element in the sample
 
-So a layer drops the same elements whichever rank runs it, in whichever micro-batch, and when it is
-run again to recompute. Dropout is computed like this, that of attention too. Other operations that
-take a generator (`torch.rand`, `normal_`, ...) get one that is seeded by seed, step, layer and
-first sample: their numbers are the same for every cut and schedule, but depend on the size of
-micro-batches. The rest (such as `alpha_dropout`) draws from torch's default generator as ever.
+So a layer drops the same elements on any rank, in any micro-batch, and when it is recomputed.
+Dropout is computed like this, also in attention. Other operations that take a generator
+(`torch.rand`, `normal_`, ...) get one that is seeded by seed, step, layer and first sample: their
+numbers are the same for every division of the model and every schedule, but depend on the size of
+micro-batches. The rest (such as `alpha_dropout`) uses torch's default generator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from braid.runtime.seeding.philox import uniform
 __all__ = ["Draws", "key_of"]
 
 Tensor = torch.Tensor
-# torch's functions, with the number of last dimensions that are dropped as one
+# torch's functions, with the number of last dimensions whose elements are dropped together
 DROPOUT: dict[Callable[..., Any], int] = {
     functional.dropout: 0,
     torch.dropout: 0,
@@ -65,15 +65,15 @@ LIKE: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _unchecked(func: Any) -> Callable[..., Any]:
-    """Return a function of torch without its question whether a mode handles it."""
+    """Return a copy of a function of torch that does not check for a mode that intercepts it."""
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     never = dict.fromkeys(checks, lambda *_: False)
-    own = FunctionType(func.__code__, {**func.__globals__, **never}, func.__name__)
-    own.__defaults__, own.__kwdefaults__ = func.__defaults__, func.__kwdefaults__
-    return own
+    copy = FunctionType(func.__code__, {**func.__globals__, **never}, func.__name__)
+    copy.__defaults__, copy.__kwdefaults__ = func.__defaults__, func.__kwdefaults__
+    return copy
 
 
-# functions of torch that draw in functions of torch that they call
+# functions of torch that draw random numbers in other functions of torch
 COMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
     func: _unchecked(func)
     for func in (functional.multi_head_attention_forward, functional.gumbel_softmax)
@@ -87,7 +87,7 @@ def key_of(*parts: int | str) -> int:
 
 
 class Draws:
-    """Random numbers of some samples in one step.
+    """Random numbers for some samples in one step.
 
     Args:
         seed: Seed of the run.
@@ -102,9 +102,9 @@ class Draws:
 
     @contextmanager
     def layer(self, name: str) -> Iterator[None]:
-        """Let what is drawn inside of the context belong to a layer.
+        """Draw the random numbers inside of the context for the layer `name`.
 
-        Cost: 1 us for each operation of torch inside; dropout some 30 operations for each element.
+        Cost: 1 us for each torch operation inside; dropout about 30 operations for each element.
         """
         with _LayerDraws((self._seed, self._step, name), self._samples):
             yield
@@ -134,12 +134,12 @@ class _LayerDraws(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func in TAKES_GENERATOR and kwargs.get("generator") is None:
-            given = next((x.device for x in args if isinstance(x, Tensor)), kwargs.get("device"))
-            kwargs = {**kwargs, "generator": self._generator(given)}
+            device = next((x.device for x in args if isinstance(x, Tensor)), kwargs.get("device"))
+            kwargs = {**kwargs, "generator": self._generator(device)}
         elif func in LIKE:
             x = args[0]
-            given = {"dtype": x.dtype, "device": x.device, **kwargs}
-            return LIKE[func](x.shape, generator=self._generator(given["device"]), **given)
+            options = {"dtype": x.dtype, "device": x.device, **kwargs}
+            return LIKE[func](x.shape, generator=self._generator(options["device"]), **options)
         return func(*args, **kwargs)
 
     def _generator(self, device: torch.device | str | None) -> torch.Generator:
@@ -169,7 +169,7 @@ class _LayerDraws(TorchFunctionMode):
     def _scale(self, p: float, shape: torch.Size, x: Tensor) -> Tensor:
         """Return a factor for each element: 0, or 1 / (1 - p).
 
-        Rows are those of the batch; if their number does not fit, all belong to the first sample.
+        Rows are samples; if the elements cannot be divided evenly, all belong to the first sample.
         """
         self._num_drops += 1
         key, samples = key_of(*self._key, self._num_drops), self._samples
@@ -191,7 +191,7 @@ class _LayerDraws(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Compute attention; with dropout step by step, since kernels draw numbers of their own."""
+        """Compute attention; with dropout without kernels, since they draw their own numbers."""
         if not dropout_p:
             return functional.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa

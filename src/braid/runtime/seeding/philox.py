@@ -1,10 +1,10 @@
 """Counter-based random numbers: a function of a key and a position, without state.
 
-Problem: a generator with a state gives each rank other numbers once the work is divided in another
-way, so that no parallel run with dropout can equal the run of one process.
+Problem: if work is divided between ranks in another way, a stateful generator gives other numbers,
+so that no parallel run with dropout can equal the run of one process.
 
 Idea: number the elements, and compute the random number of an element from its number. Philox
-encrypts the number in ten rounds of multiplications. Any rank computes the numbers of the elements
+encrypts the number in ten rounds of multiplications. A rank computes the numbers of the elements
 that it has, in any order.
 
     counter    element / 4 (64 bits), sample (64 bits)         one counter gives four words
@@ -23,21 +23,21 @@ ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 LOW = 0xFFFFFFFF
-MANTISSA_BITS = 24  # of a float32, so that every result is exact
+MANTISSA_BITS = 24  # of a float32, so that the result is exact
 
 
 def random_words(key: int, samples: torch.Tensor, num_elements: int) -> torch.Tensor:
-    """Return random words of 32 bits, those of an element depending on key, sample and number only.
+    """Return random words of 32 bits that depend only on key, sample and element number.
 
     Args:
-        key: Key, of which 64 bits count.
+        key: Key; its low 64 bits are used.
         samples: Numbers of the samples (int64), shape [rows].
         num_elements: Number of elements of each sample.
 
     Returns:
         Words in int64, shape [rows, num_elements], on the device of `samples`.
 
-    Cost: some 30 operations on int64 for each word.
+    Cost: about 30 operations on int64 for each word.
     """
     quads = torch.arange(-(-num_elements // 4), device=samples.device)
     shape = (len(samples), len(quads))
@@ -63,6 +63,6 @@ def uniform(key: int, samples: torch.Tensor, num_elements: int) -> torch.Tensor:
 
 
 def _product(factor: int, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the high and the low 32 bits of products; int64 wraps round, as two's complement."""
+    """Return the high and the low 32 bits of products; int64 overflows as two's complement."""
     product = words * factor
     return product >> 32 & LOW, product & LOW

@@ -1,11 +1,10 @@
 """The client of a store server: many threads, one connection, no background thread.
 
-Problem: a thread that waits for a key must not stop another thread from setting it, although both
-use one connection. A reader thread would solve this, but cost two thread switches per operation.
+Problem: a thread that waits for a key must not keep another thread from setting it, although both
+use one connection. A reader thread would solve this, but costs two thread switches per operation.
 
-Idea: requests carry numbers. A waiting thread reads for all while no other does. It files the
-replies to other threads, and passes the reading on when its own reply has come ("leader and
-followers").
+Idea: requests carry numbers. One waiting thread at a time reads for all. It stores the replies to
+other threads, and another thread takes over when its own reply has come ("leader and followers").
 
 Source: D. Schmidt et al., "Leader/Followers", PLoP 2000.
 """
@@ -24,7 +23,7 @@ from braid.runtime.wire import DEFAULT_TIMEOUT_S, Connection
 
 __all__ = ["StoreClient"]
 
-_ANSWER_LIMIT_S = 30.0  # a server that is this late behind its own deadline is stuck
+_ANSWER_LIMIT_S = 30.0  # time after a request's deadline when the server counts as stuck
 
 
 class StoreClient(Store):
@@ -32,7 +31,7 @@ class StoreClient(Store):
 
     Args:
         connection: Connection to a `StoreServer`; owned and closed by this object.
-        default_timeout_s: Deadline of operations that are given none.
+        default_timeout_s: Time-out of operations that are called without one.
         clock: Clock for deadlines; the host's when None.
 
     Cost: one round trip for each operation.
@@ -89,7 +88,7 @@ class StoreClient(Store):
                 self._replies.pop(number, None)
 
     def _await_turn(self, number: int, deadline_ns: int) -> Reply | None:
-        """Wait for the reply to `number`; None when this thread has to read for all."""
+        """Wait for the reply to `number`; returns None when this thread has to read for all."""
         with self._arrived:
             while True:
                 reply = self._replies.get(number)
@@ -116,7 +115,7 @@ class StoreClient(Store):
                 result = unpack_result(self._connection.recv(remaining_ns / 1e9))
                 arrived = result.number
                 with self._arrived:
-                    if arrived in self._pending:  # else its caller waits no longer
+                    if arrived in self._pending:  # else its caller has stopped waiting
                         self._replies[arrived] = result.reply
                         if arrived != number:
                             self._arrived.notify_all()

@@ -1,4 +1,4 @@
-"""All ranks publish a value to each other through a store."""
+"""Exchange of one value per rank through a store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOOK_S = 0.25  # pause between two calls of `check` while ranks are missing
 
 
 class RanksMissingError(CommTimeout):
-    """Some ranks have not published their value in time.
+    """Some ranks have not published their value within the time-out.
 
     Attributes:
         ranks: The missing ranks.
@@ -22,12 +22,12 @@ class RanksMissingError(CommTimeout):
     Args:
         topic: Name of the exchange.
         ranks: The missing ranks.
-        timeout_s: Seconds that were waited.
+        timeout_s: Time-out in seconds.
     """
 
     def __init__(self, topic: str, ranks: Sequence[int], timeout_s: float) -> None:
         super().__init__(
-            f"ranks {list(ranks)} have not come to the meeting {topic!r} within {timeout_s:g} s: "
+            f"ranks {list(ranks)} have not joined the exchange {topic!r} within {timeout_s:g} s: "
             "see their errors, whether they were started, and whether all ranks make their groups "
             "in the same order"
         )
@@ -49,16 +49,16 @@ def exchange(
 
     Args:
         store: Store that all ranks use.
-        topic: Name of the exchange: each is used once, and is the same on all ranks.
+        topic: Name of the exchange, the same on all ranks; used only once.
         rank: This rank, one of `ranks`.
         ranks: Ranks that take part.
         value: Value of this rank.
         timeout_s: Seconds to wait for the other ranks.
         clock: Clock for the deadline; the host's when None.
-        check: Called while ranks are missing; raises when they cannot come any more.
+        check: Called while ranks are missing; raises if they cannot come any more.
 
     Raises:
-        RanksMissingError: Some ranks published nothing.
+        RanksMissingError: Some ranks have not published their value within the time-out.
     """
     store.set(f"{topic}/{rank}", value)
     wait_for_ranks(store, topic, ranks, timeout_s=timeout_s, clock=clock, check=check)
@@ -75,7 +75,7 @@ def exchange_numbers(
     timeout_s: float,
     check: Callable[[], None],
 ) -> list[int]:
-    """Publish a number to `ranks` and return theirs, as `exchange` does."""
+    """Publish a number to `ranks` and return their numbers, as `exchange` does."""
     value = str(number).encode()
     values = exchange(store, topic, rank, ranks, value, timeout_s=timeout_s, check=check)
     return [int(value) for value in values]
@@ -90,7 +90,7 @@ def wait_for_ranks(
     clock: Clock | None = None,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Wait until all `ranks` have published; arguments and errors are those of `exchange`."""
+    """Wait until all `ranks` have published; see `exchange` for arguments and errors."""
     clock = clock or MonotonicClock()
     keys = [f"{topic}/{rank}" for rank in ranks]
     deadline_ns = clock.after_ns(timeout_s)

@@ -1,13 +1,13 @@
 """A store in a file, for jobs whose processes share a directory and nothing else.
 
-Problem: a process may be killed at any byte of a write. Then no other process may see half an
-operation, or wait for the lock of the dead one. Torch's FileStore has one record per `set`, no
-checksum, and no answer to a torn tail.
+Problem: a process may be killed at any byte of a write. No other process may then see half an
+operation, or wait for the lock of the dead process. Torch's FileStore has one record per `set`, no
+checksum, and does not handle an incomplete last record.
 
-Idea: the file is a log of the requests that change something, each with length and checksum. The
-content of the store is that of a `StoreTable` after replaying the log, so all processes that have
-read as far see the same. Changes are made under an exclusive `flock`, which the kernel releases
-when a process is killed; its torn last record is cut off by the next writer.
+Idea: the file is a log of the requests that change the store, each with length and checksum. The
+content of the store is a `StoreTable` after replaying the log, so all processes that have read
+equally far see the same content. A change is made under an exclusive `flock`, which the kernel
+releases when the process is killed; the next writer cuts off its incomplete last record.
 
     "BRAIDKV1" | length u32 | crc32 u32 | request (msgpack) | length u32 | crc32 u32 | request | ...
 
@@ -52,26 +52,26 @@ _HEAD = struct.Struct("<II")
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _MAX_RECORD_BYTES = 1 << 30
 _PAUSE_FIRST_S = 0.0005
-_PAUSE_MOST_S = 0.02  # how late a waiter may notice a key
+_PAUSE_MOST_S = 0.02  # longest delay before a waiting process notices a key
 
 
 class FileStore(Store):
     """A store in a file; every process opens the same path.
 
-    The file stays when all have closed it, and grows with every change: give each run its own path.
-    The file system must support `flock` (local ones, NFS from version 4 do).
+    The file stays when all processes have closed it, and grows with every change: use a new path
+    for each run. The file system must support `flock` (local ones and NFS from version 4 do).
 
     Args:
         path: Path of the file; created with mode 0600 if missing. Its directory must exist.
-        default_timeout_s: Deadline of operations that are given none.
+        default_timeout_s: Time-out of operations that are called without one.
         clock: Clock for deadlines and pauses; the host's when None.
 
     Raises:
-        ConfigError: The file cannot be opened, or is no store.
+        ConfigError: The file cannot be opened, or is not a store.
 
-    On failure: a process that is killed leaves no lock and no half operation. A process that is
-    *stopped* inside an operation holds the lock; other processes then get a CommTimeout that says
-    so.
+    On failure: a process that is killed leaves neither a lock nor half an operation. A process that
+    is *stopped* inside an operation keeps the lock; other processes then get a CommTimeout that
+    names this cause.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class FileStore(Store):
         self._path = Path(path)
         self._clock = clock or MonotonicClock()
         self._table = StoreTable()
-        self._read_to = 0  # the end of the last whole record in the table
-        self._thread_lock = threading.Lock()  # flock does not tell threads of one descriptor apart
+        self._read_to = 0  # end of the last complete record in the table
+        self._thread_lock = threading.Lock()  # flock does not exclude threads of one descriptor
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as exc:
@@ -100,7 +100,7 @@ class FileStore(Store):
             raise
 
     def close(self) -> None:
-        """Close the file, which stays. Idempotent."""
+        """Close the file, which is not removed. Idempotent."""
         with self._thread_lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -118,7 +118,7 @@ class FileStore(Store):
     def ask(self, request: Request, timeout_s: float) -> Reply:
         """See `Store.ask`."""
         deadline_ns = self._deadline_ns(timeout_s)
-        # A short wait for a key is no reason to be impatient with the lock.
+        # A short time-out for a key must not shorten the wait for the lock.
         lock_deadline_ns = self._deadline_ns(max(timeout_s, self.default_timeout_s))
         changes = isinstance(request, (Set, Add, CompareSet, Delete, MultiSet, Append))
         pause_s = _PAUSE_FIRST_S
@@ -162,17 +162,17 @@ class FileStore(Store):
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _begin(self) -> None:
-        """Mark a new file as a store, or check that an old one is."""
+        """Mark a new file as a store, or check that an old file is one."""
         start = os.pread(self._fd, len(_MAGIC), 0)
         if not _MAGIC.startswith(start):
             msg = f"{self._path} is not a braid store, it begins with {start!r}: use a new file"
             raise ConfigError(msg)
-        if start != _MAGIC:  # new, or its maker was killed here
+        if start != _MAGIC:  # new, or its creator was killed before this write
             os.pwrite(self._fd, _MAGIC, 0)
         self._read_to = len(_MAGIC)
 
     def _replay(self) -> None:
-        """Apply all whole records that this process has not seen."""
+        """Apply all complete records that this process has not read."""
         size = os.fstat(self._fd).st_size
         while size - self._read_to >= _HEAD.size:
             length, checksum = _HEAD.unpack(os.pread(self._fd, _HEAD.size, self._read_to))
@@ -202,7 +202,7 @@ class FileStore(Store):
             )
             raise ConfigError(msg)
         record = _HEAD.pack(len(body), zlib.crc32(body)) + body
-        # What lies behind the last whole record was left by a writer that was killed.
+        # A writer that was killed may have left bytes after the last complete record.
         if os.fstat(self._fd).st_size > self._read_to:
             os.ftruncate(self._fd, self._read_to)
         try:

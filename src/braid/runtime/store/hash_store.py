@@ -1,4 +1,4 @@
-"""A store in this process, shared by its threads: for worlds of threads and worlds of one."""
+"""A store in this process, shared by its threads, for jobs of threads and jobs of one rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["HashStore"]
 
 
 class HashStore(Store):
-    """The store's state machine under a lock; all threads use the same object.
+    """A store under a lock; all threads use the same object.
 
     Args:
-        default_timeout_s: Deadline of operations that are given none.
+        default_timeout_s: Time-out of operations that are called without one.
         clock: Clock for deadlines; the host's when None.
     """
 

@@ -1,10 +1,10 @@
-"""The interface of all stores, and the part of it that all implementations share.
+"""The interface of all stores, and the code that all implementations share.
 
 Problem: ranks meet through a server under braid's launcher, through torch's store under torchrun,
-through a file on a cluster without either, and through a dictionary in tests. Code above must not
-know which.
+through a file on a cluster without either, and through a dictionary in tests. The code above must
+not depend on which of them it is.
 
-Idea: one class with torch's operations on bytes. A kind of store only executes one request
+Idea: one class with torch's operations on bytes. An implementation only executes one request
 (`Store.ask`); names, time-outs and errors are the same for all, and one conformance suite checks
 them.
 """
@@ -50,13 +50,13 @@ class Store(ABC):
     seconds; None means the store's default.
 
     Args:
-        default_timeout_s: Deadline of operations that are given none.
+        default_timeout_s: Time-out of operations that are called without one.
 
     Raises:
-        CommTimeout: Keys were missing at the deadline; the text names them.
+        CommTimeout: Keys were missing at the deadline; the message names them.
         PeerLostError: The process that holds the store is gone.
-        ConfigError: A key or value is of the wrong type, or `add` was called for a value that is no
-            number.
+        ConfigError: A key or value is of the wrong type, or `add` was called for a value that is
+            not a number.
     """
 
     def __init__(self, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -85,7 +85,7 @@ class Store(ABC):
         """Set `key` to `desired` if it holds `expected`, or is missing and `expected` is empty.
 
         Returns:
-            The value afterwards; `expected` when the key is missing and stays so.
+            The value afterwards; `expected` if the key is still missing.
         """
         request = CompareSet(_key(key), _bytes(key, expected), _bytes(key, desired))
         return cast("bytes", self._value(request))
@@ -103,7 +103,7 @@ class Store(ABC):
         return cast("bool", self._value(Delete(_key(key))))
 
     def num_keys(self) -> int:
-        """Number of keys in the whole store, prefixes or not."""
+        """Number of keys in the whole store, with any prefix."""
         return cast("int", self._value(NumKeys()))
 
     def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
@@ -111,7 +111,7 @@ class Store(ABC):
         return cast("list[bytes]", self._value(MultiGet(_keys(keys)), timeout_s))
 
     def multi_set(self, items: Mapping[str, bytes]) -> None:
-        """Set several keys at once."""
+        """Set several keys in one atomic operation."""
         self._value(MultiSet({_key(key): _bytes(key, value) for key, value in items.items()}))
 
     def append(self, key: str, value: bytes) -> None:
@@ -129,11 +129,11 @@ class Store(ABC):
 
 
 class PrefixStore(Store):
-    """A part of another store: every key gets `prefix/` in front.
+    """A part of another store: every key is prefixed by `prefix/`.
 
     Args:
         prefix: Name of the part.
-        store: The whole store; `num_keys` counts all of its keys, as torch's PrefixStore does.
+        store: The whole store; `num_keys` counts all its keys, as torch's PrefixStore does.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:

@@ -1,6 +1,6 @@
 """Messages between client and server of a store, in frames of `braid.runtime.wire`.
 
-A small message travels in the meta of a frame, a larger one in the frame's only buffer.
+A small message is sent in the metadata of a frame, a larger one in the frame's only buffer.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ _RESULTS = msgspec.msgpack.Decoder(StoreResult)
 
 
 def pack(message: StoreCall | StoreResult) -> tuple[bytes, list[bytes]]:
-    """Return meta and buffers of the frame that carries `message`."""
+    """Return metadata and buffers of the frame that carries `message`."""
     body = msgspec.msgpack.encode(message)
     return (body, []) if len(body) <= STORE_LIMITS.max_meta_bytes else (b"", [body])
 
 
 def unpack_call(frame: Frame) -> StoreCall:
-    """Return the call in `frame`; CommError when there is none."""
+    """Return the call in `frame`; raises CommError if there is none."""
     return _unpack(frame, _CALLS, "client", "request")
 
 
 def unpack_result(frame: Frame) -> StoreResult:
-    """Return the result in `frame`; CommError when there is none."""
+    """Return the result in `frame`; raises CommError if there is none."""
     return _unpack(frame, _RESULTS, "server", "reply")
 
 
@@ -74,7 +74,7 @@ def _unpack(frame: Frame, decoder: msgspec.msgpack.Decoder[M], sender: str, kind
         return decoder.decode(frame.buffers[0] if frame.buffers else frame.meta)
     except msgspec.DecodeError as exc:
         msg = (
-            f"the {sender} of a store sent a frame that is no {kind} ({exc}): do both run the same "
-            "version?"
+            f"the {sender} of a store sent a frame that is not a {kind} ({exc}): do both run the "
+            "same version?"
         )
         raise CommError(msg) from exc

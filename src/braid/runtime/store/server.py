@@ -1,8 +1,8 @@
-"""The server of a store: one thread that waits for requests of all clients at once.
+"""The server of a store: one thread that waits for requests of all clients.
 
-It owns connections that others have accepted and authenticated (`serve`), or a listener (`listen`).
-It never blocks on a client: replies that a client does not read stay in its outbox, and a client
-that lets them pile up is dropped.
+It owns the connections that other code has accepted and authenticated (`serve`), or a listener
+(`listen`). It never blocks on a client: replies that a client does not read stay in its outbox, and
+a client with too large an outbox is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from braid.runtime.wire import Connection, Identity, Listener, Secret
 __all__ = ["StoreServer"]
 
 _MAX_OUTBOX_BYTES = 2 * STORE_LIMITS.max_frame_bytes
-_REQUESTS_PER_TURN = 32  # of one client, before the others have theirs
+_REQUESTS_PER_TURN = 32  # of one client, before other clients have their turn
 
 
 class StoreServer:
@@ -32,10 +32,10 @@ class StoreServer:
 
     Args:
         clock: Clock for the deadlines of waiting requests; the host's when None.
-        listener: Listener to which clients connect; owned and closed by the server. None when they
-            come by `serve`.
+        listener: Listener to which clients connect; owned and closed by the server. None if
+            connections are passed to `serve`.
 
-    On failure: the server forgets a client that dies or breaks the protocol, and its waiting
+    On failure: the server drops a client that dies or violates the protocol, and its waiting
     requests; its keys stay.
     """
 
@@ -46,7 +46,7 @@ class StoreServer:
         self._numbers = itertools.count(1)
         self._clients: dict[int, Connection] = {}
         self._handed_over: deque[Connection] = deque()
-        self._unfinished: set[int] = set()  # clients that had more requests than a turn has
+        self._unfinished: set[int] = set()  # clients with more requests than one turn handles
         self._closing = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -55,7 +55,7 @@ class StoreServer:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         if listener is not None:
             self._selector.register(listener, selectors.EVENT_READ)
-        # A daemon, so that a program that forgets to close it can still end.
+        # A daemon, so that a program that does not close the server can still end.
         self._thread = threading.Thread(target=self._run, name="braid-store-server", daemon=True)
         self._thread.start()
 
@@ -93,12 +93,12 @@ class StoreServer:
             ConfigError: The server has no listener.
         """
         if self._listener is None:
-            msg = "this StoreServer has no listener: its clients come by serve()"
+            msg = "this StoreServer has no listener: pass connections to serve()"
             raise ConfigError(msg)
         return self._listener.address
 
     def serve(self, connection: Connection) -> None:
-        """Serve the client at the other end of `connection`, which the server owns from now on.
+        """Serve the client at the other end of `connection`; the server owns it from now on.
 
         Raises:
             StaleError: The server is closed.
@@ -140,7 +140,7 @@ class StoreServer:
         )
 
     def _wake(self) -> None:
-        # A full pipe means that it will wake anyway; a closed one, that there is nothing to wake.
+        # If the pipe is full, the thread wakes anyway; if it is closed, the thread has ended.
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"w")
 
@@ -163,7 +163,7 @@ class StoreServer:
                         self._accept()
                 self._deliver(self._state.expire(now_ns))
         finally:
-            for client in list(self._clients):  # whatever happened, nobody waits for a dead server
+            for client in list(self._clients):  # after any error: no client waits for a dead server
                 self._drop(client)
 
     def _accept(self) -> None:
@@ -173,7 +173,7 @@ class StoreServer:
                 self._admit(connection)
 
     def _pause_s(self) -> float | None:
-        """Seconds for which nothing is to do unless something is readable."""
+        """Return how long to wait for a readable socket; None without a limit."""
         if self._unfinished:
             return 0
         deadlines = [self._state.next_deadline_ns()]
@@ -194,14 +194,14 @@ class StoreServer:
         client = next(self._numbers)
         self._clients[client] = connection
         self._selector.register(connection, selectors.EVENT_READ, client)
-        # Its first frames may have been read ahead by the previous owner.
+        # The previous owner may have read its first frames already.
         self._poll_client(client, 0)
 
     def _poll_client(self, client: int, events: int) -> None:
-        """Send what `client` accepts now, and execute its requests for one turn."""
+        """Send queued replies to `client`, and execute its requests for one turn."""
         self._unfinished.discard(client)
         connection = self._clients.get(client)
-        if connection is None:  # dropped in this very round
+        if connection is None:  # dropped in this round
             return
         try:
             if events & selectors.EVENT_WRITE:
@@ -232,14 +232,14 @@ class StoreServer:
             try:
                 try:
                     queued_bytes = connection.post(*pack(StoreResult(number, reply)))
-                except ConfigError as exc:  # the values have grown beyond what a frame may hold
+                except ConfigError as exc:  # the values exceed the limit of a frame
                     queued_bytes = connection.post(*pack(StoreResult(number, Refusal(str(exc)))))
                 self._select(client, connection, queued_bytes)
             except CommError:
                 self._drop(client)
 
     def _select(self, client: int, connection: Connection, queued_bytes: int) -> None:
-        """Select for writing only while something is queued; drop a client that never reads."""
+        """Select for writing only while replies are queued; drop a client that does not read."""
         if queued_bytes > _MAX_OUTBOX_BYTES:
             self._drop(client)
             return

@@ -1,14 +1,13 @@
-"""State machine of a store: requests in, answers out, some of them later.
+"""State machine of a store: requests in, replies out, some of them later.
 
-Problem: ranks need a place to meet before they can communicate. Blocking operations (`get` of a key
-that another rank has yet to set) and deadlines are where such services go wrong, and where they are
-hardest to test.
+Problem: ranks need a place to meet before they can communicate. Operations that block (`get` of a
+key that another rank will set) and deadlines are the most error-prone parts of such a service, and
+the hardest to test.
 
 Idea: `StoreTable` holds the keys and applies one request at a time. `StoreState` adds waiting: a
-    request
-for missing keys waits inside the state until they are set or its deadline passes. Neither knows
-sockets, threads or clocks. The server passes the time in, `HashStore` shares one among threads,
-`FileStore` replays a log of requests through a `StoreTable`.
+request for missing keys waits in the state until they are set or its deadline passes. Neither uses
+sockets, threads or clocks. The server passes the time in, `HashStore` shares one state between
+threads, `FileStore` replays a log of requests through a `StoreTable`.
 
     request                    keys set                  keys missing
     Set, MultiSet              -> None                   creates them
@@ -21,8 +20,8 @@ sockets, threads or clocks. The server passes the time in, `HashStore` shares on
     Delete                     -> True                   -> False
     NumKeys                    -> number of keys
 
-Source: the operations and edge cases of torch.distributed.Store, except that an addition to
-something that is no number is refused here and ends the connection of torch's TCPStore.
+Source: the operations and edge cases of torch.distributed.Store, except that an addition to a value
+that is not a number is refused here, but ends the connection of torch's TCPStore.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Set(msgspec.Struct, tag="set", array_like=True, frozen=True):
 
 
 class Get(msgspec.Struct, tag="get", array_like=True, frozen=True):
-    """Return the value of `key`, waiting for it."""
+    """Return the value of `key`; wait until it is set."""
 
     key: str
 
@@ -113,13 +112,13 @@ class NumKeys(msgspec.Struct, tag="num", array_like=True, frozen=True):
 
 
 class MultiGet(msgspec.Struct, tag="mget", array_like=True, frozen=True):
-    """Return the values of `keys`, waiting for all of them."""
+    """Return the values of `keys`; wait until all are set."""
 
     keys: list[str]
 
 
 class MultiSet(msgspec.Struct, tag="mset", array_like=True, frozen=True):
-    """Set several keys at once: nobody sees only some of them."""
+    """Set several keys together: no client sees only some of them."""
 
     items: dict[str, bytes]
 
@@ -168,7 +167,7 @@ Reply: TypeAlias = StoreAnswer | Missing | Refusal
 
 
 class StoreTable:
-    """Keys and values, and the effect of each request. Deterministic."""
+    """Keys and values, with the effect of each request. Deterministic."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -182,7 +181,7 @@ class StoreTable:
         return []
 
     def apply(self, request: Request) -> Reply:
-        """Execute `request`, or return the keys that are missing."""
+        """Execute `request`, or return the missing keys."""
         absent = self.missing(request)
         if absent:
             return Missing(absent)
@@ -221,8 +220,8 @@ class StoreTable:
         text = self.values.get(request.key, b"0")
         if not _NUMBER.fullmatch(text):
             return Refusal(
-                f"key {request.key!r} holds {text[:40]!r}, which is no decimal number to add "
-                "to: use another key for the counter"
+                f"key {request.key!r} holds {text[:40]!r}, which is not a decimal number: use "
+                "another key for the counter"
             )
         total = int(text) + request.amount
         if total not in _INT64:
@@ -232,11 +231,11 @@ class StoreTable:
 
 
 class AddressedReply(NamedTuple):
-    """A reply and its address.
+    """A reply, with the client and the request that it belongs to.
 
     Attributes:
-        client: Client whose request is answered.
-        number: Number of the client's request.
+        client: Client that sent the request.
+        number: Number that the client gave to the request.
         reply: The reply.
     """
 
@@ -256,13 +255,13 @@ class _Waiting(NamedTuple):
 
 
 class StoreState:
-    """A `StoreTable` whose clients may wait."""
+    """A `StoreTable` with requests that wait."""
 
     def __init__(self) -> None:
         self._table = StoreTable()
         self._waiting: dict[tuple[int, int], _Waiting] = {}
         self._by_key: dict[str, set[tuple[int, int]]] = {}  # requests that wait for a key
-        self._deadlines: list[_Waiting] = []  # a heap; entries that no longer wait are skipped
+        self._deadlines: list[_Waiting] = []  # a heap; may hold requests that no longer wait
         self._order = 0
 
     @property
@@ -278,7 +277,7 @@ class StoreState:
     def request(
         self, client: int, number: int, request: Request, *, now_ns: int, timeout_ns: int
     ) -> list[AddressedReply]:
-        """Execute or keep `request`; returns all replies that are due, also those to other clients.
+        """Execute or keep `request`; returns all replies that are due, also to other clients.
 
         Args:
             client: Client that sent the request.
@@ -288,7 +287,7 @@ class StoreState:
             timeout_ns: Nanoseconds to wait for missing keys.
         """
         if (client, number) in self._waiting:
-            reason = f"request {number} of this client is still waiting: number requests anew"
+            reason = f"request {number} of this client still waits: use another number"
             return [AddressedReply(client, number, Refusal(reason))]
         reply = self._table.apply(request)
         if isinstance(reply, Missing) and timeout_ns > 0:
@@ -316,13 +315,13 @@ class StoreState:
         return due
 
     def next_deadline_ns(self) -> int | None:
-        """Time at which to call `expire` next; None when no request waits."""
+        """Return the time at which to call `expire` next; None when no request waits."""
         while self._deadlines and not self._waits(self._deadlines[0]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0].deadline_ns if self._deadlines else None
 
     def forget(self, client: int) -> None:
-        """Drop the requests of a client that has gone."""
+        """Drop the requests of a client that is gone."""
         for waiting in [entry for entry in self._waiting.values() if entry.client == client]:
             self._drop(waiting)
 
@@ -334,7 +333,7 @@ class StoreState:
             self._by_key.setdefault(key, set()).add((waiting.client, waiting.number))
 
     def _wake(self, key: str) -> list[AddressedReply]:
-        """Answer the requests for which `key` was the last missing one."""
+        """Return the replies to requests that waited only for `key`."""
         due = []
         names = self._by_key.get(key, set())
         for waiting in sorted((self._waiting[name] for name in names), key=lambda w: w.order):

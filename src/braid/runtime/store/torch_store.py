@@ -1,12 +1,12 @@
-"""Adapters between braid's stores and torch's: each can be used where the other is required.
+"""Adapters between braid's stores and torch's.
 
 Problem: under torchrun ranks meet through torch's TCPStore; under braid's launcher,
-torch.distributed needs a `dist.Store` over braid's authenticated one. The two differ in time-outs,
-errors and the types of values.
+torch.distributed needs a `dist.Store` that uses braid's authenticated store. The two differ in
+time-outs, errors and the types of values.
 
-Idea: `TorchStore` is a braid Store over any `dist.Store`. `as_torch_store` is the reverse, a
-subclass of `dist.Store` whose methods torch's C++ calls (PrefixStore, Gloo's rendezvous, ...). This
-is the only module of the package that imports torch.
+Idea: `TorchStore` is a braid Store that uses any `dist.Store`. `as_torch_store` is the reverse: a
+subclass of `dist.Store` whose methods torch's C++ calls (PrefixStore, Gloo's rendezvous, ...). No
+other module of this package imports torch.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ from braid.runtime.wire import DEFAULT_TIMEOUT_S
 __all__ = ["TorchStore", "as_torch_store"]
 
 
-POLLED_S = 1.0  # waits that are shorter ask again and again
+POLLED_S = 1.0  # shorter waits poll the store
 LONGEST_PAUSE_S = 0.02
 
 
 class TorchStore(Store):
-    """A braid Store over a store of torch.
+    """A braid Store that uses a store of torch.
 
     Args:
         store: Any `dist.Store`.
-        default_timeout_s: Deadline of operations that are given none.
+        default_timeout_s: Time-out of operations that are called without one.
 
     On failure: as for all stores. But torch's TCPStore serves one operation of a client at a time,
-    so a thread that waits holds up the other threads of its process. An `add` to something that is
-    no number ends its connection.
+    so a waiting thread blocks the other threads of its process, and an `add` to a value that is not
+    a number ends the connection.
     """
 
     def __init__(self, store: TorchBase, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         super().__init__(default_timeout_s)
-        self._store: Any = store  # its annotations say str where it accepts bytes
+        self._store: Any = store  # its annotations require str where it accepts bytes
 
     def ask(self, request: Request, timeout_s: float) -> Reply:
         """See `Store.ask`."""
@@ -103,7 +103,7 @@ class TorchStore(Store):
         return result
 
     def _execute_extended(self, request: MultiGet | MultiSet | Append) -> Value:
-        """Execute what torch's FileStore lacks: there several keys are set one by one."""
+        """Execute operations that torch's FileStore lacks; it sets several keys one by one."""
         store, is_extended = self._store, self._store.has_extended_api()
         match request:
             case MultiGet(keys) if not (is_extended and keys):  # torch's HashStore needs a key
@@ -125,7 +125,7 @@ class TorchStore(Store):
     def _wait(self, keys: Sequence[str], timeout_s: float) -> None:
         if not keys:
             return
-        # Torch rounds to whole milliseconds, and treats none as "for ever" in some of its stores.
+        # Torch rounds to whole milliseconds, and some of its stores wait without limit at 0.
         limit = timedelta(seconds=max(timeout_s, 1e-3))
         if timeout_s < POLLED_S:
             self._poll(keys, timeout_s)
@@ -134,7 +134,7 @@ class TorchStore(Store):
             self._store.wait(list(keys), limit)
 
     def _poll(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Wait by asking: torch warns on stderr of each wait that ends without its keys."""
+        """Wait by polling: torch writes a warning to stderr whenever a wait times out."""
         deadline_s, pause_s = time.monotonic() + timeout_s, 1e-3
         while not self.check(keys):
             left_s = deadline_s - time.monotonic()
@@ -149,17 +149,17 @@ class TorchStore(Store):
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:
-        """Raise torch's errors as braid's."""
+        """Raise braid's errors in place of torch's."""
         try:
             yield
         except dist.DistNetworkError as exc:
             msg = (
-                f"lost the process that holds {self!r} (rank 0 of the job, as a rule): "
+                f"lost the process that holds {self!r} (usually rank 0 of the job): "
                 f"{_first_line(exc)}"
             )
             raise PeerLostError(msg, rank=0) from exc
         except dist.DistStoreError as exc:
-            if isinstance(exc, CommTimeout):  # a braid store below torch's
+            if isinstance(exc, CommTimeout):  # the store of torch uses a braid store
                 raise
             raise _TorchStoreError(_first_line(exc)) from exc
         except (TypeError, ValueError) as exc:
@@ -170,11 +170,11 @@ class TorchStore(Store):
 
 
 class _TorchStoreError(CommTimeout):
-    """Torch's "wait timeout", which does not name the keys."""
+    """Error of torch's "wait timeout", which does not name the keys."""
 
 
 class _DistStoreTimeout(CommTimeout, dist.DistStoreError):
-    """A missing key, as users of braid and of torch catch it."""
+    """A missing key; an error of braid and of torch, so that users of both can catch it."""
 
 
 class _BraidBackedStore(TorchBase):
@@ -230,7 +230,7 @@ class _BraidBackedStore(TorchBase):
         return True
 
     def clone(self) -> TorchBase:
-        return self  # torch clones a store for its threads; braid's serve all threads
+        return self  # torch clones a store for its threads; braid's stores serve all threads
 
     deleteKey = delete_key  # noqa: N815 - torch's name
     getNumKeys = num_keys  # noqa: N815 - torch's name
@@ -246,15 +246,15 @@ class _BraidBackedStore(TorchBase):
 def as_torch_store(store: Store, timeout_s: float = DEFAULT_TIMEOUT_S) -> TorchBase:
     """Wrap `store` as a `torch.distributed.Store`.
 
-    It serves `dist.init_process_group(store=...)` and PrefixStore. The result, and with it `store`,
-    is kept until the process ends: torch's C++ keeps only its own half of a store written in
-    Python, and calls into the other half after Python has freed it. (To be deleted when pybind11's
-    `smart_holder` or a `keep_alive` reaches torch's PrefixStore and process groups.) Close `store`
-    when the job is done.
+    The result can be passed to `dist.init_process_group(store=...)` and PrefixStore. It is kept
+    until the process ends, and `store` with it: torch's C++ keeps only the C++ part of a store
+    written in Python, and would call the Python part after Python has freed it. (To be deleted when
+    torch's PrefixStore and process groups use pybind11's `smart_holder` or a `keep_alive`.) Close
+    `store` when the job ends.
 
     Args:
         store: A braid store whose operations may be called from any thread.
-        timeout_s: Deadline of operations that are given none; torch may set another with
+        timeout_s: Time-out of operations that are called without one; torch may change it with
             `set_timeout`.
     """
     torch_store = _BraidBackedStore(store, timeout_s)
@@ -263,7 +263,7 @@ def as_torch_store(store: Store, timeout_s: float = DEFAULT_TIMEOUT_S) -> TorchB
 
 
 def _release(torch_store: TorchBase) -> None:
-    """Do nothing at exit; until then the registration keeps `torch_store` alive."""
+    """Do nothing. Its registration at exit keeps `torch_store` alive until then."""
 
 
 def _to_bytes(value: bytes | str) -> bytes:

@@ -1,8 +1,8 @@
-"""Memory that ranks share or mirror, and how they wait: what collectives are built from.
+"""Shared or mirrored memory of ranks, and how ranks wait: the basis of collectives.
 
 Public names: `MemoryTransport` (a rank's end), `Arena`, `Block` and `adoptable` (tensors that peers
 can read), `Wait`, `WaitAny`, `DeviceWait`, `Steps` and `Waiter` (how to wait), `Health` and `Loss`
-(who is gone), `Fabric` (ranks as threads), `connect` (ranks as processes, of one or several hosts).
+(lost ranks), `Fabric` (ranks as threads), `connect` (ranks as processes, on one or several hosts).
 """
 
 from braid.runtime.transport.arena import Arena, Block, adoptable

@@ -1,9 +1,9 @@
-"""Arenas of which peers keep mirrors: peers are told of each new extent.
+"""Arenas that peers mirror: each new extent is announced to peers.
 
-A mirror is zero where nothing has been sent. Slots are never read before they have been published,
-but a group's first page is: its members learn of it through the store or another group. It is
-therefore allocated where nothing has ever been (`AnnouncedArena.fresh`), so that it is zero
-everywhere until its owner publishes something else.
+A mirror is zero where no data has been sent. Slots are read only after they have been published,
+but a group's first page is read before: members learn of it through the store or another group. It
+is therefore allocated in memory that was never used (`AnnouncedArena.fresh`), so that it is zero
+until its owner publishes it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["AnnouncedArena", "PrivateArena"]
 
 
 class AnnouncedArena(Arena):
-    """An arena of which some peers keep a mirror.
+    """An arena that some peers mirror.
 
     Args:
         rank: Rank that owns the arena.
         root: Root of that rank.
         peers: Mirrors of the peers' memory.
-        announce: Called with the number of a new extent, before anything in it is given out.
+        announce: Called with the number of a new extent, before any of its memory is used.
     """
 
     is_mirrored = True
@@ -35,10 +35,10 @@ class AnnouncedArena(Arena):
     ) -> None:
         super().__init__(rank, root, peers)
         self._announce = announce
-        self._untouched: tuple[int, int] = (0, EXTENT_BYTES)  # extent, first byte nobody has had
+        self._untouched: tuple[int, int] = (0, EXTENT_BYTES)  # extent, first byte never used
 
     def fresh(self, nbytes: int) -> Block:
-        """Reserve memory that has never been given out before."""
+        """Reserve memory that has never been used."""
         size = -(-nbytes // LINE_BYTES) * LINE_BYTES
         with self._lock:
             number, offset = self._untouched
@@ -55,10 +55,10 @@ class AnnouncedArena(Arena):
 
 
 class PrivateArena(AnnouncedArena):
-    """An arena in ordinary memory, of which peers can read only what is published."""
+    """An arena in ordinary memory; peers see only the parts that are published."""
 
     def adopt(self, x: torch.Tensor) -> None:
-        """Leave `x` where it is: there is no better place."""
+        """Do nothing: `x` needs no shared memory."""
 
     def locate(self, x: torch.Tensor) -> int:  # noqa: ARG002 - as in Arena
         """Return 0: peers cannot read tensors of this rank."""

@@ -1,14 +1,14 @@
 """Tensors in memory that peers can read, each with an address of 64 bits.
 
-Problem: a collective on ordinary tensors copies them into shared staging and out again. Tensors
-that already lie in shared memory (gradient buckets, flat parameters, staging slots) need no copy,
-but every rank must learn where its peers' tensors are, and negotiating each allocation would make
-`empty()` a collective.
+Problem: a collective on ordinary tensors copies them into shared slots and out again. Tensors that
+are already in shared memory (gradient buckets, flat parameters, slots) need no copy. But every rank
+must learn where its peers' tensors are, and if ranks agreed on each allocation, `empty()` would be
+a collective.
 
-Idea: each rank allocates memory alone. A `Block` names a place by (extent, offset), which fits into
-an address of 64 bits, one word of the control line that peers read anyway. Peers map the extent
-when they first meet it. Extents are never renamed, so an address never changes its meaning. A block
-returns to the free list when the last tensor that views it dies.
+Idea: each rank allocates memory alone. A `Block` gives a location by (extent, offset), which fits
+into an address of 64 bits, one word of the control line that peers read anyway. Peers map an extent
+when they first use it. Extents keep their numbers, so the meaning of an address never changes. A
+block becomes free when the last tensor that views it is deleted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LINE_BYTES = 64  # a cache line: no two blocks share one
 PAGE_BYTES = 4096
 SHARED_FILES = "/dev/shm"  # noqa: S108 - where torch puts shared storages
 SPARE_BYTES = 1 << 20
-OFFSET_BITS = 40  # of 64-byte lines: 64 TiB an extent
+OFFSET_BITS = 40  # number of bits for the offset in 64-byte lines: 64 TiB for each extent
 
 
 class Block(NamedTuple):
@@ -55,7 +55,7 @@ class Block(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Address of the block in 64 bits; 0 stands for no block."""
+        """Address of the block in 64 bits; 0 means no block."""
         return self.extent << OFFSET_BITS | self.offset // LINE_BYTES
 
     @classmethod
@@ -66,10 +66,10 @@ class Block(NamedTuple):
 
 
 class OwnExtent:
-    """One memory file with its free list, `[(offset, nbytes)]` in order of offset.
+    """A memory file with its list of free pieces, `[(offset, nbytes)]` in order of offset.
 
-    `guest` is the storage of a tensor that was moved here (`Arena.adopt`): it is mapped where torch
-    mapped it, and gone when the storage is.
+    `guest` is the storage of a tensor that was moved here (`Arena.adopt`): it stays at the address
+    where torch mapped it, and is freed with the storage.
     """
 
     def __init__(
@@ -114,15 +114,15 @@ class OwnExtent:
 
 
 class Arena:
-    """This rank's shared memory, and its window to the memory of peers.
+    """This rank's shared memory, with access to the memory of peers.
 
     Args:
         rank: Rank that owns the arena.
-        root: Root of that rank, in whose directory new extents are entered.
+        root: Root of that rank; new extents are added to its directory.
         peers: Access to the memory of peers.
 
     Attributes:
-        is_mirrored: Whether some peers have copies of this memory, which may be late.
+        is_mirrored: Whether some peers have copies of this memory, which may be out of date.
     """
 
     is_mirrored = False
@@ -134,14 +134,14 @@ class Arena:
         self._lock = threading.Lock()
         self._dead: deque[Block] = deque()  # filled by finalizers, which must not take the lock
         self._extents: list[OwnExtent] = []
-        # (bases, extents) in order of base; replaced as one, since `locate` reads it without the
-        # lock
+        # (bases, extents) in order of base; replaced as one tuple, since `locate` reads it without
+        # the lock
         self._by_base: tuple[list[int], list[OwnExtent]] = ([], [])
         self._maps: dict[tuple[int, int], torch.Tensor] = {}
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return a tensor in shared memory, whose block is freed when its last view dies.
+        """Return a tensor in shared memory; its block is freed with its last view.
 
         Raises:
             CommError: There is not enough memory.
@@ -151,7 +151,7 @@ class Arena:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         block = self.allocate(nbytes)
         file = self._extents[block.extent - 1].file
-        # torch keeps this object alive as long as the storage, so its end is the end of all views
+        # torch keeps this object as long as the storage, so it is finalized after all views
         holder = (ctypes.c_char * nbytes).from_buffer(file.map, block.offset)
         weakref.finalize(holder, self._dead.append, block).atexit = False
         return torch.frombuffer(holder, dtype=dtype).view(tuple(shape))
@@ -173,17 +173,17 @@ class Arena:
             return Block(extent.number, extent.reserve(size), size)
 
     def fresh(self, nbytes: int) -> Block:
-        """Reserve memory for words that peers may look at before they have been told of them."""
+        """Reserve memory for words that peers may read before they are published."""
         return self.allocate(nbytes)
 
     def adopt(self, x: torch.Tensor) -> None:
-        """Move the storage of `x` into shared memory, in place; all its tensors follow.
+        """Move the storage of `x` into shared memory, in place, for all tensors that use it.
 
-        This is for tensors that others allocate, such as the gradient buckets of torch's DDP. Torch
-        keeps such storages in files of /dev/shm without a name, so that is where the space must be.
+        For tensors that other code allocates, such as the gradient buckets of torch's DDP. Torch
+        keeps such storages in unlinked files in /dev/shm, so there must be space in /dev/shm.
 
         Raises:
-            CommError: There is too little space.
+            CommError: There is not enough space.
 
         Cost: one copy.
         """
@@ -204,7 +204,7 @@ class Arena:
         self._dead.append(block)
 
     def locate(self, x: torch.Tensor) -> int:
-        """Return the address of a contiguous tensor's first byte, 0 outside of this arena."""
+        """Return the address of a contiguous tensor's first byte; 0 if it is not in this arena."""
         address = x.data_ptr()
         bases, extents = self._by_base
         index = bisect.bisect(bases, address) - 1
@@ -217,9 +217,9 @@ class Arena:
         return extent.number << OFFSET_BITS | offset // LINE_BYTES
 
     def origin(self, address: int) -> tuple[int, int, int] | None:
-        """Return (rank, extent, byte) behind an address of this process, for tools.
+        """Return (rank, extent, byte) of an address in this process, for tools.
 
-        Returns None if it is not shared memory.
+        Returns None for an address outside of shared memory.
         """
         for extent in self._extents:
             if 0 <= address - extent.base < extent.file.nbytes:
@@ -264,7 +264,7 @@ class Arena:
         return [extent.file.fd for extent in self._extents if extent.file.fd >= 0]
 
     def statistics(self) -> dict[str, int]:
-        """Return bytes reserved and in use, and the numbers of own and of peers' extents."""
+        """Return bytes reserved and in use, and numbers of this rank's and of peers' extents."""
         with self._lock:
             self._collect()
             total = sum(e.file.nbytes for e in self._extents if not e.vacated)
@@ -278,7 +278,7 @@ class Arena:
         }
 
     def close(self) -> None:
-        """Close all descriptors; mappings go with the last tensor that uses them."""
+        """Close all descriptors; memory is unmapped with the last tensor that uses it."""
         with self._lock:
             self._views.clear()
             self._maps.clear()
@@ -305,8 +305,8 @@ class Arena:
         number = len(self._extents) + 1
         if number >= MAX_EXTENTS:
             msg = (
-                f"rank {self.rank} has allocated {MAX_EXTENTS} extents, as many as an arena "
-                "holds: allocate one large tensor instead of many small ones"
+                f"rank {self.rank} has allocated {MAX_EXTENTS} extents, the limit of an arena: "
+                "allocate one large tensor instead of many small ones"
             )
             raise CommError(msg)
         return number
@@ -332,7 +332,7 @@ class Arena:
         return tensor
 
     def _forget_vacated(self, rank: int) -> None:
-        """Unmap extents that `rank` has given back, such as the buckets of a dropped model."""
+        """Unmap extents that `rank` has freed, such as the buckets of a deleted model."""
         root = self._peers.root(rank)
         gone = {
             key for key in list(self._maps) if key[0] == rank and not root.extent(key[1]).nbytes
@@ -345,7 +345,7 @@ class Arena:
 
 
 def adoptable(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor that arenas of this process adopt, one after the other, without a copy.
+    """Return a tensor that arenas of this process can adopt in turn without a copy.
 
     It needs no space in /dev/shm.
 
@@ -362,12 +362,12 @@ def adoptable(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _require_space(nbytes: int) -> None:
-    """Raise if there is too little space, before torch hits a bus error in the middle of a step."""
+    """Raise if there is not enough space; otherwise torch would get a bus error in a later step."""
     space = os.statvfs(SHARED_FILES)
     free = space.f_bavail * space.f_frsize
     if free < nbytes + SPARE_BYTES:
         msg = (
-            f"{SHARED_FILES} has {free:,} bytes free, too little for {nbytes:,} "
+            f"{SHARED_FILES} has {free:,} bytes free, not enough for {nbytes:,} "
             f"({SPARE_BYTES:,} stay free): enlarge it (docker run --shm-size), or allocate the "
             "tensor with Group.empty, which does not need it"
         )

@@ -1,13 +1,13 @@
-"""Fetch-and-add on a word that several processes see.
+"""Atomic fetch-and-add on a word that several processes share.
 
-Problem: ranks that share out work as they get to it need one counter that all of them change. Loads
-and stores cannot do that, however they are ordered, without one waiting for the other; the
-processor has an instruction for it, Python has no way to that instruction, and nobody shall need a
-compiler to install braid.
+Problem: ranks that take pieces of work from a common queue need one counter that all of them
+change. With loads and stores alone, in any order, one rank must wait for another. The processor has
+an instruction for it, but Python has no access to the instruction, and installing braid should not
+need a compiler.
 
-Idea: the C++ runtime, which is in every process that has loaded torch, exports the function with
-which it counts references: `int __gnu_cxx::__exchange_and_add(volatile int*, int)`, part of its
-binary interface since 2004. A call costs a quarter of a microsecond.
+Idea: the C++ runtime, which torch loads into every process, exports its function for counting
+references: `int __gnu_cxx::__exchange_and_add(volatile int*, int)`, part of its binary interface
+since 2004. A call costs 0.25 us.
 
 Source: Herlihy, "Wait-Free Synchronization" (1991): why loads and stores are not enough.
 """
@@ -20,15 +20,14 @@ from collections.abc import Callable
 
 __all__ = ["MASK", "fetch_add", "is_atomic_between_processes"]
 
-MASK = 0xFFFFFFFF  # counters have 32 bits, and begin anew
+MASK = 0xFFFFFFFF  # counters have 32 bits and wrap around
 RUNTIME, SYMBOL = "libstdc++.so.6", "_ZN9__gnu_cxx18__exchange_and_addEPVii"
 
 
 def _of_runtime() -> Callable[[int, int], int] | None:
     try:
-        function = ctypes.PyDLL(RUNTIME)[
-            SYMBOL
-        ]  # so short that giving up the interpreter is longer
+        # PyDLL: the call is shorter than releasing and taking the interpreter's lock
+        function = ctypes.PyDLL(RUNTIME)[SYMBOL]
     except (OSError, AttributeError):
         return None
     function.argtypes = (ctypes.c_void_p, ctypes.c_int)
@@ -46,7 +45,7 @@ def is_atomic_between_processes() -> bool:
 
 
 def fetch_add(address: int, amount: int) -> int:
-    """Add to the 32-bit word at `address`, and return its value before.
+    """Add to the 32-bit word at `address`, and return its previous value.
 
     Args:
         address: Address of the word, a multiple of 4.

@@ -1,9 +1,9 @@
 """The memory transport of a rank: an arena, doorbells, and access to peers' memory.
 
-Processes and threads differ only in how peers' memory is found (`PeerMemory`): `shm` opens it
-through the kernel, `inproc` looks it up in a dictionary, `hosts` keeps copies of what ranks of
-other hosts have sent. Everything above runs on all of them, so every collective can be tested with
-threads and used with processes.
+Processes and threads differ only in the access to peers' memory (`PeerMemory`): `shm` opens it
+through the kernel, `inproc` looks it up in a dictionary, `hosts` keeps copies of the data that
+ranks of other hosts have sent. The code above runs on all of them, so every collective can be
+tested with threads and used with processes.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from braid.runtime.transport.wait import Doorbells, Waiter
 
 __all__ = ["ROOT_LINE", "Audience", "MemoryTransport"]
 
-Audience: TypeAlias = Any  # each transport's own
-ROOT_LINE = 0  # the place of the first line of the root; extents begin with 1
-LINGER_S = 5.0  # how long a rank that ends waits for peers that are still at work
+Audience: TypeAlias = Any  # each transport has its own type
+ROOT_LINE = 0  # address of the first line of the root; extents begin with 1
+LINGER_S = 5.0  # how long a rank that ends waits for peers that still run
 
-# to be told of a fork, which is cheaper than asking for the process id at every call
+# marked in a forked child, which is cheaper than to read the process id in every call
 _TRANSPORTS: weakref.WeakSet[MemoryTransport] = weakref.WeakSet()
 
 
 def _note_fork() -> None:
     """In a forked child: mark each transport, and replace its descriptors by /dev/null.
 
-    So a child, such as that of a DataLoader, can neither write in its parent's name nor keep the
-    parent's sockets open after its death.
+    So a child, such as a worker of a DataLoader, can neither write into its parent's sockets nor
+    keep them open after the parent's death.
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for transport in _TRANSPORTS:
@@ -53,10 +53,10 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class _OpenSocket(Protocol):
-    """An open connection; its number is negative once it is closed."""
+    """An open connection; its descriptor is negative once it is closed."""
 
     def fileno(self) -> int:
-        """Return the number of the descriptor."""
+        """Return the descriptor."""
         ...
 
 
@@ -64,23 +64,23 @@ class MemoryTransport:
     """This rank's end of the shared memory of a job.
 
     Attributes:
-        hosts: Number of each rank's host; ranks with the same one share memory.
+        hosts: Number of each rank's host; ranks with the same number share memory.
         forked: Whether this process is a forked child of the one that made the transport.
         closed: Whether the transport has been closed.
 
     Args:
         rank: Global rank.
         world_size: Number of ranks.
-        root: Own root, already visible to the peers.
-        bells: Own doorbells.
-        peers: Way to the others' memory.
+        root: Root of this rank, already visible to the peers.
+        bells: Doorbells of this rank.
+        peers: Access to the memory of peers.
         clock: Time source of all waits.
         health: Registry of lost peers.
-        crowded: Whether there are more ranks than cores here.
+        crowded: Whether this host has more ranks than cores.
         may_pull: Whether ranks that share memory may read each other's private memory.
-        on_close: Called last by `close`, for what serves this transport.
-        arena: Own arena; one that peers can map when None.
-        waiter: Strategy for waits; one that looks at memory when None.
+        on_close: Called last by `close`; closes services of this transport.
+        arena: Arena of this rank; one that peers can map when None.
+        waiter: Strategy for waits; one that polls memory when None.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class MemoryTransport:
         self._root = root
         self._peers = peers
         self._fence = threading.Lock()
-        self.forked = False  # whether this is a child of the process that made it
+        self.forked = False  # whether this is a forked child of the process that made it
         self.closed = False
         self._sockets: tuple[_OpenSocket, ...] = ()
         _TRANSPORTS.add(self)
@@ -121,49 +121,49 @@ class MemoryTransport:
 
     @property
     def names(self) -> NameTable:
-        """Name table of this rank: texts that peers may want to read."""
+        """Name table of this rank: texts that peers can read."""
         return self._root.names
 
     def names_of(self, rank: int) -> NameTable:
         """Return the name table of `rank`."""
         return self._root.names if rank == self.rank else self._peers.root(rank).names
 
-    def shares_with(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002 - with all of them
+    def shares_with(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002 - shares with all
         """Return whether this rank and `ranks` can read each other's tensors in place."""
         return True
 
-    def backlog(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002 - nothing waits to be sent
-        """Return whether something published for `ranks` still waits here to be sent."""
+    def backlog(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002 - memory needs no sending
+        """Return whether data published for `ranks` is still queued on this rank."""
         return False
 
     def audience(self, ranks: Sequence[int]) -> Audience:
-        """Return some peers in the form that `publish` takes."""
+        """Return `ranks` in the form that `publish` takes."""
         return [(rank, self._peers.root(rank).words) for rank in ranks]
 
     def publish(
         self,
         audience: Audience,
-        line: int,  # noqa: ARG002 - all of it can be seen already
+        line: int,  # noqa: ARG002 - peers see the memory itself
         block: int = 0,  # noqa: ARG002
         nbytes: int = 0,  # noqa: ARG002
         parts: Sequence[tuple[int, int]] | None = None,  # noqa: ARG002
         *,
         changes: bool = False,  # noqa: ARG002
     ) -> None:
-        """Let `audience` see a line, and a block of the arena before it; wake peers that sleep.
+        """Make a line, and a block of the arena before it, visible to `audience`; wake sleepers.
 
-        Call this after both have been stored. Peers may or may not see what is not published.
+        Call this after both have been stored. Peers may or may not see data before it is published.
 
         Args:
             audience: Peers, made by `audience`.
             line: Address of the line of eight words in the arena; `ROOT_LINE` for the root's first.
-            block: Address of the data that the line is about; 0 for none.
-            nbytes: Length of that data.
-            parts: First and last byte of it that each peer needs; None for all.
-            changes: Whether it may be written to before the peers have seen it, so that a copy must
-                be sent.
+            block: Address of the data that the line describes; 0 without data.
+            nbytes: Length of the data.
+            parts: First and last byte of the data for each peer; None for all data.
+            changes: Whether the data may change before the peers have received it, so that a copy
+                must be sent.
         """
-        self._fence.acquire()  # a full fence: our store before our look at their announcement
+        self._fence.acquire()  # a full fence between our store and our load of their announcement
         self._fence.release()
         for rank, words in audience:
             slots = words[SLEEPERS]
@@ -173,7 +173,7 @@ class MemoryTransport:
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
         """Fill the contiguous tensor `out` from private memory of `rank`; needs `may_pull`.
 
-        The peer keeps that memory meanwhile.
+        The peer must not free or change that memory meanwhile.
 
         Cost: one copy by the kernel.
         """
@@ -186,19 +186,19 @@ class MemoryTransport:
         return [*self.bells.fds(), *self.arena.fds(), *root, *self.health.fds(), *sockets]
 
     def open_fds(self) -> list[int]:
-        """Return `fds`, and none once the transport is closed: others may have their numbers."""
+        """Return `fds`; empty once the transport is closed, since other files may reuse them."""
         return [] if self.closed else self.fds()
 
     def keep_from_children(self, sockets: Iterable[_OpenSocket]) -> None:
-        """Let forked children lose `sockets` of this rank together with the transport's own."""
+        """Add `sockets` to the descriptors that forked children lose."""
         self._sockets = (*self._sockets, *sockets)
 
     def announce_end(self, linger_s: float = LINGER_S) -> None:
-        """Tell the peers that this rank ends on purpose, and let them fetch what it published last.
+        """Tell the peers that this rank ends on purpose, and let them read its last data.
 
-        A peer opens new memory of this rank when it first meets it, which needs this process to be
-        there. Ranks that end at about the same time wait for each other here; one that ends early
-        goes after `linger_s`.
+        A peer opens new memory of this rank at its first use, which requires this process to run.
+        Ranks that end at about the same time wait for each other here; a rank that ends earlier
+        waits for `linger_s` at most.
         """
         self._root.words[STATE] = LEFT
         ranks = [r for r in range(self.world_size) if r != self.rank]
@@ -214,7 +214,7 @@ class MemoryTransport:
         self.waiter.until(all_gone, lambda: None)
 
     def close(self) -> None:
-        """Free everything. Peers that still map this memory keep it until they unmap it."""
+        """Free all resources. Peers that still map this memory keep it until they unmap it."""
         self.closed = True
         self.arena.close()
         self._peers.close()

@@ -1,4 +1,4 @@
-"""The context of a rank: what everything that communicates is handed, since nothing is ambient."""
+"""The context of a rank, which is passed to all objects that communicate; there are no globals."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class RankContext(NamedTuple):
         rank: Global rank.
         world_size: Number of ranks.
         clock: Time source of everything that waits.
-        events: Black box and trace of this rank.
-        health: Verdicts on the other ranks.
+        events: Recorder of events (last events and trace) of this rank.
+        health: Losses of other ranks.
         store: Key-value service of the job.
     """
 

@@ -1,9 +1,9 @@
-"""Descriptors handed over a socket, for hosts that refuse `/proc/<pid>/fd`.
+"""Descriptors passed over a socket, for hosts that forbid `/proc/<pid>/fd`.
 
-Containers with separate pid namespaces and hardened kernels do not let a process open another's
-descriptors. The classic way around is SCM_RIGHTS: a unix socket carries a duplicate of a descriptor
-to the other process. Each rank runs one small thread that answers the question "your descriptor 17,
-please" to processes of the same user (SO_PEERCRED), on an abstract socket that leaves no file
+In containers with separate pid namespaces and on hardened kernels, a process cannot open the
+descriptors of another process. The usual alternative is SCM_RIGHTS: a unix socket passes a
+duplicate of a descriptor to the other process. Each rank runs one thread that sends descriptors on
+request to processes of the same user (SO_PEERCRED), on an abstract socket that leaves no file
 behind.
 """
 
@@ -28,7 +28,7 @@ _TIMEOUT_S = 10.0
 
 
 class DescriptorService:
-    """Hands descriptors of this process to its peers; owns one thread.
+    """Sends descriptors of this process to its peers; owns one thread.
 
     Args:
         rank: For the thread's name.
@@ -71,7 +71,7 @@ class DescriptorService:
             ):
                 socket.send_fds(client, [b"+"], [number])
         except (OSError, struct.error):
-            return  # a peer that died or asked for nonsense gets an end of file
+            return  # the peer died or sent an invalid request: it gets an end of file
 
 
 def _is_of_same_user(peer: socket.socket) -> bool:
@@ -82,7 +82,7 @@ def _is_of_same_user(peer: socket.socket) -> bool:
 def open_through_services(
     addresses: dict[int, RootAddress], services: dict[int, str]
 ) -> Callable[[int, int, int], int]:
-    """Opener of peers' descriptors that asks their `DescriptorService`.
+    """Return a function that opens descriptors of peers through their `DescriptorService`.
 
     Args:
         addresses: Root address of each rank.
@@ -95,7 +95,7 @@ def open_through_services(
                 client.settimeout(_TIMEOUT_S)
                 client.connect(f"\0{services[rank]}")
                 fds: list[int] = []
-                if _is_of_same_user(client):  # others could write its name into the store
+                if _is_of_same_user(client):  # another user may have written the name to the store
                     client.sendall(_QUESTION.pack(number))
                     _, fds, _, _ = socket.recv_fds(client, 1, 1)
         except OSError as exc:

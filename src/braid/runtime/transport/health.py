@@ -1,12 +1,12 @@
-"""One verdict on death, for every wait of every group of a process.
+"""One verdict on each lost rank, for all waits of all groups of a process.
 
-Problem: a lost rank shows itself in several ways (its pidfd becomes readable, a socket ends, the
-launcher says so, its heartbeat stops), to several threads, at different times. If each place draws
-its own conclusion, ranks disagree on who failed and the loudest victim is blamed.
+Problem: a lost rank shows in several ways (its pidfd becomes readable, a socket ends, the launcher
+reports it, its heartbeat stops), to several threads, at different times. If each place draws its
+own conclusion, ranks disagree on which rank failed, and often blame a victim.
 
-Idea: all signs are reported here. The first report on a rank is the verdict and is never revised;
-it raises the *epoch*, and everything that waits looks at the epoch after each sleep. A rank that
-left on purpose is not lost: only who still needs something from it fails.
+Idea: all signs are reported here. The first report on a rank is the verdict and is never revised.
+It increments the *epoch*, which every wait checks after each sleep. A rank that left on purpose is
+not lost: only ranks that still need something from it fail.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["Health", "Loss", "Witness"]
 
 LOG = logging.getLogger(__name__)
 
-REASON_GRACE_S = 0.1  # how long a pidfd's verdict waits for the launcher to name the cause
-CONFIRM_S = 1.0  # how long a process may take from losing its memory to its end
+REASON_GRACE_S = 0.1  # how long a pidfd's verdict is delayed for the launcher to name the cause
+CONFIRM_S = 1.0  # longest time between the loss of a process's memory and its end
 
 
 class Loss(NamedTuple):
@@ -34,14 +34,14 @@ class Loss(NamedTuple):
 
     Attributes:
         rank: Global rank.
-        reason: Clause that tells what happened: "was killed by signal 9 (SIGKILL)".
-        left: Whether it ended on purpose after `shutdown()`; only ranks that wait for it are
+        reason: Clause with the event: "was killed by signal 9 (SIGKILL)".
+        departed: Whether it ended on purpose after `shutdown()`; only ranks that wait for it are
             affected.
     """
 
     rank: int
     reason: str
-    left: bool = False
+    departed: bool = False
 
 
 class Witness(Protocol):
@@ -57,12 +57,12 @@ class Witness(Protocol):
 
 
 class Health:
-    """Knowledge of one rank about the life of the others.
+    """State of the other ranks, as far as this rank knows.
 
     Args:
         rank: This rank.
-        clock: Clock for waiting a moment until the launcher names the cause.
-        debugged: Whether waits for a living rank have no deadline, since a person debugs it.
+        clock: Clock for the short wait until the launcher names the cause.
+        debugged: Whether waits for a running rank have no deadline, since a debugger is in use.
     """
 
     def __init__(self, rank: int, clock: Clock, *, debugged: bool = False) -> None:
@@ -70,54 +70,54 @@ class Health:
         self.debugged = debugged
         self.epoch = 0
         self.lost: dict[int, Loss] = {}
-        self.missed: set[int] = set()  # that had left, while an operation here needed them
+        self.missed: set[int] = set()  # ranks that had left when an operation here needed them
         self._clock = clock
-        self._pids: dict[int, int] = {}  # of the ranks that are watched, by whatever means
+        self._pids: dict[int, int] = {}  # ranks that are watched in any way
         self._pidfds: dict[int, int] = {}
-        self._gone: dict[int, Loss] = {}  # whose connection has ended
+        self._gone: dict[int, Loss] = {}  # ranks whose connection has ended
         self._is_leaving: Callable[[int], bool] = lambda _rank: False
         self._witnesses: list[Witness] = []
         self._on_loss: list[Callable[[], None]] = []
         self._looking = threading.Lock()
 
     def register_process(self, rank: int, pid: int) -> None:
-        """Watch a process of this host from now on."""
+        """Watch a process of this host."""
         try:
             self._pidfds[rank] = os.pidfd_open(pid)
             self._pids[rank] = pid
         except ProcessLookupError:
             self.report(Loss(rank, f"(pid {pid}) was gone before it could be watched"))
         except (OSError, AttributeError):
-            return  # a kernel before 5.3, a sandbox or another system: the launcher's word remains
+            return  # a kernel before 5.3, a sandbox or another system: the launcher still reports
 
     def expect_end(self, rank: int, pid: int) -> None:
-        """Note a process whose end somebody else will notice and report by `ended`."""
+        """Note a process that is watched elsewhere; its end is reported by `ended`."""
         self._pids[rank] = pid
 
     def ended(self, rank: int, how: str, *, left: bool = False) -> None:
-        """Report that the connection to a watched process has ended; `collect` makes it a verdict.
+        """Report that the connection to a process has ended; `collect` turns it into a verdict.
 
         Args:
             rank: Global rank of the process.
-            how: Clause on the process, if nobody knows better: "died".
-            left: See `Loss`.
+            how: Clause on the process, used if no better one is known: "died".
+            left: See `Loss.departed`.
         """
         self._gone.setdefault(rank, Loss(rank, f"(pid {self._pids[rank]}) {how}", left))
 
     def register(self, witness: Witness) -> None:
-        """Listen to `witness` from now on."""
+        """Ask `witness` for losses from now on."""
         self._witnesses.append(witness)
 
     def set_leave_check(self, is_leaving: Callable[[int], bool]) -> None:
-        """Set the function that tells a rank that ends on purpose from one that was lost."""
+        """Set the function that returns whether a rank is ending on purpose."""
         self._is_leaving = is_leaving
 
     def on_loss(self, wake: Callable[[], None]) -> None:
-        """Call `wake` after each new verdict, so that sleeping threads look."""
+        """Call `wake` after each new verdict, so that sleeping threads check it."""
         self._on_loss.append(wake)
 
     def report(self, loss: Loss) -> None:
-        """Report a sign of loss; the first sign on a rank is the verdict."""
+        """Report a sign of loss; the first one of a rank is the verdict."""
         if loss.rank == self.rank or loss.rank in self.lost:
             return
         self.lost[loss.rank] = loss
@@ -133,7 +133,7 @@ class Health:
         return fds
 
     def collect(self) -> None:
-        """Look at every source once, one thread at a time; block for at most `REASON_GRACE_S`."""
+        """Check every source once, one thread at a time; block for at most `REASON_GRACE_S`."""
         if not self._looking.acquire(blocking=False):
             return
         try:
@@ -146,10 +146,10 @@ class Health:
     def confirm(self, rank: int) -> Loss | None:
         """Wait until every rank can see the death of `rank`, whose memory is gone already.
 
-        Otherwise this rank might be gone before the others know why, and be blamed by them.
+        Otherwise this rank might end before the others know why, and they would blame it.
 
         Returns:
-            The verdict; None if there was none within a second.
+            The verdict; None without one after a second.
         """
         deadline_ns = self._clock.after_ns(CONFIRM_S)
         while rank not in self.lost and self._clock.now_ns() < deadline_ns:
@@ -162,29 +162,29 @@ class Health:
 
         Args:
             ranks: Global ranks of the group.
-            epoch: Epoch at which the caller last looked; equal to the present one means no news.
-            needed: Rank that the caller waits for; its having left on purpose is a loss, too.
+            epoch: Epoch at the caller's last check; if it is the current one, nothing has changed.
+            needed: Rank that the caller waits for; it counts as lost even if it left on purpose.
 
         Raises:
-            PeerLostError: One of them is gone.
+            PeerLostError: A rank that matters is lost.
         """
         if epoch == self.epoch:
             return
         for rank in ranks:
             loss = self.lost.get(rank)
-            if loss is not None and (not loss.left or rank == needed):
-                if loss.left:
+            if loss is not None and (not loss.departed or rank == needed):
+                if loss.departed:
                     self.missed.add(rank)
                 msg = f"rank {rank} {loss.reason}"
                 raise PeerLostError(msg, rank=rank)
 
     def check_now(self, ranks: Iterable[int]) -> None:
-        """Look at every source, and raise PeerLostError if one of `ranks` is lost."""
+        """Check every source, and raise PeerLostError if one of `ranks` is lost."""
         self.collect()
         self.check(ranks, -1)
 
     def close(self) -> None:
-        """Close the pidfds and watch nobody any more."""
+        """Close the pidfds and stop watching."""
         for fd in self._pidfds.values():
             os.close(fd)
         self._pidfds.clear()
@@ -196,7 +196,7 @@ class Health:
                 self.report(loss)
 
     def _ended(self) -> list[int]:
-        """Return ranks whose process has ended, or that have told that they leave."""
+        """Return ranks whose process has ended, or that have announced their end."""
         poller = select.poll()
         ranks = {}
         ended = []
@@ -213,7 +213,7 @@ class Health:
     def _judge(self, rank: int) -> None:
         pid = self._pids[rank]
         if self._is_leaving(rank):
-            self.report(Loss(rank, f"(pid {pid}) has already left", left=True))
+            self.report(Loss(rank, f"(pid {pid}) has already left", departed=True))
             return
         deadline_ns = self._clock.after_ns(REASON_GRACE_S)
         while self._witnesses and self._clock.now_ns() < deadline_ns:

@@ -1,13 +1,13 @@
 """Ranks of several hosts: shared memory inside each host, and sockets between hosts.
 
-Problem: where memory cannot be shared, every collective would need a second form, over messages;
-and ranks of which some share memory and some do not would need a third.
+Problem: where memory cannot be shared, every collective would need a second form that uses
+messages, and a third form if only some of its ranks share memory.
 
-Idea: there is one form. What a rank publishes is seen at once by the peers that map its memory, its
-*local* ones; for all others, the *remote* ones, it is written into a mirror that they keep
-(`mirror`), over one connection per pair (`links`). Arena, lines, channels and everything above do
-not know the difference, except that algorithms which read or write a peer's tensors where they lie
-are for groups of local ranks only (`shares_with`).
+Idea: one form for all. *Local* peers map the memory of a rank and see published data directly. For
+*remote* peers the data is written into a mirror that they keep (`mirror`), over one connection per
+pair (`links`). Arena, lines, channels and the code above them do not depend on the difference, but
+algorithms that read or write a peer's tensors in place are for groups of local ranks only
+(`shares_with`).
 
            host a                                   host b
     +---------------------+                 +---------------------+
@@ -17,8 +17,8 @@ are for groups of local ranks only (`shares_with`).
     |  mirrors of 2, 3    |                 |  mirrors of 0, 1    |
     +---------------------+                 +---------------------+
 
-Portable mode is the case in which nobody is local: macOS, ARM and some sandboxes have neither files
-without a name nor processors that keep the order of stores.
+In portable mode no peer is local: macOS, ARM and some sandboxes lack anonymous memory files, or
+processors that keep the order of stores.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class LocalPeers(NamedTuple):
     """The peers of this host.
 
     Attributes:
-        ranks: Global ranks, this one included.
-        memory: Access to their memory; None where nothing is shared.
+        ranks: Global ranks, including this one.
+        memory: Access to their memory; None if memory is not shared.
         may_pull: Whether they may read each other's private memory.
-        close: Called last, for what serves them.
+        close: Called last; closes the services for these peers.
     """
 
     ranks: frozenset[int]
@@ -66,13 +66,13 @@ class LocalPeers(NamedTuple):
 
 
 class HostsMemory:
-    """Peers' memory: that of local ones is mapped, of remote ones there are mirrors.
+    """Peers' memory: local ranks' memory is mapped, remote ranks' memory is mirrored.
 
     Args:
         rank: This rank.
-        root: Own root.
-        local: See above.
-        remote: See above.
+        root: Root of this rank.
+        local: Peers of this host, with access to their memory.
+        remote: Mirrors of the memory of the other peers.
     """
 
     def __init__(self, rank: int, root: Root, local: LocalPeers, remote: MirroredMemory) -> None:
@@ -91,11 +91,11 @@ class HostsMemory:
         return self._of(rank).extent(rank, extent_id)
 
     def forget(self, rank: int, extent_id: int) -> None:
-        """Give up what `extent` returned."""
+        """Release the memory that `extent` returned."""
         self._of(rank).forget(rank, extent_id)
 
     def ring(self, rank: int, slots: int) -> None:
-        """Wake threads of a local rank; data that arrives wakes those of remote ones."""
+        """Wake threads of a local rank; threads of remote ranks wake when data arrives."""
         self._of(rank).ring(rank, slots)
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
@@ -115,14 +115,14 @@ class HostsMemory:
 
 
 class _Audience(NamedTuple):
-    """Some peers, with their positions among all."""
+    """Some peers, with their positions in the list passed to `audience`."""
 
     local: list[tuple[int, memoryview]]
     remote: list[tuple[int, Link]]
 
 
 class HostsTransport(MemoryTransport):
-    """A rank's end of the transport where not all ranks share memory.
+    """A rank's end of the transport if not all ranks share memory.
 
     Args:
         rank: Global rank.
@@ -132,10 +132,10 @@ class HostsTransport(MemoryTransport):
         bells: Doorbells of this rank.
         local: Peers of this host.
         mirrors: Copies of the memory of the other peers.
-        links: Connections to those.
+        links: Connections to the other peers.
         clock: Time source of all waits.
         health: Registry of lost peers.
-        crowded: Whether there are more ranks than cores here.
+        crowded: Whether this host has more ranks than cores.
     """
 
     def __init__(
@@ -178,16 +178,16 @@ class HostsTransport(MemoryTransport):
         self._memory = memoryview(root.file.map)
 
     def shares_with(self, ranks: Sequence[int]) -> bool:
-        """Return whether all `ranks` are local, and memory is shared at all."""
+        """Return whether all `ranks` are local and share memory."""
         return self._shares and self._local.issuperset(ranks)
 
     def backlog(self, ranks: Sequence[int]) -> bool:
-        """Whether something published for `ranks` still waits in this rank's memory to be sent."""
+        """Return whether data published for `ranks` is still queued on this rank."""
         links = self._links.by_rank
         return any(r in links and links[r].open and links[r].backlog for r in ranks)
 
     def audience(self, ranks: Sequence[int]) -> Audience:
-        """Return some peers in the form that `publish` takes."""
+        """Return `ranks` in the form that `publish` takes."""
         local = [(r, self._peers.root(r).words) for r in ranks if r in self._local]
         remote = [(i, self._links.by_rank[r]) for i, r in enumerate(ranks) if r not in self._local]
         return _Audience(local, remote)
@@ -202,7 +202,7 @@ class HostsTransport(MemoryTransport):
         *,
         changes: bool = False,
     ) -> None:
-        """Show a line and a block to local peers, and send both to the others.
+        """Make a line and a block visible to local peers, and send both to remote peers.
 
         See `MemoryTransport.publish`.
         """
@@ -230,7 +230,7 @@ class HostsTransport(MemoryTransport):
         return [*super().fds(), *self._links.fds()]
 
     def close(self) -> None:
-        """Tell the peers, and free everything."""
+        """Tell the peers, and free all resources."""
         if not self.forked:
             if self._root.words[STATE] == RUNNING:
                 self._root.words[STATE] = CLOSED
@@ -245,7 +245,7 @@ class HostsTransport(MemoryTransport):
         return bytes(self.arena.piece(self.rank, place, LINE_BYTES))
 
     def _announce(self, number: int) -> None:
-        """Tell remote peers of an extent: they may hear of places in it by other ways."""
+        """Tell remote peers of an extent, since they may get addresses in it from other ranks."""
         offset = ROOT_WORDS_BYTES + 16 * number
         entry = bytes(self._memory[offset : offset + 16])
         writes = Writes([], [(ROOT_EXTENT, offset, entry)])

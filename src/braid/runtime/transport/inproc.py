@@ -1,7 +1,7 @@
-"""Ranks as threads of one process, for tests, for the explorer and for reading along in a debugger.
+"""Ranks as threads of one process, for tests, the explorer and debuggers.
 
-The memory is the same (anonymous files, mapped once), the algorithms are the same, the waits are
-the same. Only the way to a peer's memory is a dictionary instead of the kernel.
+Memory (anonymous files), algorithms and waits are the same as for processes. Only access to a
+peer's memory uses a dictionary instead of the kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Fabric:
 
     Args:
         world_size: Number of ranks.
-        clock: Time source for all of them.
+        clock: Time source for all ranks.
     """
 
     def __init__(self, world_size: int, clock: Clock | None = None) -> None:
@@ -49,17 +49,17 @@ class Fabric:
                     clock=clock,
                     health=Health(rank, clock),
                     may_pull=True,
-                    crowded=True,  # threads share the interpreter: a spin only keeps the others out
+                    crowded=True,  # threads share the interpreter: spinning would block the others
                 )
             )
 
     def lose(self, rank: int, reason: str, *, left: bool = False) -> None:
-        """Tell all ranks that `rank` is gone."""
+        """Report to all ranks that `rank` is lost."""
         for transport in self.transports:
             transport.health.report(Loss(rank, reason, left))
 
     def close(self) -> None:
-        """Close every rank's memory; tensors in it stay valid until they die."""
+        """Close every rank's memory; tensors in it stay valid until they are deleted."""
         for transport in self.transports:
             transport.close()
 
@@ -71,7 +71,7 @@ class Fabric:
 
 
 class _FabricView:
-    """One rank's way to the others' memory: maps each extent once more, as a process would."""
+    """A rank's access to the memory of peers; maps each extent once more, as a process would."""
 
     def __init__(self, roots: list[Root], bells: list[Doorbells]) -> None:
         self._roots = roots

@@ -1,8 +1,9 @@
 """Chooses how the ranks of a job reach each other, and connects them.
 
-shared memory   inside a host, Linux on x86-64 with the C++ runtime: ranks map each other's
+shared memory   inside a host, on Linux on x86-64 with the C++ runtime: ranks map each other's
                 memory (`shm`)
-sockets         between hosts, elsewhere, and on request: ranks send each other copies (`hosts`)
+sockets         between hosts, on other systems, and on request: ranks send each other copies of
+                the data (`hosts`)
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["PORTABLE", "connect"]
 
 LOG = logging.getLogger(__name__)
 
-PORTABLE = "portable (BRAID_PORTABLE, or a system without what shared memory needs)"
+PORTABLE = "portable (BRAID_PORTABLE, or a system that cannot share memory)"
 
 
 def connect(
@@ -54,31 +55,31 @@ def connect(
     Args:
         rank: Global rank of this process.
         world_size: Number of ranks that will join.
-        store: Shared by all ranks of the job; used here only.
+        store: Store shared by all ranks of the job; used only in this call.
         clock: Time source of all later waits.
-        health: Hears of each peer's end.
+        health: Collector of lost peers.
         timeout_s: Seconds to wait for the other ranks.
-        portable: Send copies even where memory could be shared; the same on all ranks.
+        portable: Whether to send copies even where memory could be shared; the same on all ranks.
         secret: Secret of the job, for connections.
-        pass_descriptors: Do not even try `/proc/<pid>/fd`.
-        host: Name of this rank's host, to treat ranks of one host as if they were on several; its
-            own when empty.
+        pass_descriptors: Whether to pass descriptors over sockets without trying `/proc/<pid>/fd`.
+        host: Name of this rank's host, so that ranks of one host can act as if they were on
+            several; the real name when empty.
         network: Addresses for ranks of other hosts; the loopback address when None.
 
     Returns:
         A transport on which every rank can be reached.
 
     Raises:
-        ConfigError: Only some ranks are portable, or the hosts have no secret in common.
-        RendezvousError: Some ranks did not come (they are named), one came twice, has another
-            secret or cannot be reached.
+        ConfigError: Only some ranks are portable, or the hosts have no common secret.
+        RendezvousError: Some ranks did not join (the message names them), a rank joined twice, has
+            another secret or cannot be reached.
     """
     meeting = Meeting(rank, world_size, store, clock=clock, health=health, timeout_s=timeout_s)
     apart = portable or not (has_ordered_stores() and is_atomic_between_processes())
     hosts = meeting.hosts(PORTABLE if apart else SHARED_MEMORY, host or host_name())
     if len(set(hosts)) == 1:
         network = Network(one_host=True)
-    if apart:  # every rank is on its own
+    if apart:  # no two ranks share memory
         here, hosts = hosts.count(hosts[rank]), tuple(range(world_size))
     else:
         here = hosts.count(hosts[rank])

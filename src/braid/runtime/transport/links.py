@@ -1,17 +1,16 @@
-"""Connections to all peers: who sends, who receives, and who waits.
+"""Connections to all peers, and the threads that send and receive on them.
 
-Problem: a rank must take what its peers send even while it computes, or their sends would block for
-ever on full sockets; but a thread that receives costs a change of threads for every message of a
-rank that waits anyway.
+Problem: a rank must receive what its peers send even while it computes, or their sends would block
+without end on full sockets. But if a separate thread receives, a rank that waits for a message
+needs a thread switch for each one.
 
-Idea: whoever waits (`LinkWaiter`) receives, and spends nothing on it. Only while nobody waits does
-one thread, the pump, do it instead; it sleeps in `poll` as long as nothing comes. Sending never
-waits: what a socket does not take at once stays in line and goes out when it does. How much that
-can be is bounded by the algorithms, which write into a slot again only when everybody has what was
-in it before. For the same reason slots need not be copied for the line.
+Idea: a thread that waits (`LinkWaiter`) also receives, at no extra cost. While no thread waits, one
+other thread, the pump, receives; it sleeps in `poll` until data arrives. Sending never blocks:
+bytes that a socket does not take are queued and sent later. The algorithms bound the size
+of the queue, since they write into a slot again only when all peers have received its previous
+content. For the same reason slots need not be copied into the queue.
 
-A link ends when all that its peer has sent has been received: what a peer says last is why it
-leaves.
+A link ends when all data of its peer has been received: the last data contains the reason.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from braid.runtime.wire import Connection
 
 __all__ = ["Link", "LinkWaiter", "Links"]
 
-SPIN_NS = 200_000  # the answer of a peer that is there takes some 50 microseconds
+SPIN_NS = 200_000  # a peer that is ready answers within about 50 microseconds
 LOCAL_LOOKS = 8
-PAUSE_MS = 2  # of the pump while somebody else receives
-TURN_S = 1e-3  # how long to wait for a thread that is receiving just now
-FLUSH_MS = 50  # between two looks at the deadline
+PAUSE_MS = 2  # pause of the pump while another thread receives
+TURN_S = 1e-3  # how long to wait for a thread that is receiving
+FLUSH_MS = 50  # pause between two checks of the deadline
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
@@ -47,8 +46,8 @@ class Link:
 
     Attributes:
         rank: Global rank of the peer.
-        host: Name of its host; empty if it is this one.
-        over_network: Whether there is a network on the way, which may break, too.
+        host: Name of the peer's host; empty if it is this host.
+        over_network: Whether the peer is on another host, so that the network may fail, too.
         fd: Descriptor of the socket.
         backlog: Number of bytes that the socket has not taken yet.
         open: Whether the connection is in use.
@@ -56,7 +55,7 @@ class Link:
     Args:
         rank: See the attribute.
         connection: Connection after its handshake; owned by this object.
-        root: Root of this rank, whose name table is sent to the peer as it grows.
+        root: Root of this rank; its name table is sent to the peer as it grows.
         memory: Mirrors into which received data is written.
         host: See the attribute.
         over_network: See the attribute.
@@ -87,12 +86,12 @@ class Link:
         self._lock = threading.Lock()
 
     def send(self, writes: Writes, buffers: Sequence[memoryview]) -> None:
-        """Send writes, or queue them; a peer that has gone gets nothing.
+        """Send writes, or queue them; without effect if the peer has ended.
 
-        The buffers must not change until the peer has them.
+        The buffers must not change until the peer has received them.
 
         Raises:
-            PeerLostError: The connection broke for another reason.
+            PeerLostError: The connection failed for another reason.
         """
         with self._lock:
             if self._names_used[0] != self._names_sent:
@@ -100,16 +99,16 @@ class Link:
             self.backlog = self._connection.post(pack_writes(writes), buffers)
 
     def flush(self) -> None:
-        """Send what the socket takes now; raises like `send`."""
+        """Send queued bytes that the socket takes now; raises like `send`."""
         with self._lock:
             self.backlog = self._connection.flush()
 
     def receive(self) -> bool:
-        """Receive what has come; return whether there was a whole frame.
+        """Receive available data; return whether a whole frame has arrived.
 
         Raises:
             PeerLostError: The connection has ended.
-            CommError: The data makes no sense.
+            CommError: The data is not a valid frame.
         """
         received = False
         while (frame := self._connection.try_recv(self._targets)) is not None:
@@ -124,7 +123,7 @@ class Link:
         self._connection.close()
 
     def _send_names(self) -> None:
-        """Send new names; texts go first, since the byte count tells which of them may be read."""
+        """Send new names: texts first, since the byte count shows how many of them are valid."""
         used, sent = self._names_used[0], self._names_sent
         start = NAMES_START + 8 + sent
         writes = Writes(
@@ -139,11 +138,11 @@ class Links:
 
     Args:
         rank: This rank, for the name of the thread.
-        links: By rank of the peer.
-        memory: Told of the end of a connection.
-        bells: Rung when something has come.
-        health: Likewise, told of the end.
-        clock: For `close`.
+        links: Connections by rank of the peer.
+        memory: Mirrors of the peers' memory, notified when a connection ends.
+        bells: Doorbells of this rank, rung when data has arrived.
+        health: Collector of lost peers.
+        clock: Time source for the deadline of `close`.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class Links:
         return [*self._wake, *(link.fd for link in self.by_rank.values() if link.open)]
 
     def interests(self) -> list[tuple[int, int]]:
-        """Return what to poll for: (descriptor, events)."""
+        """Return the (descriptor, events) pairs to poll."""
         return [
             (link.fd, select.POLLIN | select.POLLOUT if link.backlog else select.POLLIN)
             for link in self._by_fd.values()
@@ -187,7 +186,7 @@ class Links:
         ]
 
     def send(self, frames: Iterable[tuple[Link, Writes, Sequence[memoryview]]]) -> None:
-        """Send each peer its writes, without waiting; peers that are gone are ignored."""
+        """Send each peer its writes, without waiting; peers that have ended are ignored."""
         backlog = False
         for link, writes, buffers in frames:
             if link.open:
@@ -200,8 +199,8 @@ class Links:
             self._wake_pump()
 
     def drain(self) -> bool:
-        """Receive from all peers and send what is queued; return whether there was news."""
-        if not self._receiving.acquire(timeout=TURN_S):  # another thread is at it
+        """Receive from all peers and send queued bytes; return whether data has arrived."""
+        if not self._receiving.acquire(timeout=TURN_S):  # another thread receives
             return False
         news = False
         try:
@@ -221,22 +220,22 @@ class Links:
         return news
 
     def begin_waiting(self) -> None:
-        """Note that the calling thread receives from now on."""
+        """Count the calling thread as one that receives."""
         with self._counting:
             self._num_waiting += 1
 
     def end_waiting(self) -> None:
-        """Note that the calling thread does not receive any longer."""
+        """Stop counting the calling thread as one that receives."""
         with self._counting:
             self._num_waiting -= 1
         if not self._num_waiting and any(link.backlog for link in self._by_fd.values()):
             self._wake_pump()
 
     def close(self, linger_s: float) -> None:
-        """Send what is queued, close all connections, and join the pump.
+        """Send queued bytes, close all connections, and join the pump.
 
         Args:
-            linger_s: Seconds that peers have to receive it.
+            linger_s: Seconds to wait until the peers have received them.
         """
         deadline_ns = self._clock.after_ns(linger_s)
         self.drain()
@@ -258,15 +257,15 @@ class Links:
             os.close(fd)
 
     def _attempt(self, link: Link, act: Callable[[], bool | None]) -> bool:
-        """Whether there is news: a whole frame, or the end."""
+        """Call `act`; return whether a whole frame has arrived or the link has ended."""
         try:
             return bool(act())
         except PeerLostError as exc:
             self._end(link, silence(exc))
-        # a peer's bytes can only end its own connection
+        # invalid bytes of a peer must only end its own connection
         except Exception as exc:  # noqa: BLE001
             kind = "" if isinstance(exc, BraidError) else f"{type(exc).__name__}: "
-            self._end(link, f"sent what makes no sense: {kind}{exc}")
+            self._end(link, f"sent invalid data: {kind}{exc}")
         return True
 
     def _end(self, link: Link, how: str = "") -> None:
@@ -301,7 +300,7 @@ class Links:
 
 
 def silence(exc: PeerLostError) -> str:
-    """Return the reason if a peer's host has stopped answering; empty if the peer has ended."""
+    """Return a reason if the peer's host or the network failed; empty if the peer has ended."""
     cause = exc.__cause__
     if isinstance(cause, OSError) and cause.errno in _SILENT:
         return f"cannot be reached any more: its host or the network is down ({cause.strerror})"
@@ -309,15 +308,15 @@ def silence(exc: PeerLostError) -> str:
 
 
 class LinkWaiter(Waiter):
-    """Waits for data that comes by links, and receives meanwhile.
+    """Waits for data from links, and receives it.
 
     Args:
         bells: Doorbells of this rank.
-        health: Verdicts on peers.
-        clock: Clock for the times of waits.
+        health: Collector of lost peers.
+        clock: Clock for the durations of waits.
         links: Connections to all peers.
-        crowded: Whether there are more ranks than cores, so that a thread without peers on this
-            host sleeps at once.
+        crowded: Whether this host has more ranks than cores; a thread without peers on this host
+            then sleeps immediately.
         local: Whether some peers share memory with this rank.
     """
 
@@ -345,8 +344,8 @@ class LinkWaiter(Waiter):
         links.begin_waiting()
         try:
             while self._now_ns() - start < self._spin_ns:
-                # a local peer needs no call of the system to be seen; and who waits leaves the core
-                # to those who work
+                # memory of local peers is checked without a system call; yielding leaves the core
+                # to threads that work
                 for _ in range(self._looks):
                     yield_core()
                     if ready():

@@ -1,8 +1,8 @@
-"""Meeting of the ranks of a job, which have nothing in common but a store.
+"""Exchange of addresses and settings between the ranks of a job, through the store.
 
-Each rank tells which host it is on and how it can be reached. All ranks compare, and refuse what
-cannot work with the same words on every rank. A rank that waits here also listens to the launcher,
-since a rank that died on its way will never come.
+Each rank publishes its host and how to reach it. All ranks compare these, and if they are not
+compatible, all raise the same error. A rank that waits here also listens to the launcher, since a
+rank that died before the meeting will never come.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ PARTING_S = 5.0
 
 
 class Meeting:
-    """One rank's part in the meeting.
+    """One rank's part in the exchange.
 
     Args:
         rank: Global rank of this process.
-        world_size: Number of ranks that will come.
-        store: Store that all of them share.
+        world_size: Number of ranks of the job.
+        store: Store that all ranks share.
         clock: Clock for the deadline.
         health: Registry of lost ranks, fed by the launcher's reports.
-        timeout_s: Seconds to wait for the others, in each step.
+        timeout_s: Seconds to wait for the others, in each exchange.
 
     Raises:
-        RendezvousError: Another process has come as this rank.
+        RendezvousError: Another process has the same rank.
     """
 
     def __init__(
@@ -63,26 +63,26 @@ class Meeting:
             raise RendezvousError(msg)
 
     def hosts(self, way: str, name: str) -> tuple[int, ...]:
-        """Tell all ranks which host this one is on, and return the host of each.
+        """Publish this rank's host, and return the host number of each rank.
 
         Args:
-            way: Name of the way in which ranks of one host reach each other; the same on all ranks,
-                as is braid's version.
+            way: Name of the way in which ranks of one host reach each other. It must be the same on
+                all ranks, and so must braid's version.
             name: Name of the host; equal on ranks that can share memory.
 
         Returns:
             Number of each rank's host, in the order of their first ranks.
 
         Raises:
-            RendezvousError: Some ranks did not come; they are named.
-            ConfigError: The ranks disagree.
+            RendezvousError: Some ranks did not join; the message names them.
+            ConfigError: Ranks have different versions of braid or different values of `way`.
         """
         value = f"{__version__}|{way}|{name}"
         try:
             values = self._exchange("shm/host", value, range(self.world_size))
         except RanksMissingError as exc:
             msg = (
-                f"ranks {exc.ranks} of {self.world_size} have not come within {self.timeout_s:g} "
+                f"ranks {exc.ranks} of {self.world_size} have not joined within {self.timeout_s:g} "
                 "s (this is rank "
                 f"{self.rank}): were they started with this WORLD_SIZE and rendezvous address?"
             )
@@ -104,7 +104,7 @@ class Meeting:
         return tuple(numbers.setdefault(entry[2], len(numbers)) for entry in entries)
 
     def gather(self, topic: str, text: str, ranks: Iterable[int] | None = None) -> list[str]:
-        """Send a text to all ranks, or to `ranks`, and return theirs; each topic is used once."""
+        """Publish a text to all ranks or to `ranks`, and return theirs; each topic is used once."""
         members = list(range(self.world_size) if ranks is None else ranks)
         try:
             return self._exchange(topic, text, members)
@@ -113,7 +113,7 @@ class Meeting:
             raise RendezvousError(msg) from exc
 
     def part(self) -> None:
-        """Wait, before all ranks raise the same error, until all know it.
+        """Wait until all ranks have the information with which they will raise the same error.
 
         Rank 0, which may serve the store, leaves last.
         """
@@ -136,7 +136,7 @@ class Meeting:
         return [value.decode() for value in values]
 
     def look(self) -> None:
-        """Raise PeerLostError if a rank has died on its way here."""
+        """Raise PeerLostError if a rank has died before the meeting was over."""
         self.health.collect()
         for loss in self.health.lost.values():
             msg = f"rank {loss.rank} {loss.reason}, before all ranks had joined"
@@ -147,7 +147,7 @@ def _disagreement(words: list[str], claim: str, advice: str) -> str:
     if len(set(words)) == 1:
         return ""
     usual = max(words, key=words.count)
-    clear = words.count(usual) > len(words) / 2  # with a tie nobody is the odd one
+    clear = words.count(usual) > len(words) / 2  # without a majority no rank is marked
     width = max(map(len, words))
     table = "\n".join(
         f"  rank {r}  {word:<{width}}{'  <-- differs' if clear and word != usual else ''}".rstrip()
@@ -157,7 +157,7 @@ def _disagreement(words: list[str], claim: str, advice: str) -> str:
 
 
 def host_name() -> str:
-    """Return the name of this host, its boot and its network; equal where memory can be shared."""
+    """Return a text of host name, boot and network; equal where memory can be shared."""
     path = Path("/proc/sys/kernel/random/boot_id")
     boot = path.read_text().strip() if path.exists() else ""
     network = "/proc/self/ns/net"

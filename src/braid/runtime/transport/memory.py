@@ -1,25 +1,24 @@
-"""Memory that other ranks can map: one root per rank, extents behind it.
+"""Memory that other ranks can map: one root per rank, and extents.
 
-Problem: collectives inside a host are copies between processes, so the tensors (or a staging copy
-of them) must lie in memory that all ranks see. Files in /dev/shm are limited (64 MiB in a
-container) and stay behind after `kill -9`.
+Problem: collectives inside a host are copies between processes, so the tensors (or copies of them
+in slots) must be in memory that all ranks can access. Files in /dev/shm are limited (64 MiB in a
+container) and are left behind after `kill -9`.
 
-Idea: every rank makes anonymous files (`memfd_create`). They have no name, count against ordinary
-memory and vanish with the last process that maps them. A peer opens them through
-`/proc/<pid>/fd/<fd>`, which the kernel allows to the same user; where it refuses (other pid
+Idea: every rank makes anonymous files (`memfd_create`). They have no name, count as ordinary memory
+and are freed with the last process that maps them. A peer opens them through
+`/proc/<pid>/fd/<fd>`, which the kernel permits to the same user; where it does not (other pid
 namespace, hardened host) the descriptor is passed over a socket instead (`descriptor_service`).
 
-The first such file is the rank's *root*; everything else is found from it:
+The first file of a rank is its *root*, which leads to all others:
 
     root   +--------------------+------------------------------+---------------------------------+
            | words (4 KiB)      | extents: (fd, bytes) by id   | names: operations, call sites    |
            +--------------------+------------------------------+---------------------------------+
 
-Words have one writer, the owner, but for counters that one instruction changes (`atomic`). 64-bit
-aligned stores are atomic, and x86 keeps the order of stores, so a peer that sees a word sees what
-was written before it. Where that does not hold (`has_ordered_stores`), and where a rank may not
-open another's memory, ranks keep copies of what they have been sent
-instead: see `hosts`.
+Only the owner writes words, except for counters that one instruction changes (`atomic`). 64-bit
+aligned stores are atomic, and x86 keeps the order of stores, so a peer that sees a word also sees
+all data written before it. Where that does not hold (`has_ordered_stores`), and where ranks cannot
+open each other's memory, ranks keep copies of the data instead: see `hosts`.
 """
 
 from __future__ import annotations
@@ -65,12 +64,12 @@ MAGIC = int.from_bytes(b"BRAIDRT1", "little")
 
 # root words
 PID, STATE, SLEEPERS, MARK, BASE = 0, 1, 2, 3, 4
-# values of STATE: what a peer that finds the process gone may conclude
+# values of STATE: they show a peer of an ended process whether this was on purpose
 RUNNING, LEFT, CLOSED = 0, 1, 2
 
 
 def has_ordered_stores() -> bool:
-    """Whether other processors see plain stores in the order they were made (x86-64 Linux)."""
+    """Whether other processors see plain stores in program order (x86-64 Linux)."""
     return platform.machine() in {"x86_64", "AMD64"} and sys.platform.startswith("linux")
 
 
@@ -78,7 +77,7 @@ class MemoryFile:
     """An anonymous file in memory, mapped into this process.
 
     Args:
-        fd: Descriptor to map; -1 for memory that only this process sees.
+        fd: Descriptor to map; -1 for memory that only this process can access.
         nbytes: Length.
         keep_fd: Whether the descriptor stays open, so that peers can open the file through it.
     """
@@ -100,7 +99,7 @@ class MemoryFile:
 
     @classmethod
     def create(cls, nbytes: int, name: str) -> MemoryFile:
-        """Make a new file of `nbytes` zero bytes, all of them backed by memory at once.
+        """Make a new file of `nbytes` zero bytes, and reserve memory for all of them.
 
         Raises:
             CommError: There is not enough memory.
@@ -110,13 +109,12 @@ class MemoryFile:
         try:
             os.ftruncate(fd, nbytes)
             if hasattr(os, "posix_fallocate"):
-                # reserves the pages: a clear error now instead of a bus error in the middle of a
-                # step
+                # reserves the pages: a clear error now instead of a bus error later
                 os.posix_fallocate(fd, 0, nbytes)
         except OSError as exc:
             os.close(fd)
             msg = (
-                f"there is too little shared memory for {nbytes} bytes of {name} "
+                f"there is not enough shared memory for {nbytes} bytes of {name} "
                 f"({exc.strerror}): use a smaller model or bucket, or fewer ranks on this host"
             )
             raise CommError(msg) from exc
@@ -131,7 +129,7 @@ class MemoryFile:
 
     @classmethod
     def private(cls, nbytes: int, name: str) -> MemoryFile:
-        """Make zeroed memory that no other process can open; pages are backed at first touch.
+        """Make zeroed memory that no other process can open; its pages are allocated when used.
 
         Raises:
             CommError: There is not enough memory.
@@ -141,23 +139,23 @@ class MemoryFile:
             return cls(-1, nbytes, keep_fd=False)
         except (OSError, OverflowError) as exc:
             msg = (
-                f"there is too little memory for {nbytes:,} bytes of {name} ({exc}): use a "
+                f"there is not enough memory for {nbytes:,} bytes of {name} ({exc}): use a "
                 "smaller model or bucket, or fewer ranks on this host"
             )
             raise CommError(msg) from exc
 
     def close(self) -> None:
-        """Close the descriptor, and the mapping too unless tensors still use it."""
+        """Close the descriptor, and the mapping if no tensor uses it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        # a tensor or view may still point into it: then it is unmapped when the last one dies
+        # a tensor or view may still use the mapping: it is then unmapped when the last one dies
         with contextlib.suppress(BufferError):
             self.map.close()
 
 
 class Extent(NamedTuple):
-    """Location of one piece of memory for peers: its owner's descriptor, and its length."""
+    """Descriptor of a memory file in its owner's process, and its length in bytes."""
 
     fd: int
     nbytes: int
@@ -168,8 +166,8 @@ class RootAddress(NamedTuple):
 
     Attributes:
         pid: Process id.
-        started: When the process started, in clock ticks since boot. It shows that the kernel has
-            not given the pid to another process since.
+        started: Start time of the process in clock ticks since boot. It shows whether the kernel
+            has given the pid to another process since.
         fd: Descriptor of the root in that process.
         bells: Descriptors of the write ends of its doorbells.
     """
@@ -185,13 +183,13 @@ class RootAddress(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> RootAddress:
-        """Read what `to_text` wrote."""
+        """Parse the result of `to_text`."""
         pid, started, fd, bells = text.split(":")
         return cls(int(pid), int(started), int(fd), tuple(int(b) for b in bells.split(",") if b))
 
 
 class Root:
-    """The root file of one rank: its own, one mapped from a peer, or a mirror of a peer's."""
+    """The root of a rank: its own file, a peer's file mapped here, or a mirror of a peer's."""
 
     def __init__(self, file: MemoryFile) -> None:
         self.file = file
@@ -211,12 +209,12 @@ class Root:
         return root
 
     def publish(self, extent_id: int, extent: Extent) -> None:
-        """Enter an extent into the directory; its length goes last, since peers read it first."""
+        """Add an extent to the directory; the length goes last, since peers read it first."""
         self.directory[2 * extent_id] = extent.fd
         self.directory[2 * extent_id + 1] = extent.nbytes
 
     def extent(self, extent_id: int) -> Extent:
-        """Look up an extent; its length is 0 when there is none."""
+        """Return an extent; its length is 0 if it does not exist."""
         return Extent(int(self.directory[2 * extent_id]), int(self.directory[2 * extent_id + 1]))
 
     def close(self) -> None:
@@ -229,7 +227,7 @@ class Root:
 
 
 class PeerMemory(Protocol):
-    """Access of a rank to its peers' memory: of processes, of threads, or through mirrors."""
+    """Access of a rank to peers' memory; for processes, for threads, and through mirrors."""
 
     def root(self, rank: int) -> Root:
         """Return the root of `rank`, which may be this rank."""
@@ -240,7 +238,7 @@ class PeerMemory(Protocol):
         ...
 
     def forget(self, rank: int, extent_id: int) -> None:
-        """Unmap an extent that `rank` has given back, as soon as no tensor uses it."""
+        """Unmap an extent that `rank` has freed, as soon as no tensor uses it."""
         ...
 
     def ring(self, rank: int, slots: int) -> None:
@@ -257,7 +255,7 @@ class PeerMemory(Protocol):
 
 
 class MappedMemory:
-    """Memory of peers, mapped at first use through the descriptors that their owners name.
+    """Memory of peers, mapped at first use through their owners' descriptors.
 
     Args:
         addresses: Root address of each rank.
@@ -299,7 +297,7 @@ class MappedMemory:
         return file.map
 
     def forget(self, rank: int, extent_id: int) -> None:
-        """Unmap an extent that `rank` has given back, as soon as no tensor uses it."""
+        """Unmap an extent that `rank` has freed, as soon as no tensor uses it."""
         with self._lock:
             file = self._extents.pop((rank, extent_id), None)
         if file is not None:
@@ -309,7 +307,7 @@ class MappedMemory:
         """Write a byte into each doorbell of `rank` named by `slots`."""
         for slot, number in enumerate(self._addresses[rank].bells):
             if slots >> slot & 1:
-                # full: it will wake anyway; broken or lost: it is gone, which its pidfd reports
+                # pipe full: the thread wakes anyway; broken or lost: its pidfd reports the end
                 with contextlib.suppress(BlockingIOError, BrokenPipeError, PeerLostError):
                     os.write(self._bell(rank, slot, number), b"!")
 
@@ -330,9 +328,10 @@ class MappedMemory:
         self._bells.clear()
 
     def _check(self, rank: int, file: MemoryFile) -> Root:
-        """Raise if the root is not the one that `rank` published.
+        """Return the root; raise if it is not the one that `rank` published.
 
-        In another pid namespace the number names another process, whose descriptor may be any file.
+        In another pid namespace the pid belongs to another process, whose descriptor may be any
+        file.
         """
         root = Root(file)
         if root.words[MARK] != MAGIC or root.words[PID] != self._addresses[rank].pid:
@@ -365,18 +364,18 @@ class MappedMemory:
 
 
 def _require_memory(nbytes: int, name: str) -> None:
-    """Raise before the kernel grants more than there is and later kills a process for it."""
+    """Raise if memory is short; otherwise the kernel could grant it and kill a process later."""
     free = psutil.virtual_memory().available
     if nbytes > free:
         msg = (
-            f"this host has {free:,} bytes of free memory, too little for {nbytes:,} bytes of "
+            f"this host has {free:,} bytes of free memory, not enough for {nbytes:,} bytes of "
             f"{name}: use a smaller model or bucket, or fewer ranks on this host"
         )
         raise CommError(msg)
 
 
 def _anonymous_file(name: str) -> int:
-    """Make a file without a name: in memory on Linux, elsewhere a deleted temporary file."""
+    """Make a file without a name: in memory on Linux, a deleted temporary file elsewhere."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
     with tempfile.TemporaryFile(prefix=name) as file:
@@ -384,7 +383,10 @@ def _anonymous_file(name: str) -> int:
 
 
 def open_through_proc(addresses: dict[int, RootAddress]) -> Callable[[int, int, int], int]:
-    """Open a peer's descriptor through `/proc/<pid>/fd`; the kernel permits it to the same user."""
+    """Return a function that opens descriptors of peers through `/proc/<pid>/fd`.
+
+    The kernel permits it to processes of the same user.
+    """
 
     def open_fd(rank: int, number: int, flags: int) -> int:
         pid = addresses[rank].pid
@@ -400,7 +402,7 @@ def open_through_proc(addresses: dict[int, RootAddress]) -> Callable[[int, int, 
 
 
 def _has_memory(pid: int) -> bool:
-    """Whether a process still runs. Once it begins to exit, only root may see its descriptors."""
+    """Whether a process still runs; while it exits, only root can open its descriptors."""
     try:
         return not Path(f"/proc/{pid}/statm").read_text().startswith("0 ")
     except OSError:

@@ -1,23 +1,24 @@
-"""Mirrors of the peers' memory, kept up to date by what the peers send.
+"""Mirrors of the peers' memory, updated by data that the peers send.
 
-Problem: the algorithms read in place what their peers have published. Where memory cannot be
-shared, each algorithm would need a second form that works with messages.
+Problem: the algorithms read published data of their peers in place. Where memory cannot be shared,
+each algorithm would need a second form that works with messages.
 
-Idea: everything that ranks share has one writer, its owner, who says when others may see it
-(`publish`). So a rank keeps a *mirror* of the parts of each peer's memory that it has been sent, at
-the same extents and offsets. What is published travels as a list of writes. The algorithms read the
+Idea: all shared memory has one writer, its owner, who decides when others may see it (`publish`).
+So a rank keeps a *mirror* of each peer's memory, with the received data at the same extents and
+offsets. Published data is sent as a list of writes. The algorithms read the mirror in the same way
+as shared memory.
 mirror and do not know the difference.
 
     frame   meta      number of large writes, (extent, offset) of each,
                       then small writes (extent, offset, bytes)
-            buffers   the data of the large writes, received straight into the mirror
+            buffers   the data of the large writes, received into the mirror without a copy
 
-The small writes are applied in their order once the whole frame has arrived, each of them under the
-interpreter's lock. So whoever sees a counter also sees the data before it, as in shared memory and
-whatever the processor. Extent 0 is the root.
+The small writes are applied in order once the whole frame has arrived, each under the interpreter's
+lock. So a thread that sees a counter also sees the data before it, as with shared memory, on any
+processor. Extent 0 is the root.
 
-A mirror holds what was last sent, which may be older than what its owner holds now. Memory that
-must read as zero until its owner writes to it is therefore allocated where nothing has been before
+A mirror holds the data that was sent last, which may be older than the owner's memory. Memory that
+must read as zero until its owner publishes it is therefore allocated where memory was never used
 (`announced_arena`).
 """
 
@@ -40,9 +41,7 @@ _COUNT = struct.Struct("<H")
 _PLACE = struct.Struct("<IQ")
 _SMALL = struct.Struct("<IQI")
 ROOT_EXTENT = 0
-ARRIVAL_S = (
-    60.0  # how long to wait for the announcement of an extent that a peer has spoken of elsewhere
-)
+ARRIVAL_S = 60.0  # how long to wait until a peer announces an extent that is already in use
 
 
 class Writes(NamedTuple):
@@ -58,7 +57,7 @@ class Writes(NamedTuple):
 
 
 def pack_writes(writes: Writes) -> bytes:
-    """Return the meta of a frame."""
+    """Return the metadata of a frame."""
     parts = [_COUNT.pack(len(writes.large))]
     for extent, offset in writes.large:
         parts.append(_PLACE.pack(extent, offset))
@@ -68,10 +67,10 @@ def pack_writes(writes: Writes) -> bytes:
 
 
 def unpack_writes(meta: bytes) -> Writes:
-    """Read what `pack_writes` wrote.
+    """Parse the result of `pack_writes`.
 
     Raises:
-        CommError: The bytes are not the meta of a frame.
+        CommError: The bytes are not the metadata of a frame.
     """
     try:
         (count,) = _COUNT.unpack_from(meta)
@@ -87,10 +86,10 @@ def unpack_writes(meta: bytes) -> Writes:
             small.append((extent, offset, meta[at : at + nbytes]))
             at += nbytes
     except struct.error as exc:
-        msg = f"{len(meta)} bytes are no list of writes, for they end within one: {exc}"
+        msg = f"{len(meta)} bytes are not a list of writes, since they end within one: {exc}"
         raise CommError(msg) from exc
     if at > len(meta):
-        msg = f"{len(meta)} bytes are no list of writes: they end {at - len(meta)} bytes too early"
+        msg = f"{len(meta)} bytes are not a list of writes: {at - len(meta)} bytes are missing"
         raise CommError(msg)
     return Writes(large, small)
 
@@ -113,11 +112,11 @@ class MirroredMemory(PeerMemory):
         return self._roots[rank]
 
     def extent(self, rank: int, extent_id: int) -> mmap.mmap:
-        """Return the mirror of an extent of `rank`, after waiting until `rank` has announced it.
+        """Return the mirror of an extent of `rank`; waits until `rank` has announced it.
 
         Raises:
             PeerLostError: The connection ended first.
-            CommError: It was not announced in time.
+            CommError: It was not announced within a minute.
         """
         file = self._extents.get((rank, extent_id))
         if file is not None:
@@ -144,13 +143,13 @@ class MirroredMemory(PeerMemory):
             return file.map
 
     def forget(self, rank: int, extent_id: int) -> None:
-        """Give up the mirror of an extent that `rank` has given back."""
+        """Free the mirror of an extent that `rank` has freed."""
         file = self._extents.pop((rank, extent_id), None)
         if file is not None:
             file.close()
 
     def targets(self, rank: int, meta: bytes, sizes: Sequence[int]) -> list[memoryview]:
-        """Return the tensors that receive the large writes of a frame of `rank`.
+        """Return the memory that receives the large writes of a frame of `rank`.
 
         Raises:
             CommError: A write lies outside the memory of `rank`.
@@ -165,7 +164,7 @@ class MirroredMemory(PeerMemory):
         ]
 
     def apply(self, rank: int, meta: bytes) -> None:
-        """Apply the small writes of a frame of `rank`, whose large ones have arrived.
+        """Apply the small writes of a frame of `rank`, after its large writes have arrived.
 
         Raises:
             CommError: A write lies outside the memory of `rank`.
@@ -179,17 +178,17 @@ class MirroredMemory(PeerMemory):
                 self._news.notify_all()
 
     def ended(self, rank: int) -> None:
-        """Note that nothing more will come from `rank`."""
+        """Note that `rank` will send no more data."""
         with self._news:
             self._ended.add(rank)
             self._news.notify_all()
 
     def ring(self, rank: int, slots: int) -> None:
-        """Do nothing: the arrival of a frame wakes whoever waits for it."""
+        """Do nothing: the arrival of a frame wakes the peer's waiting threads."""
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:  # noqa: ARG002 - PeerMemory
-        """Raise: this memory cannot be pulled, and `may_pull` says so to its callers."""
-        msg = f"private memory of rank {rank} was to be read, of which there is only a mirror"
+        """Raise an error: a mirror cannot be pulled from, and `may_pull` is False for it."""
+        msg = f"cannot read private memory of rank {rank}: this rank has only a mirror of it"
         raise InternalError(msg)
 
     def close(self) -> None:

@@ -1,15 +1,15 @@
 """Connections between ranks that do not share memory.
 
-Each rank calls the remote ranks before it and answers those behind it. Both ends prove that they
-know the job's secret, which comes from the launcher or from the user. Without one, ranks of one
-host meet at unix sockets, where the system says that both ends are of one user; 32 random bytes
-that rank 0 puts into the store tell jobs apart. Over a network these bytes are the secret only if
-the user permits it.
-Several jobs of one user may share a secret file, so both ends also name their job, by a random word
-that rank 0 has put into the store.
+Each rank connects to the remote ranks with smaller numbers and accepts connections of the others.
+Both ends prove that they know the job's secret, which comes from the launcher or from the user.
+Without a secret, ranks of one host connect by unix sockets, where the system confirms that both
+ends belong to the same user; 32 random bytes that rank 0 puts into the store identify the job. Over
+a network these bytes are used as the secret only if the user permits it. Several jobs of one user
+may share a secret file, so both ends also name their job, by a random word that rank 0 has put into
+the store.
 
-Before anybody waits, one rank of each host tries the addresses of all other hosts. If some host
-cannot reach another, all ranks raise the same table of who cannot reach whom within seconds.
+Before connections are made, one rank of each host tries the addresses of all other hosts. If some
+host cannot reach another, all ranks raise the same table of these within seconds.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from braid.runtime.wire import connect as dial
 __all__ = ["LOST_AFTER_S", "Network", "PeerConnection", "call_all"]
 
 ROLE = "memory"
-ANSWER_S = 30.0  # for a rank that has published its address
-LOST_AFTER_S = 30.0  # of silence of a host
-OUTWARDS = "192.0.2.1"  # kept for documentation: no host has it, and the way there is the way out
+ANSWER_S = 30.0  # time-out for a connection to a rank that has published its address
+LOST_AFTER_S = 30.0  # silence after which a host counts as lost
+OUTWARDS = "192.0.2.1"  # reserved for documentation; packets to it use the default route
 
 
 class Network(NamedTuple):
-    """Addresses at which ranks of other hosts reach this rank, and the trust in their network.
+    """Addresses at which ranks of other hosts reach this rank, and whether to trust the network.
 
     Attributes:
-        listen: Address to listen on; when empty, the one from which this host reaches `towards`.
-        towards: A host of the job, such as that of the store.
-        insecure: Let the secret of the connections travel through the store as plain text.
+        listen: Address to listen on; when empty, the address from which this host reaches
+            `towards`.
+        towards: A host of the job, such as the host of the store.
+        insecure: Whether the secret of the connections may be in the store as plain text.
         seals_frames: Whether frames between hosts carry message authentication codes.
         one_host: Whether all ranks are on this host.
     """
@@ -60,8 +61,8 @@ class PeerConnection(NamedTuple):
     """A connection to one peer, after the handshake.
 
     Attributes:
-        pid: Process id of the peer, on its host.
-        host: Name of its host.
+        pid: Process id of the peer, on the peer's host.
+        host: Name of the peer's host.
         over_network: Whether the peer is on another host.
         connection: The authenticated connection.
     """
@@ -94,7 +95,7 @@ def call_all(
         meeting: Meeting of all ranks in the store.
         hosts: Number of each rank's host.
         secret: The job's secret; None to agree on one through the store.
-        network: Addresses at which other hosts reach this rank.
+        network: Addresses for ranks of other hosts.
 
     Raises:
         RendezvousError: Some rank did not answer, cannot be reached or has another secret.
@@ -121,9 +122,9 @@ def call_all(
                 meeting, "shm/address", f"!{exc}", "can listen"
             )  # raises, on all ranks
             raise
-        own = f"{os.getpid()}@{socket.gethostname()}@{listener.address}"
-        words = _gather_addresses(meeting, "shm/address", own, "can listen")
-        if me == 0:  # all have read it
+        text = f"{os.getpid()}@{socket.gethostname()}@{listener.address}"
+        words = _gather_addresses(meeting, "shm/address", text, "can listen")
+        if me == 0:  # all ranks have read the secret
             meeting.store.delete_key("shm/secret/0")
         ends = [_Endpoint.parse(word) for word in words]
         over_network = _require_one_network(meeting, ends)
@@ -155,12 +156,12 @@ def call_all(
 
 
 def _gather_addresses(meeting: Meeting, topic: str, text: str, claim: str) -> list[str]:
-    """Send a text to all ranks and return theirs.
+    """Publish a text to all ranks and return their texts.
 
-    A text that begins with `!` says why its rank cannot go on; then all ranks raise it.
+    A text that begins with `!` is the error of its rank; then all ranks raise an error.
     """
     texts = meeting.gather(topic, text)
-    wrong = [f"  rank {r}: {own[1:]}" for r, own in enumerate(texts) if own.startswith("!")]
+    wrong = [f"  rank {r}: {word[1:]}" for r, word in enumerate(texts) if word.startswith("!")]
     if wrong:
         meeting.part()
         table = "\n".join(wrong)
@@ -179,18 +180,18 @@ def own_address(network: Network) -> str:
     """Return the address of this host on the network of a job.
 
     Raises:
-        ConfigError: There is no way to that network.
+        ConfigError: There is no route to that network.
     """
     if not network.towards:
         return "127.0.0.1"
     try:
         address = own_address_towards(network.towards)
         named = not Address(host=network.towards).is_loopback
-        if named and Address(host=address).is_loopback:  # its own name, as in /etc/hosts
+        if named and Address(host=address).is_loopback:  # this host's name, as in /etc/hosts
             address = own_address_towards(OUTWARDS)
     except OSError as exc:
         msg = (
-            f"{socket.gethostname()} finds no way to {network.towards} ({exc}): name the "
+            f"{socket.gethostname()} has no route to {network.towards} ({exc}): name the "
             "address on which this rank listens with BRAID_LISTEN, or see whether MASTER_ADDR "
             "is right"
         )
@@ -201,7 +202,7 @@ def own_address(network: Network) -> str:
 def _agree_on_secret(
     meeting: Meeting, secret: Secret | None, network: Network
 ) -> tuple[Secret, str]:
-    """Return the job's secret and its name, or one from the store if every rank permits that."""
+    """Return a secret (the job's, or the store's if every rank permits it) and the job's name."""
     trusts = not network.towards or network.insecure
     kind = "own" if secret else "store" if trusts else "none"
     words = meeting.gather("shm/trust", f"{kind}@{secrets.token_hex(8)}")
@@ -223,7 +224,7 @@ def _agree_on_secret(
         return secret, job
     made = secrets.token_hex(32) if meeting.rank == 0 else ""
     key = bytes.fromhex(meeting.gather("shm/secret", made)[0])
-    # elsewhere than on Linux the system does not say who connects: there the store is trusted
+    # only Linux identifies the user at the other end; elsewhere the store is trusted
     for_one_user = network.one_host and sys.platform == "linux"
     return Secret(key, seals_frames=network.seals_frames, for_one_user=for_one_user), job
 
@@ -231,7 +232,7 @@ def _agree_on_secret(
 def _require_one_network(meeting: Meeting, ends: list[_Endpoint]) -> bool:
     """Return whether ranks listen on a network.
 
-    If some do and others listen only on the loopback address of their host, all ranks raise.
+    If only some listen on a network, and others on the loopback address, all ranks raise an error.
     """
     inside = [r for r, one in enumerate(ends) if Address.parse(one.address).is_loopback]
     if inside and len(inside) < len(ends):
@@ -248,11 +249,10 @@ def _require_one_network(meeting: Meeting, ends: list[_Endpoint]) -> bool:
 
 
 def _require_reach(meeting: Meeting, hosts: tuple[int, ...], ends: list[_Endpoint]) -> None:
-    """Raise, on all ranks, if some host cannot reach another."""
+    """Raise on all ranks if some host cannot reach another."""
     mine = hosts[meeting.rank]
-    first = (
-        hosts.index(mine) == meeting.rank
-    )  # one rank of a host probes: nobody answers before the meeting is over
+    # one rank of a host probes; no rank accepts a connection before the meeting is over
+    first = hosts.index(mine) == meeting.rank
     remote = {r: ends[r].address for r in range(len(hosts)) if first and hosts[r] != mine}
     failed = {str(rank): why for rank, why in probe(remote, meeting.clock).items()}
     words = meeting.gather("shm/reach", json.dumps(failed))
@@ -279,13 +279,13 @@ def _call(meeting: Meeting, peer: int, address: str, secret: Secret, who: Identi
         timeout_s = min(meeting.timeout_s, ANSWER_S)
         connection = dial(address, secret, who, timeout_s=timeout_s, clock=meeting.clock)
     except RendezvousError:
-        meeting.look()  # the launcher may know more
+        meeting.look()  # the launcher may know the cause
         raise
     if connection.peer.rank != peer:
         connection.close()
         msg = (
-            f"{connection.peer} answers at {address} instead of rank {peer}: is the store that "
-            "of another job?"
+            f"{connection.peer} answers at {address} instead of rank {peer}: is the store used "
+            "by another job?"
         )
         raise RendezvousError(msg)
     return connection

@@ -1,14 +1,14 @@
-"""Reading a peer's private memory: one copy instead of two.
+"""Reads a peer's private memory: one copy instead of two.
 
-Problem: a tensor that does not lie in shared memory is copied into a slot by its owner and out of
-it by the reader. Above about a megabyte both copies go to main memory, and the second one is most
-of the cost.
+Problem: a tensor outside of shared memory is copied into a slot by its owner and out of it by the
+reader. Above about 1 MiB both copies go through main memory, and the second copy is most of the
+cost.
 
-Idea: the kernel copies straight from one process to another (`process_vm_readv`, Linux 3.2). It
-asks for the same permission as a debugger, and hardened hosts refuse it. So every rank tries it
-once on every peer when they join, and all use it only if it works for all. Under Yama's restricted
+Idea: the kernel copies directly from one process to another (`process_vm_readv`, Linux 3.2). It
+requires the same permission as a debugger, and hardened hosts refuse it. So every rank tries it
+once with every peer when ranks join, and all use it only if it works for all. In Yama's restricted
 mode (`ptrace_scope` 1) a process may name one process whose descendants may read it; each rank
-names its parent, the launcher, so that its siblings may.
+names its parent, the launcher, so that its siblings may read it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from braid.errors import CommError, PeerLostError
 __all__ = ["POSSIBLE", "allow_siblings", "pull", "read"]
 
 PR_SET_PTRACER = 0x59616D61  # linux/prctl.h: "Yama"
-MAX_BYTES = 1 << 30  # of one system call: it copies at most 2 GiB - 4 KiB
+MAX_BYTES = 1 << 30  # of one system call; the kernel's limit is 2 GiB - 4 KiB
 
 
 class _Range(ctypes.Structure):
@@ -48,32 +48,32 @@ def pull(rank: int, pid: int, address: int, out: torch.Tensor) -> None:
     """Fill the contiguous tensor `out` from `address` in process `pid`.
 
     Args:
-        rank: The rank that runs as that process, for messages.
-        pid: Its process id.
-        address: First byte there; the owner keeps it alive and unchanged meanwhile.
-        out: Destination here.
+        rank: Rank of the process, for messages.
+        pid: Process id.
+        address: First byte in the process; the owner must not free or change the data meanwhile.
+        out: Destination in this process.
 
     Raises:
         PeerLostError: The process has ended.
-        CommError: The kernel refuses, or nothing is mapped there.
+        CommError: The kernel refuses, or no memory is mapped there.
     """
     read(rank, pid, address, out.data_ptr(), out.numel() * out.element_size())
 
 
 def allow_siblings() -> None:
-    """Permit the parent and its other children to read this process, where the host asks."""
+    """Permit the parent and its other children to read this process, where this is needed."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if scope.exists() and scope.read_text().strip() == "1":
         _libc.prctl(PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 def read(rank: int, pid: int, address: int, destination: int, nbytes: int) -> None:
-    """Copy `nbytes` from `address` in process `pid` to `destination` here; raise as `pull` does."""
+    """Copy `nbytes` from `address` in process `pid` to `destination`; raises as `pull` does."""
     assert _readv is not None
-    done = 0
-    while done < nbytes:
-        size = min(nbytes - done, MAX_BYTES)
-        here, there = _Range(destination + done, size), _Range(address + done, size)
+    copied = 0
+    while copied < nbytes:
+        size = min(nbytes - copied, MAX_BYTES)
+        here, there = _Range(destination + copied, size), _Range(address + copied, size)
         count = _readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if count <= 0:
             code = ctypes.get_errno()
@@ -82,9 +82,9 @@ def read(rank: int, pid: int, address: int, destination: int, nbytes: int) -> No
                 raise PeerLostError(msg, rank=rank)
             why = os.strerror(code) if count < 0 else "nothing could be read"
             msg = (
-                f"only {done} of {nbytes} bytes of rank {rank} (pid {pid}) could be read: "
+                f"only {copied} of {nbytes} bytes of rank {rank} (pid {pid}) could be read: "
                 f"{why}; its tensor was freed during the operation, or the host forbids it "
                 "(see braid doctor)"
             )
             raise CommError(msg)
-        done += count
+        copied += count

@@ -1,9 +1,9 @@
-"""Reachability of each host from each other, probed before any connection is waited for.
+"""Tests which hosts can reach each other, before connections are made.
 
-Problem: a firewall, a wrong interface or an address of another network shows itself as a timeout of
-some rank, minutes later, and the message says nothing about the others.
+Problem: a firewall, a wrong interface or an address of another network appears as a time-out of
+some rank, minutes later, and the message does not mention the other ranks.
 
-Idea: one rank of each host tries the addresses of all ranks of the others at once, for a few
+Idea: one rank of each host tries the addresses of all ranks of other hosts in parallel, for a few
 seconds. The results are gathered, and all ranks report the same table.
 """
 
@@ -29,7 +29,7 @@ def probe(
     """Try to connect to all `addresses` at the same time.
 
     Returns:
-        For each address that cannot be reached, the reason in a word or two; empty if all can.
+        For each address that cannot be reached, the reason in one or two words.
     """
     failed: dict[int, str] = {}
     waiting: dict[int, tuple[int, socket.socket]] = {}
@@ -42,7 +42,7 @@ def probe(
             continue
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as exc:  # descriptors ran out, which is no fault of the network
+        except OSError as exc:  # no descriptor is free: not an error of the network
             failed[key] = why_unreachable(exc.errno or 0)
             continue
         sock.setblocking(False)
@@ -72,10 +72,10 @@ def probe(
 
 
 def own_address_towards(host: str) -> str:
-    """Return the address of this host on the network by which it reaches `host`; nothing is sent.
+    """Return the address of this host on the network of `host`; sends no packet.
 
     Raises:
-        OSError: There is no route to it, or no such name.
+        OSError: There is no route to the host, or its name is unknown.
     """
     family, where = Address(host=host, port=9).resolve()
     with socket.socket(family, socket.SOCK_DGRAM) as sock:

@@ -1,9 +1,8 @@
-"""Ranks as processes of one host: each finds the others' memory through the kernel.
+"""Ranks as processes of one host, which access each other's memory through the kernel.
 
-Each rank publishes the address of its root in the store and opens its peers' roots. Nothing else is
-agreed on, since whatever is allocated later is found from the roots. When the kernel refuses
-`/proc/<pid>/fd` to any rank, all ranks hand their descriptors over a socket instead
-(`descriptor_service`).
+Each rank publishes the address of its root in the store and opens its peers' roots, which lead to
+all memory that is allocated later. If the kernel refuses `/proc/<pid>/fd` to any rank, all ranks
+pass their descriptors over a socket instead (`descriptor_service`).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Shared(NamedTuple):
     Attributes:
         root: This rank's root.
         bells: This rank's doorbells.
-        local: The memory of the other ranks.
+        local: Peers of this host, with access to their memory.
     """
 
     root: Root
@@ -52,7 +51,7 @@ class Shared(NamedTuple):
 
 
 def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = False) -> Shared:
-    """Join the shared memory of a host.
+    """Join the shared memory of this host.
 
     Args:
         meeting: Meeting of all ranks in the store; its `health` gets a pidfd of each peer.
@@ -65,7 +64,7 @@ def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = Fa
         undo.callback(root.close)
         bells = Doorbells(root)
         undo.callback(bells.close)
-        allow_siblings()  # before anyone can learn of this process and try
+        allow_siblings()  # before other ranks can know this process and try to read it
         me = os.getpid()
         address = RootAddress(me, start_time(me), root.file.fd, bells.write_fds)
         texts = meeting.gather("shm/root", address.to_text(), ranks)
@@ -84,8 +83,8 @@ def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = Fa
         may_pull = _may_pull(meeting, addresses, peers, forbid=pass_descriptors)
         undo.callback(health.close)
         for other, where in addresses.items():
-            # a start time that does not fit: another pid namespace, where only the launcher can
-            # tell who died
+            # a start time that differs: another pid namespace, where only the launcher knows
+            # which process died
             if other != rank and start_time(where.pid) == where.started:
                 health.register_process(other, where.pid)
         undo.pop_all()
@@ -94,13 +93,13 @@ def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = Fa
 
 
 def start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; the pid and it name the process."""
+    """Return when a process started, in clock ticks since boot; with the pid it is unique."""
     path = Path(f"/proc/{pid}/stat")
     return int(path.read_text().rpartition(")")[2].split()[19]) if path.exists() else 0
 
 
 def _refused(meeting: Meeting, peers: MappedMemory, ranks: Sequence[int], *, force: bool) -> bool:
-    """Open all peers' roots, and return on every rank whether any rank was refused."""
+    """Open all peers' roots; return the same on every rank: whether any rank was refused."""
     refused = force
     try:
         for other in ranks:
@@ -114,18 +113,18 @@ def _refused(meeting: Meeting, peers: MappedMemory, ranks: Sequence[int], *, for
 def _may_pull(
     meeting: Meeting, addresses: dict[int, RootAddress], peers: MappedMemory, *, forbid: bool
 ) -> bool:
-    """Try to read every peer's private memory, and return on every rank whether all ranks may."""
+    """Try to read all peers' private memory; return the same on every rank: whether all can."""
     others = [(r, where.pid) for r, where in addresses.items() if r != meeting.rank]
     may = not forbid and POSSIBLE and all(_can_read(r, pid, peers.root(r)) for r, pid in others)
     return "no" not in meeting.gather("shm/pull", "yes" if may else "no", addresses)
 
 
 def _can_read(rank: int, pid: int, root: Root) -> bool:
-    """Whether this rank can read the beginning of the root of `rank` at its owner's address."""
+    """Whether this rank can read the beginning of the root of `rank` from its owner's memory."""
     words = (ctypes.c_uint64 * (MARK + 1))()
     try:
         read(rank, pid, root.words[BASE], ctypes.addressof(words), ctypes.sizeof(words))
     except (CommError, PeerLostError):
         return False
-    # in another pid namespace the number may be another process, which holds other bytes there
+    # in another pid namespace the pid may be another process, with other bytes there
     return words[MARK] == MAGIC and words[PID] == root.words[PID]

@@ -1,24 +1,25 @@
-"""Waiting: spin a little, yield for a while, then sleep until someone rings.
+"""Waiting: spin for a short time, yield for a while, then sleep until a peer rings.
 
-Problem: inside a host a peer is usually less than a microsecond away, and a system call costs more
-than the message. But a peer may also be a second away, or dead, and a rank that spins takes the
-core that its peer needs: two ranks that spin on one core cost milliseconds.
+Problem: inside a host a peer usually answers in less than a microsecond, and a system call costs
+more than the message. But a peer may also need a second, or be dead, and a rank that spins uses the
+core that its peer may need: two ranks that spin on one core lose milliseconds.
 
-Idea: a collective is a generator that yields `Wait` and never blocks itself. How to wait is decided
-here:
+Idea: a collective is a generator that yields `Wait` and never blocks itself. This module decides
+how to wait:
 
-    look      the value is there already: the common case, which costs nothing
-    spin      some 100 looks (none when there are more ranks than cores)
-    yield     `sched_yield`, which gives the core and the interpreter's lock to others, for about
+    check     if the value is there already, waiting costs nothing (the common case)
+    spin      check about 100 times (not if there are more ranks than cores)
+    yield     `sched_yield`, which leaves the core and the interpreter's lock to others, for about
               a millisecond
     sleep     `poll` on this waiter's doorbell (a pipe), the peers' pidfds and the launcher's
-              socket: a value that arrives rings the bell and a death makes a pidfd readable, so
-              both end the sleep at once
+              socket: a new value rings the bell and a death makes a pidfd readable, so both end
+              the sleep at once
 
-Sleeping and publishing race. The publisher stores its value and then looks whether anyone sleeps;
-the sleeper announces itself and then looks at the value. Each puts a full fence between its two
-steps, so at least one sees the other. Taking and releasing a free lock is such a fence on x86 (an
-instruction with the LOCK prefix). Should a ring be lost all the same, the sleep ends after 50 ms.
+Sleeping and publishing race. The publisher stores its value and then checks whether a peer sleeps;
+the sleeper announces its sleep and then checks the value. Each puts a full fence between its two
+steps, so at least one sees the other's store. Taking and releasing a free lock is such a fence on
+x86 (an instruction with the LOCK prefix). If a ring is lost all the same, the sleep ends after
+50 ms.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ NUM_SLOTS = 4  # threads of one rank that may sleep at the same time
 NUM_SPINS = 100
 YIELD_NS = 1_000_000
 SLEEP_MS = 50
-EVENT_POLL_S = 5e-5  # of a thread that waits for a GPU; short beside a copy
-SLOTLESS_SLEEP_MS = 2  # of a thread that found no doorbell free: nobody can ring it
-DEVICE_SLEEP_MS = 1  # while a GPU is awaited, which rings no bell
+EVENT_POLL_S = 5e-5  # pause of a thread that waits for a GPU; short compared with a copy
+SLOTLESS_SLEEP_MS = 2  # sleep of a thread without a doorbell, which no peer can wake
+DEVICE_SLEEP_MS = 1  # sleep while an operation waits for a GPU, which cannot ring a doorbell
 
 yield_core = ctypes.CDLL(None).sched_yield
 
@@ -86,10 +87,10 @@ class WaitAny(NamedTuple):
 
 
 class DeviceWait(NamedTuple):
-    """Condition of a wait: a GPU has passed an event.
+    """Condition of a wait: a GPU has reached an event.
 
     Attributes:
-        event: `torch.cuda.Event`, recorded behind the awaited work.
+        event: `torch.cuda.Event`, recorded after the awaited work.
         device: The GPU.
     """
 
@@ -97,9 +98,9 @@ class DeviceWait(NamedTuple):
     device: Any
 
     def is_completed(self) -> bool:
-        """Return whether the GPU has passed the event, or will never pass it after an error.
+        """Return whether the GPU has reached the event, or cannot reach it because of an error.
 
-        The error is raised by `check`, in the operation that waits: other threads look here, too.
+        Any thread may call this, so the error is raised by `check`, in the operation that waits.
         """
         try:
             return bool(self.event.query())
@@ -128,10 +129,10 @@ Steps = Generator[Wait | WaitAny, None, None]
 
 
 class Doorbells:
-    """The pipes that wake this rank's sleeping threads, and the word that says which of them sleep.
+    """Pipes that wake this rank's sleeping threads, and the word with a bit for each of them.
 
     Args:
-        root: Root of this rank, whose `SLEEPERS` word peers look at.
+        root: Root of this rank; peers read its `SLEEPERS` word.
 
     Attributes:
         device_waits: Keys of the operations of this rank that wait for a GPU.
@@ -154,36 +155,36 @@ class Doorbells:
         return [fd for pipe in self._pipes for fd in pipe]
 
     def acquire(self) -> int:
-        """Take a slot for this thread; -1 when all are taken, which makes it wake more slowly."""
+        """Take a slot for this thread; returns -1 if all are in use, so that it wakes later."""
         with self._lock:
             return self._free.pop() if self._free else -1
 
     def release(self, slot: int) -> None:
-        """Give a slot back, disarmed and with its pipe empty."""
+        """Return a slot, disarmed and with its pipe empty."""
         if slot >= 0:
             self.disarm(slot)
             with self._lock:
                 self._free.append(slot)
 
     def arm(self, slot: int) -> None:
-        """Announce that this slot is about to sleep. Taking the lock is the fence."""
+        """Announce that the thread of this slot is about to sleep. Taking the lock is the fence."""
         with self._lock:
             self._words[SLEEPERS] |= 1 << slot
 
     def disarm(self, slot: int) -> None:
-        """Take the announcement back and read the rings so far."""
+        """Withdraw the announcement and empty the pipe."""
         with self._lock:
             self._words[SLEEPERS] &= ~(1 << slot)
         with contextlib.suppress(BlockingIOError):
             os.read(self._pipes[slot][0], 4096)
 
     def read_fd(self, slot: int) -> int:
-        """Return the descriptor to poll."""
+        """Return the descriptor that becomes readable at a ring."""
         return self._pipes[slot][0]
 
     def ring_own(self) -> None:
-        """Wake the sleeping threads of this rank, for a new request or a loss."""
-        if not self._pipes:  # closed while an operation was ending: no thread of this rank sleeps
+        """Wake the sleeping threads of this rank, for a new request or a lost rank."""
+        if not self._pipes:  # closed while an operation ended: no thread of this rank sleeps
             return
         sleepers = self._words[SLEEPERS]
         for slot in range(NUM_SLOTS):
@@ -200,7 +201,7 @@ class Doorbells:
 
 
 def silent_pipe() -> tuple[int, int]:
-    """Make a pipe whose ends never block and are not inherited."""
+    """Make a pipe that never blocks and is not inherited."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
@@ -213,8 +214,8 @@ class Waiter:
     Args:
         bells: Doorbells of this rank.
         health: Registry of lost peers; its descriptors are part of every sleep.
-        clock: Measures the yield phase.
-        crowded: There are more ranks than cores, so do not spin.
+        clock: Clock for the yield phase and durations.
+        crowded: Whether there are more ranks than cores, so that spinning is not useful.
     """
 
     def __init__(self, bells: Doorbells, health: Health, clock: Clock, *, crowded: bool) -> None:
@@ -224,11 +225,11 @@ class Waiter:
         self._spins = 0 if crowded else NUM_SPINS
 
     def until(self, ready: Callable[[], bool], check: Callable[[], None]) -> int:
-        """Wait until `ready()` holds; return the nanoseconds it took, or 0 if it only spun.
+        """Wait until `ready()` is true; return the nanoseconds it took, or 0 if it only spun.
 
         Args:
             ready: The condition; called often, must be quick and must not block.
-            check: Called after each sleep; raises when waiting on is pointless (a lost peer, a
+            check: Called after each sleep; raises if further waiting has no use (a lost peer, a
                 deadline).
 
         Raises:
@@ -274,10 +275,10 @@ class Sleep:
     def poll(
         self, ready: Callable[[], bool], fds: list[int], interests: Sequence[tuple[int, int]] = ()
     ) -> bool:
-        """Sleep once unless `ready()` holds; return whether it held before the sleep.
+        """Sleep once unless `ready()` is true; return whether it was true before the sleep.
 
         Args:
-            ready: As for `Waiter.until`.
+            ready: Condition, as for `Waiter.until`.
             fds: Descriptors that end the sleep when they become readable.
             interests: More descriptors, each with the events that end the sleep.
         """

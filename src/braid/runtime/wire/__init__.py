@@ -1,4 +1,4 @@
-"""Bytes between processes that trust each other only after a handshake; see README.md."""
+"""Authenticated connections between the processes of a job; see README.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Addresses as text, so that they fit into one environment variable and one error message.
+"""Addresses as text, for environment variables and error messages.
 
-unix:@braid-a3f       abstract socket of this host: no file to leave behind (Linux)
+unix:@braid-a3f       abstract socket of this host, which leaves no file behind (Linux)
 unix:/run/braid.sock  socket file
 tcp://10.0.0.1:29400  host and port; tcp://[::1]:0 for IPv6; port 0 lets the system choose
 """
@@ -39,7 +39,7 @@ class Address(NamedTuple):
         """Parse an address.
 
         Raises:
-            ConfigError: `text` has none of the three forms.
+            ConfigError: `text` is not an address.
         """
         if text.startswith("unix:"):
             path = text.removeprefix("unix:")
@@ -51,14 +51,14 @@ class Address(NamedTuple):
                 plain = parts.netloc == text.removeprefix("tcp://") and "@" not in text
                 if plain and parts.hostname and parts.port is not None:
                     return cls(host=parts.hostname, port=parts.port)
-            except ValueError:  # a port that is no number, or brackets that do not close
+            except ValueError:  # the port is not a number, or a bracket is not closed
                 pass
         msg = f"{text!r} is not an address: {_FORMS}"
         raise ConfigError(msg)
 
     @property
     def is_unix(self) -> bool:
-        """Whether this is a unix socket, whose peers have a user id."""
+        """Whether this is a unix socket; its peers have a user id."""
         return bool(self.path)
 
     @property
@@ -68,14 +68,14 @@ class Address(NamedTuple):
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name: it may mean anything
+        except ValueError:  # a name, which may be the name of any host
             return False
 
     def resolve(self) -> tuple[int, Any]:
         """Return family and address for the socket module.
 
         Raises:
-            OSError: The host's name is not known.
+            OSError: The host's name is unknown.
         """
         if self.is_unix:
             name = "\0" + self.path[1:] if self.path.startswith("@") else self.path
@@ -95,7 +95,7 @@ def local_address(name: str) -> str:
     """Return a new address for a listener that only this host can reach.
 
     Args:
-        name: Part of the address, for those who look at the sockets of a host.
+        name: Part of the address, to recognize the socket in a list of sockets.
     """
     if sys.platform != "linux":
         return "tcp://127.0.0.1:0"

@@ -1,17 +1,16 @@
 """A connection: frames to and from one peer that has proven its identity.
 
-Problem: blocking sockets hang for ever, time-outs of the socket module are shared by sender and
-receiver and start anew for each partial write, and "Connection reset by peer" does not say which
+Problem: blocking sockets can hang without end. The socket module has one time-out for sender and
+receiver, which starts again with each partial write. "Connection reset by peer" does not name the
 peer.
 
-Idea: the socket never blocks. A thread that has to wait polls it until a deadline, and every error
-names the peer's rank. Sending puts what the kernel does not accept at once into an outbox, so that
-one implementation serves threads that wait (`send`) and event loops that must not (`post`,
-`flush`).
+Idea: the socket never blocks. A thread that must wait polls it until a deadline, and every error
+names the peer's rank. Bytes that the kernel does not accept go into an outbox, so one
+implementation serves threads that wait (`send`) and event loops that must not (`post`, `flush`).
 
-A peer that ends gives its reason in its last frames, and accepts nothing from then on. A sender may
-notice that first. The connection ends all the same only when those frames have been received, and
-the end of the stream behind them.
+A peer that ends gives its reason in its last frames, and accepts no more data. A sender may notice
+this first. The connection still ends only when those last frames and the end of the stream have
+been received.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = ["DEFAULT_TIMEOUT_S", "Connection", "is_inside_host"]
 
 DEFAULT_TIMEOUT_S = 300.0
 # With the system's 208 KiB, both ends of a unix socket sleep after every 208 KiB. TCP adapts its
-# buffers itself, unless they are set. The system may allow less.
+# buffers itself unless they are set. The system may allow less.
 _UNIX_BUFFER_BYTES = 2 << 20
 
 
@@ -52,9 +51,9 @@ class Connection:
         clock: Clock for deadlines; the host's when None.
         send_timeout_s: Seconds for which `send` waits for a peer that does not read.
 
-    On failure: a peer that died or closed gives PeerLostError in `send`, and in receiving behind
-    the frames that came before. Frames posted to it until then are dropped, see `gone`. A peer that
-    breaks the frame format gives CommError once and the connection is closed.
+    On failure: if the peer died or closed the connection, `send` raises PeerLostError, and so does
+    receiving, after the frames that came before. Frames posted in between are dropped, see `gone`.
+    If the peer violates the frame format, CommError is raised once and the connection is closed.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Connection:
         if sock.family == socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
         else:
-            # Small frames are requests that somebody waits for; Nagle would hold them 40 ms.
+            # The sender of a small frame waits for its reply; Nagle would delay it by 40 ms.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self._peer = peer
@@ -83,8 +82,8 @@ class Connection:
         self._decoder = FrameDecoder(self._limits, mac=received)
         self._outbox = Unsent(sock.sendmsg)
         self._send_lock = threading.Lock()
-        self._gone: OSError | None = None  # error that showed that the peer accepts nothing
-        self._ended = ""  # why nothing can be sent or received any more
+        self._gone: OSError | None = None  # error of sending after which the peer accepts no data
+        self._ended = ""  # reason for which the connection is closed
 
     @property
     def peer(self) -> Identity:
@@ -93,12 +92,12 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Whether this connection has ended, for whatever reason."""
+        """Whether this connection has ended, for any reason."""
         return bool(self._ended)
 
     @property
     def gone(self) -> bool:
-        """Whether sending has shown that the peer accepts nothing more.
+        """Whether sending has failed because the peer accepts no more data.
 
         Its last frames may still be received.
         """
@@ -106,7 +105,7 @@ class Connection:
 
     @property
     def has_bytes(self) -> bool:
-        """Whether bytes have been read ahead, which no selector shows."""
+        """Whether bytes have already been read, which no selector shows."""
         return self._decoder.has_bytes
 
     @property
@@ -124,11 +123,11 @@ class Connection:
         return self._socket.fileno()
 
     def end_if_silent(self, limit_s: float) -> None:
-        """Let the system end this connection after `limit_s` seconds of silence of the peer's host.
+        """Make the system end this connection after `limit_s` without an answer of the peer's host.
 
-        Hosts answer for their processes, so a process that is stopped or busy is not lost. A host
-        that lost its power or its network is, whether something is being sent or not. Only TCP has
-        that; on other sockets nothing happens.
+        The host answers for its processes, so a stopped or busy process does not count as silent. A
+        host without power or network does, whether data is being sent or not. Without effect on
+        sockets other than TCP.
         """
         if self._socket.family == socket.AF_UNIX:
             return
@@ -146,23 +145,23 @@ class Connection:
             if hasattr(socket, name):
                 self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    # the queue has no priorities
+    # frames are sent in the order of calls
     def send(self, meta: bytes, buffers: Sequence[Buffer] = (), priority: int = 0) -> None:  # noqa: ARG002
-        """Send a frame; returns when the kernel has all of it, and the buffers may be reused.
+        """Send a frame; returns when the kernel has all its bytes, and the buffers may be reused.
 
-        Two peers that both send more than the kernel buffers, while neither receives, wait for each
-        other until the deadline: let another thread receive.
+        If two peers both send more than the kernel buffers, and neither receives, both wait until
+        the deadline: receive in another thread.
 
         Args:
-            meta: Description, at most 64 KiB.
+            meta: Metadata, at most 64 KiB.
             buffers: Contiguous payloads; not copied in this process.
-            priority: Reserved: frames leave in the order of the calls; the message layer orders
-                them before.
+            priority: Has no effect: frames are sent in the order of the calls; the message layer
+                orders them before.
 
         Raises:
             PeerLostError: The peer is gone.
             CommTimeout: The peer did not read for `send_timeout_s`; the connection is closed, since
-                half a frame may be on its way.
+                a part of the frame may have been sent.
             ConfigError: The frame exceeds the limits; nothing was sent.
         """
         pieces = encode(meta, buffers, self._limits)
@@ -188,10 +187,10 @@ class Connection:
 
         Returns:
             Bytes that are still queued; call `flush` when the socket is writable. 0 for a peer that
-            has gone: the socket is readable, and receiving ends with PeerLostError.
+            accepts no more data: the socket is readable, and receiving ends with PeerLostError.
 
         Raises:
-            PeerLostError: The connection ended before, or broke for another reason.
+            PeerLostError: The connection ended before, or failed for another reason.
         """
         pieces = encode(meta, buffers, self._limits)
         with self._send_lock:
@@ -200,7 +199,7 @@ class Connection:
             return self._outbox.nbytes
 
     def flush(self) -> int:
-        """Send what the kernel accepts now of the posted frames; returns the bytes still queued."""
+        """Send posted bytes that the kernel accepts now; returns the bytes still queued."""
         with self._send_lock:
             self._drain()
             return self._outbox.nbytes
@@ -215,7 +214,7 @@ class Connection:
         Raises:
             PeerLostError: The peer is gone.
             CommTimeout: The deadline passed; a later call continues the same frame.
-            CommError: The peer sent bytes that are no frame; the connection is closed.
+            CommError: The peer sent bytes that are not a frame; the connection is closed.
         """
         frame = self.try_recv(allocate)
         if frame is not None:
@@ -235,7 +234,7 @@ class Connection:
         return self.recv_into(None, timeout_s)
 
     def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
-        """Return the next frame if it is already here, else None; raises like `recv_into`."""
+        """Return the next frame if it has arrived, else None; raises like `recv_into`."""
         decoder = self._decoder
         try:
             while (frame := decoder.next_frame(allocate)) is None:
@@ -248,13 +247,13 @@ class Connection:
         except OSError as exc:
             raise self._lost(exc) from exc
         except CommError as exc:
-            self._end(f"it broke the frame format: {exc}")
-            self._decoder = FrameDecoder(self._limits)  # what was read ahead means nothing
+            self._end(f"it violated the frame format: {exc}")
+            self._decoder = FrameDecoder(self._limits)  # bytes that were read ahead are invalid
             raise
         return frame
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Wait up to `timeout_s`; returns whether a frame can be read, or the end of the stream."""
+        """Wait up to `timeout_s`; returns whether a frame or the end of the stream can be read."""
         if self._decoder.has_bytes or self._ended:
             return True
         return self._wait(select.POLLIN, self._clock.after_ns(timeout_s))
@@ -273,7 +272,7 @@ class Connection:
         return f"<Connection to {self._peer}{', ended' if self._ended else ''}>"
 
     def _queue(self, pieces: list[memoryview], *, has_buffers: bool) -> None:
-        """Append a frame to the outbox; one with codes is sent part by part."""
+        """Append a frame to the outbox; a frame with codes is sent part by part."""
         if self._mac is None:
             self._outbox.add(pieces)
             return
@@ -290,14 +289,14 @@ class Connection:
         try:
             return self._outbox.drain()
         except (BrokenPipeError, ConnectionResetError) as exc:
-            # A new object: `exc` refers to the frames of all callers, and would live for long.
+            # A new object: `exc` refers to the frames of all callers and would keep them alive.
             self._gone = OSError(exc.errno, exc.strerror)
             return True
         except OSError as exc:
             raise self._lost(exc) from exc
 
     def _wait(self, event: int, deadline_ns: int) -> bool:
-        """Wait until the socket is ready for `event`, or broken; False at the deadline."""
+        """Wait until the socket is ready for `event`, or has failed; False at the deadline."""
         poll = select.poll()
         fd = self._socket.fileno()
         if fd < 0:
@@ -307,7 +306,7 @@ class Connection:
         return bool(poll.poll(remaining_ns / 1e6))
 
     def _lost(self, cause: OSError | None) -> PeerLostError:
-        """Close the connection; returns the error that says how the stream ended."""
+        """Close the connection; return the error with the reason."""
         if not self._ended:
             reason = "it closed the connection"
             if cause is not None:
@@ -325,7 +324,7 @@ class Connection:
         if self._ended:
             return
         self._ended = why
-        with contextlib.suppress(OSError):  # the peer may have gone already
+        with contextlib.suppress(OSError):  # the peer may be gone already
             # Wakes threads that poll this descriptor; closing alone would not.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -337,10 +336,10 @@ def is_inside_host(sock: socket.socket) -> bool:
         return True
     try:
         here, there = sock.getsockname(), sock.getpeername()
-    except OSError:  # the peer has gone already
+    except OSError:  # the peer is gone already
         return False
     return bool(here[0] == there[0])
 
 
 def _broke(cause: OSError) -> str:
-    return f"the connection broke ({cause.strerror or cause})"
+    return f"the connection failed ({cause.strerror or cause})"

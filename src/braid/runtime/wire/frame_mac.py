@@ -1,17 +1,17 @@
 """Message authentication codes of frames between hosts.
 
-Problem: a handshake proves who connects. Somebody on the way between two hosts can change, repeat,
-reorder or drop the bytes that follow.
+Problem: a handshake proves who connects. But an attacker on the network between two hosts can
+change, repeat, reorder or drop the bytes that follow.
 
-Idea: each direction of each connection has a key, derived from the secret and from everything that
-both ends said in the handshake, and counts its frames. A code covers the number of the frame, its
-head, and then its buffers. The code of the head comes right behind it, so nothing in a head is
-believed, and no memory is chosen, before the head is proven.
+Idea: each direction of each connection has a key, derived from the secret and from all bytes of the
+handshake, and counts its frames. A code covers the number of the frame, its head, and then its
+buffers. The code of the head follows the head directly, so the receiver verifies it before it uses
+the head or allocates memory.
 
     | head and meta | code(number, head) | buffer 0 | ... | code(number, head, buffers) |
 
-A frame without buffers ends after the first code. A number is not sent: a frame that is repeated,
-or comes out of order, has the code of another number.
+A frame without buffers ends after the first code. The number is not sent: a frame that is repeated,
+or arrives out of order, has the code of another number.
 
 Source: HMAC-SHA256, RFC 2104, with codes of 16 bytes (RFC 2104, section 5). Measured on one
 core with SHA instructions: HMAC-SHA256 1.1 GB/s, keyed BLAKE2b 0.6 GB/s, and 1.2 microseconds for
@@ -39,7 +39,7 @@ class FrameKeys(NamedTuple):
 
     Attributes:
         sent: Key of the frames that this side sends.
-        received: Key of the frames of the peer.
+        received: Key of the frames that the peer sends.
     """
 
     sent: bytes
@@ -73,23 +73,23 @@ class FrameMac:
         self._frame.update(data)
 
     def code(self) -> bytes:
-        """Return the code of the frame as far as it has been added."""
+        """Return the code of all data of the frame that has been added."""
         outer = self._outer.copy()
         outer.update(self._frame.digest())
         return outer.digest()[:CODE_BYTES]
 
     def verify(self, code: _Buffer) -> bool:
-        """Return whether `code` is right; the time does not depend on where it differs."""
+        """Return whether `code` is right; takes the same time for all wrong codes."""
         return hmac.compare_digest(code, self.code())
 
     def sealed(
         self, pieces: Sequence[memoryview], *, has_buffers: bool
     ) -> Iterator[list[memoryview]]:
-        """Yield the pieces of a frame with codes between, in parts that can be sent one by one.
+        """Yield the pieces of a frame with their codes, in parts that can be sent one by one.
 
         Args:
             pieces: Pieces that `encode` returned: the head, then the buffers.
-            has_buffers: Whether the head announces buffers, empty ones included.
+            has_buffers: Whether the head lists buffers, empty ones included.
         """
         part, nbytes = [pieces[0], memoryview(self.begin(pieces[0]))], 0
         for piece in pieces[1:]:

@@ -1,12 +1,12 @@
-"""Frames: a short description and any number of large buffers, without copying the buffers.
+"""Frames: short metadata and any number of large buffers, which are not copied.
 
 Problem: a stream has no message boundaries. Pickle and length-prefixed blobs copy every tensor once
-or twice, and a forged length makes the receiver allocate gigabytes before it has looked at
-anything.
+or twice, and a forged length makes the receiver allocate gigabytes before it has checked the data.
 
-Idea: the head contains all lengths, which are checked against limits before a byte is allocated.
-Then the receiver of the message decides where its buffers live (`allocate`). The decoder returns
-the memory for the next bytes, so a tensor travels from the sender's memory through the kernel into
+Idea: the head contains all lengths, which are checked against limits before memory is allocated.
+Then the receiver chooses the memory for the buffers (`allocate`). The decoder returns the memory
+for the next bytes, so the kernel copies a tensor directly from the sender's memory into the
+receiver's memory.
 the receiver's.
 
     | "BF" | count u16 | meta bytes u32 | count x (buffer bytes u64) | meta | buffer 0 | ...
@@ -14,8 +14,8 @@ the receiver's.
 
 Between hosts, codes follow the head and the buffers (`frame_mac`).
 
-The decoder reads ahead up to 16 KiB while it looks for a head, so small messages cost one system
-call or less; of a large one at most those 16 KiB are copied.
+The decoder reads up to 16 KiB ahead when it expects a head, so a small message costs at most one
+system call; of a large one at most those 16 KiB are copied.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["MAX_META_BYTES", "Allocate", "Buffer", "Frame", "FrameDecoder", "Fra
 _MARK = int.from_bytes(b"BF", "little")
 _HEADER = struct.Struct("<HHI")
 _SIZE_BYTES = 8
-READ_AHEAD_BYTES = 16 << 10  # several small frames; more would copy more of the large ones
+READ_AHEAD_BYTES = 16 << 10  # several small frames; with more, more of a large frame is copied
 MAX_META_BYTES = 64 << 10
 
-# Any contiguous object with the buffer protocol; a name for it needs Python 3.12.
+# Any contiguous object with the buffer protocol; Python has no type for it before 3.12.
 Buffer: TypeAlias = Any
 Allocate: TypeAlias = Callable[[bytes, tuple[int, ...]], Sequence[memoryview]]
 
@@ -45,7 +45,7 @@ class Frame(NamedTuple):
     """One frame.
 
     Attributes:
-        meta: Description, in a format of the layer above.
+        meta: Metadata, in a format of the layer above.
         buffers: Payloads, in the memory that `allocate` chose.
     """
 
@@ -55,12 +55,12 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameLimits:
-    """Limits of what a peer may make this process allocate for one frame.
+    """Limits of the memory that a peer can make this process allocate for one frame.
 
     Attributes:
-        max_meta_bytes: Largest description, 64 KiB at most.
+        max_meta_bytes: Largest metadata, 64 KiB at most.
         max_buffers: Largest number of buffers, 65535 at most.
-        max_frame_bytes: Largest sum of meta and buffers.
+        max_frame_bytes: Largest sum of metadata and buffers.
     """
 
     max_meta_bytes: int = MAX_META_BYTES
@@ -78,11 +78,11 @@ class FrameLimits:
             if not low <= value <= high
         ]
         if problems:
-            msg = f"FrameLimits cannot work with {', '.join(problems)}: choose values in range"
+            msg = f"FrameLimits are out of range: {', '.join(problems)}"
             raise ConfigError(msg)
 
     def violation(self, meta_bytes: int, num_buffers: int, buffer_bytes: int = 0) -> str | None:
-        """Say what is too large, as in `70000 bytes of meta (limit 65536)`; None when all fits."""
+        """Return which limit is exceeded, as in `70000 bytes of meta (limit 65536)`, or None."""
         if meta_bytes > self.max_meta_bytes:
             return f"{meta_bytes} bytes of meta (limit {self.max_meta_bytes})"
         if num_buffers > self.max_buffers:
@@ -101,8 +101,8 @@ def encode(
     """Return the pieces of a frame in the order in which to send them; the buffers are not copied.
 
     Args:
-        meta: Description, at most 64 KiB.
-        buffers: Contiguous objects with the buffer protocol; do not change them until they are
+        meta: Metadata, at most 64 KiB.
+        buffers: Contiguous objects with the buffer protocol; do not change them before they are
             sent.
         limits: Limits of the receiver.
 
@@ -126,14 +126,14 @@ def encode(
 
 
 class FrameDecoder:
-    """Turns a stream of bytes, split anywhere, into frames; does no input itself.
+    """Turns a stream of bytes, split anywhere, into frames; does not read a socket itself.
 
-    The driver repeats: `next_frame()`; if that is None, read into `next_view()` and report the
-    number of bytes with `advance()`. After an error the stream has no known boundary any more:
-    close it.
+    The caller repeats: `next_frame()`; if that is None, read into `next_view()` and report the
+    number of bytes with `advance()`. After an error the frame boundaries are unknown: close the
+    stream.
 
     Args:
-        limits: Limits beyond which a frame is refused.
+        limits: Limits of a frame; larger ones are refused.
         mac: Codes that the frames must have; None for frames without codes.
     """
 
@@ -143,26 +143,26 @@ class FrameDecoder:
         self._limits = limits
         self._mac = mac
         self._scratch = memoryview(bytearray(READ_AHEAD_BYTES))
-        self._begin = 0  # scratch[begin:end] has been read and not been used
+        self._begin = 0  # scratch[begin:end] has been read, but not used
         self._end = 0
-        self._head_bytes = _HEADER.size  # of the head to come, as far as it is known
+        self._head_bytes = _HEADER.size  # size of the next head, as far as it is known
         self._meta: bytes | None = None  # None while looking for a head
         self._buffers: list[memoryview] = []
-        self._index = 0  # of the buffer being filled
+        self._index = 0  # index of the buffer that is being filled
         self._filled = 0
 
     @property
     def in_frame(self) -> bool:
-        """Whether part of a frame has been read: an end of the stream here cuts it off."""
+        """Whether a part of a frame has been read, so that an end of the stream is an error."""
         return self._meta is not None or self._end > self._begin
 
     @property
     def has_bytes(self) -> bool:
-        """Whether bytes have been read ahead that `next_frame` has not processed."""
+        """Whether bytes have been read that `next_frame` has not processed."""
         return self._meta is None and self._end - self._begin >= self._head_bytes
 
     def next_view(self) -> memoryview:
-        """Return the memory for the next bytes; never empty. Ask again after each `advance`."""
+        """Return the memory for the next bytes, never empty. Call again after each `advance`."""
         if self._meta is not None:
             return self._buffers[self._index][self._filled :]
         if self._begin == self._end:
@@ -182,12 +182,12 @@ class FrameDecoder:
         """Return the next whole frame, or None when more bytes are needed.
 
         Args:
-            allocate: Given meta and the sizes of the buffers in bytes, returns writable memory of
-                these sizes. Called once per frame that has buffers; new memory when None.
+            allocate: Called with the metadata and the sizes of the buffers in bytes, once per frame
+                that has buffers; returns writable memory of these sizes. New memory when None.
 
         Raises:
-            CommError: The bytes are not a frame, exceed the limits, or have the wrong code.
-                Nothing was allocated, unless the code of the buffers is wrong.
+            CommError: The bytes are not a frame, exceed the limits, or have a wrong code. No memory
+                was allocated, unless the code of the buffers is wrong.
             ConfigError: `allocate` returned memory of other sizes.
         """
         if self._meta is None and not self._open(allocate or _allocate):
@@ -213,7 +213,7 @@ class FrameDecoder:
         return frame
 
     def feed(self, data: Buffer, allocate: Allocate | None = None) -> list[Frame]:
-        """Return all frames that `data` completes; for drivers that already hold the bytes."""
+        """Return all frames that `data` completes; for callers that already hold the bytes."""
         rest = memoryview(data).cast("B")
         frames = []
         while True:
@@ -228,7 +228,7 @@ class FrameDecoder:
             rest = rest[count:]
 
     def _open(self, allocate: Allocate) -> bool:
-        """Read a head, if it is there, and prepare for its buffers."""
+        """Read a head if it has arrived, and prepare for its buffers."""
         have = self._end - self._begin
         if have < _HEADER.size:
             return False
@@ -241,7 +241,7 @@ class FrameDecoder:
         code_bytes = 0 if self._mac is None else CODE_BYTES
         self._head_bytes = _HEADER.size + count * _SIZE_BYTES + meta_bytes + code_bytes
         if have < self._head_bytes:
-            self._check(meta_bytes, count)  # before there is memory for the rest of the head
+            self._check(meta_bytes, count)  # before memory for the rest of the head is allocated
             return False
         end = begin + self._head_bytes - code_bytes
         if self._mac is not None:
@@ -261,8 +261,8 @@ class FrameDecoder:
         return True
 
     def _fill(self, nbytes: int) -> None:
-        """Record that `nbytes` more of the current buffer are there."""
-        if self._mac is not None and self._index + 1 < len(self._buffers):  # the last is the code
+        """Record that `nbytes` more of the current buffer have arrived."""
+        if self._mac is not None and self._index + 1 < len(self._buffers):  # the last one is a code
             self._mac.update(self._buffers[self._index][self._filled : self._filled + nbytes])
         self._filled += nbytes
 
@@ -270,8 +270,8 @@ class FrameDecoder:
         assert self._mac is not None
         if not self._mac.verify(code):
             msg = (
-                "a received frame has the wrong message authentication code: somebody on the way "
-                "changed, repeated or dropped bytes, or the sender's program changed a tensor "
+                "a received frame has the wrong message authentication code: bytes were changed, "
+                "repeated or dropped on the way, or the sender's program changed a tensor "
                 "while it was being sent"
             )
             raise CommError(msg)
@@ -283,7 +283,7 @@ class FrameDecoder:
             raise CommError(msg)
 
     def _make_room(self) -> None:
-        """Move the bytes read so far to the front of memory that can hold the whole head."""
+        """Move the unused bytes to the front of memory that is large enough for the whole head."""
         rest = bytes(self._scratch[self._begin : self._end])
         if self._head_bytes > len(self._scratch):
             self._scratch = memoryview(bytearray(self._head_bytes))

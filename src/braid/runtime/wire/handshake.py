@@ -1,15 +1,16 @@
-"""Mutual proof, before anything else is read, that both ends belong to the same job.
+"""Handshake: both ends prove that they belong to the same job before other data is read.
 
-Problem: a port scanner, a rank of yesterday's job or an attacker on the network must not be able to
-make a training process parse, allocate or believe anything. TCPStore, Gloo and NCCL believe whoever
-connects; a password sent in clear can be replayed.
+Problem: a port scanner, a rank of an earlier job or an attacker on the network must not be able to
+make a training process parse data, trust it or allocate memory for it. TCPStore, Gloo and NCCL
+trust any client that connects; a password sent in clear text can be replayed.
 
-Idea: three frames of one fixed size. Each side contributes a fresh nonce and proves that it knows
-the secret by an HMAC over everything both have said, with a label for the direction. The state
-machine is pure: bytes in, instructions out.
+Idea: three frames of one fixed size. Each side draws a new nonce and proves that it knows the
+secret by an HMAC over all bytes that both have sent, with a label for the direction. The state
+machine does no input or output: bytes in, instructions out.
 
-HELLO and ANSWER also say whether their side wants codes on the frames that follow (`frame_mac`). If
-one of them does, both ends derive a key for each direction from the same bytes as the proofs.
+In HELLO and ANSWER each side also states whether it wants codes on the frames that follow
+(`frame_mac`). If one side does, both derive a key for each direction from the same bytes as the
+proofs.
 
     client                                                         server
       HELLO   version, run, role, rank, epoch, nonce_c     ---->
@@ -27,12 +28,12 @@ one of them does, both ends derive a key for each direction from the same bytes 
     any     any      anything else                  SendBytes(REFUSAL), Refused          DONE
 
 A replayed PROOF fails because nonce_s is new; a reflected HELLO is of the wrong kind, and a
-reflected signature has the wrong label. The epoch is proven here and judged by the caller: only he
-knows which epochs are current.
+reflected signature has the wrong label. The handshake authenticates the epoch; the caller, who
+knows which epochs are current, must check it.
 
 Source: the SIGMA family of protocols with a pre-shared key (H. Krawczyk, "SIGMA: the 'SIGn-and-MAc'
-approach to authenticated Diffie-Hellman", CRYPTO 2003), without key agreement: traffic is
-authenticated at its start, not encrypted.
+approach to authenticated Diffie-Hellman", CRYPTO 2003), without key agreement: the peer is
+authenticated at the start, and traffic is not encrypted.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ __all__ = [
 
 PROTOCOL_VERSION = 2
 NONCE_BYTES = 32
-MAGIC = b"BRAID\r\n\x00"  # the line end shows a transport that rewrites line ends
+MAGIC = b"BRAID\r\n\x00"  # the line end reveals a transport that rewrites line ends
 # magic, version, kind, refusal code (HELLO, ANSWER: whether frames have codes), run id, role, rank,
 # epoch, nonce, signature
 _FRAME = struct.Struct("!8sHBB64s16sqq32s32s")
-_PREFIX = struct.Struct("!8sH")  # the same in all versions to come
+_PREFIX = struct.Struct("!8sH")  # must stay the same in all future versions
 FRAME_BYTES = _FRAME.size
 _SIGNED_BYTES = FRAME_BYTES - 32
 _RUN_ID_BYTES = 64
@@ -75,12 +76,12 @@ Side: TypeAlias = Literal["client", "server"]
 
 
 class Identity(NamedTuple):
-    """Identity that a process claims; true once the handshake is `Established`.
+    """Identity that a process claims; proven once the handshake is `Established`.
 
     Attributes:
         run_id: Name of the job, at most 64 bytes of UTF-8.
         role: Purpose of the connection, such as `store` or `control`; at most 16 bytes.
-        rank: Global rank, -1 for a process that is no rank, such as the launcher.
+        rank: Global rank; -1 for a process that is not a rank, such as the launcher.
         epoch: Current membership epoch of the process.
     """
 
@@ -90,7 +91,7 @@ class Identity(NamedTuple):
     epoch: int = 0
 
     def __str__(self) -> str:
-        """Return `rank 2 (store, run a3f, epoch 0)`, as error messages print it."""
+        """Return `rank 2 (store, run a3f, epoch 0)`, as in error messages."""
         who = f"rank {self.rank}" if self.rank >= 0 else "the launcher"
         return f"{who} ({self.role}, run {self.run_id}, epoch {self.epoch})"
 
@@ -106,7 +107,7 @@ class Established(NamedTuple):
 
     Attributes:
         peer: The identity.
-        keys: Keys of the codes of all frames; None for frames without codes.
+        keys: Keys of the frames' codes; None for frames without codes.
     """
 
     peer: Identity
@@ -138,12 +139,12 @@ class _Code(IntEnum):
 
 
 _CODE_TEXTS: dict[int, str] = {
-    _Code.VERSION: "it speaks another version of braid's protocol: install the same braid on all "
+    _Code.VERSION: "it uses another version of braid's protocol: install the same braid on all "
     "hosts",
     _Code.RUN: "it belongs to another run: give all processes the same run id and address",
     _Code.PROOF: "it has another secret: give all processes the same one",
     _Code.REFLECTED: "it received its own bytes back",
-    _Code.UNEXPECTED: "it did not understand what it received",
+    _Code.UNEXPECTED: "it received an unexpected frame",
 }
 
 
@@ -184,7 +185,7 @@ class Handshake:
         side: `client` for the side that connected, `server` for the one that accepted.
         secret: The job's secret.
         identity: Identity of this side.
-        nonce: 32 fresh random bytes; drawn by the driver, so that tests can repeat a handshake.
+        nonce: 32 new random bytes; passed in, so that tests can repeat a handshake.
         seals_frames: Whether this side wants codes on frames.
 
     Raises:
@@ -213,16 +214,16 @@ class Handshake:
         )
         self._state = _State.START
         self._received = bytearray()
-        self._hello = b""  # the signed part of each
+        self._hello = b""  # signed parts of the frames HELLO and ANSWER
         self._answer = b""
         self._peer: Identity | None = None
         self._seals_frames = seals_frames
 
     @property
     def needs(self) -> int:
-        """Number of bytes still to read, at most; 0 when the handshake is over.
+        """Largest number of bytes that may be read next; 0 when the handshake is over.
 
-        Reading no more than this leaves what follows on the stream to the connection.
+        A caller that reads no more than this leaves later bytes of the stream to the connection.
         """
         return 0 if self._state is _State.DONE else FRAME_BYTES - len(self._received)
 
@@ -239,16 +240,16 @@ class Handshake:
     def feed(self, data: bytes) -> list[Instruction]:
         """Process `data`, at most `needs` bytes from the peer; returns instructions."""
         if len(data) > self.needs:
-            msg = f"the handshake asked for {self.needs} bytes and was given {len(data)}"
+            msg = f"the handshake needs at most {self.needs} bytes, got {len(data)}"
             raise InternalError(msg)
         self._received += data
         received = bytes(self._received)
-        # The first bytes are judged as they come: an HTTP request is shorter than a frame.
+        # The first bytes are checked as they arrive: an HTTP request is shorter than a frame.
         if not MAGIC.startswith(received[: len(MAGIC)]):
             return self._refuse(
                 None,
-                f"expected braid's handshake, got {received[:16]!r}: another program speaks on "
-                "this port",
+                f"expected braid's handshake, got {received[:16]!r}: another program uses this "
+                "port",
             )
         if len(received) >= _PREFIX.size:
             version = _PREFIX.unpack_from(received)[1]

@@ -1,17 +1,17 @@
 """Connecting and accepting: sockets become connections once both ends have proven their identity.
 
-Problem: `accept()` followed by a blocking handshake lets one silent client lock everybody out, and
-a server that listens on all interfaces is discovered by the first scanner.
+Problem: with `accept()` followed by a blocking handshake, one silent client blocks all others, and
+a server that listens on all interfaces is found by port scanners.
 
-Idea: the listener binds the loopback address unless told otherwise. It runs all handshakes at once
-in one selector, each with a deadline and all together with a limit. It has no thread: `accept()`
-waits, or an event loop polls `fileno()` and calls `accept_ready()`. On unix sockets the peer must
-also be the same user.
+Idea: by default the listener binds the loopback address. It runs all handshakes together in one
+selector, each with a deadline, and limits their number. It has no thread: `accept()` waits, or an
+event loop polls `fileno()` and calls `accept_ready()`. On unix sockets the peer must also be of the
+same user.
 
-Strangers keep nobody waiting. One turn accepts a bounded number of clients, however fast more of
-them come, so that an event loop gets on with its other work. Clients of one address that send
-nothing have a small share of the room. Where there is no room, the oldest client of the address
-with the most clients goes, and silent ones before others: an honest client is soon done.
+Unknown clients cannot delay others. One turn accepts a limited number of clients, so that an event
+loop can do its other work. Clients of one address that send nothing may hold only a few of the
+places for handshakes. If all places are taken, the oldest client of the address with the most
+clients is dropped, silent ones first; an honest client needs its place only for a short time.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ __all__ = [
 
 HANDSHAKE_LIMIT_S = 5.0
 MAX_HALF_OPEN = 64
-MAX_SILENT = 16  # of one address that have not sent anything yet
+MAX_SILENT = 16  # clients of one address that have sent no data yet
 MAX_ACCEPTS = 64  # in one turn of an event loop: about a millisecond
-_BACKLOG = 4096  # all hosts of a job may connect at once; the system may allow less
-_PAUSE_NS = 100_000_000  # without descriptors; the clients wait in the backlog meanwhile
+_BACKLOG = 4096  # all hosts of a job may connect together; the system may allow less
+_PAUSE_NS = 100_000_000  # if no descriptor is free; clients wait in the backlog meanwhile
 _KEPT_REFUSALS = 16
 _RETRY_FIRST_S = 0.005
 _RETRY_MOST_S = 0.2
 
 
 class _HalfOpen(NamedTuple):
-    """A client that has not proven anything yet."""
+    """A client during its handshake."""
 
     sock: socket.socket
     handshake: Handshake
@@ -71,19 +71,19 @@ class _HalfOpen(NamedTuple):
 
 
 class Listener:
-    """A bound socket that yields authenticated connections; for one thread at a time.
+    """A listening socket that returns authenticated connections; for one thread at a time.
 
     Args:
         address: Address to listen on; port 0 lets the system choose, see `address`.
         secret: The job's secret.
-        identity: Identity that clients see here.
-        listen_anywhere: Allow an address that other hosts can reach.
+        identity: Identity of this process for the clients.
+        listen_anywhere: Whether to allow an address that other hosts can reach.
         limits: Limits of the frames of all connections.
         clock: Clock for deadlines; the host's when None.
 
     Raises:
-        ConfigError: The address cannot be bound: in use, not this host's, or reachable from outside
-            without `listen_anywhere`.
+        ConfigError: The address cannot be used: it is in use, not of this host, or reachable from
+            other hosts without `listen_anywhere`.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class Listener:
         if problem := _one_user_problem(secret, wanted):
             msg = f"cannot listen on {address}: {problem}"
             raise ConfigError(msg)
-        Handshake("server", secret, identity, bytes(NONCE_BYTES))  # refuses a bad identity now
+        Handshake("server", secret, identity, bytes(NONCE_BYTES))  # raises if `identity` is invalid
         self._secret = secret
         self._identity = identity
         self._limits = limits
         self._clock = clock or MonotonicClock()
         self._half_open: dict[int, _HalfOpen] = {}
-        self._silent: set[int] = set()  # of those, clients that have sent nothing yet
+        self._silent: set[int] = set()  # half-open clients that have sent no data yet
         self._accepted: deque[Connection] = deque()
         self._refusals: deque[str] = deque(maxlen=_KEPT_REFUSALS)
         self._pause_until_ns: int | None = None
@@ -130,7 +130,7 @@ class Listener:
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """Why the last clients were refused, newest last."""
+        """Reasons for which the last clients were refused, newest last."""
         return tuple(self._refusals)
 
     def fileno(self) -> int:
@@ -138,9 +138,9 @@ class Listener:
         return self._selector.fileno()
 
     def next_deadline_ns(self) -> int | None:
-        """Time at which `accept_ready` should be called though nothing is readable.
+        """Time at which to call `accept_ready` even if no descriptor is readable.
 
-        A client is overdue then, or a pause is over. None if neither can happen.
+        A client's time is then over, or a pause ends. None if neither can happen.
         """
         if not self._half_open:
             return self._pause_until_ns
@@ -150,7 +150,7 @@ class Listener:
         return min(due, default=None)
 
     def accept_ready(self) -> list[Connection]:
-        """Advance all handshakes without waiting; returns the connections that became complete."""
+        """Advance all handshakes without waiting; returns the connections that are complete."""
         self._advance(0.0)
         ready = list(self._accepted)
         self._accepted.clear()
@@ -160,7 +160,7 @@ class Listener:
         """Wait for the next client that proves its identity.
 
         Raises:
-            CommTimeout: No client did within `timeout_s`; the text lists the refused clients.
+            CommTimeout: No client did within `timeout_s`; the message lists the refused clients.
             StaleError: The listener is closed.
         """
         deadline_ns = self._clock.after_ns(timeout_s)
@@ -170,7 +170,7 @@ class Listener:
             until_ns = deadline_ns if overdue_ns is None else min(deadline_ns, overdue_ns)
             self._advance(max(0, until_ns - now_ns) / 1e9)
             if not self._accepted and now_ns >= deadline_ns:
-                refused = "; ".join(self._refusals) or "nobody was refused"
+                refused = "; ".join(self._refusals) or "no client was refused"
                 msg = (
                     f"no client connected to {self.address} within {timeout_s:g} s "
                     f"({len(self._half_open)} in their handshake; {refused})"
@@ -212,7 +212,7 @@ class Listener:
         now_ns = self._clock.now_ns()
         for half in [half for half in self._half_open.values() if half.deadline_ns <= now_ns]:
             self._drop(half, f"it was silent during the handshake (limit {HANDSHAKE_LIMIT_S:g} s)")
-        self._admit()  # last, when the overdue have made room
+        self._admit()  # last, after the timed-out clients have left their places
 
     def _admit(self) -> None:
         if self._is_pausing():
@@ -222,9 +222,9 @@ class Listener:
                 sock, origin = self._socket.accept()
             except BlockingIOError:
                 return
-            except ConnectionAbortedError:  # that client has gone again
+            except ConnectionAbortedError:  # the client has closed its connection already
                 continue
-            except OSError as exc:  # descriptors or memory ran out
+            except OSError as exc:  # no free descriptor, or no memory
                 self._pause(exc)
                 return
             where = str(origin or "this host")
@@ -253,7 +253,7 @@ class Listener:
         self._half_open[fd] = half
         self._silent.add(fd)
         self._selector.register(sock, selectors.EVENT_READ)
-        self._read(half)  # often its first frame is already here
+        self._read(half)  # often its first frame has already arrived
         silent = [h for h in self._half_open.values() if h.host == host and self._is_silent(h)]
         if len(silent) > MAX_SILENT:
             self._drop(silent[0], f"{MAX_SILENT} later clients of {host} were silent, too")
@@ -271,13 +271,13 @@ class Listener:
         return half.sock.fileno() in self._silent
 
     def _pause(self, exc: OSError) -> None:
-        """Do not poll the socket for a moment: it stays readable, and polling it would spin."""
+        """Stop polling the socket for a moment: it stays readable, so polling would not sleep."""
         self._refusals.append(f"accept failed: {exc.strerror}")
         self._selector.unregister(self._socket)
         self._pause_until_ns = self._clock.now_ns() + _PAUSE_NS
 
     def _is_pausing(self) -> bool:
-        """Whether a pause lasts; ends a pause that is over."""
+        """Return whether the listener pauses; ends a pause that is over."""
         if self._pause_until_ns is None:
             return False
         if self._clock.now_ns() < self._pause_until_ns:
@@ -291,7 +291,7 @@ class Listener:
             while half.handshake.needs:
                 data = half.sock.recv(half.handshake.needs)
                 if not data:
-                    # A silent client only probed whether it can reach this address.
+                    # A client that sent nothing only tested whether it can reach this address.
                     is_probe = self._is_silent(half)
                     reason = "it closed the connection during the handshake"
                     self._drop(half, None if is_probe else reason)
@@ -299,7 +299,7 @@ class Listener:
                 self._silent.discard(half.sock.fileno())
                 for instruction in half.handshake.feed(data):
                     if isinstance(instruction, SendBytes):
-                        # One small frame on a fresh socket: all of it fits, or it is broken.
+                        # One small frame on a new socket: it is sent whole, or the socket fails.
                         half.sock.send(instruction.data)
                     elif isinstance(instruction, Established):
                         self._forget(half)
@@ -317,7 +317,7 @@ class Listener:
         except BlockingIOError:
             return
         except OSError as exc:
-            self._drop(half, f"the connection broke during the handshake ({exc.strerror})")
+            self._drop(half, f"the connection failed during the handshake ({exc.strerror})")
 
     def _forget(self, half: _HalfOpen) -> None:
         self._selector.unregister(half.sock)
@@ -340,20 +340,20 @@ def connect(
     limits: FrameLimits | None = None,
     clock: Clock | None = None,
 ) -> Connection:
-    """Connect to a `Listener` and prove both ends; tries again while nothing listens.
+    """Connect to a `Listener`, with the handshake; tries again while no process listens.
 
     Args:
         address: Address of the listener.
         secret: The job's secret.
         identity: Identity of this process; its role is the purpose of the connection.
-        timeout_s: Deadline for all of it.
+        timeout_s: Deadline for the connection and the handshake.
         limits: Limits of the frames of the connection.
         clock: Clock for the deadline and the pauses; the host's when None.
 
     Raises:
-        RendezvousError: Nothing listened until the deadline, or one end does not trust the other
-            (at once).
-        ConfigError: `address` or `identity` is malformed.
+        RendezvousError: No process listened until the deadline, or one end refused the other (then
+            without a retry).
+        ConfigError: `address` or `identity` is invalid.
     """
     where = Address.parse(address)
     if problem := _one_user_problem(secret, where):
@@ -397,7 +397,7 @@ def _open(where: Address, deadline_ns: int, clock: Clock) -> socket.socket:
         sock.settimeout(_remaining_s(deadline_ns, clock))
         sock.connect(target)
         if not where.is_unix and sock.getsockname() == sock.getpeername():
-            # Linux connects a loopback port to itself when the system happened to choose it.
+            # Linux may connect a loopback port to itself, if the system chose the same port.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         problem = _same_user_problem(sock)
         if problem is not None:
@@ -412,7 +412,7 @@ def _open(where: Address, deadline_ns: int, clock: Clock) -> socket.socket:
 def _prove(
     sock: socket.socket, handshake: Handshake, address: str, deadline_ns: int, clock: Clock
 ) -> Established:
-    """Run the client's side of a handshake; OSError means that another try may succeed."""
+    """Run the client's side of a handshake; raises OSError if another attempt may succeed."""
     instructions = handshake.start()
     established: Established | None = None
     while True:
@@ -463,7 +463,7 @@ def _bind(address: Address) -> socket.socket:
 
 
 def _remove_stale(address: Address) -> None:
-    """Remove a socket file whose listener was killed."""
+    """Remove the socket file of a listener that was killed."""
     path = Path(address.path)
     if not address.path.startswith("/") or not path.is_socket():
         return
@@ -475,18 +475,18 @@ def _remove_stale(address: Address) -> None:
 
 
 def _one_user_problem(secret: Secret, address: Address) -> str | None:
-    """Say why nobody can be trusted at an address; None if somebody can."""
+    """Return why no peer can be trusted at an address; None if one can."""
     if not secret.for_one_user or (address.is_unix and hasattr(socket, "SO_PEERCRED")):
         return None
     return (
-        "the job has no secret of its own, and the system does not say of which user a peer there "
-        "is: set BRAID_SECRET_FILE to a file with 32 random bytes (mode 0600)"
+        "the job has no secret of its own, and the system does not identify the user of a peer "
+        "there: set BRAID_SECRET_FILE to a file with 32 random bytes (mode 0600)"
     )
 
 
 def _same_user_problem(sock: socket.socket) -> str | None:
-    """Say why the process at the other end of a unix socket is not ours; None when it is."""
-    option = getattr(socket, "SO_PEERCRED", None)  # not on macOS: file mode and secret guard there
+    """Return why the process at the other end of a unix socket is not of this user, or None."""
+    option = getattr(socket, "SO_PEERCRED", None)  # not on macOS: there only file mode and secret
     if sock.family != socket.AF_UNIX or option is None:
         return None
     credentials = struct.Struct("3i")
@@ -497,5 +497,5 @@ def _same_user_problem(sock: socket.socket) -> str | None:
 
 
 def _remaining_s(deadline_ns: int, clock: Clock) -> float:
-    """Return the seconds until the deadline; at least a little, since 0 means non-blocking."""
+    """Return the seconds until the deadline; never 0, which would mean non-blocking."""
     return max(1e-3, (deadline_ns - clock.now_ns()) / 1e9)

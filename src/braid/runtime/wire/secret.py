@@ -1,12 +1,12 @@
 """The job's secret: 32 random bytes that distinguish the job's own processes from all others.
 
-Problem: everybody who reaches a port of a training job can otherwise join it. Environment
-variables, command lines and logs are read by other users, by crash reporters and by people who
-paste them into tickets, so a secret must not be there.
+Problem: without a secret, anyone who reaches a port of a training job can join it. Environment
+variables, command lines and logs can be read by other users, by crash reporters and by people who
+get them in a bug report, so the secret must not be in them.
 
 Idea: the launcher draws the bytes and passes them to each process through an inherited file
-descriptor, or the user puts them in a file that only he can read. The bytes never leave this
-object; it only signs and verifies.
+descriptor, or the user puts them into a file that only this user can read. The bytes never leave
+this object; it only signs and verifies.
 
 Source: HMAC-SHA256, RFC 2104 and FIPS 198-1.
 """
@@ -25,7 +25,7 @@ from braid.errors import ConfigError
 
 __all__ = ["SECRET_BYTES", "Secret"]
 
-SECRET_BYTES = 32  # as many as HMAC-SHA256 has output bytes; more would add nothing
+SECRET_BYTES = 32  # the output size of HMAC-SHA256; a longer key would not be safer
 _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
 
 
@@ -33,16 +33,16 @@ class Secret:
     """A shared key that signs and verifies, and is never shown, pickled or compared.
 
     Args:
-        key: Exactly 32 bytes, from a source of cryptographic randomness.
+        key: Exactly 32 bytes from a cryptographic random generator.
         seals_frames: See the attribute.
         for_one_user: See the attribute.
 
     Attributes:
-        seals_frames: Whether frames between hosts carry message authentication codes; they do, too,
-            if the peer's secret says so.
-        for_one_user: Whether others may know the key, for example from a store that anybody can
-            read. Then only a unix socket is trusted, where the system says that the peer is of the
-            same user, and the key tells jobs apart.
+        seals_frames: Whether frames between hosts carry message authentication codes. They also do
+            if the peer's secret requires it.
+        for_one_user: Whether others may know the key, for example from a store that anyone can
+            read. Then only unix sockets are used, where the system confirms that the peer is of the
+            same user, and the key only identifies the job.
 
     Raises:
         ConfigError: `key` has another length.
@@ -64,20 +64,20 @@ class Secret:
         self.for_one_user = for_one_user
 
     def sealing(self, seals_frames: bool) -> Secret:
-        """Return this secret with another choice of `seals_frames`."""
+        """Return a copy of this secret with another value of `seals_frames`."""
         return Secret(self._key, seals_frames=seals_frames, for_one_user=self.for_one_user)
 
     @classmethod
     def generate(cls) -> Secret:
-        """Draw a new secret from the operating system's randomness."""
+        """Draw a new secret from the operating system's random generator."""
         return cls(os.urandom(SECRET_BYTES))
 
     @classmethod
     def from_fd(cls, fd: int) -> Secret:
-        """Read the secret that `to_fd` of another process wrote, and close `fd`.
+        """Read the secret that another process wrote with `to_fd`, and close `fd`.
 
-        Several children may inherit the same memory file: reading it does not move a shared
-        position.
+        Several children may inherit the same memory file: reading does not move the file position
+        that they share.
 
         Raises:
             ConfigError: `fd` is not open, or does not hold exactly 32 bytes.
@@ -96,11 +96,11 @@ class Secret:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Secret:
-        """Read the secret from a file that nobody but its owner, this user, may open.
+        """Read the secret from a file of this user that no other user may open.
 
         Raises:
-            ConfigError: The file is missing, no regular file, belongs to another user, has another
-                mode than 0600, or does not hold exactly 32 bytes.
+            ConfigError: The file is missing, is not a regular file, belongs to another user, has
+                another mode than 0600, or does not hold exactly 32 bytes.
         """
         name = Path(path)
         try:
@@ -112,7 +112,7 @@ class Secret:
             )
             raise ConfigError(msg) from exc
         try:
-            # The open file is examined, not its name: the name can be pointed elsewhere in between.
+            # Check the open file, not its name: the name may be given to another file meanwhile.
             status = os.fstat(fd)
             mode = stat.S_IMODE(status.st_mode)
             if not stat.S_ISREG(status.st_mode) or mode != 0o600 or status.st_uid != os.geteuid():
@@ -129,8 +129,8 @@ class Secret:
     def to_fd(self) -> int:
         """Return a new descriptor from which `from_fd` reads this secret; the caller closes it.
 
-        It is closed on exec: name it in `pass_fds` of the process that shall have it. Where the
-        system has no memory files it is a pipe, which serves one reader only.
+        It is closed on exec: list it in `pass_fds` for the process that needs it. On systems
+        without memory files it is a pipe, which only one process can read.
         """
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("braid-secret", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -146,13 +146,13 @@ class Secret:
     def sign(self, *parts: bytes) -> bytes:
         """Return the HMAC-SHA256 of `parts`.
 
-        Their lengths are signed as well, so no two lists collide.
+        The lengths are signed as well, so two different lists never have the same signature.
         """
         text = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
         return hmac.digest(self._key, text, "sha256")
 
     def verify(self, signature: bytes, *parts: bytes) -> bool:
-        """Whether `signature` is that of `parts`; the time does not depend on where it differs."""
+        """Whether `signature` is the one of `parts`; takes the same time for all wrong ones."""
         return hmac.compare_digest(signature, self.sign(*parts))
 
     def __repr__(self) -> str:
@@ -164,7 +164,7 @@ class Secret:
 
 
 def _read_all(fd: int) -> bytes:
-    """Read everything from `fd`, up to one byte more than a secret."""
+    """Read at most one byte more than a secret from `fd`."""
     try:
         return os.pread(fd, SECRET_BYTES + 1, 0)
     except OSError as exc:

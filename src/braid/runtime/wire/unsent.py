@@ -1,4 +1,4 @@
-"""Pieces of frames that a stream has not accepted yet, written as far as the system allows."""
+"""Pieces of frames that a stream has not accepted yet."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _MAX_PIECES = 512  # per system call; below IOV_MAX, which is 1024 on Linux and 
 
 
 class Unsent:
-    """Pieces that wait, in order; not copied.
+    """Queue of pieces to write, in order; the pieces are not copied.
 
     Args:
-        write: Function that writes the beginning of some pieces to a non-blocking descriptor, and
-            returns the number of bytes: `socket.sendmsg`, or `os.writev`.
+        write: Function that writes the beginning of a list of pieces to a non-blocking descriptor
+            and returns the number of bytes: `socket.sendmsg` or `os.writev`.
 
     Attributes:
-        nbytes: Number of bytes that wait.
+        nbytes: Number of bytes in the queue.
     """
 
     def __init__(self, write: Callable[[list[memoryview]], int]) -> None:
@@ -34,10 +34,10 @@ class Unsent:
         self.nbytes += sum(map(len, new))
 
     def drain(self) -> bool:
-        """Write until nothing waits (True) or the system accepts no more.
+        """Write until the queue is empty (True) or the system accepts no more (False).
 
         Raises:
-            OSError: The stream is broken; the pieces are dropped.
+            OSError: The stream has failed; the pieces are dropped.
         """
         try:
             while self._pieces:

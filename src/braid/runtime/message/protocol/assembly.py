@@ -1,13 +1,13 @@
-"""Frames of one link become messages, received straight into their final memory.
+"""Assembly of messages from the frames of one link, received directly into their final memory.
 
 Problem: a receiver that collects chunks and joins them copies every message. A receiver that
-believes a length allocates whatever a stranger asks for.
+trusts a length allocates any size that a stranger requests.
 
-Idea: the head of a message contains all its sizes, which are checked before anything is allocated.
-Memory for the buffers is chosen once, when the message itself is known, so the program can decide
-where a tensor goes; otherwise it comes from a pool. Each chunk is then received into its slice of
-that memory. At most one message per priority is open, so a peer can make this process hold 16 of
-the largest size; a peer that has not proven the job's secret gets nothing allocated.
+Idea: the head of a message contains all its sizes, which are checked before any allocation. Memory
+for the buffers is chosen once, when the message itself is known, so that the program can choose
+the memory of a tensor; otherwise it comes from a pool. Each chunk is then received into its slice
+of that memory. At most one message per priority is open, so a peer can make this process hold 16 of
+the largest size; nothing is allocated for a peer that has not proven the job's secret.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _NOTHING = memoryview(b"")
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A whole message.
+    """Complete message.
 
     Attributes:
-        head: Description that the sender gave.
+        head: Description from the sender.
         message: Decoded message.
-        buffers: Buffers that came beside the message.
+        buffers: Buffers that were sent beside the message.
         nbytes: Size of the message.
         late: Whether its deadline had passed.
     """
@@ -60,7 +60,7 @@ Event: TypeAlias = Hello | Beat | Bye | Arrived
 
 
 class _Assembly(msgspec.Struct):
-    """A message of which some bytes have arrived."""
+    """Message that has arrived partly."""
 
     head: Open
     nbytes: int
@@ -71,7 +71,7 @@ class _Assembly(msgspec.Struct):
     missing: list[memoryview] = []  # slices still to fill, in order
 
     def slices(self, sizes: tuple[int, ...]) -> list[memoryview]:
-        """Return the memory for pieces of these sizes; ValueError if the pieces do not fit."""
+        """Return the memory for pieces of these sizes; raise ValueError if they do not fit."""
         if self.message is None:
             if len(sizes) != 1 or not 0 < sizes[0] <= len(self.body):
                 raise ValueError
@@ -88,7 +88,7 @@ class _Assembly(msgspec.Struct):
         return slices
 
     def fill(self, tail: bytes) -> None:
-        """Fill all buffers at once."""
+        """Fill all buffers from `tail`."""
         begin = 0
         for gap in self.missing:
             end = begin + len(gap)
@@ -107,12 +107,12 @@ class _Assembly(msgspec.Struct):
 
 
 class Inflow:
-    """Assembles the messages that arrive on one link.
+    """Assembler of the messages that arrive on one link.
 
     Args:
         peer: Name of the sender, for errors.
         schema: Types of messages.
-        max_message_bytes: Largest message that is accepted.
+        max_message_bytes: Largest size of a message that is accepted.
         allocators: Functions that choose the memory for buffers, by type of message.
         pool: Memory for all other buffers.
 
@@ -161,7 +161,7 @@ class Inflow:
         return slices
 
     def received(self, meta: bytes, now_ns: int) -> Event | None:
-        """Process a complete frame; returns what it means, None for a part of a message.
+        """Process a complete frame; return its event, None for a part of a message.
 
         Raises:
             CommError: The frame breaks the protocol, or its message is not of the schema.
@@ -180,7 +180,7 @@ class Inflow:
         return self._advance(assembly, now_ns)
 
     def _control(self, head: Hello | Beat | Bye | Cancel | More) -> Event | None:
-        """Process a frame that brings no bytes of a message."""
+        """Process a frame without bytes of a message."""
         if isinstance(head, Cancel):
             if self._open.pop(head.priority, None) is None:
                 raise self._broken("the end of a message that is not open")
@@ -234,7 +234,7 @@ class Inflow:
         return Arrived(head, assembly.message, assembly.buffers, assembly.nbytes, late)
 
     def _decode(self, assembly: _Assembly, body: bytes | memoryview) -> None:
-        """Decode the body, which decides where the buffers go."""
+        """Decode the body, which determines the memory of the buffers."""
         head = assembly.head
         assembly.message = message = self._schema.decode(head.name, body, sender=self._peer)
         if head.sizes:
@@ -248,7 +248,7 @@ class Inflow:
         if allocate is not None:
             try:
                 returned = allocate(self._peer, message, sizes)
-                chosen = None if returned is None else [as_bytes(each) for each in returned]
+                chosen = None if returned is None else [as_bytes(view) for view in returned]
             except Exception as exc:
                 msg = (
                     f"the memory for the buffers of {type(message).__name__} from {self._peer} "
@@ -259,7 +259,7 @@ class Inflow:
         if chosen is None:
             return self._pool_memory(head)
         chosen_sizes = tuple(map(len, chosen))
-        if chosen_sizes != sizes or any(len(each) and each.readonly for each in chosen):
+        if chosen_sizes != sizes or any(len(view) and view.readonly for view in chosen):
             msg = (
                 f"the receive_into callback of {type(message).__name__} must return writable "
                 f"memory of {sizes} bytes, got {chosen_sizes}: return one memoryview for each "
@@ -290,5 +290,5 @@ class Inflow:
         return CommError(msg)
 
     def _broken(self, problem: str) -> CommError:
-        msg = f"{self._peer} does not speak the protocol of a braid van: it sent {problem}"
+        msg = f"{self._peer} does not use the protocol of a braid van: it sent {problem}"
         return CommError(msg)

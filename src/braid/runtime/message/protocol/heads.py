@@ -1,13 +1,13 @@
 """Heads: the descriptions of all frames that vans send each other.
 
 A frame of `wire` is a description and buffers. The description is one of these heads; the buffers
-are the next bytes of a message. A message without buffers is one `Open` and nothing else.
+are the next bytes of a message. A message without buffers is a single `Open`.
 
     Hello                     first on every link, from both ends
     Open  + first bytes       a message begins
-    More  + next bytes        it goes on; one message per priority may be open on a link
+    More  + next bytes        it continues; one message per priority may be open on a link
     Cancel                    the open message of that priority will not be finished
-    Beat                      heartbeat of an idle link; carries the epoch, too
+    Beat                      heartbeat of an idle link; also contains the epoch
     Bye                       the van is closed on purpose, or another process has the peer's name
 """
 
@@ -26,14 +26,14 @@ __all__ = ["Beat", "Bye", "Cancel", "Head", "Hello", "More", "Open", "as_bytes",
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Priority = Annotated[int, msgspec.Meta(ge=0, lt=NUM_PRIORITIES)]
 
-# Both, beside at most 10 KiB of sizes, stay below the 64 KiB that wire allows.
+# Both fit into the 64 KiB of wire, together with at most 10 KiB of sizes.
 INLINE_BODY_BYTES = 32 << 10
 TAIL_BYTES = 4 << 10  # a frame with buffers takes a third longer than one without
 MAX_BUFFERS = 1000
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
-    """First frame of a link: the sender's life, epoch and largest message that it accepts."""
+    """First frame of a link: the sender's life, epoch and largest accepted message."""
 
     incarnation: Count
     epoch: Count
@@ -45,11 +45,11 @@ class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
 
     Attributes:
         id: Number of the message.
-        name: Name of its type in the schema.
-        priority: Its lane.
+        name: Name of the message's type in the schema.
+        priority: Lane of the message.
         epoch: Epoch of the sender when it sent the message.
         answers: Id of the message that this one answers, or 0.
-        remaining_us: Microseconds until its deadline, 0 for none.
+        remaining_us: Microseconds until the message's deadline, 0 for none.
         body: Encoded struct, if it is small.
         body_bytes: Size of a larger encoded struct, which comes before the buffers.
         sizes: Sizes of the buffers.
@@ -95,7 +95,7 @@ class Bye(msgspec.Struct, tag="bye", array_like=True, frozen=True):
     """Last frame: the sender closes its van.
 
     Attributes:
-        replaced: Whether it closes this link only, because a later process has the peer's name.
+        replaced: Whether it closes only this link, because a later process has the peer's name.
     """
 
     replaced: bool = False
@@ -118,14 +118,14 @@ def unpack(meta: bytes, peer: str) -> Head:
     """Decode the head in `meta`.
 
     Raises:
-        CommError: `meta` is no head; names `peer`.
+        CommError: `meta` is not a head; the message names `peer`.
     """
     try:
         return _decoder.decode(meta)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         msg = (
-            f"{peer} does not speak the protocol of a braid van: {len(meta)} bytes are no head of "
-            f"a message: {exc}"
+            f"{peer} does not use the protocol of a braid van: {len(meta)} bytes are not the head "
+            f"of a message: {exc}"
         )
         raise CommError(msg) from exc
 
@@ -134,7 +134,7 @@ def as_bytes(buffer: Buffer) -> memoryview:
     """Return the bytes of a contiguous buffer, without copying them.
 
     Raises:
-        TypeError: The buffer is not contiguous, or the object is no buffer.
+        TypeError: The buffer is not contiguous, or the object is not a buffer.
     """
     view = memoryview(buffer)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # one without bytes cannot be cast
+    return view.cast("B") if view.nbytes else memoryview(b"")  # empty views cannot be cast

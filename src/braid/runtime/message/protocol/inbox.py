@@ -1,13 +1,13 @@
-"""Messages that wait to be received, by urgency, then by age, in shares per sender.
+"""Inbox of a van: messages that wait to be received, by urgency, then by age, in shares per sender.
 
 Problem: with one bound for all, a peer that floods this node keeps the messages of other peers out.
 With a notice of loss in the same queue, an urgent notice overtakes the last messages of the lost
-peer. With priorities alone, messages of a restarted peer overtake those of its last life.
+peer. With priorities alone, messages of a restarted peer overtake messages of its previous life.
 
-Idea: every peer has its own share, and the van stops reading from a peer whose share is full. The
+Idea: every peer has a separate share, and the van stops reading from a peer with a full share. The
 notice that a peer is lost waits until the last of its messages has been received, and then comes
-before everything else. When the peer connects again, the rest of its last life is received at once,
-before anything of the new life.
+before all other messages. When the peer connects again, the rest of its previous life becomes the
+most urgent, and comes before any message of the new life.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Peer:
     Attributes:
         name: Name of the node.
         incarnation: Number of this life; 0 until its Hello.
-        epoch: Latest epoch in which the node is known to be.
+        epoch: Latest known epoch of the node.
         max_message_bytes: Largest message that the node accepts.
-        links: Numbers of its links; messages leave on the first on which the peer accepts any.
+        links: Numbers of its links; messages use the first link that accepts any.
         unread: Number of its messages in the inbox.
         unread_bytes: Size of its messages in the inbox.
     """
@@ -46,10 +46,10 @@ class Peer:
 
 
 class Inbox:
-    """Deliveries that wait for `Van.recv`.
+    """Queue of deliveries for `Van.recv`.
 
     Args:
-        config: Limits, among them the share of one peer.
+        config: Limits, including the share of one peer.
     """
 
     def __init__(self, config: VanConfig) -> None:
@@ -62,7 +62,7 @@ class Inbox:
         return bool(self._waiting) or bool(self._farewells)
 
     def has_room(self, peer: Peer) -> bool:
-        """Whether the share of `peer` is not full; one message may exceed it."""
+        """Return whether the share of `peer` is not full; one message may exceed it."""
         config = self._config
         return (
             peer.unread < config.max_unread_messages and peer.unread_bytes < config.max_unread_bytes
@@ -80,7 +80,7 @@ class Inbox:
         self._farewells.append((peer, notice))
 
     def drop_before(self, epoch: int) -> list[Peer]:
-        """Drop the messages of earlier epochs; returns the sender of each."""
+        """Drop the messages of earlier epochs; return the sender of each."""
         dropped = [entry for entry in self._waiting if entry[4].epoch < epoch]
         if dropped:
             self._waiting = [entry for entry in self._waiting if entry[4].epoch >= epoch]
@@ -91,7 +91,7 @@ class Inbox:
         return [entry[2] for entry in dropped]
 
     def begin_life(self, name: str) -> None:
-        """Begin a new life of `name`: messages of its last life become the most urgent."""
+        """Begin a new life of `name`: messages of its previous life become the most urgent."""
         if all(peer.name != name for peer, _ in self._farewells):
             return
         self._waiting = [
@@ -101,7 +101,7 @@ class Inbox:
         heapq.heapify(self._waiting)
 
     def pop(self) -> tuple[Peer, Delivery] | None:
-        """Remove the next delivery; returns it with the peer whose share becomes free, or None."""
+        """Remove and return the next delivery and the peer whose share shrinks; None if empty."""
         for index, (peer, notice) in enumerate(self._farewells):
             if not peer.unread:
                 del self._farewells[index]
@@ -114,5 +114,5 @@ class Inbox:
         return peer, delivery
 
     def num_unread(self, name: str | None) -> int:
-        """Number of messages of one node that wait, or of all."""
+        """Return the number of waiting messages of one node, or of all."""
         return sum(name in (None, entry[2].name) for entry in self._waiting)

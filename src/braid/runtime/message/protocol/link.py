@@ -1,4 +1,4 @@
-"""One link to a peer, as the state machine of a van sees it."""
+"""State of one link to a peer, for the state machine of a van."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from braid.runtime.message.protocol.vocabulary import VanConfig
 
 __all__ = ["HALF_CLOSED_S", "Carry", "Close", "Instruction", "Read", "VanLink"]
 
-HALF_CLOSED_S = 1.0  # a peer that accepts nothing more is read until it is silent for so long
+HALF_CLOSED_S = 1.0  # read a peer that accepts nothing more until it is silent for this time
 
 
 class Carry(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class Carry(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Instruction: close the connection of this link, which the state has forgotten."""
+    """Instruction: close the connection of this link, which the state has removed."""
 
     link: int
 
@@ -41,20 +41,20 @@ Instruction: TypeAlias = Carry | Close | Read
 
 @dataclass(slots=True, eq=False)
 class VanLink:
-    """A connection to a peer.
+    """Connection to a peer.
 
     Attributes:
         number: Number that the driver gave to the link.
-        name: Name of the peer, as the handshake proved it.
-        outbox: Messages that wait to leave.
+        name: Name of the peer, proven by the handshake.
+        outbox: Messages that wait to be sent.
         inflow: Message that is arriving.
         config: Limits and times of the van.
-        counts: Fates of messages, under the names of `VanStatistics`.
+        counts: Counts of messages, under the names of `VanStatistics`.
         received_ns: Time of the last frame from the peer.
         sent_ns: Time of the last frame to the peer.
         peer: Life of the peer; None until its Hello.
         is_paused: Whether the peer's share of the inbox is full.
-        half_closed: Why the peer accepts nothing more from this link; empty while it does.
+        half_closed: Reason why the peer accepts nothing more on this link; empty if it accepts.
     """
 
     number: int
@@ -83,7 +83,7 @@ class VanLink:
         return self.received_ns + round(limit_s * 1e9)
 
     def silence(self, now_ns: int) -> str:
-        """Say for how long nothing has come from the peer, as the reason of its loss."""
+        """Return the duration of the peer's silence as a text, for the reason of its loss."""
         silence_s = (now_ns - self.received_ns) / 1e9
         return (
             f"nothing came from it for {silence_s:.1f} s (limit {self.config.lost_after_s:g} s): "

@@ -1,15 +1,16 @@
-"""Memory for arriving buffers, used again when its last view is gone.
+"""Pool of memory for arriving buffers, reused when the last view of a buffer is gone.
 
-Problem: each large message in new memory costs more for the pages than for the copy. The system
-clears a page at its first use and takes it back when the message is dropped, so a stream of 16 MiB
-messages runs at a quarter of the speed of memory.
+Problem: for a large message in new memory, the pages cost more than the copy. The system clears a
+page at its first use and takes it back when the message is dropped, so a stream of 16 MiB messages
+runs at a quarter of the speed of memory.
 
 Idea: a block is lent as a memoryview. All views that the program makes of it (slices, arrays,
 tensors) keep one small owner object alive. When that object dies, its block is free again, without
-any call of the program. Blocks have huge pages where the system offers them, and nobody clears them
-between two messages. Few bytes are kept, so that a large message does not occupy memory for ever.
+any call by the program. Blocks have huge pages if the system offers them, and are not cleared
+between two messages. The number of kept bytes is limited, so that a large message does not occupy
+memory permanently.
 
-Source: the slab allocator (J. Bonwick, USENIX 1994) for the use of warm memory again.
+Source: the slab allocator (J. Bonwick, USENIX 1994) for reuse of warm memory.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from collections import deque
 __all__ = ["MemoryPool"]
 
 LEAST_BYTES = 256 << 10  # smaller buffers come from the interpreter's own allocator
-KEPT_BYTES = 64 << 20  # of free blocks
+KEPT_BYTES = 64 << 20  # limit of all free blocks together
 _ROUND_BYTES = 64 << 10  # messages of nearly the same size share blocks
 _HUGE_PAGE_BYTES = 2 << 20
 
 
 class MemoryPool:
-    """Lends writable memory; one for each van. Views may be dropped in any thread.
+    """Lender of writable memory; one for each van. Views may be dropped in any thread.
 
     Attributes:
-        free: Blocks that nobody uses, the oldest first.
+        free: Unused blocks, the oldest first.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class MemoryPool:
         return memoryview(owner).cast("B")[:size]
 
     def _take(self, size: int) -> mmap.mmap | None:
-        """Remove a free block for `size` bytes of which at most half would be wasted."""
+        """Remove a free block for `size` bytes, if at most half of it would be wasted."""
         for block in tuple(self.free):
             if size <= len(block) <= 2 * size:
                 with contextlib.suppress(ValueError):  # another thread was quicker
@@ -64,7 +65,7 @@ class MemoryPool:
 
 def _new_block(size: int) -> mmap.mmap:
     rounded = -(-size // _ROUND_BYTES) * _ROUND_BYTES
-    # Private: a forked process must not see what arrives here later.
+    # private: a forked process must not see data that arrives later
     block = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -73,9 +74,9 @@ def _new_block(size: int) -> mmap.mmap:
 
 
 def _recycle(free: deque[mmap.mmap], block: mmap.mmap) -> None:
-    """Add a block that nobody uses; drop the oldest ones beyond the limit.
+    """Add an unused block; drop the oldest ones beyond the limit.
 
-    Without a lock, because the last view may be dropped anywhere, also inside of `lend`.
+    Uses no lock, since the last view may be dropped anywhere, even inside `lend`.
     """
     if len(block) > KEPT_BYTES:
         return

@@ -1,11 +1,11 @@
-"""A schema registers the types of messages by name; both ends check every message against it.
+"""Schema of messages: types registered by name, against which both ends check every message.
 
-Problem: pickle executes what a peer sends. Dictionaries and strings move the mistakes of the sender
-into the code of the receiver, where nobody knows any more who made them.
+Problem: pickle executes data from a peer. Dictionaries and strings move mistakes of the sender into
+the code of the receiver, where their origin is unknown.
 
-Idea: every message is a `msgspec.Struct` that is registered by name. Encoding refuses types that
-are not registered; decoding refuses unknown names and bodies that do not have the fields and types
-of the struct, and names the sender.
+Idea: every message is a `msgspec.Struct` that is registered by name. Encoding rejects types that
+are not registered. Decoding rejects unknown names and bodies without the fields and types of the
+struct, with an error that names the sender.
 
     class Join(msgspec.Struct, tag="join", frozen=True):
         host: str
@@ -29,11 +29,11 @@ MAX_NAME_BYTES = 64
 
 
 class Failed(msgspec.Struct, tag="braid.failed", frozen=True):
-    """The answer to a request whose handler raised; part of every schema.
+    """Answer to a request if its handler raised; part of every schema.
 
     Attributes:
         error: Name of the exception's type.
-        text: Message of the exception. Exceptions travel as text only.
+        text: Message of the exception. Exceptions are sent as text only.
     """
 
     error: str
@@ -41,14 +41,14 @@ class Failed(msgspec.Struct, tag="braid.failed", frozen=True):
 
 
 class PeerLost(msgspec.Struct, tag="braid.lost", frozen=True):
-    """Notice of a van to its own node that a peer is lost; never travels.
+    """Notice of a van to its own node that a peer is lost; never sent.
 
-    It is delivered after everything that the peer has sent.
+    It is delivered after all messages from the peer.
 
     Attributes:
         reason: Reason for the end of the peer's link.
         orderly: Whether the peer closed its van on purpose.
-        silent: Whether the peer is lost because nothing came from it.
+        silent: Whether the peer is lost because it was silent.
         replaced: Whether the peer refuses this node, because a later process has its name.
     """
 
@@ -59,14 +59,14 @@ class PeerLost(msgspec.Struct, tag="braid.lost", frozen=True):
 
 
 class Schema:
-    """The types of messages that nodes send each other; both ends must register the same.
+    """Types of messages between nodes; both ends must register the same types.
 
     Args:
-        types: Struct types; the name of each on the wire is its `tag`, or its class name if it has
-            none.
+        types: Struct types; the name of each on the wire is its `tag`, or its class name without a
+            tag.
 
     Raises:
-        ConfigError: A type is no Struct, or two have one name.
+        ConfigError: A type is not a Struct, or two have one name.
     """
 
     def __init__(self, *types: type[Message]) -> None:
@@ -75,8 +75,8 @@ class Schema:
         self._decoders: dict[str, msgspec.msgpack.Decoder[Message]] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self.register(Failed)
-        for each in types:
-            self.register(each)
+        for message_type in types:
+            self.register(message_type)
 
     def register(self, message_type: MessageType) -> MessageType:
         """Add a type of messages; can be used as a decorator."""
@@ -103,7 +103,7 @@ class Schema:
         try:
             self._decoders[name] = msgspec.msgpack.Decoder(message_type)
         except (TypeError, NameError) as exc:
-            msg = f"message {name!r} has a field that cannot travel: {exc}"
+            msg = f"message {name!r} has a field that cannot be sent: {exc}"
             raise ConfigError(msg) from exc
         self._types[name] = message_type
         self._names[message_type] = name
@@ -113,7 +113,7 @@ class Schema:
         """Return the name and the encoded body of `message`.
 
         Raises:
-            ConfigError: Its type is not registered, or a value cannot travel.
+            ConfigError: Its type is not registered, or a value cannot be sent.
         """
         name = self._names.get(type(message))
         if name is None:
@@ -125,14 +125,15 @@ class Schema:
         try:
             return name, self._encoder.encode(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-            msg = f"message {name!r} has a value that cannot travel: {exc}"
+            msg = f"message {name!r} has a value that cannot be sent: {exc}"
             raise ConfigError(msg) from exc
 
     def decode(self, name: str, body: bytes | memoryview, *, sender: str) -> Message:
-        """Return the message that `encode` made into `name` and `body`.
+        """Return the message from the name and body that `encode` returned.
 
         Raises:
-            CommError: The name is unknown here, or the body does not fit the type; names `sender`.
+            CommError: The name is not registered, or the body does not fit the type; the message
+                names `sender`.
         """
         decoder = self._decoders.get(name)
         if decoder is None:
@@ -143,9 +144,7 @@ class Schema:
             raise CommError(msg)
         try:
             return decoder.decode(body)
-        except (
-            Exception
-        ) as exc:  # a type's own checks may raise anything, and it is the sender's mistake
+        except Exception as exc:  # a type's checks may raise any exception; the sender is at fault
             msg = (
                 f"{sender} sent a message {name!r} that does not have the fields of its type: {exc}"
             )

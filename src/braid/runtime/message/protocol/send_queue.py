@@ -1,19 +1,18 @@
-"""The queue of one link: which bytes leave next, and what becomes of messages that cannot leave.
+"""Send queue of one link: the order of frames, and errors of messages that cannot be sent.
 
-Problem: a gigabyte of gradients that has begun to leave holds up the heartbeat behind it, and the
-peer is declared dead. A queue without bound turns a slow peer into a process that runs out of
-memory.
+Problem: a gigabyte of gradients that is being sent delays the heartbeat behind it, and the peer is
+declared dead. An unbounded queue turns a slow peer into a process that runs out of memory.
 
-Idea: there is one lane per priority, and the choice is made anew before every frame. Control heads
-leave first, then the next chunk of the first message in the most urgent lane that has one. A
-message begins when the one before it in its lane has left, so lanes are first in, first out. Chunks
-are slices of the sender's memory; nothing is copied.
+Idea: there is one lane per priority, and each frame is chosen separately. Control heads are sent
+first, then the next chunk of the first message in the most urgent lane with messages. A message
+begins when the previous one in its lane has been sent, so lanes are first in, first out. Chunks are
+slices of the sender's memory; nothing is copied.
 
     state of a message     event                         next
-    waiting                its turn: next_frame()        under way (Open, then More per chunk)
+    waiting                its turn: next_frame()        in progress (Open, then More per chunk)
     waiting                deadline, later epoch         done, with CommTimeout or StaleError
-    under way              last chunk sent               done
-    under way              deadline                      done once its current chunk is sent:
+    in progress            last chunk sent               done
+    in progress            deadline                      done once its current chunk is sent:
                                                          CommTimeout, Cancel to the peer
     any                    link lost or half closed      done, with PeerLostError
 """
@@ -48,7 +47,7 @@ _NOTHING = memoryview(b"")
 
 
 class OutFrame(msgspec.Struct, frozen=True):
-    """A frame to hand to the network.
+    """Frame to pass to the network.
 
     Attributes:
         meta: Description.
@@ -60,19 +59,19 @@ class OutFrame(msgspec.Struct, frozen=True):
 
 
 class Outgoing(msgspec.Struct, eq=False):
-    """A message on its way out, and its progress.
+    """Message to send, and its progress.
 
     Attributes:
-        head: Head of the message; the remaining time is filled in later.
+        head: Head of the message; the remaining time is set later.
         nbytes: Size of body and buffers.
-        body: Part of the body that is not cut yet; empty if the head holds the body.
+        body: Part of the body that is not cut yet; empty if the head contains the body.
         buffers: Parts of the buffers that are not cut yet.
         deadline_ns: Time after which the message is dropped; None for never.
-        life: Incarnation of the peer to which it was sent; 0 until it is queued, and while the
-            peer's Hello has not come.
-        begun: Whether its head has left.
-        done: Whether the van is finished with it.
-        error: Why it did not leave; None if it did, or still may.
+        life: Incarnation of the peer to which it was sent; 0 until it is queued, and until the
+            peer's Hello has arrived.
+        begun: Whether its head has been sent.
+        finished: Whether the van is done with it.
+        error: Reason why it was not sent; None if it was, or still may be.
     """
 
     head: Open
@@ -82,14 +81,14 @@ class Outgoing(msgspec.Struct, eq=False):
     deadline_ns: int | None = None
     life: int = 0
     begun: bool = False
-    done: bool = False
+    finished: bool = False
     error: BraidError | None = None
 
     @classmethod
     def make(
         cls, head: Open, body: bytes, buffers: Sequence[Buffer], deadline_ns: int | None
     ) -> Outgoing:
-        """Make a message of `body` and `buffers`, which `head` does not describe yet.
+        """Return a message of `body` and `buffers`, which `head` does not describe yet.
 
         Raises:
             ConfigError: A buffer is not contiguous, there are too many, or the priority is out of
@@ -128,9 +127,9 @@ class Outgoing(msgspec.Struct, eq=False):
         return not self.body and not self.buffers
 
     def opening(self, now_ns: int, limit: int) -> Open:
-        """Return the head to send, with the rest of its time, and with buffers up to `limit`.
+        """Return the head to send, with the remaining time, and with buffers up to `limit` bytes.
 
-        A message that has a deadline has at least one microsecond.
+        A message with a deadline has at least one microsecond.
         """
         head = self.head
         if self.deadline_ns is not None:
@@ -142,7 +141,7 @@ class Outgoing(msgspec.Struct, eq=False):
         return head
 
     def cut(self, limit: int) -> list[memoryview]:
-        """Cut the next bytes, `limit` at most; the body shares no frame with buffers."""
+        """Cut the next bytes, at most `limit`; the body shares no frame with buffers."""
         if self.body:
             piece, self.body = self.body[:limit], self.body[limit:]
             return [piece]
@@ -160,12 +159,12 @@ class Outgoing(msgspec.Struct, eq=False):
 
 
 class Outbox:
-    """Messages that wait for one link.
+    """Queue of messages for one link.
 
     Args:
         peer: Name of the peer, for errors.
         config: Sizes.
-        counts: Counter of what becomes of messages, under the names of `VanStatistics`.
+        counts: Counter of outcomes of messages, under the names of `VanStatistics`.
     """
 
     def __init__(self, peer: str, config: VanConfig, counts: Counter[str]) -> None:
@@ -177,14 +176,14 @@ class Outbox:
         self._busy = 0  # bit p is set while lane p has a message
         self._deadlines: list[tuple[int, int, Outgoing]] = []
         self._numbers = itertools.count()
-        self._in_network: Outgoing | None = None  # its chunk has left next_frame, not yet memory
+        self._in_network: Outgoing | None = None  # its chunk was returned by next_frame, not sent
         self._has_failed = False
         self.queued = 0
         self.queued_bytes = 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether no message waits and none is under way."""
+        """Whether no message waits and none is in progress."""
         return not self.queued and not self._control
 
     @property
@@ -193,7 +192,7 @@ class Outbox:
         return bool(self._control)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a message of `nbytes` may be put; any may when the queue is empty."""
+        """Return whether a message of `nbytes` fits; an empty queue accepts any size."""
         config = self._config
         return not self.queued or (
             self.queued < config.max_queue_messages
@@ -212,14 +211,14 @@ class Outbox:
             heapq.heappush(self._deadlines, entry)
 
     def send_control(self, head: Head) -> None:
-        """Queue a control head before all messages; on a link that has failed it is dropped."""
+        """Queue a control head before all messages; dropped on a link that has failed."""
         if not self._has_failed:
             self._control.append(pack(head))
 
     def next_frame(self, now_ns: int) -> OutFrame | None:
-        """Return the frame that leaves next, None when nothing waits.
+        """Return the frame to send next, None if nothing waits.
 
-        Report it with `frame_sent` before asking again.
+        Report it with `frame_sent` before the next call.
         """
         if self._deadlines:
             self.expire(now_ns)
@@ -250,31 +249,31 @@ class Outbox:
             self._expire(outgoing)
 
     def expire(self, now_ns: int) -> None:
-        """End the messages whose deadline has passed.
+        """End the messages with an expired deadline.
 
-        A message of which a chunk is in the network ends when the chunk has left: until then its
+        If a chunk of a message is being sent, the message ends after that chunk: until then its
         memory is in use.
         """
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             outgoing = heapq.heappop(self._deadlines)[2]
-            if not outgoing.done and outgoing is not self._in_network:
+            if not outgoing.finished and outgoing is not self._in_network:
                 self._expire(outgoing)
 
     def next_deadline_ns(self) -> int | None:
-        """Time at which `expire` has something to do."""
-        while self._deadlines and self._deadlines[0][2].done:
+        """Return the time of the next call of `expire`; None if there are no deadlines."""
+        while self._deadlines and self._deadlines[0][2].finished:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def fail(self, error: BraidError) -> None:
-        """End all messages with an error; nothing more leaves."""
+        """End all messages with an error; nothing more is sent."""
         self._has_failed = True
         self._control.clear()
         self._in_network = None
         self._end(error, "lost", also_begun=True)
 
     def fail_waiting(self, error: BraidError) -> None:
-        """End the messages that are not begun, because their epoch is over."""
+        """End the messages that have not begun, because their epoch is over."""
         self._end(error, "stale", also_begun=False)
 
     def _end(self, error: BraidError, count: str, *, also_begun: bool) -> None:
@@ -289,7 +288,7 @@ class Outbox:
         self._counts[count] += len(ended)
 
     def _expire(self, outgoing: Outgoing) -> None:
-        progress = "under way" if outgoing.begun else "in the queue"
+        progress = "in progress" if outgoing.begun else "in the queue"
         if outgoing.begun:
             self.send_control(Cancel(outgoing.head.priority))
         msg = (
@@ -308,13 +307,13 @@ class Outbox:
             self._busy &= ~(1 << priority)
         self.queued -= 1
         self.queued_bytes -= outgoing.nbytes
-        outgoing.done, outgoing.error = True, error
-        outgoing.body = _NOTHING  # the memory is the sender's again
+        outgoing.finished, outgoing.error = True, error
+        outgoing.body = _NOTHING  # the sender may reuse the memory
         outgoing.buffers.clear()
 
 
 class Sending:
-    """A message on its way out, as `Van.send` returns it."""
+    """Handle of a message to send, from `Van.send`."""
 
     __slots__ = ("_outgoing", "_wait")
 
@@ -329,25 +328,25 @@ class Sending:
 
     @property
     def life(self) -> int:
-        """Incarnation of the peer to which the message was sent; 0 if its Hello had not come."""
+        """Incarnation of the peer to which the message was sent; 0 without its Hello."""
         return self._outgoing.life
 
     @property
     def done(self) -> bool:
-        """Whether the van is finished with the message: its buffers may be reused."""
-        return self._outgoing.done
+        """Whether the van is done with the message, so that its buffers may be reused."""
+        return self._outgoing.finished
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the van has handed all of the message to the network.
+        """Wait until the van has passed the whole message to the network.
 
-        Its buffers may be reused then.
+        Its buffers may then be reused.
 
         Args:
-            timeout_s: Seconds to wait; when None, the message's own deadline, or the van's
+            timeout_s: Seconds to wait; None for the message's deadline, or for the van's
                 `timeout_s` if it has none.
 
         Raises:
-            CommTimeout: The deadline passed; `done` says whether the buffers are still in use.
+            CommTimeout: The deadline passed; `done` is False if the buffers are still in use.
             PeerLostError: The link broke before.
             StaleError: The van began a later epoch before.
         """
@@ -355,6 +354,6 @@ class Sending:
 
     def __repr__(self) -> str:
         state = "waiting"
-        if self._outgoing.done:
+        if self._outgoing.finished:
             state = "sent" if self._outgoing.error is None else "failed"
         return f"<Sending {self._outgoing.head.name} #{self.id}: {state}>"

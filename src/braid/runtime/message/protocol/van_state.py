@@ -1,39 +1,39 @@
-"""State machine of a van: it decides, without sockets, threads or a clock.
+"""State machine of a van: all decisions, without sockets, threads or a clock.
 
 Problem: queues, epochs, heartbeats, back-pressure and the order in which a lost peer is reported
-interact. In a driver with threads nobody can test their combinations.
+interact. In a driver with threads, their combinations cannot be tested.
 
-Idea: a driver reports what happened on numbered links, and at what time. Then it executes the
-instructions that the event left behind, and moves frames: `next_frame` on one end, `allocate` and
-`frame_received` on the other.
+Idea: a driver reports events on numbered links, with their times. Then it executes the instructions
+of the event, and moves frames: `next_frame` on one end, `allocate` and `frame_received` on the
+other.
 
     event                               effect                                      instructions
     link_up(link, peer)                 sends Hello                                 Carry
-    ... of a peer that is known         the peer can be sent to at once             Carry
-    Hello of an unknown peer            the peer can be sent to                     -
-    Hello of a later incarnation        the old one is lost, the new one can be     Close old links
+    ... of a peer that is known         messages can be sent to the peer now        Carry
+    Hello of an unknown peer            messages can be sent to the peer            -
+    Hello of a later incarnation        the old one is lost, the new one connected  Close old links
     Hello of an earlier incarnation     sends Bye; messages of it are dropped       Carry
     Hello of the same incarnation       a second link of it: both are read,         -
-                                        messages leave on the older
+                                        messages use the older one
     submit(peer, message)               queued, or refused when the queue is full   Carry
     frame with the end of a message     to the inbox; dropped if stale or late      -
     ... of an epoch that is over        dropped, and the sender is sent the epoch   Carry
     ... when the peer's share is full   its links are not read (wants_read)         -
-    advance_epoch(epoch)                what is queued or unread of earlier epochs  Carry, Read
-                                        is dropped, and the peers are informed
-    room is made again                  silence while unread is forgiven            Read
+    advance_epoch(epoch)                queued or unread messages of earlier        Carry, Read
+                                        epochs are dropped, and peers are informed
+    space is free again                 silence while unread is forgiven            Read
     a lost peer connects again          its old messages come before its new ones   -
-    link_half_closed(link)              what was queued on it fails, submit is      -
-                                        refused; it is read on, to its end, or until
+    link_half_closed(link)              its queued messages fail, submit is         -
+                                        refused; it is read to its end, or until
                                         no message has come for HALF_CLOSED_S
-    Bye, link_lost, silence, bad frame  the link ends, and what was queued on it    Close
+    Bye, link_lost, silence, bad frame  the link ends, with its queued messages     Close
     ... of the last link of a peer      the peer is lost: PeerLost comes after its  Close
                                         last message
     tick(now)                           heartbeats, silence, deadlines              Carry, Close
 
-The greatest incarnation decides which life of a peer is current: an earlier life loses its links,
-and learns why if it connects again. Two links of one life come from both ends connecting at the
-same time, or from an end that has lost a link while the other end does not know it yet.
+The greatest incarnation is the current life of a peer: an earlier life loses its links, and gets
+the reason if it connects again. Two links of one life exist if both ends connect at the same time,
+or if one end has lost a link before the other end has detected it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = ["HALF_CLOSED_S", "Carry", "Close", "Instruction", "Read", "VanState"]
 
 
 class VanState:
-    """State machine of a van; the table of its events opens this module.
+    """State machine of a van; see the module for the table of events.
 
     Attributes:
         instructions: Instructions of the events so far, in order; the driver removes them.
@@ -79,9 +79,9 @@ class VanState:
         node: Name of this node.
         schema: Messages that the node understands.
         config: Limits and times.
-        incarnation: Number of this life of the node; differs from that of every earlier life.
+        incarnation: Number of this life of the node, different from any earlier life.
         epoch: Membership epoch to begin with.
-        detects_silence: Whether peers are lost by silence; not when both ends share one process.
+        detects_silence: Whether silent peers are lost; False if both ends share one process.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class VanState:
         self.allocators: dict[type[Message], Allocate] = {}
         self._links: dict[int, VanLink] = {}
         self._peers: dict[str, Peer] = {}
-        self._lost: dict[str, str] = {}  # how the link of a lost peer ended
+        self._lost: dict[str, str] = {}  # reason of the loss, by peer
         self.inbox = Inbox(config)
         self._pool = MemoryPool()
         self.instructions: deque[Instruction] = deque()
@@ -117,7 +117,7 @@ class VanState:
         return tuple(sorted(name for name, peer in self._peers.items() if self._open_link(peer)))
 
     def is_connected(self, name: str) -> bool:
-        """Whether a message can be sent to a node."""
+        """Return whether a message can be sent to a node."""
         peer = self._peers.get(name)
         return peer is not None and self._open_link(peer) is not None
 
@@ -129,10 +129,10 @@ class VanState:
     # -- links
 
     def link_up(self, number: int, name: str, now_ns: int, *, known: bool = False) -> None:
-        """Add a connection to the peer `name`, whose name is proven, as link `number`, a new one.
+        """Register an authenticated connection to the peer `name` as the new link `number`.
 
-        Nobody else can be at the other end of a `known` link, such as a pipe to a child. Its peer
-        can be sent to before its Hello, and its loss is reported even if the Hello never comes.
+        The other end of a `known` link, such as a pipe to a child, is certain. Messages can be sent
+        to its peer before its Hello, and its loss is reported even if the Hello never comes.
         """
         config, counts = self.config, self._count(name)
         outbox = Outbox(name, config, counts)
@@ -152,7 +152,7 @@ class VanState:
     def link_lost(
         self, number: int, reason: str, *, silent: bool = False, bye: Bye | None = None
     ) -> None:
-        """Remove a link whose connection has ended; with its last link, the peer is lost."""
+        """Remove a link after its connection has ended; with its last link, the peer is lost."""
         link = self._links.get(number)
         if link is None:
             return
@@ -168,7 +168,7 @@ class VanState:
         self._forget(link, PeerLostError(msg, rank=split_node(link.name)[1]))
 
     def link_half_closed(self, number: int, reason: str, now_ns: int) -> None:
-        """Send nothing more on a link, because the peer accepts nothing; receive until it ends."""
+        """Stop sending on a link, because the peer accepts nothing; receive until it ends."""
         link = self._links.get(number)
         if link is None or link.half_closed:
             return
@@ -177,7 +177,7 @@ class VanState:
         link.outbox.fail(_lost_error(link.name, reason))
 
     def is_ending(self, peer: str) -> bool:
-        """Whether a peer accepts nothing more, and its loss is not reported yet."""
+        """Return whether a peer accepts nothing more, but its loss is not reported yet."""
         return bool(self._half_closed(peer))
 
     def close(self) -> None:
@@ -187,17 +187,17 @@ class VanState:
         self._peers.clear()
 
     def send_bye(self) -> None:
-        """Tell every peer that this van closes, after the messages that are queued."""
+        """Notify every peer that this van closes, after the queued messages."""
         for link in self._links.values():
             self._send_control(link, Bye())
 
     # -- sending
 
     def submit(self, to: str, outgoing: Outgoing) -> bool:
-        """Queue a message for a peer; False if there is no room now.
+        """Queue a message for a peer; return False if the queue is full.
 
         Raises:
-            PeerLostError: There is no such peer.
+            PeerLostError: The peer is unknown.
             StaleError: The peer or this node has reached a later epoch than the message's.
             ConfigError: The peer does not accept messages of this size.
         """
@@ -229,9 +229,9 @@ class VanState:
         return True
 
     def next_frame(self, number: int, now_ns: int) -> OutFrame | None:
-        """Return the frame that leaves next on a link, None if nothing waits.
+        """Return the frame to send next on a link, None if nothing waits.
 
-        Report it with `frame_sent` before asking again.
+        Report it with `frame_sent` before the next call.
         """
         link = self._links.get(number)
         if link is None:
@@ -244,7 +244,7 @@ class VanState:
         return frame
 
     def frame_sent(self, number: int, now_ns: int) -> bool:
-        """Record that the network has all of the last frame of a link; False if nothing waits."""
+        """Record that the last frame of a link was sent completely; return whether more wait."""
         link = self._links.get(number)
         if link is None:
             return False
@@ -268,7 +268,7 @@ class VanState:
         return link.inflow.allocate(meta, sizes, now_ns)
 
     def frame_received(self, number: int, meta: bytes, now_ns: int) -> None:
-        """Process a frame that has arrived whole.
+        """Process a complete frame.
 
         Raises:
             CommError: The frame breaks the protocol; report `link_lost` then.
@@ -290,7 +290,7 @@ class VanState:
             self._on_message(link, event)
 
     def wants_read(self, number: int) -> bool:
-        """Whether the peer's share of the inbox has room for messages of this link."""
+        """Return whether the peer's share of the inbox has space for messages of this link."""
         link = self._links.get(number)
         return link is not None and not link.is_paused
 
@@ -306,7 +306,7 @@ class VanState:
     # -- time and epochs
 
     def tick(self, now_ns: int) -> None:
-        """Do what is due: heartbeats, deadlines, and the loss of silent peers."""
+        """Run all due timers: heartbeats, deadlines, and the loss of silent peers."""
         self._quiet_until_ns = 0
         for link in list(self._links.values()):
             if link.number not in self._links:
@@ -324,10 +324,10 @@ class VanState:
                 self._send_control(link, Beat(self.epoch))
 
     def next_deadline_ns(self) -> int | None:
-        """Time before which `tick` has nothing to do; None if nothing will be due.
+        """Return the time before which `tick` has nothing to do; None for never.
 
-        Most of what is sent and received makes it later only, so it is found again when it has
-        passed, or something of an earlier deadline has come.
+        Most sends and receives only make it later. So it is computed again only when it has passed,
+        or when an earlier deadline was added.
         """
         if self._quiet_until_ns == 0:
             self._quiet_until_ns = min(self._deadlines_ns(), default=None)
@@ -367,7 +367,7 @@ class VanState:
             self._resume_reading(peer, now_ns)
 
     def last_received(self, name: str, now_ns: int) -> str:
-        """Say when something last came from a peer, for errors."""
+        """Return a text with the time of the last frame from a peer, for errors."""
         peer = self._peers.get(name)
         if peer is None:
             return str(self._not_connected(name))
@@ -389,14 +389,14 @@ class VanState:
     # -- inside
 
     def _open_link(self, peer: Peer) -> VanLink | None:
-        """Return the link on which messages to a peer leave, None if it accepts none."""
+        """Return the link for messages to a peer, None if the peer accepts none."""
         for number in peer.links:
             if not (link := self._links[number]).half_closed:
                 return link
         return None
 
     def _half_closed(self, name: str) -> str:
-        """Return why a peer accepts nothing more; empty if it does, or is no peer."""
+        """Return why a peer accepts nothing more; empty if it accepts, or is not a peer."""
         peer = self._peers.get(name)
         if peer is None or self._open_link(peer) is not None:
             return ""
@@ -412,7 +412,7 @@ class VanState:
         self.inbox.begin_life(peer.name)
 
     def _on_hello(self, link: VanLink, hello: Hello) -> None:
-        """Process the first frame of a link, which says which life of the peer this is."""
+        """Process the first frame of a link, which contains the life of the peer."""
         if link.peer is not None:  # known before its Hello
             link.peer.incarnation, link.peer.epoch = hello.incarnation, hello.epoch
             link.peer.max_message_bytes = hello.max_message_bytes
@@ -472,7 +472,7 @@ class VanState:
             if link.is_paused:
                 link.is_paused = False
                 self._quiet_until_ns = 0
-                link.received_ns = now_ns  # nobody read, so nothing could be received
+                link.received_ns = now_ns  # the link was not read meanwhile
                 self.instructions.append(Read(number))
 
     def _lose(self, peer: Peer, lost: PeerLost) -> None:
@@ -494,7 +494,7 @@ class VanState:
         reason = self._half_closed(name) or self._lost.get(name)
         if reason is not None:
             return _lost_error(name, reason)
-        connected = ", ".join(self.peers) or "nobody"
+        connected = ", ".join(self.peers) or "no nodes"
         msg = (
             f"{name} is not connected to {self.node} (connected: {connected}): connect() to it, "
             "or wait_for() it"

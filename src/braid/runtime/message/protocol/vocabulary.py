@@ -1,4 +1,4 @@
-"""Values that a van takes and returns: names of nodes, deliveries, limits and counts."""
+"""Types of a van's arguments and results: names of nodes, deliveries, limits and counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
     "split_node",
 ]
 
-NUM_PRIORITIES = 16  # each may have one message under way on a link, so they bound the memory
+NUM_PRIORITIES = 16  # each may have one message in progress per link, so they bound the memory
 MAX_CHUNK_BYTES = 4 << 20
 _NODE = re.compile(r"([a-z][a-z0-9_-]{0,15})(?::(0|[1-9][0-9]{0,8}))?")
 
@@ -35,7 +35,7 @@ def split_node(node: str) -> tuple[str, int]:
     "worker:3" gives `("worker", 3)`, "launcher" gives `("launcher", -1)`.
 
     Raises:
-        ConfigError: `node` is no valid name.
+        ConfigError: `node` is not a valid name.
     """
     match = _NODE.fullmatch(node)
     if match is None:
@@ -50,14 +50,14 @@ def split_node(node: str) -> tuple[str, int]:
 
 
 class Delivery(NamedTuple):
-    """A message that has arrived.
+    """Message that has arrived.
 
     Attributes:
         sender: Name of the node that sent the message.
         message: Message of a registered type, or `PeerLost`.
         buffers: Buffers that were sent beside the message, in order; writable.
-        id: Number of the message, unique per sender and incarnation; 0 for a van's own notices. The
-            same id again is the same message sent again.
+        id: Number of the message, unique per sender and incarnation; 0 for notices of the van
+            itself. A repeated id is the same message sent again.
         incarnation: Number of the sender's life, which changes when it restarts.
         epoch: Membership epoch of the sender when it sent the message.
         priority: Urgency, 0 to 15; more is more urgent.
@@ -79,20 +79,21 @@ class VanConfig:
     """Limits and times of a van.
 
     Attributes:
-        chunk_bytes: Size of the chunks in which larger messages leave; an urgent message waits for
-            one of them at most.
-        max_message_bytes: Largest message that this node receives, buffers included.
+        chunk_bytes: Size of the chunks of larger messages; an urgent message waits for one chunk at
+            most.
+        max_message_bytes: Largest message that this node receives, including buffers.
         max_queue_bytes: Bytes that may wait for one peer at this node before `send` blocks. A
             larger message waits alone.
         max_queue_messages: Messages that may wait for one peer before `send` blocks.
-        max_unread_bytes: Bytes that one peer may have delivered and this node not received, before
-            the van stops reading from it.
-        max_unread_messages: The same limit in messages.
-        heartbeat_s: Seconds after which a link on which nothing was sent carries a heartbeat.
+        max_unread_bytes: Bytes from one peer that may wait for `recv` before the van stops reading
+            from it.
+        max_unread_messages: Messages from one peer that may wait for `recv` before the van stops
+            reading from it.
+        heartbeat_s: Seconds after which a heartbeat is sent on an idle link.
         lost_after_s: Seconds of silence after which a peer is lost.
-        timeout_s: Deadline of calls that are given none.
-        shared_memory: Whether large messages between processes of one host pass through shared
-            memory, where both ends can. Programs pass `not wants_portable()`, see
+        timeout_s: Deadline of calls without a deadline.
+        shared_memory: Whether large messages between processes of one host use shared memory, if
+            both ends can. Programs pass `not wants_portable()`, see
             `braid.runtime.rendezvous.environment`.
     """
 
@@ -129,20 +130,20 @@ class VanConfig:
 
 
 class VanStatistics(NamedTuple):
-    """Counts of what a van has done so far, and of what waits now; of one peer or of all.
+    """Counts of a van's messages, for one peer or for all.
 
     Attributes:
-        sent: Messages handed to the network in full.
-        sent_bytes: Their bytes, buffers included.
+        sent: Messages passed to the network completely.
+        sent_bytes: Bytes of sent messages, including buffers.
         received: Messages that arrived and were kept.
-        received_bytes: Their bytes.
-        queued: Messages that wait here to be sent, now.
-        queued_bytes: Their bytes.
-        unread: Messages that arrived and wait for `recv`, now.
+        received_bytes: Bytes of received messages.
+        queued: Messages that wait to be sent now.
+        queued_bytes: Bytes of queued messages.
+        unread: Messages that arrived and wait for `recv` now.
         expired: Messages not sent because their deadline passed.
         late: Messages dropped at arrival because their deadline had passed.
-        stale: Messages dropped because their epoch was over, here or at arrival.
-        lost: Messages that were queued or under way when their link broke.
+        stale: Messages dropped because their epoch was over, before sending or at arrival.
+        lost: Messages that were queued or in progress when their link broke.
     """
 
     sent: int = 0

@@ -1,8 +1,8 @@
 """Vans inside one process: for programs on threads, and for tests of programs that use vans.
 
-The thread that sends or receives hands frames over itself, under one lock for all nodes of a
-network: no background thread, no socket, and no delay. Everything else is as between processes:
-types, copies, order, back-pressure, deadlines, epochs.
+The thread that sends or receives transfers frames itself, under one lock for all nodes of a
+network: no background thread, no socket, and no delay. Types, copies, order, back-pressure,
+deadlines and epochs are as between processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _End(NamedTuple):
 
     Attributes:
         van: Van of the node at this end.
-        link: Number of the link there.
+        link: Number of the link at this end.
     """
 
     van: LocalVan
@@ -40,7 +40,7 @@ class LocalNetwork:
     Args:
         schema: Messages of all nodes.
         config: Limits of all nodes.
-        clock: Clock for deadlines; must move by itself; the host's when None.
+        clock: Clock for deadlines; must advance by itself; None for the host's clock.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class LocalNetwork:
                 detects_silence=False,
             )
             van = self._vans[node] = LocalVan(self, state)
-            self.guard.notify_all()  # somebody may wait to connect to it
+            self.guard.notify_all()  # a van may wait to connect to it
             return van
 
     def link(self, node: str, to: str) -> None:
-        """Link two nodes; both send Hello. With the guard held.
+        """Link two nodes; both send Hello. The caller holds the guard.
 
         Raises:
-            RendezvousError: There is no node `to`.
+            RendezvousError: The node `to` does not exist.
         """
         here, there = self._vans[node], self._vans.get(to)
         if there is None:
@@ -99,7 +99,7 @@ class LocalNetwork:
         there.act()
 
     def carry(self, state: VanState, link: int) -> None:
-        """Hand over frames of `state` while the far end reads. With the guard held."""
+        """Transfer frames of `state` while the far end reads. The caller holds the guard."""
         end = self._peer_ends.get(link)
         now_ns = self.clock.now_ns()
         while end is not None and end.van.state.wants_read(end.link):
@@ -115,14 +115,14 @@ class LocalNetwork:
             end = self._peer_ends.get(link)
 
     def read_again(self, link: int) -> None:
-        """Continue a link whose near end has room again. With the guard held."""
+        """Continue a link when its near end has space again. The caller holds the guard."""
         end = self._peer_ends.get(link)
         if end is not None:
             self.carry(end.van.state, end.link)
             end.van.act()
 
     def cut(self, link: int) -> None:
-        """End a link that its near end has forgotten. With the guard held."""
+        """End a link that its near end has removed. The caller holds the guard."""
         end = self._peer_ends.pop(link, None)
         if end is not None:
             self._peer_ends.pop(end.link, None)
@@ -130,13 +130,13 @@ class LocalNetwork:
             end.van.act()
 
     def remove(self, node: str) -> None:
-        """Remove a node whose van is closed."""
+        """Remove a node after its van has closed."""
         with self.guard:
             del self._vans[node]
 
 
 class LocalVan(Van):
-    """A `Van` between nodes of one process; made by `LocalNetwork.join`."""
+    """Van between nodes of one process; made by `LocalNetwork.join`."""
 
     def __init__(self, network: LocalNetwork, state: VanState) -> None:
         super().__init__(state, network.schema, network.clock, network.guard)
@@ -148,7 +148,7 @@ class LocalVan(Van):
         return self._state
 
     def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:  # noqa: ARG002
-        """Link this node to another; waits for a node that has not joined yet."""
+        """Link this node to another; wait for a node that has not joined yet."""
         deadline_ns = self._deadline_ns(timeout_s)
         with self._guard:
             self._check_open()
@@ -184,7 +184,7 @@ class LocalVan(Van):
 
 
 def hand_over(frame: OutFrame, receiver: VanState, link: int, now_ns: int) -> None:
-    """Pass a frame to a state in the same process, copying its pieces once, as a kernel would.
+    """Pass a frame to a state in the same process, with one copy of its pieces, as a kernel would.
 
     Raises:
         CommError: The receiver refuses the frame.

@@ -1,11 +1,11 @@
-"""A van over open streams: the pipes of a child, or a connection that is already trusted.
+"""Van over open streams: the pipes of a child, or a connection that is already trusted.
 
 Problem: a program that starts a process elsewhere (ssh, `ip netns exec`, a batch system) gets its
-stdin and stdout, before any network is known. There is nothing to connect to, and no handshake.
+stdin and stdout, before any network is known. There is no address to connect to, and no handshake.
 
 Idea: the owner of the pipes of a process has started it, or was started by the other end. So a pair
-of pipes is a link as soon as it is attached, under the name that its owner gives it. Messages can
-be queued before anything has come from the other end.
+of pipes is a link as soon as it is attached, under a name that its owner chooses. Messages can be
+queued before the other end has sent anything.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PipeStream:
         writer: Writable end of another pipe; owned and closed by this object, and made
             non-blocking.
         peer: Name of the other end, for errors.
-        received: Bytes of frames that were read already, together with those of another protocol
-            before them.
+        received: Bytes of frames that were read already, with bytes of another protocol before
+            them.
     """
 
     def __init__(self, reader: int, writer: int, peer: str, *, received: bytes = b"") -> None:
@@ -53,27 +53,27 @@ class PipeStream:
 
     @property
     def gone(self) -> bool:
-        """Whether writing has shown that nobody reads any more."""
+        """Whether a write has failed because no process reads the pipe."""
         return self._gone
 
     @property
     def has_bytes(self) -> bool:
-        """Whether bytes have been read ahead, which no selector shows."""
+        """Whether bytes have been read ahead, which a selector does not show."""
         return bool(self._received) or self._decoder.has_bytes
 
     def fileno(self) -> int:
-        """Descriptor to read from; -1 after `close`."""
+        """Return the descriptor to read from; -1 after `close`."""
         return self._reader
 
     def write_fileno(self) -> int:
-        """Descriptor to write to; -1 after `close`."""
+        """Return the descriptor to write to; -1 after `close`."""
         return self._writer
 
     def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
         """Queue a frame and write what the pipe accepts now.
 
         Returns:
-            The bytes still queued; 0 when nobody reads any more (`gone`).
+            Number of bytes still queued; 0 if the pipe has no reader (`gone`).
 
         Raises:
             PeerLostError: The pipe broke for another reason.
@@ -82,21 +82,21 @@ class PipeStream:
         return self.flush()
 
     def flush(self) -> int:
-        """Write what the pipe accepts now of the queue; returns the bytes still queued."""
+        """Write queued bytes that the pipe accepts now; return the number still queued."""
         try:
             self._outbox.drain()
         except (BrokenPipeError, ConnectionResetError):
-            self._gone = True  # `try_recv` finds the end, behind what the peer has said last
+            self._gone = True  # `try_recv` reads the last frames, then raises
         except OSError as exc:
             raise self._lost(exc) from exc
         return self._outbox.nbytes
 
     def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
-        """Return the next frame if it is here.
+        """Return the next frame if it has arrived; else None.
 
         Raises:
             PeerLostError: The stream has ended.
-            CommError: The bytes are no frame.
+            CommError: The bytes are not a frame.
         """
         decoder = self._decoder
         try:
@@ -129,7 +129,7 @@ class PipeStream:
         return os.readv(self._reader, [target])
 
     def _lost(self, cause: OSError | None) -> PeerLostError:
-        """Make the error that says how the stream ended."""
+        """Return the error for the end of the stream."""
         reason = "it closed its pipe"
         if cause is not None:
             reason = f"its pipe broke ({cause.strerror or cause})"
@@ -139,33 +139,34 @@ class PipeStream:
 
 
 class PipeVan(StreamVan):
-    """A `Van` over pipes, and over connections that somebody else has made.
+    """Van over pipes, and over connections that are already open.
 
     Args:
-        node: Name of this node; the other ends use names of their own for it.
+        node: Name of this node; other ends may use other names for it.
         schema: Messages, the same on all nodes.
         epoch: Membership epoch to begin with.
         config: Limits and times.
-        clock: Clock of deadlines, which must move by itself; the host's when None.
+        clock: Clock of deadlines, which must advance by itself; None for the host's clock.
 
     On failure: see `StreamVan`. A peer that is lost can be attached again, over other pipes.
     """
 
     def attach(self, peer: str, stream: FrameStream) -> None:
-        """Make a link of a stream; its other end must be a van of the same schema.
+        """Register a stream as a link; its other end must be a van of the same schema.
 
-        If a peer of that name accepts nothing more, its last messages are received first, for a
-        second at most.
+        If a peer of that name accepts nothing more, its last messages are received first, for up to
+        a second.
 
         Args:
-            peer: Name of the node at the other end, whatever that calls itself. A message can be
-                sent to it at once; `PeerLost` reports its end, even if it has never sent anything.
-                Until its Hello, this node's limit for the size of messages is used for it.
+            peer: Name for the node at the other end, which may use another name for itself.
+                Messages can be sent to it immediately; `PeerLost` reports its end, even if it has
+                never sent anything. Until its Hello, this node's limit for the size of messages
+                applies.
             stream: A `PipeStream`, or a connection after its handshake; owned and closed by this
                 van from now on.
 
         Raises:
-            ConfigError: The name is not valid, or in use; the stream is still the caller's.
+            ConfigError: The name is not valid, or in use; the caller still owns the stream.
             StaleError: The van is closed; so is the stream.
         """
         split_node(peer)
@@ -186,7 +187,7 @@ class PipeVan(StreamVan):
         with self._guard:
             self._check_open()
             if to not in self._state.peers:
-                attached = ", ".join(self._state.peers) or "nobody"
+                attached = ", ".join(self._state.peers) or "no nodes"
                 msg = (
                     f"{to} is not attached to {self.node} (attached: {attached}): attach() its "
                     "pipes"

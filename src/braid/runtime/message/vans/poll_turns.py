@@ -1,20 +1,21 @@
-"""Turns at polling: one thread at a time polls a van's streams, one that waits if there is any.
+"""Turns at polling: one thread at a time polls a van's streams, preferably one that waits.
 
-Problem: a thread of the van that receives for a program's thread must wake it for each message.
-Waking a thread costs more than a small message. But a van without a thread of its own is deaf while
-the program computes: no heartbeat leaves, and nobody reads from peers.
+Problem: if a thread of the van receives for a program's thread, it must wake that thread for each
+message. Waking a thread costs more than a small message. But a van without a background thread does
+nothing while the program computes: it sends no heartbeats, and does not read from peers.
 
-Idea: a thread that waits in a van polls the streams itself (the leader), and other waiting threads
-follow, to lead when it has what it waited for. The van's own thread polls while nobody waits. It
-does not come forward between two waits in quick succession, but after `REST_S` without any.
+Idea: a thread that waits in a van polls the streams itself (the leader). Other waiting threads
+follow, and lead when the leader's wait is over. The van's thread polls while no thread waits. It
+does not start between two waits in quick succession, but after `REST_S` without any.
 
     event                                         thread that polls next
-    a thread waits, nobody polls                  that thread
-    a thread waits, the own thread polls          that thread, once the own thread has left its poll
+    a thread waits, no thread polls               that thread
+    a thread waits, the van's thread polls        that thread, once the van's thread has ended its
+                                                  poll
     a thread waits, another one polls             unchanged; it follows
     the leader ends its wait, others follow       one of them
-    nobody waits for REST_S                       the own thread
-    nobody waits, but something must be written   the own thread, at once
+    no thread waits for REST_S                    the van's thread
+    no thread waits, but a write is pending       the van's thread, immediately
 
 Source: D. Schmidt et al., "Leader/Followers: A Design Pattern for Efficient Multi-threaded Event
 Demultiplexing and Dispatching", PLoP 2000.
@@ -29,11 +30,11 @@ from braid.runtime.message.guard import Guard
 
 __all__ = ["REST_S", "PollTurns"]
 
-REST_S = 0.002  # longer than a program takes between two waits of a conversation
+REST_S = 0.002  # longer than the usual time between two waits of a program
 
 
 class PollTurns:
-    """Decides which thread polls; every method is called with the van's lock held.
+    """Scheduler of the thread that polls; every method is called with the van's lock held.
 
     Args:
         guard: Lock of the van, and condition on which threads wait for changes.
@@ -43,10 +44,10 @@ class PollTurns:
     def __init__(self, guard: Guard, interrupt: Callable[[], None]) -> None:
         self._guard = guard
         self._interrupt = interrupt
-        self._rest = threading.Condition(guard.lock)  # of the van's own thread
+        self._rest = threading.Condition(guard.lock)  # for the van's thread
         self._leader = 0  # identity of the thread that polls; 0 if none does
         self._own = 0
-        self._num_waits = 0  # polls of other threads than the own one
+        self._num_waits = 0  # number of polls by other threads than the van's
         self._followers = 0
         self._rests_long = False
         self._is_urgent = False
@@ -63,7 +64,7 @@ class PollTurns:
         return self._leader == threading.get_ident()
 
     def begin(self) -> bool:
-        """Take the turn for the calling thread; False if another one polls."""
+        """Take the turn for the calling thread; return False if another thread polls."""
         if self._leader or self._is_stopping:
             return False
         self._leader = threading.get_ident()
@@ -73,7 +74,7 @@ class PollTurns:
         """End the turn of the calling thread.
 
         Args:
-            hand_over: Whether the own thread is to poll at once, because the program waits
+            hand_over: Whether the van's thread must poll immediately, because the program waits
                 elsewhere.
         """
         self._leader = 0
@@ -96,7 +97,7 @@ class PollTurns:
             self._followers -= 1
 
     def wake(self) -> None:
-        """Let the thread that polls look again, or the own thread begin if none does."""
+        """Interrupt the poll of the leader, or make the van's thread begin if none polls."""
         if self.is_mine:
             return
         if self._leader:
@@ -106,13 +107,13 @@ class PollTurns:
             self._rest.notify()
 
     def begin_own(self) -> bool:
-        """Wait until the van's own thread has to poll; False when it has to end."""
+        """Wait until the van's thread has to poll; return False when it has to end."""
         self._own = threading.get_ident()
         if self._leader == self._own:
             self._leader = 0
         seen = self._num_waits
         if self._followers:
-            seen = -1  # the lead is theirs; look again after a rest
+            seen = -1  # a follower leads; check again after a rest
             self._guard.notify_all()
         while not self._is_stopping:
             is_quiet = seen == self._num_waits
@@ -127,7 +128,7 @@ class PollTurns:
         return False
 
     def stop(self) -> None:
-        """Let no thread begin again, and end the poll that is going on."""
+        """Prevent further polls, and end the current one."""
         self._is_stopping = True
         self._rest.notify()
         if self._leader:

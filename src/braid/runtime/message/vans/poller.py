@@ -1,7 +1,7 @@
-"""Waits until descriptors can be read or written; `selectors` without its work for each wait.
+"""Poller of descriptors; like `selectors`, with less work for each wait.
 
-Problem: a core that sleeps takes longer to wake than a small message and its answer take together.
-A thread that never sleeps takes the core that its peer needs.
+Problem: a sleeping core takes longer to wake than a small message and its answer take together. A
+thread that never sleeps takes the core that its peer needs.
 
 Idea: after a short wait, the next wait of `Looking` polls repeatedly for `LOOK_NS` before it
 sleeps, and yields the core between two polls. After a long wait, it sleeps immediately.
@@ -18,11 +18,11 @@ import time
 __all__ = ["READABLE", "WRITABLE", "Looking", "Poller"]
 
 READABLE, WRITABLE = select.POLLIN, select.POLLOUT
-_HAS_EPOLL = hasattr(select, "epoll")  # whose cost does not grow with the number of descriptors
+_HAS_EPOLL = hasattr(select, "epoll")  # its cost does not grow with the number of descriptors
 
 
 class Poller:
-    """Descriptors, and the events for which each is polled."""
+    """Set of descriptors, with the polled events of each."""
 
     def __init__(self) -> None:
         self._poll = select.epoll() if _HAS_EPOLL else select.poll()
@@ -36,14 +36,14 @@ class Poller:
         self._poll.modify(fd, events)
 
     def unregister(self, fd: int) -> None:
-        """Remove a descriptor; if it is closed already, the system has done so."""
+        """Remove a descriptor; the system has already removed a closed one."""
         with contextlib.suppress(OSError):
             self._poll.unregister(fd)
 
     def wait(self, pause_s: float | None) -> list[tuple[int, int]]:
         """Return the descriptors that are ready, with their events.
 
-        An error or the end of a stream is an event of its own, beside those that were asked for.
+        An error or the end of a stream is a separate event, besides the registered events.
 
         Args:
             pause_s: Longest wait; None for no limit.
@@ -53,16 +53,16 @@ class Poller:
         return self._poll.poll(pause_s if _HAS_EPOLL else math.ceil(pause_s * 1e3))
 
     def close(self) -> None:
-        """Close what the system keeps for it."""
+        """Release the system's resources."""
         if _HAS_EPOLL and isinstance(self._poll, select.epoll):
             self._poll.close()
 
 
-LOOK_NS = 300_000  # somewhat more than a small call and its answer take
+LOOK_NS = 300_000  # somewhat longer than a small call and its answer
 
 
 class Looking:
-    """Waits on a poller; one thread at a time.
+    """Poller wrapper that polls repeatedly before it sleeps; for one thread at a time.
 
     Args:
         poller: The poller.

@@ -1,9 +1,9 @@
-"""A ring of shared memory in one direction between two processes of a host.
+"""Ring of shared memory in one direction between two processes of a host.
 
-Problem: bytes of a large message pass through the socket in pieces of a few KiB, for each of which
-the system allocates memory, counts and wakes. Shared memory needs none of that, but it trusts: a
-peer that shrinks a mapped file kills this process, and one that writes a wrong offset makes it read
-elsewhere.
+Problem: bytes of a large message pass through the socket in pieces of a few KiB; for each piece the
+system allocates memory, updates counters and wakes threads. Shared memory needs none of that, but
+requires trust: a peer that shrinks a mapped file kills this process, and a peer that writes a wrong
+offset makes it read other memory.
 
 Idea: the ring is an anonymous file, which both ends map. The sender allocates its memory first, and
 seals it against changes of its size, which the receiver checks. The sender copies into the ring,
@@ -13,16 +13,16 @@ and the receiver copies out of it into the final memory, without the interpreter
            | token    | opened   | consumed |       | bytes of frames ...                 |
 
 Neither end sends an offset: both know the position after the last frame, and a frame that would
-cross the end begins at the start instead. The receiver writes how far it has read (`consumed`), so
-the sender knows what is free without a message. The sender checks that number, too.
+cross the end begins at the start instead. The receiver writes its position (`consumed`), so the
+sender knows the free space without a message. The sender checks that number as well.
 
 The receiver opens the file through `/proc/<pid>/fd/<fd>`, which the system permits to the same user
-in one pid namespace. The random token proves that it is the file which the sender has made. A word
-of `opened` answers; where it stays zero, the sender goes on as if there were no ring.
+in one pid namespace. The random token proves that it is the sender's file. A word of `opened` is
+the answer; while it is zero, the sender continues without the ring.
 
-Stores of one processor must be seen in their order, as on x86; other processors use the socket.
-Copies with `pwritev` and `preadv`, which would need no mapping, take 1.5 times as long when both
-ends run at once, since both change the system's records of the same pages.
+Stores of one processor must be seen in order, as on x86; other processors use the socket. Copies
+with `pwritev` and `preadv`, which would need no mapping, take 1.5 times as long when both ends run
+at the same time, since both change the system's records of the same pages.
 
 Source: L. Lamport, "Proving the Correctness of Multiprocess Programs", 1977: a queue of one writer
 and one reader needs no lock. memfd_create(2), fcntl(2) F_ADD_SEALS, proc(5).
@@ -45,13 +45,13 @@ __all__ = ["RING_BYTES", "ReceiveRing", "SendRing"]
 RING_BYTES = 8 << 20  # two of the largest chunks
 _HEAD_BYTES = 4096
 _TOKEN_BYTES = 16
-_OPENED, _CONSUMED = 8, 16  # words, on cache lines of their own
+_OPENED, _CONSUMED = 8, 16  # words, on separate cache lines
 _NAME = "braid-van"
 _OFFER = struct.Struct(f"<qq{_TOKEN_BYTES}s")  # process, descriptor, token
 
 
 class _MappedRing:
-    """The mapped file of a ring, and the position after the last frame.
+    """Mapped file of a ring, and the position after the last frame.
 
     Attributes:
         nbytes: Size of the ring.
@@ -65,7 +65,7 @@ class _MappedRing:
         self.nbytes = RING_BYTES
         self._fd = fd
         self._token = token
-        self._position = 0  # grows for ever; modulo RING_BYTES it is the place in the ring
+        self._position = 0  # only grows; modulo RING_BYTES it is the offset in the ring
         self._map = mmap.mmap(fd, _HEAD_BYTES + RING_BYTES)
         self._words = memoryview(self._map)[:_HEAD_BYTES].cast("Q")
 
@@ -82,7 +82,7 @@ class _MappedRing:
 
 
 class SendRing(_MappedRing):
-    """The end that writes.
+    """Writing end of a ring.
 
     Raises:
         OSError: The system refuses anonymous memory.
@@ -92,7 +92,7 @@ class SendRing(_MappedRing):
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             token = os.urandom(_TOKEN_BYTES)
-            # Memory that is missing later would end this process by a signal.
+            # if memory were missing later, a signal would end this process
             os.posix_fallocate(fd, 0, _HEAD_BYTES + RING_BYTES)
             os.pwrite(fd, token, 0)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
@@ -103,7 +103,7 @@ class SendRing(_MappedRing):
 
     @property
     def offer(self) -> bytes:
-        """Description from which the receiver finds the file."""
+        """Description with which the receiver finds the file."""
         return _OFFER.pack(os.getpid(), self._fd, self._token)
 
     @property
@@ -112,10 +112,10 @@ class SendRing(_MappedRing):
         return bool(self._words[_OPENED])
 
     def try_write(self, buffers: Sequence[memoryview], nbytes: int) -> bool:
-        """Copy the buffers of a frame into the ring; False if they do not fit now.
+        """Copy the buffers of a frame into the ring; return False if they do not fit now.
 
         Raises:
-            CommError: The receiver claims to have read what has not been written.
+            CommError: The receiver claims to have read bytes that have not been written.
         """
         unread = self._position - self._words[_CONSUMED]
         if not 0 <= unread <= RING_BYTES:
@@ -137,14 +137,14 @@ class SendRing(_MappedRing):
 
 
 class ReceiveRing(_MappedRing):
-    """The end that reads.
+    """Reading end of a ring.
 
     Args:
         offer: The sender's `SendRing.offer`, which may be wrong.
 
     Raises:
-        OSError: There is no such file for this process.
-        ValueError: The file is not that of the offer.
+        OSError: The file does not exist for this process.
+        ValueError: The file does not match the offer.
     """
 
     def __init__(self, offer: bytes) -> None:
@@ -154,7 +154,7 @@ class ReceiveRing(_MappedRing):
             raise ValueError(str(exc)) from exc
         path = f"/proc/{pid:d}/fd/{number:d}"
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # noqa: PTH115 - not a path
-            msg = "another file"  # opening a terminal or a device may already do something
+            msg = "another file"  # opening a terminal or a device may have effects
             raise ValueError(msg)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -176,7 +176,7 @@ class ReceiveRing(_MappedRing):
         """Copy the bytes of the next frame into the targets.
 
         Args:
-            targets: Memory of `nbytes` in all.
+            targets: Memory of `nbytes` bytes in total.
             nbytes: Size of the frame, at most `RING_BYTES`.
         """
         start = _start(self._position, nbytes)
@@ -190,9 +190,9 @@ class ReceiveRing(_MappedRing):
 
 
 def _start(position: int, nbytes: int) -> int:
-    """Return where a frame begins: it does not cross the end of the ring."""
-    left = RING_BYTES - position % RING_BYTES
-    return position if nbytes <= left else position + left
+    """Return the start of a frame, so that it does not cross the end of the ring."""
+    remaining = RING_BYTES - position % RING_BYTES
+    return position if nbytes <= remaining else position + remaining
 
 
 def _seals() -> int:

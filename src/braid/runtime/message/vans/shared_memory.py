@@ -1,21 +1,22 @@
-"""A stream of frames whose large buffers pass through shared memory instead of a socket.
+"""Stream of frames with large buffers in shared memory instead of a socket.
 
 Problem: between processes of one host, a socket costs more than the copies that it makes. Shared
-memory alone has no order with other messages, wakes nobody, and does not show that a peer has died.
+memory alone has no order with other messages, does not wake the receiver, and does not show that a
+peer has died.
 
 Idea: the socket remains for heads, order, wake-ups and the end of the stream. The buffers of a
-large frame go into a ring (see `ring`), and the frame on the socket contains their sizes only. What
-does not fit goes over the socket: with a full ring, without memory for one, or to a peer that
-cannot open it. So a peer that does not read slows its sender down in the same way as without a
+large frame go into a ring (see `ring`), and the frame on the socket contains only their sizes.
+Buffers that do not fit use the socket: with a full ring, without memory for a ring, or to a peer
+that cannot open it. So a peer that does not read slows its sender down in the same way as without a
 ring, and no end ever waits for the ring.
 
     frame on the socket                          meaning
-    head | buffers                               as it stands
+    head | buffers                               an ordinary frame
     IN_RING | count | sizes | head               its buffers are the next bytes of the ring
     OFFER | process, descriptor, token           the sender has made a ring; open it if you can
 
-A head of a van begins with none of these two numbers. Each direction has a ring of its own, made
-when the first large frame leaves.
+A head of a van never begins with one of these two numbers. Each direction has a separate ring, made
+for the first large frame.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ if TYPE_CHECKING:
 
 __all__ = ["LEAST_BYTES", "SharedStream", "has_rings"]
 
-LEAST_BYTES = 64 << 10  # below, one system call less is worth more than a cheaper copy
+LEAST_BYTES = 64 << 10  # below this size, saving a system call beats a cheaper copy
 _OFFER, _IN_RING = b"\x01", b"\x02"  # heads are arrays of msgpack, which begin with 0x90 and above
 _COUNT = struct.Struct("<H")
-_MOST_UNANSWERED = 64  # large frames, after which a ring that the peer has not opened is given back
+_MOST_UNANSWERED = 64  # large frames until a ring is freed that the peer has not opened
 
 
 def has_rings() -> bool:
-    """Return whether this system has all that rings need."""
+    """Return whether this system supports rings."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 class SharedStream:
-    """A `FrameStream` over a connection, with a ring for each direction where both ends can.
+    """Frame stream over a connection, with a ring for each direction if both ends support it.
 
     Args:
         connection: Connection after its handshake; owned and closed by this object.
@@ -73,16 +74,16 @@ class SharedStream:
 
     @property
     def has_bytes(self) -> bool:
-        """Whether bytes have been read ahead, which no selector shows."""
+        """Whether bytes have been read ahead, which a selector does not show."""
         return self._connection.has_bytes
 
     @property
     def is_shared(self) -> bool:
-        """Whether large frames leave through shared memory."""
+        """Whether large frames are sent through shared memory."""
         return self._outgoing is not None and self._outgoing.is_opened
 
     def fileno(self) -> int:
-        """Descriptor for a selector, -1 after `close`."""
+        """Return the descriptor for a selector, -1 after `close`."""
         return self._connection.fileno()
 
     def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
@@ -101,15 +102,15 @@ class SharedStream:
         return self._connection.post(meta, buffers)
 
     def flush(self) -> int:
-        """Write what the socket accepts now; returns the bytes still queued."""
+        """Write bytes that the socket accepts now; return the number still queued."""
         return self._connection.flush()
 
     def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
-        """Return the next frame if it is here.
+        """Return the next frame if it has arrived; else None.
 
         Raises:
             PeerLostError: The stream has ended.
-            CommError: The peer breaks the format of frames, or refers to bytes outside of its ring.
+            CommError: The peer breaks the format of frames, or refers to bytes outside its ring.
         """
         while (frame := self._connection.try_recv(allocate)) is not None:
             kind = frame.meta[:1]
@@ -154,7 +155,7 @@ class SharedStream:
             self._connection.post(_OFFER + self._outgoing.offer)
 
     def _open(self, offer: bytes) -> None:
-        """Open the ring of the peer, unless it cannot be opened from here."""
+        """Open the ring of the peer, if this process can open it."""
         if self._incoming is not None:
             raise self._broken("a second ring")
         if self._enabled:

@@ -1,8 +1,8 @@
-"""A van over sockets: between the processes of a host, and between hosts.
+"""Van over sockets: between the processes of a host, and between hosts.
 
-Problem: everybody who reaches a port can connect to it. Idea: a connection becomes a link when the
-handshake of `wire` has proven at both ends which node the other is; before that, nothing is parsed.
-Large buffers between processes of one host pass through shared memory, see `shared_memory`.
+Problem: any process that can reach a port can connect to it. Idea: a connection becomes a link when
+the handshake of `wire` has proven the identity of each end to the other; before that, nothing is
+parsed. Large buffers between processes of one host use shared memory, see `shared_memory`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["SocketVan"]
 
 
 class SocketVan(StreamVan):
-    """A `Van` between processes and hosts, over unix sockets and TCP.
+    """Van between processes and hosts, over unix sockets and TCP.
 
     Args:
         node: Name of this node, such as "worker:3" or "launcher".
@@ -29,10 +29,10 @@ class SocketVan(StreamVan):
         run_id: Name of the job.
         listen: Address to which other nodes can `connect`, see `runtime.wire.address`; empty if
             only this node connects to others.
-        listen_anywhere: Allow an address that other hosts can reach.
+        listen_anywhere: Whether to allow an address that other hosts can reach.
         epoch: Membership epoch to begin with.
         config: Limits and times.
-        clock: Clock of deadlines, which must move by itself; the host's when None.
+        clock: Clock of deadlines, which must advance by itself; None for the host's clock.
 
     Raises:
         ConfigError: The name, the run id or the address cannot be used.
@@ -76,7 +76,7 @@ class SocketVan(StreamVan):
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """Why the last clients were refused, newest last."""
+        """Reasons why the last clients were refused, newest last."""
         return () if self._listener is None else self._listener.refusals
 
     def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The protocol of a stream of frames, be it a socket or a pair of pipes, as vans use it."""
+"""Protocol of a stream of frames, either a socket or a pair of pipes, for vans."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["FrameStream"]
 
 
 class FrameStream(Protocol):
-    """A stream of frames that never blocks: a `Connection`, or a `PipeStream`."""
+    """Nonblocking stream of frames: a `Connection`, or a `PipeStream`."""
 
     @property
     def peer(self) -> object:
-        """The other end, as errors name it."""
+        """Other end, as named in errors."""
         ...
 
     @property
@@ -25,27 +25,27 @@ class FrameStream(Protocol):
 
     @property
     def has_bytes(self) -> bool:
-        """Whether bytes have been read ahead, which no selector shows."""
+        """Whether bytes have been read ahead, which a selector does not show."""
         ...
 
     def fileno(self) -> int:
-        """Descriptor to read from."""
+        """Return the descriptor to read from."""
         ...
 
     def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
         """Queue a frame and write what the kernel accepts now.
 
         Returns:
-            The bytes still queued; 0 for a peer that is `gone`.
+            Number of bytes still queued; 0 for a peer that is `gone`.
         """
         ...
 
     def flush(self) -> int:
-        """Write what the kernel accepts now; returns the bytes still queued."""
+        """Write bytes that the kernel accepts now; return the number still queued."""
         ...
 
     def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
-        """Return the next frame if it is here."""
+        """Return the next frame if it has arrived; else None."""
         ...
 
     def close(self) -> None:

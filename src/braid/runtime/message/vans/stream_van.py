@@ -1,18 +1,19 @@
-"""A van over streams: frames are written and read by threads that wait, else by the van's own.
+"""Van over streams: frames are written and read by waiting threads, else by the van's thread.
 
-Problem: threads that send must not wait for each other's peers, and large messages must not hold up
-small ones, though a stream has one order and a process has one interpreter lock.
+Problem: threads that send must not wait for each other's peers, and large messages must not delay
+small ones, although a stream has one order and a process has one interpreter lock.
 
-Idea: one thread at a time polls all streams, see `poll_turns`: the program's while it waits in the
-van, and the van's own while the program does something else. A thread that sends also tries at once
-to write, under the van's lock. So a small message and its answer change no threads. The thread that
-polls writes the rest, which the kernel did not accept. A frame leaves the queue when the one before
-it is with the kernel, so an urgent message waits for one chunk, and for what the kernel has already
-buffered. Buffers go from the sender's memory through the kernel into the receiver's.
+Idea: one thread at a time polls all streams, see `poll_turns`: a program's thread while it waits in
+the van, and the van's thread while the program does something else. A sending thread also tries to
+write immediately, under the van's lock. So a small message and its answer need no switch of
+threads. The polling thread writes the rest that the kernel did not accept. A frame leaves the queue
+when the previous one is with the kernel, so an urgent message waits for one chunk, and for bytes
+that the kernel has already buffered. Buffers go from the sender's memory through the kernel into
+the receiver's.
 
-A broken stream is a lost peer, and stays one until it is connected again: only the layers above
-know what the peer may have done already. When a write fails, nothing more is written, and the
-stream is read on, because the last messages of the peer are in it.
+A broken stream is a lost peer until it is connected again: only the callers know what the peer may
+have done already. When a write fails, nothing more is written, but the stream is still read, since
+it contains the last messages of the peer.
 
 Source: the reactor pattern (D. Schmidt, 1995), with leaders and followers.
 """
@@ -50,24 +51,24 @@ from braid.runtime.wire import (
 __all__ = ["FRAME_LIMITS", "StreamVan", "node_of"]
 
 FRAME_LIMITS = FrameLimits(max_frame_bytes=MAX_CHUNK_BYTES + (64 << 10))
-_FRAMES_PER_TURN = 8  # frames of one link before other links, and the lock, have a turn
-_SMALL_BYTES = 4096  # more is part of a stream of chunks, of which the next is soon here
+_FRAMES_PER_TURN = 8  # frames of one link before other links, and other users of the lock, get on
+_SMALL_BYTES = 4096  # a larger frame is part of a stream of chunks, with the next one arriving soon
 _ALL_EVENTS = READABLE | WRITABLE
 
 
 @dataclass(slots=True, eq=False)
 class _Wire:
-    """The stream of a link, as the thread that polls sees it.
+    """Stream of a link, as the polling thread uses it.
 
     Attributes:
         stream: The stream.
-        reader: Descriptor to read from, which the stream forgets when it ends.
-        writer: Descriptor to write to; that of `reader`, unless the stream is a pair of pipes.
+        reader: Descriptor to read from, kept because the stream drops it at its end.
+        writer: Descriptor to write to; equal to `reader`, unless the stream is a pair of pipes.
         allocate: Function that chooses the memory for the buffers of a frame.
         is_gone: Whether the peer accepts nothing more.
-        pending: Whether the last frame is not yet with the kernel.
+        pending: Whether the last frame is not completely with the kernel.
         registered: Events for which the selector polls each descriptor.
-        is_reading: Whether that is reading and nothing else.
+        is_reading: Whether `registered` is only reading.
     """
 
     stream: FrameStream
@@ -81,9 +82,9 @@ class _Wire:
 
 
 class StreamVan(Van):
-    """A `Van` over streams, with a thread that writes and reads them while nobody waits.
+    """Van over streams, with a thread that writes and reads them while no other thread waits.
 
-    `SocketVan` and `PipeVan` add how streams are opened.
+    `SocketVan` and `PipeVan` define how streams are opened.
 
     Args:
         node: Name of this node.
@@ -91,12 +92,12 @@ class StreamVan(Van):
         listener: Listener for connections of other nodes; owned and closed by this object.
         epoch: Membership epoch to begin with.
         config: Limits and times.
-        clock: Clock of deadlines, which must move by itself; the host's when None.
+        clock: Clock of deadlines, which must advance by itself; None for the host's clock.
 
-    On failure: a peer whose process ends is lost at once; one that is stopped, or whose host or
-    network is gone, after `lost_after_s` of silence. A frame must arrive within that time, too: a
-    peer slower than one chunk in it is lost. While this node does not read from a peer, the peer's
-    silence is ignored.
+    On failure: a peer is lost immediately when its process ends. If it is stopped, or its host or
+    network is gone, it is lost after `lost_after_s` of silence. A frame must also arrive within
+    that time: a peer slower than one chunk in it is lost. While this node does not read from a
+    peer, the peer's silence is ignored.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class StreamVan(Van):
         clock: Clock | None = None,
     ) -> None:
         clock = clock or MonotonicClock()
-        # The wall clock, so that a later life has another number; nothing is measured with it.
+        # the wall clock, so that a later life has another number; it is not used for measurements
         state = VanState(
             node, schema, config or VanConfig(), incarnation=time.time_ns(), epoch=epoch
         )
@@ -118,9 +119,9 @@ class StreamVan(Van):
         self._listener = listener
         self._numbers = itertools.count(1)
         self._wires: dict[int, _Wire] = {}
-        self._link_of: dict[int, int] = {}  # by the descriptor that is polled
-        self._retired: list[_Wire] = []  # to be closed by the thread that polls
-        self._due: set[int] = set()  # links to poll though nothing is readable
+        self._link_of: dict[int, int] = {}  # by polled descriptor
+        self._retired: list[_Wire] = []  # to be closed by the polling thread
+        self._due: set[int] = set()  # links to poll even if nothing is readable
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -131,7 +132,7 @@ class StreamVan(Van):
         self._looking = Looking(self._poller)
         self._turns = PollTurns(self._guard, self._interrupt)
         _VANS.add(self)
-        # A daemon, so that a program that forgets to close it can still end.
+        # daemon, so that a program that forgets to close the van can still end
         name = f"braid-message-{node}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -177,7 +178,7 @@ class StreamVan(Van):
             self._turns.stop()
         self._thread.join()
         with self._guard:
-            while self._turns.is_taken:  # a thread that waited leaves with StaleError
+            while self._turns.is_taken:  # a waiting thread raises StaleError
                 self._interrupt()
                 self._turns.follow(1.0)
             self._close_retired()
@@ -188,7 +189,7 @@ class StreamVan(Van):
         self._wake_writer.close()
 
     def disown(self) -> None:
-        """Let every call raise, and write and close nothing, since another process owns the van."""
+        """Make every call raise, without writing or closing: another process owns the van."""
         self._guard = Guard()  # another thread may have held the lock
         self._lock = self._guard.lock
         self._is_closed = True
@@ -197,7 +198,7 @@ class StreamVan(Van):
         )
 
     def _adopt(self, stream: FrameStream, peer: str, *, known: bool = False) -> int:
-        """Make a link of a stream whose other end is proven to be `peer`; with the guard held."""
+        """Register a stream as link to the proven identity `peer`; the caller holds the guard."""
         if self._ended:
             stream.close()
         self._check_open()
@@ -211,12 +212,12 @@ class StreamVan(Van):
         return link
 
     def _schedule(self, link: int) -> None:
-        """Let the thread that polls look at a link; with the guard held."""
+        """Make the polling thread check a link; the caller holds the guard."""
         self._due.add(link)
         self._turns.wake()
 
     def _interrupt(self) -> None:
-        # A full pipe means that it will wake anyway; a closed one, that there is nothing to wake.
+        # if the pipe is full, the thread will wake in any case; if closed, the thread has ended
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"w")
 
@@ -226,7 +227,7 @@ class StreamVan(Van):
         if wire is None or wire.is_gone:
             return
         if wire.pending:
-            self._turns.wake()  # what was queued may have a deadline that it does not know
+            self._turns.wake()  # a queued message may have a deadline unknown to the poller
             return
         now_ns = self._clock.now_ns()
         try:
@@ -245,18 +246,18 @@ class StreamVan(Van):
         self._schedule(link)
 
     def _written(self, link: int, wire: _Wire, now_ns: int) -> bool:
-        """Record that a frame has left, or is dropped; returns whether another one can leave."""
+        """Record that a frame was sent or dropped; return whether another one can be sent."""
         if wire.stream.gone:
             wire.is_gone = True
             self._state.link_half_closed(link, "it accepts nothing more", now_ns)
-            self._schedule(link)  # to read what it has sent last
+            self._schedule(link)  # to read the peer's last messages
             return False
         return self._state.frame_sent(link, now_ns)
 
-    # -- polling, in the thread whose turn it is
+    # -- polling, in the thread that has the turn
 
     def _run(self) -> None:
-        """Poll while nobody else does; in the van's own thread."""
+        """Poll while no other thread does; in the van's thread."""
         try:
             while True:
                 with self._guard:
@@ -264,7 +265,7 @@ class StreamVan(Van):
                         return
                 self._poll(None)
         finally:
-            with self._guard:  # whatever happened, nobody waits for a thread that is gone
+            with self._guard:  # even after an error, no thread may wait for this one
                 self._ended = self._ended or f"the thread of the van of {self.node} has failed"
                 self._state.close()
                 self._act()
@@ -274,10 +275,10 @@ class StreamVan(Van):
                 self._turns.stop()
 
     def _poll(self, until_ns: int | None) -> None:
-        """Write and read what the streams can, waiting for them until `until_ns` at most.
+        """Write and read on ready streams, waiting for them until `until_ns` at most.
 
-        What becomes due while it waits must wait for the next poll: a process that was stopped
-        would otherwise declare peers lost that it has not read from.
+        Timers that become due during the wait are run by the next poll: otherwise a process that
+        was stopped would declare peers lost without having read from them.
         """
         if self._retired:
             self._close_retired()
@@ -304,7 +305,7 @@ class StreamVan(Van):
         self, due_ns: int | None, until_ns: int | None, now_ns: int
     ) -> list[tuple[int, int]]:
         """Wait for descriptors until one of two times, and return those that are ready."""
-        # The van's own thread leaves the core to the program.
+        # the van's thread leaves the core to the program
         wait = self._poller.wait if until_ns is None else self._looking.wait
         if self._due:
             return wait(0)
@@ -316,7 +317,7 @@ class StreamVan(Van):
         return wait(max(0, first_ns - now_ns) / 1e9)
 
     def _due_ns(self) -> int | None:
-        """Time at which something is to do though no stream is ready; None for never."""
+        """Return the time of the next timer, if no stream is ready before; None for never."""
         with self._lock:
             due_ns = self._state.next_deadline_ns()
         accept_ns = None if self._listener is None else self._listener.next_deadline_ns()
@@ -325,7 +326,7 @@ class StreamVan(Van):
         return accept_ns
 
     def _tick(self, now_ns: int) -> None:
-        """Do what was due before the last poll of the streams."""
+        """Run the timers that were due before the last poll of the streams."""
         if self._listener is not None:
             overdue_ns = self._listener.next_deadline_ns()
             if overdue_ns is not None and overdue_ns <= now_ns:
@@ -334,9 +335,9 @@ class StreamVan(Van):
             self._tick_if_due(now_ns)
 
     def _close_retired(self) -> None:
-        """Close the streams of links that are gone.
+        """Close the streams of removed links.
 
-        Descriptors are used again, so this comes before new ones are registered.
+        Descriptor numbers are reused, so this must come before new ones are registered.
         """
         with self._lock:
             retired, self._retired = self._retired, []
@@ -366,11 +367,11 @@ class StreamVan(Van):
                     self._adopt(self._stream(connection), peer)
 
     def _poll_link(self, link: int, events: int) -> None:
-        """Write and read what one link can, for one turn."""
+        """Write and read on one ready link, for one turn."""
         wire = self._wires.get(link)
         if wire is None:
             return
-        if events & ~READABLE:  # errors, too
+        if events & ~READABLE:  # including errors
             self._write(link, wire)
         if events & ~WRITABLE:
             try:
@@ -402,7 +403,7 @@ class StreamVan(Van):
             if not self._state.wants_read(link):
                 return
             try:
-                # Without the lock: copying a chunk takes long enough to hold up the others.
+                # without the lock, since copying a chunk takes long
                 frame = wire.stream.try_recv(wire.allocate)
                 if frame is None:
                     return
@@ -415,7 +416,7 @@ class StreamVan(Van):
                     self._act()
                 return
             if not wire.stream.has_bytes and sum(map(len, frame.buffers)) < _SMALL_BYTES:
-                return  # the selector shows the next one, without an attempt that fails
+                return  # the selector will show the next frame
         with self._lock:
             if link in self._wires:
                 self._due.add(link)
@@ -451,7 +452,7 @@ _VANS: weakref.WeakSet[StreamVan] = weakref.WeakSet()
 
 
 def _note_fork() -> None:
-    """End the vans of the parent in a forked process: their streams belong to the parent."""
+    """Disable the parent's vans in a forked process: their streams belong to the parent."""
     for van in _VANS:
         van.disown()
 
@@ -460,7 +461,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def node_of(peer: Identity) -> str:
-    """Return the name of the node that a handshake has proven."""
+    """Return the node name of an identity that a handshake has proven."""
     return peer.role if peer.rank < 0 else f"{peer.role}:{peer.rank}"
 
 
