@@ -32,6 +32,7 @@ PORTS = itertools.count(1)
 SEEDED = threading.Lock()  # torch has one generator for all threads
 LOCAL = threading.local()  # the strategy, model and optimizer of a task's thread
 RELEASE = threading.Event()
+WAITS = threading.Event()  # a closure waits for RELEASE
 
 
 class Task:
@@ -179,6 +180,7 @@ def fails(text: str) -> None:
 
 @rpc.register
 def waits_for_release() -> None:
+    WAITS.set()
     RELEASE.wait(30)
 
 
@@ -609,7 +611,9 @@ def test_a_coordinator_has_no_quorum():
 def test_done_never_waits_and_a_closed_coordinator_takes_nothing(coordinated):
     coordinator = coordinated(workers=2)
     RELEASE.clear()
+    WAITS.clear()
     coordinator.schedule(waits_for_release)
+    assert WAITS.wait(10), "an error cancels closures that have not begun"
     coordinator.schedule(fails, ("now",))
     until = time.monotonic() + 10
     while coordinator._queue.failed is None:
