@@ -635,3 +635,17 @@ def test_a_rank_that_is_lost_before_the_group_of_all_ranks_exists_is_named():
         fabric.lose(1, "was killed")
         with pytest.raises(PeerLostError, match="rank 1 was killed"):
             Group.world(context, transport)
+
+
+def _close_with_an_operation_of_a_part_under_way(group: Group) -> BaseException | None:
+    part = group.split(0)
+    assert part is not None
+    work = part.persistent("all_reduce", torch.ones(2)).start() if group.rank == 0 else None
+    group.barrier()
+    group.close()
+    return None if work is None else work.exception()
+
+
+def test_operations_of_parts_end_with_the_group_of_all_ranks():
+    error, _ = run_threads(2, _close_with_an_operation_of_a_part_under_way, timeout_s=20)
+    assert isinstance(error, StaleError)

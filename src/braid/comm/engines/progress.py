@@ -299,15 +299,15 @@ class Progress:
                 self._thread.start()
         self._transport.bells.ring_own()
 
-    def abandon(self, pages: ControlPages) -> None:
-        """Fail the operations in progress in a group that is being closed."""
+    def abandon(self, pages: ControlPages | None = None) -> None:
+        """Fail the operations in progress in a group that is being closed; in all if None."""
         with self._lock:
             queued = [o for queue in self._queues.values() for o in queue]
         for operation in (*self._started, *queued):
-            if operation.pages is pages and not operation.done:
+            if pages in {None, operation.pages} and not operation.done:
                 operation.fail(_closed(operation))
         for operation in tuple(self._started):
-            if operation.pages is pages:
+            if pages in {None, operation.pages}:
                 self._strike(operation)
 
     def close(self, grace_s: float = CLOSE_GRACE_S) -> None:

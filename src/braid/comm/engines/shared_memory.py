@@ -237,7 +237,8 @@ class SharedMemoryEngine:
         """Free the group's control pages and slots."""
         if self._owns_progress:
             self.progress.close()
-        self.progress.abandon(self.pages)
+        # operations of groups that were made of the group of all ranks cannot end after it
+        self.progress.abandon(None if self._owns_progress else self.pages)
         # the memory of the group of all ranks is freed with the transport
         if self._owns_progress:
             self.pages.stop(CLOSED)
