@@ -74,6 +74,23 @@ def test_a_process_takes_the_role_of_the_rank_that_was_lost():
     assert driver.deadline_ns is None
 
 
+def test_a_process_takes_the_role_for_which_it_was_started():
+    run = Run()
+    job = JobSpec(command=("x",), num_ranks=4, expendable=frozenset({1, 2, 3}))
+    limits = ElasticLimits(min_ranks=1, restarts=2)
+    driver = MemberDriver(job, limits, run, VirtualClock(), None)  # type: ignore[arg-type]
+    run.start_another = lambda: None  # type: ignore[attr-defined]
+    for rank in (0, 1, 2):
+        driver.take_place(rank)
+        driver.started(rank)
+    driver.ended(2, has_finished=False, was_dismissed=False)
+    assert driver.take_place(3) == (3, "")  # all founders come first
+    driver.started(3)
+    driver.ended(3, has_finished=False, was_dismissed=False)
+    driver.ended(1, has_finished=False, was_dismissed=False)  # no restart is left
+    assert [driver.take_place(rank) for rank in (4, 5)] == [(2, "newcomer"), (3, "newcomer")]
+
+
 def test_a_replacing_process_has_the_rank_of_the_lost_one():
     launched = JobEnvironment(rank=7, world_size=4, replaces=2, run_id="r", launched_by="braid")
     launched = replace(launched, store_address="unix:@x", secret_fd=3, events_fd=4, stacks_fd=5)

@@ -22,6 +22,7 @@ from braid.launch.supervise.membership_state import (
     MembershipState,
     Order,
     Pause,
+    Replace,
 )
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.slots import SlotSource
@@ -101,6 +102,7 @@ class MemberDriver:
         self._clock = clock
         self._slots = slots
         self._places = list(range(job.num_ranks + limits.spares))  # that no process has
+        self._lost_roles: list[int] = []  # places that new processes take, in the order of losses
         self._place_of: dict[int, int] = {}
         self._has_roles = bool(job.expendable)
         self._missing: tuple[int, ...] = ()  # members for which others wait
@@ -128,11 +130,13 @@ class MemberDriver:
 
     def take_place(self, rank: int) -> tuple[int, str]:
         """Return the place of a rank that is about to be started, and its part in the run."""
+        if self._has_roles:
+            is_first = rank < self._job.num_ranks
+            self._place_of[rank] = rank if is_first else self._lost_roles.pop(0)
+            return self._place_of[rank], "" if is_first else "newcomer"
         if not self._places:  # there are more slots than at first
             self._places.append(len(self._place_of))
         place = self._place_of[rank] = heapq.heappop(self._places)
-        if self._has_roles:
-            return place, "newcomer" if place != rank else ""
         replaces = self.state.epoch < 0 and place != rank
         is_founder = rank < self._job.num_ranks or replaces
         return place, "founder" if is_founder else "newcomer"
@@ -168,11 +172,14 @@ class MemberDriver:
     def ended(self, rank: int, *, has_finished: bool, was_dismissed: bool) -> None:
         """Note the end of a process."""
         self._joining_ns.pop(rank, None)
-        if not (self._has_roles and has_finished):  # a role that has done its work stays taken
+        if not self._has_roles:
             self._free_place(rank)
         if self._slots is not None and not has_finished and not was_dismissed:
             self._slots.lost()
-        self._execute(self.state.finished(rank) if has_finished else self.state.lost(rank))
+        orders = self.state.finished(rank) if has_finished else self.state.lost(rank)
+        if self._has_roles and Replace() in orders:  # else no process takes this role
+            self._lost_roles.append(self._place_of[rank])
+        self._execute(orders)
 
     def _execute(self, orders: Sequence[Order]) -> None:
         ranks = self._run.ranks
