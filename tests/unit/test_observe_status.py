@@ -84,6 +84,28 @@ def test_the_view_has_members_rate_and_the_last_fault(tmp_path):
     assert re.search(r"1 +left +101 +10 ", text)
 
 
+def test_ranks_with_roles_run_though_they_have_no_epochs(tmp_path):
+    write_record(tmp_path, RunRecord(braid="0.0", command=("train.py",), num_ranks=2))
+    with EventLog(tmp_path) as log:
+        for rank in range(2):
+            log.append("started", rank=rank, pid=100 + rank, restarts_left=2, has_role=True)
+        log.append("stopped", rank=0, text="was stopped by SIGSTOP")
+        log.append("continued", rank=0)
+        log.append("lost", rank=1, text="was killed by signal 9 (SIGKILL)")
+        log.append("started", rank=2, pid=102, restarts_left=1, has_role=True, replaces=1)
+        run = LiveRun(tmp_path)
+        status = status_of(run)
+    states = {rank.rank: (rank.state, rank.cause) for rank in status.ranks.values()}
+    assert states == {
+        0: ("running", ""),
+        1: ("lost", "was killed by signal 9 (SIGKILL)"),
+        2: ("running", "replaces rank 1"),
+    }
+    console = Console(width=120, file=io.StringIO())
+    console.print(status_view(status, run.events[-1].unix_s))
+    assert "running, 1 restarts left" in console.file.getvalue()
+
+
 def test_a_torn_line_is_read_when_it_has_ended(tmp_path):
     with _write_run(tmp_path):
         run = LiveRun(tmp_path)

@@ -122,15 +122,16 @@ def _fold(status: RunStatus, event: RunEvent) -> None:
             rank=event.rank,
             pid=event.pid,
             host=event.host,
-            state="running" if event.restarts_left < 0 else "starting",
+            state="running" if event.restarts_left < 0 or event.has_role else "starting",
             started_s=event.unix_s,
             changed_s=event.unix_s,
+            cause=f"replaces rank {event.replaces}" if event.replaces >= 0 else "",
         )
     elif event.rank in status.ranks:
         changed = status.ranks[event.rank]
         if event.kind == "continued":
-            is_member = event.rank in status.members or status.epoch < 0
-            changed.state, changed.cause = "training" if is_member else "waiting", ""
+            in_epoch = "training" if event.rank in status.members else "waiting"
+            changed.state, changed.cause = "running" if status.epoch < 0 else in_epoch, ""
         elif not (event.kind in {"finished", "ended"} and changed.state == "left"):
             changed.state, changed.cause = event.kind, event.text
         changed.changed_s = event.unix_s
@@ -155,6 +156,7 @@ def status_view(status: RunStatus, now_s: float) -> Group:
         parts.append(f"{number_text(status.rate)} steps/s")
     if status.epoch >= 0 and status.state == "running":
         parts.append(f"epoch {status.epoch}, {len(status.members)} members")
+    if status.restarts_left >= 0 and status.state == "running":
         parts.append(f"{status.restarts_left} restarts left")
     lines = [Text(", ".join(parts), style="bold")]
     if status.faults:

@@ -313,6 +313,8 @@ class _Run(AbstractContextManager["_Run"]):
             pid=process.pid,
             host=process.host,
             restarts_left=restarts_left,
+            has_role=bool(self._job.expendable),
+            replaces=spec.environment.replaces,
         )
         self._handle(Started(rank, spec.environment.replaces))
         if self._members is not None:

@@ -36,6 +36,8 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
         num_steps: Number of steps after which an epoch continues.
         restarts_left: Number of processes that the run may still start for lost ranks; -1 in a run
             with fixed members.
+        has_role: Whether a started rank has a role, and so never waits for an epoch.
+        replaces: Lost rank that a started rank replaces in its role; -1 for none.
     """
 
     unix_s: float
@@ -51,3 +53,5 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     members: tuple[int, ...] = ()
     num_steps: int = -1
     restarts_left: int = -1
+    has_role: bool = False
+    replaces: int = -1
