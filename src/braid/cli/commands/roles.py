@@ -111,10 +111,11 @@ class Roles:
             msg = f"--restarts {self.restarts} needs --min-ranks, --servers or --expendable-role"
             raise ConfigError(msg)
         if self.spares or self.on_worker_loss in {"fail", "shrink"}:
-            other = f"--spares {self.spares}" if self.spares else "--on-worker-loss "
+            policy = f"--on-worker-loss {self.on_worker_loss}"
+            other = f"--spares {self.spares}" if self.spares else policy
             msg = (
-                f"--restarts {self.restarts} does not go together with "
-                f"{other}{self.on_worker_loss}: a lost worker has one successor"
+                f"--restarts {self.restarts} does not go together with {other}: a lost worker has "
+                "one successor"
             )
             raise ConfigError(msg)
 
