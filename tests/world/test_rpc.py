@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import gc
@@ -31,6 +32,7 @@ from braid.errors import (
 from braid.rpc import dist_autograd, leader_followers, membership
 from braid.rpc.current import acting_for, current_agent, set_default
 from braid.rpc.membership import join
+from braid.runtime.rendezvous import JobEnvironment
 from braid.runtime.rendezvous.job_store import JobStore
 from braid.runtime.store import HashStore
 from braid.runtime.transport import Network
@@ -257,6 +259,17 @@ def test_a_node_without_a_world_size_cannot_join_a_group_that_has_one(monkeypatc
         rpc.shutdown()
     rpc.init_rpc("late", rank=1)
     rpc.shutdown()
+
+
+def test_a_process_joins_the_nodes_though_the_lost_one_had_not_claimed_its_rank(monkeypatch):
+    store = HashStore()
+    first = membership._fixed_group(store, 0, contextlib.ExitStack())
+    launched = JobEnvironment(rank=2, world_size=2, replaces=1)
+    monkeypatch.setattr(membership, "_has_launcher", lambda: True)
+    monkeypatch.setattr(JobEnvironment, "from_os", lambda: launched)
+    late = membership._fixed_group(store, 1, contextlib.ExitStack())
+    first.set("key", b"value")
+    assert late.check(["key"])
 
 
 def test_wrong_arguments_of_an_operator_are_a_runtime_error():

@@ -120,7 +120,8 @@ def init_rpc(
 def _fixed_group(store: Store, rank: int, resources: contextlib.ExitStack) -> Store:
     """Return the store of a group with a fixed number of nodes; node 0 ends the group."""
     is_new = not _has_launcher() or JobEnvironment.from_os().replaces < 0
-    number = claim(store, rank) if is_new else store.add(f"joins/{rank}", 0)
+    # a process that was lost on its way has not claimed the rank
+    number = claim(store, rank) if is_new else max(1, store.add(f"joins/{rank}", 0))
     group = PrefixStore(f"{number}/", store)
     store.set(_FIXED, b"1")
 
