@@ -140,6 +140,7 @@ def test_restarts_are_for_ranks_that_can_be_replaced():
     assert Roles(min_ranks=2).elastic.restarts == 3
     actors = Roles(role=("learner:1", "actor:2"), expendable_role=("actor",), restarts=1)
     assert actors.needed == ()
+    assert actors.environ({})["BRAID_RESTARTS"] == "1"
     wrong = [
         (Roles(restarts=2), "--restarts 2 needs --min-ranks, --servers or --expendable-role"),
         (Roles(role=("a:2",), restarts=2), "needs --min-ranks, --servers or --expendable-role"),

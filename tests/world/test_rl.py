@@ -270,6 +270,46 @@ def test_training_goes_on_without_a_lost_actor_and_ends_without_any():
         learner.step()
 
 
+def test_an_actor_that_has_ended_is_not_missing_though_its_process_was_lost_before():
+    learner = rl.A3CLearner(net := net_of(0), sgd(net))
+    learner.join("w1")
+    learner.leave("w1", PeerLostError("its process is gone"))
+    assert learner.missing == ["w1"]
+    learner.join("w1")  # a new process
+    assert learner.missing == []
+    learner.leave("w1")
+    assert learner.missing == []
+
+
+def play_when_called_again(learner: RRef, number: int) -> None:
+    if not learner.rpc_sync().statistics_of_losses():
+        msg = "its process is gone"
+        raise PeerLostError(msg)
+    play_unrolls(learner, number)
+
+
+class LosesItsActor(rl.ImpalaLearner):
+    def statistics_of_losses(self) -> int:
+        return len(self.statistics.lost)
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_training_waits_for_a_new_process_if_all_actors_are_lost(monkeypatch, restarts):
+    monkeypatch.setenv("BRAID_RESTARTS", restarts)
+    learner = LosesItsActor(net := net_of(0), sgd(net), OPTIONS, batch_size=1)
+
+    def lead() -> rl.Statistics:
+        is_over = lambda now: now.version >= 2  # noqa: E731
+        return rl.lead(learner, ["w1"], play_when_called_again, is_over=is_over, timeout_s=30)
+
+    with two_actors(2) as agents, acting_for(agents[0]):
+        if restarts == "0":
+            with pytest.raises(PeerLostError, match="no actor is left"):
+                lead()
+        else:
+            assert lead().lost == ("w1",)
+
+
 def test_actors_that_send_nothing_are_named_at_the_deadline():
     net = net_of(0)
     learner = rl.ImpalaLearner(net, sgd(net))

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from braid.errors import ConfigError
-from braid.runtime.variables import ROLES
+from braid.runtime.variables import RESTARTS, ROLES
 
-__all__ = ["Role", "names_of", "own_role"]
+__all__ = ["Role", "names_of", "num_restarts", "own_role"]
 
 
 class Role(NamedTuple):
@@ -64,6 +64,12 @@ def names_of(role: str, environ: Mapping[str, str] | None = None) -> list[str]:
         msg = f"there is no role {role!r}; the launcher has given {', '.join(counts)}"
         raise ConfigError(msg)
     return [f"{role}:{index}" for index in range(counts[role])]
+
+
+def num_restarts() -> int:
+    """Return the number of processes with which the launcher replaces lost nodes."""
+    text = os.environ.get(RESTARTS, "0")
+    return int(text) if text.isdecimal() else 0
 
 
 def _roles(environ: Mapping[str, str]) -> list[tuple[str, int]]:

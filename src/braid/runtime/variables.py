@@ -13,6 +13,7 @@ __all__ = [
     "NO_FRAME_MAC",
     "ON_WORKER_LOSS",
     "REPLICAS",
+    "RESTARTS",
     "ROLES",
     "SERVERS",
     "SPARES",
@@ -21,6 +22,7 @@ __all__ = [
 
 SERVERS = "BRAID_SERVERS"
 REPLICAS = "BRAID_REPLICAS"
+RESTARTS = "BRAID_RESTARTS"
 SPARES = "BRAID_SPARES"
 ON_WORKER_LOSS = "BRAID_ON_WORKER_LOSS"
 ROLES = "BRAID_ROLES"
@@ -44,6 +46,7 @@ VARIABLES: Mapping[str, str] = {
     SPARES: "Processes that replace lost workers (`--spares`).",
     ON_WORKER_LOSS: "Policy for workers that die: fail, wait or shrink (`--on-worker-loss`).",
     ROLES: "Names and numbers of the ranks of each role (`--role`).",
+    RESTARTS: "Number of processes that replace lost ranks of the roles (`--restarts`).",
     "BRAID_RANK_VARIABLES": "Further variables of ranks: `A=RANK B=WORLD_SIZE` sets A to the value "
     "of RANK and B to the value of WORLD_SIZE.",
     "BRAID_RUN_ID": "Name of the run, the same on all ranks.",

@@ -12,7 +12,7 @@ import tyro
 from braid.errors import ConfigError
 from braid.launch.process.job import ElasticLimits
 from braid.runtime.option_display import shown_as
-from braid.runtime.variables import ON_WORKER_LOSS, REPLICAS, ROLES, SERVERS, SPARES
+from braid.runtime.variables import ON_WORKER_LOSS, REPLICAS, RESTARTS, ROLES, SERVERS, SPARES
 
 __all__ = ["Roles"]
 
@@ -129,6 +129,7 @@ class Roles:
             variables[DMLC_WORKERS] = str(self.workers)
         if self.role:
             variables[ROLES] = ",".join(self.role)
+            variables[RESTARTS] = str(self.restarts or 0)
         return variables
 
     @property

@@ -86,6 +86,7 @@ class Learner(abc.ABC):
         self._is_over = False
         self._actors: set[str] = set()
         self._lost: list[str] = []
+        self._missing: set[str] = set()
         self._error: BaseException | None = None
         self._steps = 0
         self._episodes = 0
@@ -120,6 +121,7 @@ class Learner(abc.ABC):
         """Expect experience of an actor."""
         with self._changed:
             self._actors.add(actor)
+            self._missing.discard(actor)
 
     def leave(self, actor: str, error: BaseException | None = None) -> None:
         """Expect nothing more of an actor, whose process is lost or whose function has raised."""
@@ -127,6 +129,7 @@ class Learner(abc.ABC):
             self._actors.discard(actor)
             if isinstance(error, PeerLostError):
                 self._lost.append(actor)
+                self._missing.add(actor)
             elif error is not None and self._error is None:
                 self._error = error
             self._changed.notify_all()
@@ -135,7 +138,7 @@ class Learner(abc.ABC):
     def missing(self) -> list[str]:
         """Actors that are lost, and that no new process has replaced."""
         with self._changed:
-            return sorted({*self._lost} - self._actors)
+            return sorted(self._missing)
 
     def stop(self) -> None:
         """Let actors end: they get no weights any more. Idempotent."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ import torch
 from braid.errors import CommError, ConfigError, PeerLostError, RendezvousError
 from braid.rpc import RRef, register, rpc_async, rpc_sync
 from braid.rpc.rl.learner import Learner, Statistics
+from braid.rpc.roles import num_restarts
 
 __all__ = ["lead"]
 
@@ -53,13 +55,14 @@ def lead(
         timeout_s: Seconds to wait for experience; for ever when None.
 
     On failure: a lost actor is left out and logged; its unfinished unroll is lost with it. If a new
-    process takes its role (`braid run --restarts`), it plays instead. Actors that have not ended
-    30 s after the training has are logged.
+    process takes its role (`braid run --restarts`), it plays instead. If all actors are lost, the
+    learner waits for a new process. Actors that have not ended 30 s after the training has are
+    logged.
 
     Raises:
         ConfigError: There is no actor.
         CommTimeout: No experience came in time.
-        PeerLostError: All actors are lost.
+        PeerLostError: All actors are lost, and no process replaces them in time.
         Exception: Raised by `play` in an actor.
     """
     if not actors:
@@ -67,29 +70,54 @@ def lead(
         raise ConfigError(msg)
     shared = RRef(learner)
 
-    def start(number: int, name: str) -> None:
-        call = rpc_async(name, play, (shared, number, *args), timeout=0)
+    def start(name: str) -> None:
+        call = rpc_async(name, play, (shared, actors.index(name), *args), timeout=0)
         learner.join(name)
         call.add_done_callback(partial(_ended, learner, name))
 
     try:
-        for number, name in enumerate(actors):
-            start(number, name)
+        for name in actors:
+            start(name)
         again_s = 0.0  # when lost actors are called again
         while not is_over(learner.statistics):
-            learner.step(timeout_s)
-            missing = learner.missing if time.monotonic() >= again_s else ()
-            for name in missing:
+            try:
+                learner.step(timeout_s)
+            except PeerLostError:  # no actor is left
+                if not 0 < len(learner.statistics.lost) <= num_restarts():
+                    raise
+                if not _wait_for_process(learner, start, timeout_s):
+                    raise
+            if time.monotonic() >= again_s and learner.missing:
+                _call_missing(learner, start)
                 again_s = time.monotonic() + AGAIN_S
-                with contextlib.suppress(CommError, RendezvousError):  # no new process so far
-                    rpc_sync(name, _answer, timeout=AGAIN_S)
-                    start(actors.index(name), name)
-                    LOG.warning("a new process plays as %s", name)
     finally:
         learner.stop()
         if late := learner.wait_for_actors(END_S):
             LOG.warning("%s did not end within %g s", ", ".join(late), END_S)
     return learner.statistics
+
+
+def _wait_for_process(
+    learner: Learner, start: Callable[[str], None], timeout_s: float | None
+) -> bool:
+    """Wait until a new process plays as a lost actor; return whether one came in time."""
+    until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while not _call_missing(learner, start):
+        if time.monotonic() >= until_s:
+            return False
+        time.sleep(AGAIN_S)
+    return True
+
+
+def _call_missing(learner: Learner, start: Callable[[str], None]) -> bool:
+    """Start actors that were lost and have a new process; return whether there was one."""
+    missing = learner.missing
+    for name in missing:
+        with contextlib.suppress(CommError, RendezvousError):  # no new process so far
+            rpc_sync(name, _answer, timeout=AGAIN_S)
+            start(name)
+            LOG.warning("a new process plays as %s", name)
+    return len(learner.missing) < len(missing)
 
 
 @register
