@@ -184,6 +184,13 @@ def test_stale_embeddings_see_their_own_pushes(world):
     assert torch.equal(rows, _embeds_alone(1))
 
 
+def _begin_at(clock: int, net: ps.ParameterServer) -> None:
+    """Begin a step as a worker that replaces a lost one; see `Node.resume`."""
+    for partition in net._partitions:
+        partition.table.clock = clock
+    net.wait()
+
+
 def _mistakes(group: Group) -> list[str]:
     with ps.join(group, 1) as node:
         table = node.sparse("words", 4, ps.SGD(lr=0.5))
@@ -201,6 +208,7 @@ def _mistakes(group: Group) -> list[str]:
             ),
         ]
         sums = ps.ParameterServer(model(), node, MAKE, where="workers", name="sums")
+        late = ps.ParameterServer(model(), node, MAKE, where="workers", name="late")
         if not node.is_worker:
             node.serve()
             return said
@@ -208,6 +216,7 @@ def _mistakes(group: Group) -> list[str]:
             said_by(lambda: table.pull(torch.ones(3)), ConfigError),
             said_by(lambda: table.push(torch.ones(3).long(), torch.ones(3)), ConfigError),
             said_by(lambda: sums.set_consistency(ps.Consistency(staleness=2)), ConfigError),
+            said_by(lambda: _begin_at(3, late), ConfigError),
         ]
         assert table.pull(torch.empty(0, dtype=torch.int64)).shape == (0, 4)
         table.push(torch.empty(0, dtype=torch.int64), torch.empty(0, 4))
@@ -224,6 +233,7 @@ def test_mistakes_with_modules_and_rows_are_named(world):
     assert "table 'words' takes int64 ids, got torch.float32" in worker[5]
     assert "of shape [3, 4] for these ids, got torch.float32[3]" in worker[6]
     assert "workers step after each clock of all: staleness must be 0" in worker[7]
+    assert "this worker begins at step 3, but where='workers' keeps" in worker[8]
 
 
 def _saved(group: Group, servers: int, where: str, restore: bool) -> Any:

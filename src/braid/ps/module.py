@@ -121,6 +121,13 @@ class _ParamPartition:
             return
         self.table.wait(self._pull)
         self._pull = None
+        if self._is_first and self.optimizer is not None and self.table.clock:
+            msg = (
+                f"this worker begins at step {self.table.clock}, but where='workers' keeps "
+                "parameters and optimizer states on workers only: with where='servers' a worker "
+                "can replace a lost one"
+            )
+            raise ConfigError(msg)
         if self.optimizer is None or self._is_first:
             for param, view in zip(self.params, self._flat.views, strict=False):
                 if param.data_ptr() != view.data_ptr():
@@ -158,7 +165,8 @@ class ParameterServer(nn.Module):
 
     Raises:
         ConfigError: No parameter requires a gradient, the optimizer cannot run on servers, or a
-            consistency other than BSP is asked for where workers step.
+            consistency other than BSP is asked for where workers step. Raised by the first forward
+            of a worker that replaces a lost one where workers step.
     """
 
     def __init__(
