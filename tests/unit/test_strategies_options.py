@@ -179,6 +179,8 @@ def test_resolvers_name_the_tasks_of_engines():
         launched = kind(JobEnvironment(rank=1, world_size=2, master_addr="h", master_port=1))
         assert launched.cluster_spec() == {"worker": ["rank0", "rank1"]}
         assert launched.task_id == 1
+        successor = JobEnvironment(rank=5, world_size=2, replaces=1)
+        assert kind(successor).task_id == 1
     assert launched.num_accelerators() == {"GPU": torch.cuda.device_count()}
     assert launched.environment == ""
     with pytest.raises(ConfigError, match="no task 0 of ps, but 0 of them"):

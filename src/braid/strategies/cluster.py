@@ -121,7 +121,7 @@ class LaunchedClusterResolver(_Cluster):
 
     def __init__(self, environment: JobEnvironment | None = None) -> None:
         environment = JobEnvironment.from_os() if environment is None else environment
-        self.task_id = environment.rank
+        self.task_id = environment.place
         self._jobs = {"worker": [f"rank{rank}" for rank in range(environment.world_size)]}
 
 
