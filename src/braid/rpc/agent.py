@@ -1,15 +1,15 @@
-"""A node of remote calls: puts its parts together, and hands each message to the part it is for.
+"""The agent of a node: creates the node's components and dispatches each message to one of them.
 
     caller                                             callee
     pack arguments ── Call ──> van ── a thread of its pool: find, unpack, run, pack
     the future completes    <── CallReply or Raised ──────────┘
 
-Each part has only parts that are before it in this list; it gets functions of others:
+Each component holds only components before it in this list, and gets callbacks to later ones:
 
     pool, peers, references, codec, contexts, caller, callee
 
 The thread that waits for an answer receives it itself; see `leader_followers`. A call has a
-deadline, and a lost peer fails all calls that it was to answer.
+deadline, and fails when its callee is lost.
 
 Source: A. Birrell, B. Nelson, "Implementing Remote Procedure Calls", ACM TOCS 1984.
 """
@@ -51,14 +51,14 @@ _AUTOGRAD = get_args(AutogradMessage)
 
 
 class Agent:
-    """A node.
+    """A node of remote calls: its connections, pending calls, references and contexts.
 
     Args:
-        van: Its van, owned and closed by this object.
+        van: Van of the node, owned and closed by this object.
         info: Name and number of the node.
         directory: Records of all nodes.
         options: Choices; `rpc_timeout` of the copy in `Agent.options` may change.
-        spans: Records of its calls.
+        spans: Records of the node's calls.
         world_size: Number of nodes; None if nodes come and go.
         share: Function that returns plain data for a remote reference; see `references`.
         receive: Function that returns the reference of such data.
@@ -88,7 +88,7 @@ class Agent:
             self._handle,
             self._handle_at_once,
             self._tick,
-            lambda each: isinstance(each.message, Call),
+            lambda delivery: isinstance(delivery.message, Call),
             options.num_worker_threads,
         )
         self.peers = peers = Peers(
@@ -118,12 +118,12 @@ class Agent:
         pool.start()
 
     def part(self, kind: type[Part]) -> Part:
-        """Return the node's only object of a class; made at the first use."""
+        """Return the node's single instance of a class, constructed at the first use."""
         made: Part = self._parts.setdefault(kind, kind())
         return made
 
     def wait_for(self, future: Future[Any], timeout: float) -> Any:
-        """Wait for a future, and receive meanwhile; 0 for no deadline, -1 for the node's own."""
+        """Wait for a future while receiving; timeout 0: no deadline, -1: the node's default."""
         if future.done():
             return future.value()
         if self.peers.is_closed:
@@ -139,20 +139,20 @@ class Agent:
 
     @property
     def num_under_way(self) -> int:
-        """Number of calls of this node that are unanswered, and of peers' calls that run here."""
+        """Number of unanswered calls of this node plus peers' calls that run here."""
         return len(self.caller) + self.callee.num_running
 
     def wait_idle(self, timeout_s: float | None) -> bool:
-        """Wait until nothing is under way; False at the deadline."""
+        """Wait until no call is in flight; return False if the deadline passes first."""
         return self._pool.wait(lambda: not self.num_under_way, timeout_s, lambda _: False)
 
     def _notify_if_idle(self) -> None:
-        """Wake threads in `wait_idle` if nothing is under way."""
+        """Wake threads in `wait_idle` if no call is in flight."""
         if not self.num_under_way:
             self._pool.notify()
 
     def close(self) -> None:
-        """End the node; calls under way fail. Idempotent."""
+        """End the node; calls in flight fail. Idempotent."""
         self.peers.is_closed = True
         self.caller.fail_all()
         self._van.close()
@@ -164,14 +164,14 @@ class Agent:
     # -- receiving
 
     def _handle_at_once(self, delivery: Delivery) -> bool:
-        """Handle a message that overtakes others; return whether it is one."""
+        """Cancel a call if the message is a CancelCall; return whether it is."""
         if not isinstance(delivery.message, CancelCall):
             return False
         self.callee.cancel(split_node(delivery.sender)[1], delivery.message.call)
         return True
 
     def _handle(self, delivery: Delivery, arrived_ns: int) -> None:
-        """Handle a message that came at a time; in any thread."""
+        """Dispatch a message that arrived at `arrived_ns`; called in any thread."""
         _, sender = split_node(delivery.sender)
         message = delivery.message
         if isinstance(message, PeerLost):
@@ -190,7 +190,7 @@ class Agent:
 
     def _lost(self, process: int, reason: str) -> None:
         self.peers.lost.add(process)
-        known = next((each.name for each in self.directory.known if each.id == process), "")
+        known = next((record.name for record in self.directory.known if record.id == process), "")
         name = known or str(process)
         self.caller.lost(process, f"lost {name} before it answered: {reason}")
         self.callee.lost(process)
@@ -199,6 +199,6 @@ class Agent:
         self.directory.forget(process)
 
     def _tick(self) -> None:
-        """Do what is due; called often."""
+        """Release collected handles and fail calls past their deadline; called often."""
         self.references.collect()
         self.caller.tick()

@@ -1,10 +1,10 @@
-"""Values of all nodes, gathered by calls: `all_gather` and `barrier` for nodes that are no ranks.
+"""`all_gather` and `barrier` over remote calls, for nodes that are not ranks of a group.
 
     every node ── its value ──> the first of the names
                <── all values, when all have come
 
-Each node counts its gathers of the same names, so the n-th of one node belongs to the n-th of the
-others.
+Each node counts its calls for the same names, so the n-th call of one node matches the n-th call
+of every other node.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Key = tuple[int, tuple[str, ...]]
 
 
 class AllGathers:
-    """AllGathers in which a node takes part."""
+    """The `all_gather` calls in which a node takes part."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class AllGathers:
             return self._counts[names]
 
     def add(self, key: Key, name: str, value: Any) -> torch.futures.Future[dict[str, Any]]:
-        """Take the value of a node; the future completes when all have come."""
+        """Add the value of a node; the future completes when all nodes have added theirs."""
         with self._lock:
             values = self._values.setdefault(key, {})
             future = self._futures.setdefault(key, AnswerFuture())
@@ -58,7 +58,7 @@ class AllGathers:
         return future
 
     def end_early(self, key: Key, reason: str) -> None:
-        """Let all fail that wait, since somebody waits no longer."""
+        """Fail an all_gather on all waiting nodes, because one node timed out."""
         with self._lock:
             self._values.pop(key, None)
             future = self._futures.pop(key, None)
@@ -73,15 +73,15 @@ def all_gather(
 
     Args:
         agent: The node.
-        value: Its value.
-        names: Nodes that take part; all that are known when None.
-        timeout: Seconds; the node's own when -1, for ever when 0.
+        value: Value of this node.
+        names: Names of the participating nodes; all known nodes when None.
+        timeout: Seconds; the node's default when -1, unlimited when 0.
 
     Raises:
         RpcError: This node is not among the names.
-        CommTimeout: Somebody has not come.
+        CommTimeout: A node did not call this in time.
     """
-    known = [each.name for each in agent.directory.infos]
+    known = [info.name for info in agent.directory.infos]
     chosen = tuple(sorted(set(known if names is None else names)))
     if agent.info.name not in chosen:
         msg = f"{agent.info.name} takes part in an all_gather of {', '.join(chosen)} without it"
@@ -111,11 +111,11 @@ def barrier(agent: Agent, names: Iterable[str] | None = None, timeout: float = -
 def _gather(
     number: int, names: list[str], name: str, value: Any
 ) -> torch.futures.Future[dict[str, Any]]:
-    """Take the value of a node; in the first of the names."""
+    """Add the value of a node; runs in the first named node."""
     return current_agent().part(AllGathers).add((number, tuple(names)), name, value)
 
 
 @register
 def _end_early(number: int, names: list[str], reason: str) -> None:
-    """End an all_gather that has taken too long; in the first of the names."""
+    """Fail an all_gather that timed out; runs in the first named node."""
     current_agent().part(AllGathers).end_early((number, tuple(names)), reason)

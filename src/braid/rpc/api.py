@@ -32,15 +32,15 @@ def rpc_sync(
         func: A function, class or method that the node can find by name, or an operator of torch.
         args: Arguments: plain data, tensors, remote references, dataclasses.
         kwargs: Keyword arguments.
-        timeout: Seconds; the node's own when -1, for ever when 0.
+        timeout: Seconds; the node's default when -1, unlimited when 0.
 
     Cost: one message there and one back; tensors are not copied in this process.
 
     Raises:
-        Exception: What the function raised, with the traceback there in its text.
+        Exception: The function's exception, with the callee's traceback in its text.
         CommTimeout: No answer came in time.
         PeerLostError: The node is lost.
-        ConfigError: There is no such node, or an argument cannot travel.
+        ConfigError: The node does not exist, or an argument cannot be sent.
     """
     return current_agent().caller.call_sync(OutgoingCall(to, func, args, kwargs, timeout))
 
@@ -74,10 +74,10 @@ def remote(
 
 
 def is_cancelled() -> bool:
-    """Whether nobody waits any more for the call that this code runs for.
+    """Return whether the current call was cancelled or its deadline has passed.
 
-    A function that runs for long asks this now and then, and ends. Calls that it makes are
-    cancelled with it.
+    A long-running function should check this periodically and return early. Calls that it has made
+    are cancelled with it.
     """
     scope = current_scope()
     if scope is None:
@@ -87,10 +87,10 @@ def is_cancelled() -> bool:
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Return name and number of a node; of this one when None.
+    """Return name and number of a node; this node's when `worker_name` is None.
 
     Raises:
-        ConfigError: There is no node of that name.
+        ConfigError: No node has that name.
     """
     agent = current_agent()
     if worker_name is None:

@@ -33,7 +33,7 @@ __all__ = ["Callee"]
 LOG = logging.getLogger(__name__)
 
 NOTHING = b"\xc0"  # None in msgpack
-NUM_CANCELLED = 1024  # calls whose cancelling is remembered until they begin
+NUM_CANCELLED = 1024  # cancelled calls that are remembered until they begin
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,10 +46,10 @@ class Callee:
         references: Values that stay in this node.
         contexts: Contexts of distributed autograd that calls carry.
         spans: Records of the calls.
-        act: Function that makes code of its context, see `contextvars`, run for this node.
+        act: Function that sets this node as the current one in the caller's `contextvars` context.
         cancel_made: Function that cancels a call that this node has made, by its number.
         on_end: Function that is called when a call has been answered.
-        num_running: Calls that are not answered; those that wait for a future count.
+        num_running: Calls that are not answered, including calls that wait for a future.
     """
 
     peers: Peers
@@ -69,7 +69,7 @@ class Callee:
         self._cancelled: deque[tuple[int, int]] = deque(maxlen=NUM_CANCELLED)
 
     def cancel(self, sender: int, number: int) -> None:
-        """Cancel a call of a peer: it does not begin, or learns it by `rpc.is_cancelled`."""
+        """Cancel a call of a peer: skip it, or make `rpc.is_cancelled` return True in it."""
         with self._lock:
             scope = self._scopes.get((sender, number))
             if scope is None:
@@ -77,20 +77,20 @@ class Callee:
                 return
             scope.is_cancelled = True
             calls = list(scope.calls)
-        for each in calls:
-            self.cancel_made(each)
+        for call in calls:
+            self.cancel_made(call)
 
     def lost(self, sender: int) -> None:
-        """Let the calls of a lost peer learn that nobody waits for them, by `rpc.is_cancelled`."""
+        """Make `rpc.is_cancelled` return True in calls of a lost peer."""
         with self._lock:
-            kept = [each for each in self._cancelled if each[0] != sender]
+            kept = [key for key in self._cancelled if key[0] != sender]
             self._cancelled = deque(kept, NUM_CANCELLED)
             for (peer, _), scope in self._scopes.items():
                 if peer == sender and not scope.is_kept:
                     scope.is_cancelled = True
 
     def run(self, delivery: Delivery, call: Call, sender: int, arrived_ns: int) -> None:
-        """Run a call that came at a time, and answer it now or when its future completes."""
+        """Run a call that arrived at `arrived_ns`; answer it now or when its future completes."""
         creation = call.creation
         if creation is not None:
             if sender != self.peers.info.id:
@@ -109,19 +109,19 @@ class Callee:
         span = self.spans.serve(call.function, sender, delivery.id, arrived_ns)
         try:
             value = copy_context().run(self._execute, call, delivery, sender, scope)
-        except BaseException as exc:  # noqa: BLE001 - the caller must learn it
+        except BaseException as exc:  # noqa: BLE001 - the caller must receive it
             error = exc
         if span is not None:
             span.end()
-        if type(value) is Later:  # a value may say anything of its class
+        if type(value) is Later:  # a value may override `__class__`
             answer = partial(self._finish, delivery, call, sender)
-            value.future.add_done_callback(lambda done: answer(*outcome(done)))
+            value.future.add_done_callback(lambda future: answer(*outcome(future)))
         else:
             self._finish(delivery, call, sender, value, error)
         del error  # it holds this frame, and with it the arguments
 
     def _execute(self, call: Call, delivery: Delivery, sender: int, scope: Scope) -> Any:
-        """Run the function of a call, in a context of its own."""
+        """Run the function of a call; runs in a copy of the contextvars context."""
         self.act()
         enter(scope)
         if call.edge is None:
@@ -161,7 +161,7 @@ class Callee:
         value: Any,
         error: BaseException | None,
     ) -> None:
-        """Answer a call, or keep its result; a node that has ended leaves that to its loss."""
+        """Answer a call, or keep its result; do neither if the node is closed."""
         try:
             if self.peers.is_closed:
                 return
@@ -176,14 +176,14 @@ class Callee:
             self.on_end()
 
     def _raise(self, delivery: Delivery, call: Call, sender: int, error: BaseException) -> None:
-        """Answer a call by an error, or keep it in place of the result."""
+        """Answer a call with an error, or keep the error as the value of its reference."""
         name = self.codec.names.exception_name(error)
         is_new = not is_described(self.peers.info.name, error)
-        own, text = described(self.peers.info.name, error)
+        kept_error, text = described(self.peers.info.name, error)
         if is_new and not issubclass(type(error), CancelledError):
             LOG.warning("%s, called by node %d, failed: %s", call.function, sender, text)
         if call.creation is not None:
-            self.references.set_value(call.creation.ref, None, own)
+            self.references.set_value(call.creation.ref, None, kept_error)
         else:
             self.peers.transmit(sender, Raised(name, text), answers=delivery.id)
 
@@ -198,7 +198,7 @@ class Callee:
                 with self.contexts.entered(call.edge):
                     edge = self.contexts.outgoing(packed.tensors, sender)
             self._reply(delivery, sender, packed, edge)
-        except BaseException as exc:  # noqa: BLE001 - whatever it is, the caller must learn it
+        except BaseException as exc:  # noqa: BLE001 - the caller must receive any error
             return exc
         return None
 

@@ -3,7 +3,7 @@
 find the node, pack, deadline ── Call ──> callee
 the future completes <── CallReply or Raised ──┘      or: lost, late, cancelled
 
-Each call is sent once, but for those of functions marked as idempotent; see `pending`.
+Each call is sent once, except calls of functions marked as idempotent; see `pending`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Future = torch.futures.Future
 
 
 class OutgoingCall(NamedTuple):
-    """A call as a program asks for it.
+    """Arguments of a remote call, as passed by the program.
 
     Attributes:
         to: The node.
         function: Function to call there.
         args: Its arguments.
         kwargs: Its arguments by name.
-        timeout: Seconds until its answer; 0 for no limit, negative for that of the node.
+        timeout: Seconds until its answer; 0 for no limit, negative for the node's default.
     """
 
     to: To
@@ -89,9 +89,11 @@ class Caller:
         """Begin without calls."""
         self._pending = PendingCalls(self.pool)
         self._retries = Retries()
-        # of calls: not those of an earlier life of this node, whose answers may still come
+        # of calls; answers to an earlier process of this node may still arrive, so numbers differ
         self._numbers = itertools.count((self.peers.incarnation % (1 << 30) << 32) + 1)
-        self._brought: dict[int, tuple[int, list[Id]]] = {}  # forks that go home, by their call
+        self._brought: dict[
+            int, tuple[int, list[Id]]
+        ] = {}  # forks returned to their owner, by call
 
     def __len__(self) -> int:
         """Return the number of calls that are not answered."""
@@ -106,17 +108,17 @@ class Caller:
         """Call a function in another node and return its result.
 
         Raises:
-            Exception: What the function raised, with the traceback there in its text.
+            Exception: The function's exception, with the callee's traceback in its text.
             CommTimeout: No answer came in time.
             PeerLostError: The node is lost.
-            ConfigError: There is no such node, or an argument cannot travel.
+            ConfigError: The node does not exist, or an argument cannot be sent.
         """
-        own = CallOutcome()
-        self._send_call(call, own.finish, waiter=own)
-        self.pool.wait(lambda: own.is_here, None, self._pending.is_quick, own)
-        error, own.error = own.error, None
+        outcome = CallOutcome()
+        self._send_call(call, outcome.finish, waiter=outcome)
+        self.pool.wait(lambda: outcome.is_here, None, self._pending.is_quick, outcome)
+        error, outcome.error = outcome.error, None
         if error is None:
-            return own.value
+            return outcome.value
         try:
             raise error
         finally:
@@ -124,14 +126,17 @@ class Caller:
 
     def call_each(self, calls: Iterable[OutgoingCall]) -> list[CallOutcome]:
         """Call functions in other nodes at the same time; return when all have ended."""
-        own: list[CallOutcome] = []
+        outcomes: list[CallOutcome] = []
         for call in calls:
-            own.append(CallOutcome())
-            self._send_call(call, own[-1].finish, waiter=id(own))
+            outcomes.append(CallOutcome())
+            self._send_call(call, outcomes[-1].finish, waiter=id(outcomes))
         self.pool.wait(
-            lambda: all(each.is_here for each in own), None, self._pending.is_quick, id(own)
+            lambda: all(outcome.is_here for outcome in outcomes),
+            None,
+            self._pending.is_quick,
+            id(outcomes),
         )
-        return own
+        return outcomes
 
     def call_async(self, call: OutgoingCall) -> Future[Any]:
         """Call a function in another node; the future has its result. See `call_sync`."""
@@ -164,7 +169,7 @@ class Caller:
         try:
             self._send_call(call, finish, creation)
         except BaseException:
-            self.references.created(fork)  # it is not, and nobody has the reference
+            self.references.created(fork)  # the call was not sent, and no handle exists
             self.references.released.append((ref, fork))
             raise
         return ref, fork, WorkerInfo(record.name, record.id)
@@ -183,7 +188,7 @@ class Caller:
     # -- ends
 
     def _come_home(self, call: int) -> None:
-        """Let go the forks that a call has brought to their owner; it has come, or never will."""
+        """Release forks that this call returned to their owner, once it was delivered or lost."""
         brought = self._brought.pop(call, None)
         if brought is not None:
             self.references.confirmed(brought[1])
@@ -199,27 +204,27 @@ class Caller:
             tensors = tensors_of(message.body, delivery.buffers)
             tensors = self.contexts.incoming(message.edge, tensors, sender)
             value = self.codec.unpack(message.body.packed, tensors, delivery.sender)
-        except BaseException as exc:  # noqa: BLE001 - whatever it is, the caller must learn it
+        except BaseException as exc:  # noqa: BLE001 - the caller must receive any error
             self._pending.finish(delivery.answers, None, exc)
             return
         self._pending.finish(delivery.answers, value, None)
 
     def lost(self, process: int, text: str) -> None:
-        """Let calls of a lost node fail."""
+        """Fail the calls to a lost node."""
         self._pending.fail(
             lambda call: call.to == process, lambda _: PeerLostError(text, rank=process)
         )
-        for call in [each for each, (to, _) in list(self._brought.items()) if to == process]:
+        for call in [number for number, (to, _) in list(self._brought.items()) if to == process]:
             self._come_home(call)
 
     def fail_all(self) -> None:
-        """Let all calls fail, since the node ends."""
+        """Fail all calls, because the node ends."""
         error = StaleError(f"{self.peers.info.name} was shut down before an answer came")
         self._pending.fail(lambda _: True, lambda _: error)
         self._retries.fail(error)
 
     def tick(self) -> None:
-        """Let calls fail whose deadline has passed, and send again what may be."""
+        """Fail calls past their deadline, and resend idempotent calls that are due."""
         now_ns = self.peers.now_ns()
         self._retries.tick(now_ns)
         self._pending.fail(
@@ -231,7 +236,7 @@ class Caller:
         text = (
             f"{name} did not answer {call.name} in time: it runs for long, or waits for another "
             "call; raise the timeout if that is right. Calls that call each other more deeply than "
-            "RpcOptions(num_worker_threads=) wait for ever"
+            "RpcOptions(num_worker_threads=) never end"
         )
         return CommTimeout(text)
 
@@ -259,12 +264,12 @@ class Caller:
         """
         name = self.codec.names.name_of(asked.function)
         until_ns = self._deadline_ns(name, asked.timeout, self.peers.now_ns())
-        context, numbers = copy_context(), [0]  # others may send it again, from calls of their own
+        context, numbers = copy_context(), [0]  # a thread with another context may resend it
 
         def send(on_end: Finish) -> None:
             try:
                 self.peers.directory.find(asked.to)
-            except RpcError as exc:  # there is no node of that name now
+            except RpcError as exc:  # no node has that name now
                 on_end(None, PeerLostError(str(exc)))
                 return
             left_s = 0.0 if until_ns is None else max(1e-9, (until_ns - self.peers.now_ns()) / 1e9)
@@ -289,7 +294,7 @@ class Caller:
         to, function, args, kwargs, timeout = asked
         record = self.peers.directory.find(to)
         if isinstance(function, MethodType) and not isinstance(function.__self__, type):
-            method = function  # which needs its object at the callee
+            method = function  # the callee needs its object as the first argument
             function, args = method.__func__, (method.__self__, *(args or ()))
         name = self.codec.names.name_of(function)
         now_ns = self.peers.now_ns()
@@ -327,7 +332,7 @@ class Caller:
         return deadline_ns(name, self.options.rpc_timeout if timeout < 0 else timeout, now_ns)
 
     def _wait_for_room(self, to: WorkerRecord, name: str, until_ns: int | None) -> None:
-        """Wait until a node has answered some of the calls that it has from here."""
+        """Wait until fewer than `max_unanswered` calls to a node are unanswered."""
         limit = self.options.max_unanswered
         left_s = None if until_ns is None else max(0.0, (until_ns - self.peers.now_ns()) / 1e9)
 

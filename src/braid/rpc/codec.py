@@ -1,11 +1,11 @@
 """Packs the values of a call into bytes, with tensors beside them.
 
-Problem: pickle runs what a peer sends, and copies each tensor. Values that look alike but arrive
-as another type, such as tuples that become lists, are found late.
+Problem: pickle runs code that a peer sends, and copies each tensor. Values that arrive as another
+type, such as tuples that become lists, cause errors far from their origin.
 
-Idea: plain data is msgpack. What msgpack does not have is an extension of a small number: tuples,
-sets, dtypes, references, dataclasses by name. Each tensor is a number in a list, and its bytes are
-a buffer of the message. Whatever else appears is refused, and named, unless pickle is permitted.
+Idea: plain data is msgpack. Types that msgpack lacks are extensions with a small number: tuples,
+sets, dtypes, references, dataclasses by name. Each tensor is an index into a list, and its bytes
+are a buffer of the message. A value of any other type raises an error unless pickle is permitted.
 
 Source: the MessagePack specification, "Extension types".
 """
@@ -48,7 +48,7 @@ _INT_RANGE = range(-(1 << 63), 1 << 64)
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
 _FIRST_TENSORS = [msgspec.msgpack.Ext(_TENSOR, bytes([place])) for place in range(64)]
 
-# A noun for a part of a value: that of the whole, and the place of the part in it.
+# Noun for a part of a value: the noun for the whole, and the index or key of the part.
 Where: TypeAlias = "str | tuple[Where, object]"
 
 
@@ -57,8 +57,8 @@ class Packed(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         data: Plain bytes.
-        tensors: Tensors, whose memory travels beside.
-        shared: Remote references among them, as plain data.
+        tensors: Tensors, sent as separate buffers.
+        shared: Remote references in the values, as plain data.
     """
 
     data: bytes
@@ -67,19 +67,19 @@ class Packed(msgspec.Struct, frozen=True, eq=False):
 
     def as_body(self) -> tuple[Body, list[memoryview]]:
         """Return the message and its buffers; tensors on GPUs are copied to the host once."""
-        if all([each.layout is torch.strided for each in self.tensors]):  # noqa: C419 - quicker
+        if all([tensor.layout is torch.strided for tensor in self.tensors]):  # noqa: C419 - quicker
             specs, buffers = as_buffers(self.tensors)
             return Body(self.data, specs), buffers
         dense: list[torch.Tensor] = []
         sparse: list[SparseSpec] = []
-        for each in self.tensors:
-            if each.layout == torch.sparse_coo:
-                shape = tuple(each.shape)
-                spec = SparseSpec(len(dense), shape, each.is_coalesced(), each.requires_grad)
+        for tensor in self.tensors:
+            if tensor.layout == torch.sparse_coo:
+                shape = tuple(tensor.shape)
+                spec = SparseSpec(len(dense), shape, tensor.is_coalesced(), tensor.requires_grad)
                 sparse.append(spec)
-                dense.extend((sparse_indices(each), sparse_values(each).detach()))
+                dense.extend((sparse_indices(tensor), sparse_values(tensor).detach()))
             else:
-                dense.append(each)
+                dense.append(tensor)
         specs, buffers = as_buffers(dense)
         return Body(self.data, specs, sparse), buffers
 
@@ -100,7 +100,7 @@ class _Packing:
         self._share = share
 
     def share(self, value: Any) -> Any:
-        """Return what stands for a remote reference; None for other values."""
+        """Return the plain data that represents a remote reference; None for other values."""
         shared = self._share(value, self.receiver)
         if shared is not None:
             self.shared.append(shared)
@@ -112,13 +112,13 @@ class Codec:
 
     Args:
         names: Names of functions and classes; public.
-        share: Function of a value and a receiver that returns what stands for a remote reference
-            there, as plain data; None if the value is no reference.
-        unshare: Function of that data, for a reference that will not leave.
-        receive: Function of that data, its sender, and whether its message will be answered, that
+        share: Function of a value and a receiver that returns plain data for a remote reference,
+            and None for other values.
+        unshare: Function of that data that takes back a reference which is not sent.
+        receive: Function of that data, its sender, and whether its message will be answered;
             returns the reference.
-        device_for: Function of a device and a receiver that returns where tensors of that device
-            arrive; raises if there is no such place.
+        device_for: Function of a device and a receiver that returns the device on which tensors
+            arrive; raises if the device is not mapped.
         allow_pickle: Whether values without another form are pickled, and unpickled from peers.
         advice: Hint for errors about values that cannot travel.
     """
@@ -152,15 +152,15 @@ class Codec:
             where: Noun for the value, for errors.
 
         Raises:
-            RpcError: A part of it cannot travel; says which.
+            RpcError: A part of the value cannot be sent; the message names it.
         """
         packing = _Packing(receiver, self._share)
         try:
             data = self._encode(self._tree(value, packing, where))
             return Packed(data, packing.tensors, packing.shared)
         except BaseException as exc:
-            for each in packing.shared:
-                self._unshare(each)
+            for reference in packing.shared:
+                self._unshare(reference)
             if not isinstance(exc, RecursionError):
                 raise
             msg = f"{where} is nested too deeply to travel, or contains itself"
@@ -183,7 +183,7 @@ class Codec:
             will_answer: Whether their message will be answered, which confirms references.
 
         Raises:
-            CommError: The bytes are not what a node packs.
+            CommError: The bytes are malformed.
             RpcError: A name is unknown here.
         """
         try:
@@ -263,7 +263,7 @@ class Codec:
         return [self._tree(one, packing, (where, place)) for place, one in enumerate(values)]
 
     def _pickled(self, value: Any, packing: _Packing, where: Where) -> list[Any]:
-        """Return a pickle, and beside it the tensors and references that are inside."""
+        """Return a pickle, and the list of tensors and references that it contains."""
         beside: list[Any] = []
 
         def put_beside(part: Any) -> int | None:
@@ -308,7 +308,7 @@ class Codec:
     def from_extension(  # noqa: C901, PLR0911, PLR0912 - one for each type
         self, code: int, value: Any, tensors: Sequence[torch.Tensor], sender: str, will_answer: bool
     ) -> Any:
-        """Return the value of an extension whose content is unpacked already."""
+        """Return the value of an extension, given its unpacked content."""
         if code == _TUPLE:
             return tuple(value)
         if code == _TENSOR:
@@ -374,11 +374,11 @@ def _has_plain_state(value: Any) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a value but for parts that are put beside.
+    """Pickles a value, except for parts that are stored separately.
 
     Args:
-        file: Place of the pickle.
-        put_beside: Function of a part that returns its place; None for what is pickled.
+        file: File for the pickle.
+        put_beside: Function that stores a part and returns its index; None for parts to pickle.
     """
 
     def __init__(self, file: io.BytesIO, put_beside: Callable[[Any], int | None]) -> None:
@@ -390,7 +390,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what `_Pickler` has written."""
+    """Reads a pickle written by `_Pickler`."""
 
     def __init__(self, file: io.BytesIO, beside: Sequence[Any]) -> None:
         super().__init__(file)
@@ -401,7 +401,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Unpacking(msgspec.Struct, frozen=True, eq=False):
-    """Values that are being unpacked; no cycle, which would keep their tensors for long."""
+    """Values that are being unpacked; free of reference cycles, which would keep tensors alive."""
 
     codec: Codec
     tensors: Sequence[torch.Tensor]
@@ -421,10 +421,10 @@ class _Unpacking(msgspec.Struct, frozen=True, eq=False):
 
 
 def tensors_of(body: Body, buffers: Sequence[memoryview]) -> list[torch.Tensor]:
-    """Return the tensors of a message; those that had gradients at the sender have them here.
+    """Return the tensors of a message, with `requires_grad` as at the sender.
 
     Raises:
-        CommError: The buffers are not those of the tensors.
+        CommError: The buffers do not match the tensors' specs.
     """
     tensors = from_buffers(body.specs, buffers)
     for spec, tensor in zip(body.specs, tensors, strict=True):
@@ -440,7 +440,7 @@ def tensors_of(body: Body, buffers: Sequence[memoryview]) -> list[torch.Tensor]:
                 check_invariants=True,  # a peer may send any indices
             )
         except (IndexError, RuntimeError, TypeError, ValueError) as exc:
-            msg = f"a peer sent a sparse tensor of shape {shape} that is none: {exc}"
+            msg = f"a peer sent an invalid sparse tensor of shape {shape}: {exc}"
             raise CommError(msg) from exc
         tensors[place : place + 2] = [sparse.requires_grad_(requires_grad)]
     return tensors

@@ -1,4 +1,4 @@
-"""The node of this program, and that in whose name a call runs.
+"""The current node: the node of this process, or the node for which a call runs.
 
 Programs have one node: `init_rpc` sets it. A function that runs for a peer belongs to the node that
 received the call, which matters where threads of one process are several nodes.
@@ -40,13 +40,13 @@ def current_agent() -> Agent:
     if agent is not None:
         return agent
     if _DEFAULT.agent is None:
-        msg = "RPC has not been initialized: this process is no node, call init_rpc first"
+        msg = "RPC has not been initialized: this process is not a node, call init_rpc first"
         raise StaleError(msg)
     return _DEFAULT.agent
 
 
 def set_default(agent: Agent | None) -> None:
-    """Make a node that of the whole process, or none."""
+    """Set the default node of the process; None removes it."""
     _DEFAULT.agent = agent
     _DEFAULT.has_joined |= agent is not None
 
@@ -58,7 +58,7 @@ def has_default() -> bool:
 
 @contextlib.contextmanager
 def acting_for(agent: Agent) -> Iterator[None]:
-    """Let the code inside run for a node."""
+    """Run the code inside with `agent` as the current node."""
     token = ACTING.set(agent)
     try:
         yield

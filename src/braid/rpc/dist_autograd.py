@@ -24,20 +24,20 @@ __all__ = ["backward", "context", "get_gradients", "run_hooks"]
 
 @contextlib.contextmanager
 def context() -> Iterator[int]:
-    """Record the tensors that remote calls carry; give the number of the context.
+    """Record the tensors that remote calls carry; yield the number of the context.
 
-    What the context holds on all nodes goes when it ends.
+    When the context ends, its state on all nodes is released.
 
     Raises:
-        StaleError: This process is no node.
+        StaleError: This process is not a node.
         ConfigError: A context is open in this thread already: contexts do not nest.
     """
     contexts = current_agent().contexts
-    own = contexts.open()
+    number = contexts.open()
     try:
-        yield own
+        yield number
     finally:
-        contexts.close(own)
+        contexts.close(number)
 
 
 def backward(
@@ -54,7 +54,7 @@ def backward(
         context_id: Context in which the roots were computed.
         roots: Tensors of one element.
         retain_graph: Whether another backward of the same context may follow.
-        timeout_s: Deadline; that of calls when None.
+        timeout_s: Deadline in seconds; `RpcOptions(rpc_timeout=)` when None.
         mode: `smart` finds out first which results are used; `fast` counts on all of them, which
             saves one wave of messages, and fails when one is not used.
 
@@ -63,8 +63,8 @@ def backward(
 
     Raises:
         ConfigError: The context is over, or a root has no graph or more than one element.
-        CommError: A local backward raised, or a node is lost: it is named, on all nodes.
-        CommTimeout: It did not end in time; says what it waits for.
+        CommError: A local backward raised, or a node is lost; raised on all nodes, with its name.
+        CommTimeout: The backward did not end in time; the message lists what it waits for.
     """
     current_agent().contexts.backward(
         context_id, roots, retain_graph, timeout_s=timeout_s, mode=mode

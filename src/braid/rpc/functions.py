@@ -12,10 +12,10 @@ MARK = "_wrapped_async_rpc_function"  # torch's own decorator sets it, too
 
 
 def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function return a `torch.futures.Future` whose value is the result of the call.
+    """Mark a function that returns a `torch.futures.Future`; its value is the call's result.
 
-    It is the inner decorator of static and class methods. The thread that runs the function is free
-    as soon as it has returned.
+    On static and class methods, apply this decorator first. The thread that runs the function is
+    free as soon as the function has returned.
 
     On failure: a function that returns something else fails its call with RuntimeError.
     """

@@ -1,8 +1,8 @@
-"""Leader/followers: which thread of a node receives, and which threads process what arrives.
+"""Leader/followers: which thread of a node receives, and which threads process its messages.
 
 Problem: a thread that receives and hands each call to another costs two changes of threads for a
-call, which take longer than a small call itself. A thread that receives and processes is deaf
-meanwhile.
+call, which take longer than a small call itself. A thread that receives and processes cannot
+receive meanwhile.
 
 Idea: one thread at a time receives, the leader. It processes its message itself, and a follower
 becomes the leader. A thread of the program that waits for an answer leads as well: it processes its
@@ -44,7 +44,7 @@ _TICK_NS = round(_TICK_S * 1e9)
 
 
 class _Backlog:
-    """Messages of one kind, of which the pool processes at most `limit` at the same time."""
+    """Messages of one kind; the pool processes at most `limit` of them at the same time."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
@@ -59,8 +59,8 @@ class LeaderFollowers:
     Attributes:
         van: The van.
         handle: Function for each message, and the time at which it came; it may block.
-        handle_at_once: Function for each message that comes, before `handle`: whether it was one
-            that overtakes others and takes no time.
+        handle_at_once: Function that is called before `handle` for each message; handles urgent
+            messages without blocking, and returns whether the message was one.
         tick: Function that is called often, for deadlines.
         is_bounded: Function that returns whether `max_running` holds for a message.
         max_running: Such messages that the pool processes at the same time at most.
@@ -85,7 +85,7 @@ class LeaderFollowers:
         self._ticked_ns = 0
         # threads of the program
         self._num_waiting = 0
-        self._waiters: dict[object, threading.Condition] = {}  # those that do not lead
+        self._waiters: dict[object, threading.Condition] = {}  # threads that wait and do not lead
         self._waited_ns = 0  # when one waited last
         # threads of the pool
         self._threads: list[threading.Thread] = []
@@ -107,7 +107,7 @@ class LeaderFollowers:
             self._is_closed = True
             self._follower.notify_all()
             self._wake_waiters()
-        for thread in list(self._threads):  # each takes itself out
+        for thread in list(self._threads):  # each removes itself
             if thread is not threading.current_thread():
                 thread.join(5.0)
 
@@ -153,7 +153,7 @@ class LeaderFollowers:
             is_own: Function that returns whether this thread processes a message itself.
             timeout_s: Deadline; none when None.
             key: Name of this wait for `wake`; only `notify` wakes it when None.
-            is_quick: Whether those messages take no time; else others lead meanwhile.
+            is_quick: Whether processing those messages is short; else others lead meanwhile.
 
         Returns:
             Whether it is over.

@@ -59,13 +59,13 @@ def init_rpc(
     """Make this process a node of remote calls.
 
     Args:
-        name: Name of the node, its own: letters, digits, `_`, `:` and `-`. When empty, that of its
-            role, see `roles`.
+        name: Unique name of the node: letters, digits, `_`, `:` and `-`. When empty, the name of
+            the node's role, see `roles`.
         backend: For programs of torch; not used.
-        rank: Number of the node; what the launcher says when -1.
-        world_size: Number of nodes, for which all wait. When None: what the launcher says, or, if
-            `rank` is given, none: nodes come and go.
-        rpc_backend_options: Choices of this node.
+        rank: Number of the node; set by the launcher when -1.
+        world_size: Number of nodes; every node waits for all. When None, it is set by the launcher;
+            if `rank` is given, nodes may join and leave at any time.
+        rpc_backend_options: Options of this node.
 
     Raises:
         ConfigError: An argument cannot work, or this process is a node already.
@@ -189,9 +189,9 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """End this node.
 
     Args:
-        graceful: Whether to wait until no node has anything under way; of nodes that come and go,
-            until this one has nothing.
-        timeout: Seconds to wait; for ever when 0. Nodes that are lost are not waited for.
+        graceful: Whether to wait until no node has calls in flight; without a fixed world size,
+            until this node has none.
+        timeout: Seconds to wait; unlimited when 0. Lost nodes are not waited for.
     """
     agent = current_agent()
     try:
@@ -204,8 +204,8 @@ def leave(agent: Agent, *, graceful: bool = True, timeout_s: float | None = None
     """End a node; see `shutdown`. Idempotent."""
     if agent.peers.is_closed:
         return
-    for each in list(agent.part(OpenStreams)):
-        each.close_for(threading.get_ident())
+    for stream in list(agent.part(OpenStreams)):
+        stream.close_for(threading.get_ident())
     try:
         if graceful:
             agent.wait_idle(timeout_s)
@@ -298,7 +298,7 @@ def _meet(
 
 
 def _launcher_link(job: JobStore, rank: int) -> LauncherLink | None:
-    """Return the link to braid's launcher, which sees the calls of nodes whose number is a rank."""
+    """Return the link to braid's launcher, which traces calls of nodes numbered by rank."""
     if job.connection is None or job.secret is None:
         return None
     launched = JobEnvironment.from_os()
@@ -310,7 +310,7 @@ def _has_launcher() -> bool:
 
 
 def _secret(store: Store, job: JobStore, *, is_local: bool) -> Secret:
-    """Return the secret of the job, or one from the store, which tells jobs of a user apart."""
+    """Return the secret of the job, or a secret from the store that distinguishes a user's jobs."""
     if job.secret is not None:
         return job.secret
     if not is_local and not job.network.insecure:

@@ -34,8 +34,8 @@ class Body(msgspec.Struct, frozen=True):
 
     Attributes:
         packed: The values, packed by `codec`.
-        specs: Specs of the tensors, whose bytes are buffers of the message.
-        sparse: Sparse tensors, each of two of them.
+        specs: Specs of the tensors; their bytes are buffers of the message.
+        sparse: Specs of sparse tensors, each made of two of the tensors.
     """
 
     packed: bytes
@@ -44,7 +44,7 @@ class Body(msgspec.Struct, frozen=True):
 
 
 class Creation(msgspec.Struct, frozen=True):
-    """The value that a call makes stays with the callee, under this reference."""
+    """The reference under which the callee keeps the result of a call."""
 
     ref: Id
     fork: Id
@@ -75,8 +75,7 @@ class Call(msgspec.Struct, tag="rpc.call", frozen=True):
         body: Arguments and keyword arguments.
         creation: Reference under which the result stays; None if it is the answer.
         edge: Edge of distributed autograd; None outside of a context.
-        timeout_s: Seconds that the caller waits, which calls inside of it do not exceed; 0 for
-            ever.
+        timeout_s: Seconds that the caller waits, also a bound for nested calls; 0 for no limit.
     """
 
     function: str
@@ -87,7 +86,7 @@ class Call(msgspec.Struct, tag="rpc.call", frozen=True):
 
 
 class CancelCall(msgspec.Struct, tag="rpc.cancel", frozen=True):
-    """Nobody waits any more for a call of the sender, by the number of its message."""
+    """Cancels a call of the sender, given by the number of its message."""
 
     call: int
 

@@ -3,19 +3,19 @@
 Problem: a peer that may name any function of the interpreter runs any code: `os.system` is one
 name away, and so is each function that a permitted module has imported.
 
-Idea: a function travels as a name, and the callee decides. It has an allow-list of modules and a
-register of single functions. A name is valid only in the module that defines what it names, and of
-torch only operators, `nn`, `optim` and `distributions`, since `torch.load` runs code, too.
+Idea: a function is sent by name, and the callee checks the name. It has an allow-list of modules
+and a register of single functions. A name is valid only in the module that defines the object; from
+torch, only operators, `nn`, `optim` and `distributions` are valid, because `torch.load` runs code.
 
     torch:add                 a function of torch, or a method: torch:Tensor.add
     aten:add.Tensor           an overload of an operator
     __main__:Net.forward      a function, class or method of a permitted module
-    lookup                    whatever was registered under this name
+    lookup                    an object registered under this name
 
-The program's own modules are permitted: `__main__`, and modules whose file lies below its directory
-where their name says, counted from that directory or from one above it. So what an interpreter or
-an environment below that directory brings is not of the program: its modules are found from a
-directory of their own. A module is judged before it is imported, and so are the packages above it.
+The program's own modules are permitted: `__main__`, and modules with a file below the program's
+directory, at the path that their name gives relative to that directory or to one of its parents.
+Modules of an interpreter or environment below that directory are not permitted, because they are
+imported from another root. A module and its parent packages are checked before they are imported.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NAMES: dict[Any, str] = {}
 
 
 def register(target: Any, name: str = "") -> Any:
-    """Let peers call a function, or send values of a class, whatever its module is; a decorator.
+    """Permit peers to call a function or send instances of a class, from any module; a decorator.
 
     Args:
         target: Function or class.
@@ -78,10 +78,10 @@ def register(target: Any, name: str = "") -> Any:
 
 
 class Names:
-    """Names that this node gives and accepts.
+    """Maps functions and classes to names, and resolves the names that peers may use.
 
     Args:
-        allowed: Modules whose functions and classes peers may use, with all below them.
+        allowed: Modules with functions and classes that peers may use, including submodules.
         is_open: Whether peers may use all modules.
     """
 
@@ -96,12 +96,12 @@ class Names:
         """Return the name of a function or class.
 
         Raises:
-            RpcError: Nobody else can find it: it is a lambda, or defined inside a function.
+            RpcError: Peers cannot find it by name: it is a lambda, or defined inside a function.
         """
         try:
             if (name := _NAMES.get(target) or self._names.get(target)) is None:
                 name = self._names[target] = self._name_of(target)
-        except TypeError:  # nothing to look up by
+        except TypeError:  # unhashable
             return self._name_of(target)
         return name
 
@@ -124,10 +124,10 @@ class Names:
         return f"{module}:{name}"
 
     def find(self, name: str) -> Any:
-        """Return what a peer names.
+        """Return the object with a name that a peer sent.
 
         Raises:
-            RpcError: There is nothing of that name here, or peers may not use it.
+            RpcError: No object has that name here, or peers may not use it.
         """
         if name not in self._known:
             self._known[name] = self._find(name)
@@ -191,7 +191,7 @@ class Names:
 
 
 def is_operator(function: object) -> bool:
-    """Whether torch chooses the code of a function by its arguments."""
+    """Return whether a function is an operator of torch, dispatched by its arguments."""
     kinds = types.BuiltinFunctionType | OpOverload | OpOverloadPacket
     module = getattr(function, "__module__", None) or ""
     return isinstance(function, kinds) and module.startswith("torch")
@@ -200,8 +200,8 @@ def is_operator(function: object) -> bool:
 def _module_of(target: Any) -> str:
     """Return the module of a function or class.
 
-    The program is `__main__` in the process that the user has started, and `__mp_main__` in those
-    that `multiprocessing` has spawned: one name for both.
+    The program is `__main__` in the process that the user started, and `__mp_main__` in processes
+    spawned by `multiprocessing`: both are named `__main__` here.
     """
     module = getattr(target, "__module__", None) or ""
     return "__main__" if module == "__mp_main__" else module
@@ -218,7 +218,7 @@ def _program_directory() -> Path | None:
 
 
 def _is_of_program(module: str, program: Path) -> bool:
-    """Return whether a module, imported or not, lies below the program's directory as it says."""
+    """Return whether a module's file is below the program's directory, at the path of its name."""
     names = module.split(".")
     if names[0] in {"braid", *sys.stdlib_module_names} or not all(map(str.isidentifier, names)):
         return False
@@ -256,7 +256,7 @@ def _stem(path: Path) -> str:
 
 
 def _torch_name(target: Any, name: str) -> str | None:
-    """Return the name of an operator of torch; None if it is none."""
+    """Return the name of an operator of torch; None if `target` is not one."""
     if isinstance(target, types.MethodDescriptorType | types.BuiltinFunctionType):
         short = name.rpartition(".")[2]
         if getattr(torch, short, None) is target:
@@ -287,7 +287,7 @@ def _of_torch(name: str, path: str) -> Any:
         *("torch.functional", "torch._tensor", "torch._C._nn", "torch.nn.functional"),
     }
     if short.startswith("__") or short in _TORCH_REFUSED or not (is_operator or is_function):
-        msg = f"{name!r} is no operator of torch that peers may call"
+        msg = f"{name!r} is not an operator of torch that peers may call"
         raise RpcError(msg)
     return target
 

@@ -1,4 +1,4 @@
-"""An optimizer whose parameters live in several nodes.
+"""An optimizer for parameters that live in several nodes.
 
     optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1)
     scheduler = optimizer.schedule(torch.optim.lr_scheduler.StepLR, step_size=10)
@@ -6,8 +6,8 @@
     scheduler.step()
 
 Each node that owns parameters has an optimizer of torch for them, which steps with the gradients of
-a context. Steps of different contexts on the same parameters come one after the other; those on
-other parameters do not wait.
+a context. Steps on the same parameters run sequentially; steps on different parameters do not wait
+for each other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _LocalOptimizer:
 
     def __init__(self, make: MakeOptimizer, groups: list[dict[str, Any]], **kwargs: Any) -> None:
         local = [
-            {**group, "params": [each.local_value() for each in group["params"]]}
+            {**group, "params": [item.local_value() for item in group["params"]]}
             for group in groups
         ]
         params = [p for group in local for p in group["params"]]
@@ -97,7 +97,7 @@ class _LocalOptimizer:
         return len(self.schedulers) - 1
 
     def schedule_step(self, number: int, args: Sequence[Any]) -> list[float]:
-        """Let a scheduler step; return the learning rates of the groups."""
+        """Step a scheduler; return the learning rates of the groups."""
         with PARAM_LOCKS.held(self.params):
             self.schedulers[number].step(*args)
         return self.learning_rates(number)
@@ -111,7 +111,7 @@ class _LocalOptimizer:
         return self.schedulers[number].state_dict()
 
     def schedule_load(self, number: int, state: dict[str, Any]) -> None:
-        """Give a scheduler its state back."""
+        """Load the state of a scheduler."""
         self.schedulers[number].load_state_dict(state)
 
     def export(self) -> optimizer_checkpoints.Part:
@@ -128,21 +128,21 @@ class _LocalOptimizer:
         return [list(p.shape) for p in self.params]
 
     def restore(self, part: optimizer_checkpoints.Part) -> None:
-        """Take what `export` has returned."""
+        """Load the result of `export`."""
         with PARAM_LOCKS.held(self.params), torch.no_grad():
             groups = self.optimizer.state_dict()["param_groups"]
-            groups = [{**own, **new} for own, new in zip(groups, part.settings, strict=True)]
+            groups = [{**old, **new} for old, new in zip(groups, part.settings, strict=True)]
             states = {n: state for n, state in enumerate(part.states) if state}
             self.optimizer.load_state_dict({"state": states, "param_groups": groups})
-            for own, value in zip(self.params, part.params, strict=True):
-                own.copy_(value)
+            for param, value in zip(self.params, part.params, strict=True):
+                param.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a state."""
+        """Load a state."""
         with PARAM_LOCKS.held(self.params):
             self.optimizer.load_state_dict(state)
 
@@ -164,7 +164,7 @@ class DistributedOptimizer:
 
     Raises:
         ConfigError: There are no references, or two to one parameter.
-        Exception: What the optimizer's constructor raises, in its own type.
+        Exception: Exception of the optimizer's constructor, with its original type.
     """
 
     def __init__(
@@ -174,8 +174,8 @@ class DistributedOptimizer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        groups = [each if isinstance(each, dict) else {"params": [each]} for each in params_rref]
-        if not any(isinstance(each, dict) for each in params_rref):
+        groups = [item if isinstance(item, dict) else {"params": [item]} for item in params_rref]
+        if not any(isinstance(item, dict) for item in params_rref):
             groups = [{"params": list(params_rref)}]
         if not any(group["params"] for group in groups):
             msg = "DistributedOptimizer needs at least one reference to a parameter"
@@ -184,35 +184,37 @@ class DistributedOptimizer:
         by_owner: dict[int, list[dict[str, Any]]] = {}
         for number, group in enumerate(groups):
             for rref in group["params"]:
-                own = by_owner.setdefault(rref.owner().id, [{**g, "params": []} for g in groups])
-                own[number]["params"].append(rref)
+                owner_groups = by_owner.setdefault(
+                    rref.owner().id, [{**g, "params": []} for g in groups]
+                )
+                owner_groups[number]["params"].append(rref)
         self._num_groups = len(groups)
         every = [rref.owner().id for group in groups for rref in group["params"]]
         self._positions = {  # places of each owner's parameters among all
-            owner: [n for n, own in enumerate(every) if own == owner] for owner in by_owner
+            owner: [n for n, number in enumerate(every) if number == owner] for owner in by_owner
         }
         self._owners: dict[int, list[int]] = {}  # places of each owner's groups among all
         made = {}
-        for owner, own in by_owner.items():
-            self._owners[owner] = [n for n, group in enumerate(own) if group["params"]]
-            filled = [group for group in own if group["params"]]
+        for owner, owner_groups in by_owner.items():
+            self._owners[owner] = [n for n, group in enumerate(owner_groups) if group["params"]]
+            filled = [group for group in owner_groups if group["params"]]
             made[owner] = remote(owner, _make, (optimizer_class, filled, kwargs))
         for rref in made.values():
-            rref._get_type()  # noqa: SLF001 - raises what the constructor has raised
+            rref._get_type()  # noqa: SLF001 - raises the constructor's exception
         self._optimizers = made
 
     def step(self, context_id: int, *, max_norm: float | None = None) -> float | None:
         """Step with the gradients of a context, in all nodes at the same time.
 
         Args:
-            context_id: Context whose backward is over.
+            context_id: Context with a finished backward.
             max_norm: Largest norm of all gradients together; larger ones are scaled down to it.
 
         Returns:
             The norm before that; None without `max_norm`.
 
         Raises:
-            Exception: What a step raised, after all others have ended.
+            Exception: Exception of a step, raised after all other steps have ended.
         """
         scale, norm = 1.0, None
         if max_norm is not None:
@@ -223,7 +225,7 @@ class DistributedOptimizer:
         return norm
 
     def zero_grad(self) -> None:
-        """Do nothing: gradients belong to contexts, which end. For loops that call it."""
+        """Do nothing, for training loops that call it: gradients end with their context."""
 
     def set(self, name: str, value: Any, group: int | None = None) -> None:
         """Change a setting, such as `lr`, of a parameter group, or of all."""
@@ -241,7 +243,7 @@ class DistributedOptimizer:
         return dict(zip(names, self._each("state_dict"), strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give all nodes their states back.
+        """Load the states of all nodes.
 
         Raises:
             ConfigError: The states are of other nodes.
@@ -277,7 +279,7 @@ class DistributedOptimizer:
         Cost: all bytes travel to this node once.
 
         Raises:
-            CheckpointError: It cannot be written; earlier ones are untouched.
+            CheckpointError: The checkpoint cannot be written; earlier checkpoints are unchanged.
         """
         parts = dict(zip(self._optimizers, self._each("export"), strict=True))
         return optimizer_checkpoints.write(
@@ -288,7 +290,7 @@ class DistributedOptimizer:
         )
 
     def load(self, directory: str | os.PathLike[str]) -> int:
-        """Give parameters and optimizers what the last checkpoint has; return its step.
+        """Load parameters and optimizer states from the last checkpoint; return its step.
 
         Parameters are known by their place in `params_rref`, so nodes may have changed.
 
@@ -310,10 +312,10 @@ class DistributedOptimizer:
     def _each(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all nodes' optimizers at the same time; raise after all have ended."""
         outcomes = call_methods(list(self._optimizers.values()), method, args)
-        for each in outcomes:
-            if each.error is not None:
-                raise each.error
-        return [each.value for each in outcomes]
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        return [outcome.value for outcome in outcomes]
 
 
 class DistributedScheduler:
@@ -324,7 +326,7 @@ class DistributedScheduler:
         self._number = number
 
     def step(self, *args: Any) -> None:
-        """Go one step on; with arguments as the scheduler has, such as a metric."""
+        """Step the schedulers; arguments are passed to their `step`, such as a metric."""
         self._each("schedule_step", list(args))
 
     def get_last_lr(self) -> list[float]:
@@ -333,8 +335,8 @@ class DistributedScheduler:
         owners = self._optimizer._owners.values()  # noqa: SLF001 - of this module
         by_group = {
             group: rate
-            for groups, own in zip(owners, rates, strict=True)
-            for group, rate in zip(groups, own, strict=True)
+            for groups, owner_rates in zip(owners, rates, strict=True)
+            for group, rate in zip(groups, owner_rates, strict=True)
         }
         return [by_group[group] for group in sorted(by_group)]
 
@@ -344,7 +346,7 @@ class DistributedScheduler:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give all nodes a state back."""
+        """Load a state in all nodes."""
         self._each("schedule_load", state)
 
     def _each(self, method: str, *args: Any) -> list[Any]:

@@ -1,10 +1,10 @@
-"""Checkpoints of optimizers whose parameters live in several nodes.
+"""Checkpoints of optimizers for parameters that live in several nodes.
 
     params/3               the fourth parameter that DistributedOptimizer was given
     optimizer/3/exp_avg    its state
 
-Parameters are known by their place among all, not by their node, so that a run can go on with other
-nodes. The format is that of all checkpoints; see `braid.checkpoint`.
+Parameters are identified by their position among all parameters, not by node, so that a run can
+resume on other nodes. The format is described in `braid.checkpoint`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Part(NamedTuple):
 
     Attributes:
         params: Values.
-        states: State of each in the optimizer.
-        settings: Settings of the groups that the node has parameters of.
+        states: State of each parameter in the optimizer.
+        settings: Settings of the groups with parameters on the node.
     """
 
     params: list[torch.Tensor]
@@ -50,7 +50,7 @@ def write(
 
     Args:
         directory: Directory of checkpoints.
-        parts: For each node the places of its parameters, those of its groups, and its part.
+        parts: For each node, the positions of its parameters and of its groups, and its part.
         step: Number of completed steps.
         keep: Number of checkpoints to keep; all when None.
     """
@@ -77,17 +77,17 @@ def read(
 
     Args:
         directory: Directory of checkpoints.
-        places: For each node the places of its parameters, and those of its groups.
+        places: For each node, the positions of its parameters and of its groups.
         num_groups: Number of groups.
         shapes: For each node the shapes of its parameters.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or has other parameters or groups.
+        CheckpointError: No checkpoint exists, it is damaged, or has other parameters or groups.
     """
     checkpoint = open_last(directory)
     kept = checkpoint.manifest.state.get("optimizer", {})
     states, groups = kept.get("states", {}), kept.get("groups", {})
-    wanted = sorted(place for own, _ in places for place in own)
+    wanted = sorted(place for positions, _ in places for place in positions)
     if sorted(map(int, states)) != wanted or sorted(map(int, groups)) != list(range(num_groups)):
         msg = (
             f"{checkpoint.path} has {len(states)} parameters in {len(groups)} groups, this "
@@ -97,14 +97,14 @@ def read(
         raise CheckpointError(msg)
     parts = [
         Part(
-            [checkpoint.read(f"params/{place}") for place in own],
-            [from_plain(states[str(place)], checkpoint.read) for place in own],
+            [checkpoint.read(f"params/{place}") for place in positions],
+            [from_plain(states[str(place)], checkpoint.read) for place in positions],
             [from_plain(groups[str(number)], checkpoint.read) for number in numbers],
         )
-        for own, numbers in places
+        for positions, numbers in places
     ]
-    for (own, _), wants, part in zip(places, shapes, parts, strict=True):
-        for place, want, param in zip(own, wants, part.params, strict=True):
+    for (positions, _), wants, part in zip(places, shapes, parts, strict=True):
+        for place, want, param in zip(positions, wants, part.params, strict=True):
             if list(param.shape) != list(want):
                 msg = (
                     f"parameter {place} has shape {list(param.shape)} in {checkpoint.path}, and "

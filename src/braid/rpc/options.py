@@ -1,4 +1,4 @@
-"""Choices of a node of remote calls, and the devices on which its tensors arrive in others."""
+"""Options of a node of remote calls, and the devices on which its tensors arrive at peers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ DEFAULT_TIMEOUT_S = 60.0
 
 @dataclass(kw_only=True)
 class RpcOptions:
-    """Choices of a node.
+    """Options of a node.
 
     Attributes:
         num_worker_threads: Calls of peers that run at the same time.
         rpc_timeout: Seconds after which a call fails; 0 for never.
         init_method: Place at which nodes meet: "env://", "tcp://host:port" or "file:///path".
-        device_maps: For each other node, where its tensors arrive: the device here, then there.
+        device_maps: For each peer, a map from devices here to the devices where tensors arrive.
         devices: Devices that this node uses.
-        allowed_modules: Modules whose functions and classes peers may use, beside the program's.
+        allowed_modules: Further modules, beside the program's, that peers may use.
         allow_pickle: Whether values without another form travel as pickles. A peer can run any code
             then; refused on a network without authentication.
         shared_memory: Whether large tensors pass through shared memory inside a host.
-        max_unanswered: Calls of this node that a peer may not have answered; the next one waits, so
-            that nobody is buried.
+        max_unanswered: Maximum number of unanswered calls to one peer; further calls block, which
+            bounds the callee's queue.
     """
 
     num_worker_threads: int = 16
@@ -54,7 +54,7 @@ class RpcOptions:
             raise ConfigError(msg)
 
     def set_device_map(self, to: str, device_map: Mapping[object, object]) -> None:
-        """Let tensors on some devices here arrive on some devices of the node `to`."""
+        """Map devices of this node to devices of the node `to`, where its tensors arrive."""
         named = {_device(here): _device(there) for here, there in device_map.items()}
         self.device_maps.setdefault(to, {}).update(named)
 
@@ -75,7 +75,7 @@ def place_of(
         device: Device of the tensor here.
         sender: Name of this node.
         maps: Device maps of this node, by the name of the other one.
-        receiver: Record of the other node, whose map to this one serves backwards.
+        receiver: Record of the other node; its map to this node is used for backwards.
 
     Raises:
         ConfigError: Neither map has the device.

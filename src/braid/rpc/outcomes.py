@@ -1,13 +1,13 @@
 """Results and errors of functions that ran for a peer.
 
 Problem: an error that is raised keeps the frames that it has passed, and their variables. If one of
-them is the future that keeps the error, neither ever dies: the future is of C++, where the garbage
+them is the future that keeps the error, both leak: the future is a C++ object, so the garbage
 collector cannot see the cycle.
 
 Idea: a future keeps an error without frames, and each wait raises a copy.
 
-The classes of errors are programs', and their methods may raise, exit or wait for ever. So an error
-is described beside the thread that must answer, and made and copied without its constructor.
+Programs define classes of errors, and their methods may raise, exit or hang. So another thread
+formats the text of an error, and errors are created and copied without calling their constructor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
     "outcome",
 ]
 
-MAX_TEXT = 64 << 10  # characters: a text is for people
+MAX_TEXT = 64 << 10  # characters
 MAX_PART = 4 << 10
 TEXT_S = 1.0  # for an error to make its text
 
@@ -53,7 +53,7 @@ class RpcError(errors.ConfigError, RuntimeError):
 
 
 class AnswerFuture(torch.futures.Future[Any]):
-    """A future each of whose waits raises a copy of its error; see above.
+    """A future that raises a copy of its error in each wait; see the module's docstring.
 
     Attributes:
         on_cancel: Function that cancels the call; None for a future of no call.
@@ -65,7 +65,7 @@ class AnswerFuture(torch.futures.Future[Any]):
         """Cancel the call; return whether it had no answer yet.
 
         The future fails with `concurrent.futures.CancelledError`. A call that has not begun does
-        not begin; one that runs learns it by `rpc.is_cancelled()`, and its own calls are cancelled.
+        not begin; in a running call `rpc.is_cancelled()` returns True, and its calls are cancelled.
         """
         on_cancel, self.on_cancel = self.on_cancel, None
         return on_cancel is not None and on_cancel()
@@ -110,7 +110,7 @@ def awaited(future: Any) -> Later:
     """Return the later result of a function that is marked with `async_execution`.
 
     Raises:
-        RuntimeError: It returned something else than a future, as torch says it.
+        RuntimeError: The function did not return a future; the message is torch's.
     """
     if not isinstance(future, Future):
         msg = (
@@ -125,7 +125,7 @@ def outcome(future: Any) -> tuple[Any, BaseException | None]:
     """Return the result and the error of a future that is done; one of them is None."""
     try:
         return future.value(), None
-    except BaseException as exc:  # noqa: BLE001 - whatever it is, the caller must learn it
+    except BaseException as exc:  # noqa: BLE001 - the caller must receive any error
         return None, exc
 
 
@@ -179,10 +179,10 @@ def _made(kind: type[BaseException], text: str) -> BaseException:
 
 
 def _is_own_text(method: object) -> bool:
-    return any(method is each for each in _OWN_TEXTS)
+    return any(method is known for known in _OWN_TEXTS)
 
 
-# as `BaseException` has them, whatever a program's class makes of the names
+# descriptors of `BaseException`, which subclasses of a program cannot override
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 _ARGS: Any = BaseException.__dict__["args"]
 _OWN_TEXTS = [
@@ -197,12 +197,12 @@ _PLAIN_VALUES = (str, int, float, bool, bytes, type(None))
 
 
 def _static(kind: type, name: str) -> Any:
-    """Return an attribute of a class as it stands in a class, without its descriptor's code."""
-    return next(vars(each)[name] for each in kind.__mro__ if name in vars(each))
+    """Return an attribute of a class without running its descriptor's code."""
+    return next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
 
 
 def _text_of(node: str, error: BaseException) -> str:
-    """Return the text of an error with its traceback, whatever its methods do."""
+    """Return the text of an error with its traceback, even if its methods raise or hang."""
     if is_described(node, error):
         return str(_ARGS.__get__(error)[0])
     trace = _TRACEBACK.__get__(error)
@@ -215,19 +215,19 @@ def _text_of(node: str, error: BaseException) -> str:
 
     if _is_plain(error):
         write()
-    else:  # it may wait for ever
+    else:  # it may hang
         writer = threading.Thread(target=write, name="braid-rpc-text", daemon=True)
         writer.start()
         writer.join(TEXT_S)
     if not texts:
         name = type.__repr__(type(error))
-        lines = [f"{name}, whose text cannot be made", *traceback.format_tb(trace)]
+        lines = [f"{name} (its text cannot be formatted)", *traceback.format_tb(trace)]
         texts = ["\n".join([f"On {node}:", *lines])]
     return _shortened(texts[0], MAX_TEXT).encode(errors="backslashreplace").decode()
 
 
 def _shortened(text: str, limit: int = MAX_PART) -> str:
-    """Return a text whose middle is left out if it is too long, without the end of its line."""
+    """Return a text without its final newline, and without its middle if it is too long."""
     if len(text) > limit:
         half = limit // 2
         text = f"{text[:half]} ... {len(text) - 2 * half:,} characters ... {text[-half:]}"
@@ -239,7 +239,7 @@ def _is_builtin(kind: type) -> bool:
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Return whether the text of an error is made without code of a program."""
+    """Return whether the text of an error can be formatted without running a program's code."""
     return (
         _is_builtin(type(error))
         and all(type(value) in _PLAIN_VALUES for value in error.args)
@@ -249,7 +249,7 @@ def _is_plain(error: BaseException) -> bool:
 
 
 def _copy_of(error: BaseException) -> BaseException:
-    """Return a copy of an error, made without its constructor; the error if that cannot be."""
+    """Return a copy of an error without calling its constructor; the error itself if impossible."""
     kind = type(error)
     try:
         if _is_builtin(kind):

@@ -3,7 +3,7 @@
 message ── this node ──────────────────> its own threads
 ── connected ──────────────────> van
 ── a call, not connected ──────> connect, at most once in `_PAUSE_S`, then van
-── another, not connected ─────> undelivered: the node that it is for is gone
+── another, not connected ─────> undelivered: the receiver is lost
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Peers:
         info: Name and number of this node.
         directory: Records of all nodes.
         deliver: Function that handles a message of this node to itself.
-        release: Function that releases the references of a node to which a message was not sent.
-        lost: Numbers of nodes that were lost, and have not come again.
+        release: Function that releases the references of a node that could not be reached.
+        lost: Numbers of nodes that were lost and have not reconnected.
         is_closed: Whether this node has ended.
     """
 
@@ -77,19 +77,19 @@ class Peers:
     def __post_init__(self) -> None:
         """Begin without connections."""
         self.now_ns = self.van.clock.now_ns  # clock of deadlines
-        self.incarnation = self.van.incarnation  # number of this life of the node
+        self.incarnation = self.van.incarnation  # number of this process of the node
         self._reached: set[int] = set()
         self._unreachable: dict[int, _Unreachable] = {}
 
     def transmit(
         self, to: int, message: Message, buffers: Sequence[Buffer] = (), *, answers: int = 0
     ) -> None:
-        """Send a message; a node that is gone is reported by its loss."""
+        """Send a message; does not raise if the receiver is lost."""
         try:
             self.send(to, message, buffers, answers=answers)
         except (PeerLostError, RendezvousError):
             self.undelivered(to)
-        except BraidError as exc:  # nobody here waits for it
+        except BraidError as exc:  # no thread here waits for it
             if not self.is_closed:
                 LOG.warning("%s could not send to node %d: %s", self.info.name, to, exc)
 
@@ -112,7 +112,7 @@ class Peers:
         if self.is_closed:
             raise self.ended()
         if to == self.info.id:
-            copies = [memoryview(bytearray(each)) for each in buffers]
+            copies = [memoryview(bytearray(buffer)) for buffer in buffers]
             number = number or self.van.new_id()
             delivery = Delivery(
                 self.van.node, message, copies, number, self.incarnation, answers=answers
@@ -158,7 +158,7 @@ class Peers:
         return StaleError(msg)
 
     def _connect(self, to: int, within_s: float) -> None:
-        """Connect to a node; one that was out of reach is tried again once in `_PAUSE_S` only."""
+        """Connect to a node; retry an unreachable node at most once in `_PAUSE_S`."""
         record = self.directory.find(to)
         is_lost = to in self.lost or to in self._reached  # its loss may not be known yet
         known = self._unreachable.get(to)

@@ -7,7 +7,7 @@ A call is executed at most once, so one whose answer is lost with its node fails
 executed or not. For a function whose second execution changes nothing more, that makes no
 difference. Its calls wait until a node of that name is there again, until their deadline.
 
-Source: A. Birrell, B. Nelson, 1984, section 3.4, on at-most-once and what a crash leaves open.
+Source: A. Birrell, B. Nelson, 1984, section 3.4, on at-most-once execution and crashes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FIRST_NS, LONGEST_NS = 250_000_000, 4_000_000_000  # between two attempts, doubl
 def idempotent(function: Function) -> Function:
     """Mark a function whose calls are sent again when its node is lost; the outermost decorator.
 
-    At the caller only the mark counts. Executing the function twice must be as good as once.
+    Only the mark at the caller matters. Executing the function twice must equal executing it once.
 
     Raises:
         ConfigError: The function has no attributes, as built-in ones.
@@ -61,7 +61,7 @@ class PendingCall(msgspec.Struct, eq=False):
         to: Number of the callee.
         name: Name of the function.
         deadline_ns: Time after which it fails; None for never.
-        finish: Function of the result and of the error, of which one is None.
+        finish: Function of the result and the error; one of them is None.
         waiter: Key of the thread that waits for it, see `LeaderFollowers.wait`; `finish` takes no
             time then. None if none does.
         scope: Call that has made it; None for one of the program.
@@ -138,7 +138,7 @@ class PendingCalls:
     def fail(
         self, which: Callable[[PendingCall], bool], error: Callable[[PendingCall], BaseException]
     ) -> None:
-        """Let some calls fail, each with an error of its own."""
+        """Fail the calls that `which` selects, each with the error that `error` returns."""
         with self._lock:
             failed = [(number, call) for number, call in self._calls.items() if which(call)]
         for number, call in failed:
@@ -172,10 +172,10 @@ class Retries:
         """Send a call, and again later each time that its node is lost.
 
         Args:
-            send: Function that sends it, with what to do at its end. Whatever it raises is raised
-                the first time, and the error of the call later.
+            send: Function that sends the call, and calls its argument at the call's end. An
+                exception of the first attempt is raised; a later one becomes the call's error.
             finish: Function of the last attempt's result or error.
-            deadline_ns: Time after which there is no further attempt; None for never.
+            deadline_ns: Time after which the call is not sent again; None for no limit.
             now_ns: Clock.
             pause_ns: Time until the next attempt.
         """
@@ -193,7 +193,7 @@ class Retries:
                 longer = min(2 * pause_ns, LONGEST_NS)
                 try:
                     self.attempt(send, finish, deadline_ns, now_ns, longer)
-                except Exception as exc:  # noqa: BLE001 - the caller must learn it
+                except Exception as exc:  # noqa: BLE001 - the caller must receive it
                     finish(None, exc)
 
             with self._lock:
@@ -205,7 +205,7 @@ class Retries:
         """Send what is due."""
         with self._lock:
             due = [again for at_ns, again, _ in self._waiting if at_ns <= now_ns]
-            self._waiting = [each for each in self._waiting if each[0] > now_ns]
+            self._waiting = [call for call in self._waiting if call[0] > now_ns]
         for again in due:
             again()
 

@@ -1,7 +1,7 @@
 """Values that a node owns and references that it has; `protocol.references_state` decides.
 
-A reference that is released here, such as by a handle that Python has collected, is given up at the
-next opportunity, in another thread's time.
+A released reference, such as of a handle that Python has collected, is put into a queue; `collect`
+deletes it later in another thread.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class References:
         first = (peers.incarnation % (1 << 30) << 32) + 1
         self.state = ReferencesState(peers.info.id, first)
         self._values: dict[Id, torch.futures.Future[Any]] = {}
-        self._errors: dict[Id, BaseException] = {}  # of forks whose value is gone
+        self._errors: dict[Id, BaseException] = {}  # of forks with a lost value
         self.released: deque[tuple[Id, Id]] = deque()  # handles that Python has collected
 
     def counts(self) -> Counts:
@@ -78,7 +78,7 @@ class References:
             return self.state.oldest_open
 
     def new_owned(self, value: Any) -> tuple[Id, Id]:
-        """Take a value of this node."""
+        """Register a value of this node; return its reference and the fork of its first handle."""
         future: torch.futures.Future[Any] = AnswerFuture()
         future.set_result(value)
         with self._lock:
@@ -87,7 +87,7 @@ class References:
         return ref, fork
 
     def new_remote(self, owner: int) -> tuple[Id, Id]:
-        """Return a reference to a value that a node is about to make."""
+        """Return reference and fork of a value that a node is about to make."""
         with self._lock:
             if owner != self._peers.info.id:
                 return self.state.new_remote(owner)
@@ -96,22 +96,22 @@ class References:
             return ref, fork
 
     def created(self, fork: Id, error: BaseException | None = None) -> None:
-        """Note that the owner makes the value of `new_remote`, or that it cannot be asked."""
+        """Record that the owner has begun to make the value of `new_remote`, or `error`."""
         with self._lock:
             if error is not None and self.state.is_held(fork):
-                self._errors[fork] = error.with_traceback(None)  # whose frames have arguments
-            done = self.state.created(fork)
-        self._act(done)
+                self._errors[fork] = error.with_traceback(None)  # its frames hold arguments
+            instructions = self.state.created(fork)
+        self._act(instructions)
 
     def accept(self, ref: Id, fork: Id, user: int, oldest_open: int) -> None:
         """Register a value that a peer is about to make here."""
         with self._lock:
             self._values.setdefault(ref, AnswerFuture())
-            done = self.state.accept(ref, fork, user, oldest_open)
-        self._act(done)
+            instructions = self.state.accept(ref, fork, user, oldest_open)
+        self._act(instructions)
 
     def set_value(self, ref: Id, value: Any, error: BaseException | None) -> None:
-        """Complete a value; nobody may want it any more."""
+        """Complete a value with a result or an error, unless it was dropped."""
         with self._lock:
             future = self._values.get(ref)
         if future is not None and not future.done():
@@ -129,14 +129,16 @@ class References:
     def unshare(self, data: Sequence[Any]) -> None:
         """Take a reference back that was shared for a message which will not leave."""
         with self._lock:
-            done = self.state.unshare(Id(*data[0]), Id(*data[1]))
-        self._act(done)
+            instructions = self.state.unshare(Id(*data[0]), Id(*data[1]))
+        self._act(instructions)
 
     def confirmed(self, children: Sequence[Id]) -> None:
-        """Learn that a call which brought forks home is answered, or has not left."""
+        """Release forks that a call returned to their owner; the call is answered or unsent."""
         with self._lock:
-            done = [each for child in children for each in self.state.confirmed(child)]
-        self._act(done)
+            instructions = [
+                instruction for child in children for instruction in self.state.confirmed(child)
+            ]
+        self._act(instructions)
 
     def receive(
         self, ref: Id, fork: Id, owner: WorkerInfo, sender: int, *, will_answer: bool
@@ -147,10 +149,12 @@ class References:
             CommError: The value is gone.
         """
         with self._lock:
-            held, done = self.state.receive(ref, fork, owner.id, sender, will_answer=will_answer)
+            held, instructions = self.state.receive(
+                ref, fork, owner.id, sender, will_answer=will_answer
+            )
             if held is not None and owner.id == self._peers.info.id:  # it may still be to come
                 self._values.setdefault(ref, AnswerFuture())
-        self._act(done)
+        self._act(instructions)
         if held is None:
             msg = f"the value of a reference that {owner.name} has had is gone"
             raise CommError(msg)
@@ -183,14 +187,14 @@ class References:
     def on_message(self, sender: int, message: ReferenceMessage) -> None:
         """Handle a message of the protocol."""
         with self._lock:
-            done = self.state.on_message(sender, message)
-        self._act(done)
+            instructions = self.state.on_message(sender, message)
+        self._act(instructions)
 
     def lost(self, process: int) -> None:
-        """Let go what a lost node held."""
+        """Release the forks of a lost node, and fail references to its values."""
         with self._lock:
-            done = self.state.lost(process)
-        self._act(done)
+            instructions = self.state.lost(process)
+        self._act(instructions)
 
     def collect(self) -> None:
         """Release the handles that Python has collected."""
@@ -198,19 +202,19 @@ class References:
             ref, fork = self.released.popleft()
             with self._lock:
                 self._errors.pop(fork, None)
-                done = self.state.release(ref, fork)
-            self._act(done)
+                instructions = self.state.release(ref, fork)
+            self._act(instructions)
 
     def close(self) -> None:
-        """Drop all values. One that refers to another node would keep this node for ever."""
+        """Drop all values; a value with a handle would otherwise keep this object alive."""
         with self._lock:
             self._values.clear()
             self._errors.clear()
 
     def _act(self, instructions: Sequence[Instruction]) -> None:
         """Execute instructions, without the lock: a send may wait, and may come in any order."""
-        for each in instructions:
-            match each:
+        for instruction in instructions:
+            match instruction:
                 case Send(to, message):
                     self._peers.transmit(to, message)
                 case Drop(ref):

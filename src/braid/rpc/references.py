@@ -1,4 +1,4 @@
-"""Remote references: handles of values that live in one node, and what keeps those alive.
+"""Remote references: handles that keep values alive in the node that owns them.
 
     rref = rpc.remote("ps", Net, args=(10,))     the value is made and stays there
     rref.to_here()                               a copy
@@ -46,7 +46,7 @@ class RRef:
         type_hint: For programs of torch; not used.
 
     Raises:
-        StaleError: This process is no node.
+        StaleError: This process is not a node.
     """
 
     __class_getitem__: Any = classmethod(GenericAlias)  # RRef[Net], in annotations
@@ -82,19 +82,19 @@ class RRef:
         return self._owner.name
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner knows of this reference."""
+        """Return whether the owner has registered this reference."""
         return self._agent.references.is_confirmed(self._fork)
 
     def to_here(self, timeout: float = -1.0) -> Any:
         """Return a copy of the value, or the value itself in its owner; waits until it is made.
 
         Args:
-            timeout: Seconds; the node's own when -1, for ever when 0.
+            timeout: Seconds; the node's default when -1, unlimited when 0.
 
         Raises:
-            Exception: What making the value raised.
-            CommTimeout: It did not come in time.
-            CommError: The value is gone.
+            Exception: The exception of the function that makes the value.
+            CommTimeout: The value did not arrive in time.
+            CommError: The value was dropped or its owner is lost.
         """
         if self.is_owner():
             return self._made_here(timeout)
@@ -119,15 +119,15 @@ class RRef:
         return self._agent.wait_for(self._agent.references.future_of(self._ref), timeout)
 
     def rpc_sync(self, timeout: float = -1.0) -> Any:
-        """Return a proxy whose methods run on the value in its owner, and return the result."""
+        """Return a proxy: its methods run on the value in its owner, and return the result."""
         return _Proxy(self, self._agent.caller.call_sync, timeout)
 
     def rpc_async(self, timeout: float = -1.0) -> Any:
-        """Return a proxy whose methods run on the value, and return futures."""
+        """Return a proxy: its methods run on the value, and return futures."""
         return _Proxy(self, self._agent.caller.call_async, timeout)
 
     def remote(self, timeout: float = -1.0) -> Any:
-        """Return a proxy whose methods run on the value, and return references to the results."""
+        """Return a proxy: its methods run on the value, and return references to the results."""
         return _Proxy(self, partial(create, self._agent), timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:

@@ -43,9 +43,9 @@ class RemoteModule(torch.nn.Module):
         kwargs: Keyword arguments of the class.
 
     Raises:
-        ConfigError: There is no such node, or `remote_device` is no place.
+        ConfigError: The node does not exist, or `remote_device` is malformed.
 
-    On failure: what making the module raised is raised at its first use.
+    On failure: an exception of the module's constructor is raised at the module's first use.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RemoteModule(torch.nn.Module):
         """Return references to the parameters.
 
         Args:
-            recurse: Whether those of submodules are among them.
+            recurse: Whether to include parameters of submodules.
         """
         parameters: list[RRef] = rpc_sync(self.on, _parameters, (self.module_rref, recurse))
         return parameters
@@ -124,10 +124,10 @@ class RemoteModule(torch.nn.Module):
 
     @classmethod
     def _of_state(cls, state: Sequence[Any]) -> RemoteModule:
-        own = cls.__new__(cls)
-        torch.nn.Module.__init__(own)
-        own.on, own.device, own.module_rref = state
-        return own
+        module = cls.__new__(cls)
+        torch.nn.Module.__init__(module)
+        module.on, module.device, module.module_rref = state
+        return module
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:
@@ -151,7 +151,7 @@ for _name in _LOCAL_ONLY:
 
 
 def _place(remote_device: str) -> tuple[str | int, str]:
-    """Return node and device of a place."""
+    """Return the node and the device in a `remote_device`."""
     node, slash, device = remote_device.partition("/")
     try:
         torch.device(device or "cpu")
@@ -187,7 +187,7 @@ def _make(
 @register
 def _parameters(rref: RRef, recurse: bool) -> list[RRef]:
     """Return references to the parameters; in the module's node."""
-    return [RRef(each) for each in rref.local_value().parameters(recurse)]
+    return [RRef(param) for param in rref.local_value().parameters(recurse)]
 
 
 @register

@@ -20,7 +20,7 @@ class Role(NamedTuple):
 
     Attributes:
         name: Name of the role.
-        number: Number of the node among those of its role.
+        number: Index of the node among the nodes of its role.
         size: Number of nodes of the role.
     """
 
@@ -38,7 +38,7 @@ def own_role(environ: Mapping[str, str] | None = None) -> Role:
     """Return the role of this process.
 
     Args:
-        environ: Environment variables; those of this process when None.
+        environ: Environment variables; `os.environ` when None.
 
     Raises:
         ConfigError: The launcher has given no roles.
@@ -57,7 +57,7 @@ def names_of(role: str, environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the names of all nodes of a role.
 
     Raises:
-        ConfigError: There is no such role.
+        ConfigError: No such role exists.
     """
     counts = dict(_roles(os.environ if environ is None else environ))
     if role not in counts:
@@ -77,5 +77,5 @@ def _roles(environ: Mapping[str, str]) -> list[tuple[str, int]]:
     if not text:
         msg = "this process has no role: start the program with braid run --role NAME:COUNT ..."
         raise ConfigError(msg)
-    parts = [each.partition(":") for each in text.split(",")]
+    parts = [part.partition(":") for part in text.split(",")]
     return [(name, int(count)) for name, _, count in parts]

@@ -31,8 +31,8 @@ class Scope:
     """A call that runs in this process.
 
     Args:
-        deadline_ns: Time after which nobody waits for it; None for never.
-        is_kept: Whether its result stays here, where others than the caller may want it.
+        deadline_ns: Time after which the caller no longer waits; None for no deadline.
+        is_kept: Whether its result stays here as the value of a remote reference.
 
     Attributes:
         is_cancelled: Whether the caller has cancelled it, or is lost.
@@ -57,12 +57,12 @@ def current_scope() -> Scope | None:
 
 
 def enter(scope: Scope) -> None:
-    """Let code of this context, see `contextvars`, run for a call."""
+    """Set the call for which code of this `contextvars` context runs."""
     _SCOPE.set(scope)
 
 
 def deadline_ns(name: str, seconds: float, now_ns: int) -> int | None:
-    """Return the time at which a call fails: its own, or that of the call which makes it.
+    """Return the deadline of a call, bounded by the deadline of the enclosing call.
 
     Args:
         name: Name of the function, for the error.
@@ -72,11 +72,11 @@ def deadline_ns(name: str, seconds: float, now_ns: int) -> int | None:
     Raises:
         CommTimeout: The deadline of the call which makes it has passed.
     """
-    own = now_ns + round(seconds * 1e9) if seconds else None
+    limit = now_ns + round(seconds * 1e9) if seconds else None
     scope = _SCOPE.get()
     outer = None if scope is None else scope.deadline_ns
     if outer is None:
-        return own
+        return limit
     if outer <= now_ns:
         late_s = (now_ns - outer) / 1e9
         msg = (
@@ -84,7 +84,7 @@ def deadline_ns(name: str, seconds: float, now_ns: int) -> int | None:
             "ago"
         )
         raise CommTimeout(msg)
-    return outer if own is None else min(own, outer)
+    return outer if limit is None else min(limit, outer)
 
 
 class CallSpans:
@@ -92,7 +92,7 @@ class CallSpans:
 
     Args:
         recorder: Recorder that the launcher reads; None without one.
-        node: Number of this node, which is its rank then.
+        node: Number of this node, equal to its rank under a launcher.
     """
 
     def __init__(self, recorder: Recorder | None, node: int) -> None:
@@ -113,7 +113,7 @@ class CallSpans:
         )
 
     def serve(self, name: str, sender: int, number: int, arrived_ns: int) -> Span | None:
-        """Begin the span of a call that runs here; another one shows how long it waited for it."""
+        """Begin the span of a call that runs here; record a span of its time in the queue."""
         recorder = self._recorder
         if recorder is None:
             return None

@@ -1,10 +1,10 @@
-"""Ways of serving calls: in batches, one at a time, and by many nodes at once.
+"""Ways of serving calls: in batches, one at a time, and by many nodes.
 
     @rpc.batch(max_size=8, max_wait_s=0.01)
-    def act(states): ...                 a list of what eight callers pass; returns as many results
+    def act(states): ...                 a list of eight callers' arguments; returns eight results
 
     @rpc.serial
-    class Table: ...                     its methods run one after the other, for all callers
+    class Table: ...                     its methods run one at a time, for all callers
 
     rpc.broadcast(names, reset, (7,))    one call to all, by a tree
 
@@ -40,14 +40,14 @@ SERIAL = "_braid_rpc_lock"
 def batch(
     max_size: int, max_wait_s: float
 ) -> Callable[[Callable[..., Sequence[Any]]], Callable[..., Any]]:
-    """Let a function, or a method, answer several calls at once; a decorator.
+    """Answer several calls with one execution of a function or method; a decorator.
 
-    The function gets a list of the arguments of several calls, each of which passes one, and
-    returns a list of their results.
+    The function gets a list with the one argument of each call, and returns a list of their
+    results.
 
     Args:
-        max_size: Calls that are answered at once at most.
-        max_wait_s: Seconds that the first of them waits for others.
+        max_size: Maximum number of calls in a batch.
+        max_wait_s: Seconds that the first call of a batch waits for others.
 
     On failure: an exception fails all calls of its batch, as does a list of another length.
 
@@ -61,7 +61,7 @@ def batch(
     def decorate(function: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
         is_method = next(iter(inspect.signature(function).parameters), "") == "self"
         shared = _Batcher(max_size, max_wait_s)
-        own: weakref.WeakKeyDictionary[Any, _Batcher] = weakref.WeakKeyDictionary()
+        batchers: weakref.WeakKeyDictionary[Any, _Batcher] = weakref.WeakKeyDictionary()
         guard = threading.Lock()
 
         @functools.wraps(function)
@@ -70,7 +70,7 @@ def batch(
             if not is_method:
                 return shared.add(function, item)
             with guard:
-                batcher = own.setdefault(owner[0], _Batcher(max_size, max_wait_s))
+                batcher = batchers.setdefault(owner[0], _Batcher(max_size, max_wait_s))
             return batcher.add(functools.partial(function, owner[0]), item)
 
         setattr(wrapper, MARK, function)
@@ -139,7 +139,7 @@ def _answer(
         if len(results) != len(calls):
             msg = f"a batch of {len(calls)} calls needs as many results, got {len(results)}"
             raise ConfigError(msg)
-    except BaseException as exc:  # noqa: BLE001 - whatever it is, the callers must learn it
+    except BaseException as exc:  # noqa: BLE001 - the callers must receive any error
         error, _ = described(current_agent().info.name, exc)
         for _, future in calls:
             future.set_exception(error)
@@ -149,9 +149,9 @@ def _answer(
 
 
 def serial(cls: Type) -> Type:
-    """Let methods of objects run one after the other when peers call them; a class decorator.
+    """Run the methods of an object one at a time when peers call them; a class decorator.
 
-    A method that calls its own object through another node waits for itself, until its deadline.
+    A method that calls its object through another node deadlocks until its deadline.
     """
     make = cls.__init__  # type: ignore[misc]
 
@@ -177,10 +177,10 @@ def broadcast(
     row.
 
     Raises:
-        Exception: What the function raised in the first node that failed, by their order.
+        Exception: The function's exception in the first node, in the order of `to`, that failed.
     """
     names = [
-        each if isinstance(each, str) else current_agent().directory.find(each).name for each in to
+        node if isinstance(node, str) else current_agent().directory.find(node).name for node in to
     ]
     return _collect(_spread(names, func, args, kwargs or {}, timeout))
 
@@ -210,7 +210,7 @@ def _relay(
 ) -> list[Any]:
     """Pass a call on, and execute it."""
     futures = _spread(rest, func, args, kwargs, -1.0)
-    own = func(*args, **kwargs)
+    result = func(*args, **kwargs)
     if is_async_execution(func):
-        own = own.wait()
-    return [own, *_collect(futures)]
+        result = result.wait()
+    return [result, *_collect(futures)]

@@ -1,4 +1,4 @@
-"""Results that come one after the other, while the function that makes them still runs.
+"""Streams: results of a generator function that arrive while the function still runs.
 
     for line in rpc.stream("reader", lines_of, (path,)):
         ...
@@ -8,11 +8,11 @@
       <── put(0, ...), put(1, ...), ... ───      at most `window` that are not answered
       ── answers, as the loop takes them ──>
 
-So a slow reader slows the function down, and no memory grows. A loop that ends early ends the
-function at its next result, when Python collects the stream, or its reader calls `shutdown`. An
-exception of the function comes at its place, after the results before it.
+So a slow reader slows the function down, and memory is bounded. If a loop ends early, the function
+ends at its next result once Python collects the stream or its reader calls `shutdown`. An exception
+of the function is raised after the results before it.
 
-Cost: one message there and one back per result, `window` of which overlap.
+Cost: one message there and one back per result; up to `window` results overlap.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Inbox:
 
     @async_execution
     def put(self, number: int, value: Any) -> Future[bool]:
-        """Take a result; the answer comes when the loop has it: whether more are wanted."""
+        """Add a result; the future completes when the loop takes it: whether to go on."""
         answer: Future[bool] = Future()
         with self._changed:
             if not self._is_closed:
@@ -80,18 +80,18 @@ class _Inbox:
                     if self._end[1] is not None:
                         raise self._end[1]
                     raise StopIteration
-                left = None if until is None else until - time.monotonic()
-                if left is not None and left <= 0:
+                remaining_s = None if until is None else until - time.monotonic()
+                if remaining_s is not None and remaining_s <= 0:
                     msg = f"result {self._next} of {name} did not come within {timeout_s:g} s"
                     raise CommTimeout(msg)
-                self._changed.wait(left)
+                self._changed.wait(remaining_s)
             value, answer = self._results.pop(self._next)
             self._next += 1
         answer.set_result(True)
         return value
 
     def close(self) -> None:
-        """Want no more results."""
+        """Refuse further results."""
         with self._changed:
             self._is_closed = True
             waiting = [answer for _, answer in self._results.values()]
@@ -132,7 +132,7 @@ class Stream(Iterator[Any]):
         self._finalizer()
 
     def close_for(self, thread: int) -> None:
-        """End the function if a thread, which reads no more, was the last one to read."""
+        """End the function if `thread` was the last thread that read results."""
         if self._reader == thread:
             self.close()
 
@@ -159,13 +159,13 @@ def stream(
         func: A generator function, or one that returns an iterable.
         args: Arguments.
         kwargs: Keyword arguments.
-        timeout: Seconds to wait for each result; the node's own when -1, for ever when 0.
-        window: Results that may be on their way.
+        timeout: Seconds to wait for each result; the node's default when -1, unlimited when 0.
+        window: Maximum number of results in flight.
 
     Raises:
-        ConfigError: The window is below 1, or there is no such node.
+        ConfigError: The window is below 1, or the node does not exist.
 
-    On failure: the iterator raises what the function raised, after the results before it;
+    On failure: the iterator raises the function's exception after the results before it;
     `PeerLostError` when the node is lost, `CommTimeout` when no result comes in time.
     """
     if window < 1:
@@ -177,9 +177,9 @@ def stream(
     values = (RRef(inbox), func, list(args or ()), dict(kwargs or {}), window)
     call = rpc_async(to, _run, values, timeout=0)
 
-    def on_end(done: Future[int]) -> None:
+    def on_end(future: Future[int]) -> None:
         try:
-            count, error = done.value(), None
+            count, error = future.value(), None
         except Exception as exc:  # noqa: BLE001 - raised by the iterator
             count, error = 0, exc
         inbox.end(count, error)

@@ -1,7 +1,7 @@
-"""The nodes that take part: names, numbers and addresses of nodes, in a store that all share.
+"""Directory of the nodes: their names, numbers and addresses, in a shared store.
 
-A node writes its record when it comes. Others read it when they first call it, so nodes may come
-and go at any time. Where the number of nodes is fixed, all wait for all at the beginning.
+A node writes its record when it starts. Others read it before their first call to it, so nodes may
+join and leave at any time. If the number of nodes is fixed, all nodes wait for all at the start.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class WorkerDirectory:
     """Records of all nodes.
 
     Args:
-        store: Store of all nodes, under a prefix of their own; public.
+        store: Store shared by all nodes, with a prefix for them; public.
         timeout_s: Seconds to wait for a node that has not come.
     """
 
@@ -99,7 +99,7 @@ class WorkerDirectory:
 
         Args:
             record: The record.
-            is_gone: Function that returns whether no node listens on an address any more.
+            is_gone: Function that returns whether no node listens on an address.
 
         Raises:
             RendezvousError: Another node has the name or the number.
@@ -120,16 +120,16 @@ class WorkerDirectory:
                 )
                 self.store.set(_CLASH, msg.encode())
                 raise RendezvousError(msg)
-            self.store.set(key, packed)  # torch's older server wakes nobody after a compare_set
+            self.store.set(key, packed)  # torch's older server wakes no waiter after compare_set
         self._remember(record)
 
     def remove_own(self, info: WorkerInfo) -> None:
-        """Take the record of this node back, so that its name is free."""
+        """Remove the record of this node, so that its name is free."""
         for key in (f"name/{info.name}", f"id/{info.id}"):
             self.store.delete_key(key)
 
     def forget(self, number: int) -> None:
-        """Ask the store again for a node that was lost."""
+        """Forget the record of a lost node, so that `find` reads the store again."""
         with self._lock:
             record = self._by_id.pop(number, None)
             if record is not None:
@@ -139,7 +139,8 @@ class WorkerDirectory:
         """Wait until nodes 0 to `world_size` - 1 have come.
 
         Raises:
-            RendezvousError: Some did not come, which names their numbers; or two have one name.
+            RendezvousError: Some nodes did not arrive (the message has their numbers), or two nodes
+                have the same name.
         """
         keys = [f"id/{number}" for number in range(world_size)]
         until = time.monotonic() + self._timeout_s
@@ -174,13 +175,13 @@ class WorkerDirectory:
     @property
     def infos(self) -> list[WorkerInfo]:
         """Names and numbers of the nodes that are known here."""
-        return [WorkerInfo(each.name, each.id) for each in self.known]
+        return [WorkerInfo(record.name, record.id) for record in self.known]
 
     def find(self, to: To) -> WorkerRecord:
         """Return the record of a node.
 
         Raises:
-            RpcError: There is no such node.
+            RpcError: The node does not exist.
         """
         name: str | int = to.name if isinstance(to, WorkerInfo) else to
         record = self._by_name.get(name) if isinstance(name, str) else self._by_id.get(name)
@@ -188,7 +189,7 @@ class WorkerDirectory:
             return record
         key = f"name/{name}" if isinstance(name, str) else f"id/{name}"
         if not self.store.check([key]):
-            names = ", ".join(each.name for each in self.known)
+            names = ", ".join(record.name for record in self.known)
             msg = f"there is no node {name!r} (known: {names})"
             raise RpcError(msg)
         record = msgspec.json.decode(self.store.get(key, self._timeout_s), type=WorkerRecord)

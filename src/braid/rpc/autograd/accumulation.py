@@ -1,10 +1,10 @@
-"""Local backwards that call hooks on gradients of parameters, such as those of data parallelism.
+"""Local backwards that call hooks on parameters' gradients, as data parallelism needs.
 
 Problem: gradients belong to a context, not to `.grad`, so `torch.autograd.grad` computes them. It
 calls no hook that runs after a gradient has been accumulated, and data parallelism averages there.
 
-Idea: where a parameter has such a hook, a local backward accumulates into `.grad` as usual, which
-is the context's for that time: it begins with what the context has, and is put back afterwards.
+Idea: if a parameter has such a hook, `.grad` is set to the context's gradient for the time of the
+local backward, which accumulates into it as usual. Afterwards the program's `.grad` is restored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class ParamLocks:
-    """A lock for each parameter: an optimizer or a local backward uses its `.grad`, not both."""
+    """Locks of parameters, so that one optimizer or local backward at a time uses `.grad`."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -41,7 +41,7 @@ class ParamLocks:
 
     @contextlib.contextmanager
     def held(self, params: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Hold the locks of some parameters, in one order for all who do."""
+        """Hold the locks of parameters; every caller acquires them in the same order."""
         with self._guard:
             for p in params:
                 if p not in self._locks:
@@ -79,10 +79,10 @@ class HookGroup:
 
 
 def run_hooks(parameters: Iterable[torch.Tensor], *, is_early: bool = False) -> None:
-    """Let local backwards of contexts call the hooks that run after an accumulation.
+    """Make local backwards of contexts call the parameters' hooks that run after accumulation.
 
-    Hooks of `register_post_accumulate_grad_hook`, so those of braid's DistributedDataParallel, are
-    called without this. It is needed where hooks cannot be seen from Python:
+    Hooks of `register_post_accumulate_grad_hook`, such as the hooks of braid's
+    DistributedDataParallel, are called without this. It is needed for hooks of C++:
 
         dist_autograd.run_hooks(ddp.parameters())       torch's DistributedDataParallel
 
@@ -91,25 +91,25 @@ def run_hooks(parameters: Iterable[torch.Tensor], *, is_early: bool = False) -> 
             data parallelism averages a bucket in the backward that completes the bucket.
         is_early: Whether the hooks count on one local backward that reaches all parameters, as in
             torch's DistributedDataParallel with `static_graph` or `find_unused_parameters`. If a
-            remote call lies between the parameters, the backward fails then. Of several calls with
-            the same parameters, the last one decides.
+            remote call lies between the parameters, the backward fails then. If this is called
+            several times with the same parameters, the last call decides.
 
-    Cost: local backwards that reach one of them copy the gradients of all once more, and come one
-    after the other.
+    Cost: a local backward that reaches one of the parameters copies the gradients of all once more;
+    such backwards run sequentially.
     """
-    params = [each for each in parameters if each.requires_grad]
+    params = [param for param in parameters if param.requires_grad]
     known = (group for group in hook_groups(params[:1]) if group.consists_of(params))
     group = next(known, None)
     if group is None:
         group = HookGroup(tuple(map(weakref.ref, params)))
-        for each in params:
-            _remove_dead_groups(each)
-            each.register_post_accumulate_grad_hook(group)  # type: ignore[no-untyped-call]
+        for param in params:
+            _remove_dead_groups(param)
+            param.register_post_accumulate_grad_hook(group)  # type: ignore[no-untyped-call]
     group.is_early = is_early
 
 
 def _remove_dead_groups(param: torch.Tensor) -> None:
-    """Remove groups that lack a parameter now: their owner averages nothing any more."""
+    """Remove groups with a collected parameter, which their owner no longer averages."""
     hooks = accumulate_hooks(param) or {}
     for key, hook in list(hooks.items()):
         if isinstance(hook, HookGroup) and any(ref() is None for ref in hook.members):
@@ -117,7 +117,7 @@ def _remove_dead_groups(param: torch.Tensor) -> None:
 
 
 def has_hooks(leaf: torch.Tensor) -> bool:
-    """Whether a hook is to run after a gradient of a leaf has been accumulated."""
+    """Return whether a leaf has a hook that runs after accumulation of its gradient."""
     return bool(accumulate_hooks(leaf))
 
 
@@ -141,15 +141,15 @@ def accumulated(
     Args:
         pairs: Tensors, and the gradients from which the backward begins.
         leaves: Leaves on which the tensors depend.
-        anchors: Leaves of receives, likewise.
-        known: Gradients that the context has.
+        anchors: Leaves of receives on which the tensors depend.
+        known: Gradients of the context.
         hooked: `.grad` after earlier local backwards of the same backward, which may be memory of
-            the hooks' owner; this call adds its own.
+            the hooks' owner; updated by this call.
         keeps: Whether the graph is kept.
     """
-    members = {id(each): each for each in leaves}
+    members = {id(member): member for member in leaves}
     for group in hook_groups(leaves):
-        members |= {id(each): each for ref in group.members if (each := ref()) is not None}
+        members |= {id(member): member for ref in group.members if (member := ref()) is not None}
     changed = list(members.values())
     with PARAM_LOCKS.held(changed):
         before = [(leaf, leaf.grad, _copied(leaf.grad)) for leaf in changed]

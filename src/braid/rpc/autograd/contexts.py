@@ -1,8 +1,8 @@
 """Contexts of distributed autograd on one node.
 
-`protocol.autograd_state` decides when which local backward runs. This module runs it: from the
-roots, or from the tensors of a send when their gradients have come. Since gradients are linear, the
-gradients of several local backwards add up to those of one.
+`protocol.autograd_state` decides when a local backward runs. This module runs it: from the roots,
+or from the tensors of a send when their gradients have arrived. Since gradients are linear, the
+gradients of several local backwards sum to the gradients of a single one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = ["Contexts"]
 
 _CURRENT: ContextVar[int] = ContextVar("braid-rpc-autograd", default=-1)
 _NO_EDGE = Id(-1, -1)
-_ID_BITS = 48  # of a context's number; those above are its origin, as torch has them
+_ID_BITS = 48  # of a context's number; the higher bits are its origin, as in torch
 _NUM_OVER = 1024
 _MESSAGES = get_args(AutogradMessage)
 
@@ -79,8 +79,8 @@ class Contexts:
         """Begin without contexts."""
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
-        self._over: deque[int] = deque(maxlen=_NUM_OVER)  # calls of theirs may still come
-        # not those of an earlier life of this node, which others may still know
+        self._over: deque[int] = deque(maxlen=_NUM_OVER)  # their calls may still arrive
+        # distinct from numbers of an earlier process of this node, which peers may still know
         self._numbers = itertools.count((self.peers.incarnation % (1 << 23) << 24) + 1)
 
     # -- life of a context
@@ -119,7 +119,7 @@ class Contexts:
     def num_backwards(self) -> int:
         """Number of backwards in which this node takes part now."""
         with self._lock:
-            return sum(own.state.is_running for own in self._contexts.values())
+            return sum(context.state.is_running for context in self._contexts.values())
 
     def get(self, number: int) -> Context:
         """Return a context.
@@ -127,24 +127,24 @@ class Contexts:
         Raises:
             RpcError: It is over, or was never here.
         """
-        own = self._contexts.get(number)
-        if own is None:
+        context = self._contexts.get(number)
+        if context is None:
             msg = (
                 f"Could not find autograd context with id: {number}. It is over, or no call of it "
                 f"has come to {self.peers.info.name}"
             )
             raise RpcError(msg)
-        return own
+        return context
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Contexts that have something here."""
+        """Numbers of the contexts with state on this node."""
         with self._lock:
             return tuple(self._contexts)
 
     @contextlib.contextmanager
     def entered(self, edge: AutogradEdge) -> Iterator[None]:
-        """Let the code inside belong to the context of a call."""
+        """Run the code inside in the context of a call."""
         token = _CURRENT.set(edge.context)
         try:
             with torch.set_grad_enabled(edge.is_recording):
@@ -153,30 +153,30 @@ class Contexts:
             _CURRENT.reset(token)
 
     def release(self, number: int) -> None:
-        """Forget a context, here and where else it is known."""
+        """Release a context on this node and on all nodes that this node knows to have it."""
         with self._lock:
-            own = self._contexts.pop(number, None)
+            context = self._contexts.pop(number, None)
             self._over.append(number)
-        if own is not None:
-            self._act(own, own.state.release())
+        if context is not None:
+            self._act(context, context.state.release())
 
     # -- recording
 
     def outgoing(self, tensors: Sequence[torch.Tensor], to: int) -> AutogradEdge | None:
         """Record the tensors of a message that is about to leave; None outside of a context."""
         number = _CURRENT.get()
-        own = None if number < 0 else self._known(number)
-        if own is None:
+        context = None if number < 0 else self._known(number)
+        if context is None:
             return None
         is_recording = torch.is_grad_enabled()
-        places = [n for n, each in enumerate(tensors) if each.requires_grad and is_recording]
-        with own.lock:
-            own.state.met(to)
+        places = [n for n, tensor in enumerate(tensors) if tensor.requires_grad and is_recording]
+        with context.lock:
+            context.state.met(to)
             if not places:
                 return AutogradEdge(number, _NO_EDGE, [], is_recording)
             edge = Id(self.peers.info.id, next(self._numbers))
-            own.state.sent(edge, to)
-            own.sends[edge] = [tensors[place] for place in places]
+            context.state.sent(edge, to)
+            context.sends[edge] = [tensors[place] for place in places]
         return AutogradEdge(number, edge, places, is_recording)
 
     def incoming(
@@ -184,37 +184,37 @@ class Contexts:
     ) -> list[torch.Tensor]:
         """Return the tensors of a message that has arrived, as results of its receive.
 
-        Those of a context that is over are values only.
+        Tensors of a context that is over carry no graph.
         """
         if edge is None:
             return tensors
         for tensor in tensors:
             tensor.requires_grad_(False)
-        own = self._known(edge.context)
-        if own is None:
+        context = self._known(edge.context)
+        if context is None:
             return tensors
-        with own.lock:
-            own.state.met(sender)
+        with context.lock:
+            context.state.met(sender)
             if not edge.tensors:
                 return tensors
-            own.state.received(edge.number, sender)
-            receive = own.receives[edge.number] = Receive(edge.number, len(edge.tensors))
+            context.state.received(edge.number, sender)
+            receive = context.receives[edge.number] = Receive(edge.number, len(edge.tensors))
         with torch.enable_grad():
             attached = receive.attach([tensors[place] for place in edge.tensors])
-        own.functions[edge.number] = attached[0].grad_fn
-        done = list(tensors)
+        context.functions[edge.number] = attached[0].grad_fn
+        results = list(tensors)
         for place, tensor in zip(edge.tensors, attached, strict=True):
-            done[place] = tensor
-        return done
+            results[place] = tensor
+        return results
 
     def _known(self, number: int) -> Context | None:
         """Return a context, which may be new here; None if it is over."""
         with self._lock:
-            own = self._contexts.get(number)
+            context = self._contexts.get(number)
             is_own = number >> _ID_BITS == self.peers.info.id
-            if own is None and not is_own and number not in self._over:
-                own = self._contexts[number] = Context(self.peers.info.id, number)
-            return own
+            if context is None and not is_own and number not in self._over:
+                context = self._contexts[number] = Context(self.peers.info.id, number)
+            return context
 
     # -- backward
 
@@ -228,7 +228,7 @@ class Contexts:
         mode: Mode = "smart",
     ) -> None:
         """Run a backward as its origin; see `dist_autograd.backward`."""
-        own = self.get(number)
+        context = self.get(number)
         for place, root in enumerate(roots):
             if not root.requires_grad or root.numel() != 1:
                 msg = (
@@ -240,36 +240,36 @@ class Contexts:
         if not roots:
             msg = "the backward needs at least one root"
             raise RpcError(msg)
-        with own.lock:
+        with context.lock:
             this = Id(self.peers.info.id, next(self._numbers))
-            if own.state.failure_of(this):
-                msg = f"context {number} has failed: {own.state.failure_of(this)}"
+            if context.state.failure_of(this):
+                msg = f"context {number} has failed: {context.state.failure_of(this)}"
                 raise CommError(msg)
-            own.begin(roots)
-            own.retains, own.mode = retain_graph, mode
-            done = own.state.begin(this, mode)
-        self._act(own, done)
+            context.begin(roots)
+            context.retains, context.mode = retain_graph, mode
+            instructions = context.state.begin(this, mode)
+        self._act(context, instructions)
         seconds = self.options.rpc_timeout if timeout_s is None else timeout_s
         is_over = self.pool.wait(
-            lambda: own.finished is not None or bool(own.state.failure_of(this)),
+            lambda: context.finished is not None or bool(context.state.failure_of(this)),
             seconds or None,
-            lambda each: isinstance(each.message, _MESSAGES),
+            lambda delivery: isinstance(delivery.message, _MESSAGES),
             is_quick=False,
         )
         if not is_over:
-            with own.lock:
-                lines = "; ".join(own.state.waiting())
+            with context.lock:
+                lines = "; ".join(context.state.waiting())
                 reason = f"the backward of context {number} did not end in {seconds:g} s: {lines}"
-                done = own.state.fail(reason, this)
-            self._act(own, done)
+                instructions = context.state.fail(reason, this)
+            self._act(context, instructions)
             raise CommTimeout(reason)
-        if own.state.failure_of(this):
-            own.restore()  # the thread that learned of the failure may not have come to it yet
-            raise CommError(own.state.failure_of(this))
-        assert own.finished is not None
-        if own.finished.pending:
-            unused = sum(map(len, own.finished.pending.values()))
-            nodes = ", ".join(self.peers.directory.find(n).name for n in own.finished.pending)
+        if context.state.failure_of(this):
+            context.restore()  # the thread that received the failure may not have restored it yet
+            raise CommError(context.state.failure_of(this))
+        assert context.finished is not None
+        if context.finished.pending:
+            unused = sum(map(len, context.finished.pending.values()))
+            nodes = ", ".join(self.peers.directory.find(n).name for n in context.finished.pending)
             msg = (
                 f"the backward of context {number} is incomplete: {unused} messages to {nodes} had "
                 "results that the roots do not depend on. Use mode='smart'"
@@ -279,103 +279,105 @@ class Contexts:
     def on_message(
         self, sender: int, message: AutogradMessage, buffers: Sequence[memoryview]
     ) -> None:
-        """Handle a message of the protocol; one of a context that is over means nothing."""
+        """Handle a message of the protocol; messages of a released context have no effect here."""
         if isinstance(message, Release):
             self.release(message.context)
             return
-        own = self._contexts.get(message.context)
-        if own is None:
+        context = self._contexts.get(message.context)
+        if context is None:
             if isinstance(message, Mark | Gradients):
                 reason = f"{self.peers.info.name} has released context {message.context}"
                 self.peers.transmit(sender, BackwardFailed(message.context, reason))
             return
-        with own.lock:
+        with context.lock:
             match message:
                 case Mark():
-                    done = own.state.on_mark(sender, message)
+                    instructions = context.state.on_mark(sender, message)
                 case Gradients():
-                    done = own.state.on_gradients(
+                    instructions = context.state.on_gradients(
                         sender, message.backward, message.edge, message.mode, message.failed
                     )
-                    if own.state.is_current(message.backward):
+                    if context.state.is_current(message.backward):
                         body = Body(message.packed, message.specs, message.sparse)
                         tensors = tensors_of(body, buffers)
-                        own.arrived[message.edge] = self.codec.unpack(
+                        context.arrived[message.edge] = self.codec.unpack(
                             body.packed, tensors, node_of(sender)
                         )
-                        own.retains, own.mode = message.retains, message.mode
+                        context.retains, context.mode = message.retains, message.mode
                 case Acknowledge():
-                    done = own.state.on_acknowledge(message)
+                    instructions = context.state.on_acknowledge(message)
                 case BackwardFailed():
-                    done = own.state.fail(message.reason, message.backward)
-        self._act(own, done)
+                    instructions = context.state.fail(message.reason, message.backward)
+        self._act(context, instructions)
 
     def lost(self, process: int, reason: str) -> None:
-        """Let the contexts fail in which a lost node takes part."""
+        """Fail the contexts in which a lost node takes part."""
         for number in self.numbers:
-            own = self._contexts.get(number)
-            if own is not None:
-                with own.lock:
-                    done = own.state.lost(process, reason)
-                self._act(own, done)
+            context = self._contexts.get(number)
+            if context is not None:
+                with context.lock:
+                    instructions = context.state.lost(process, reason)
+                self._act(context, instructions)
                 if number >> _ID_BITS == process:  # which cannot release it
                     self.release(number)
 
-    def _act(self, own: Context, instructions: Sequence[Instruction]) -> None:
-        for each in instructions:
-            match each:
+    def _act(self, context: Context, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
                 case Send(to, message):
                     self.peers.transmit(to, message)
                 case RunBackward(edge, backward):
-                    self._run(own, edge, backward)
+                    self._run(context, edge, backward)
                 case Ship():
-                    self._ship(own, each)
+                    self._ship(context, instruction)
                 case BackwardFinished():
-                    own.finished = each
+                    context.finished = instruction
                     self.pool.notify()
                 case FailBackward():
-                    own.restore()
+                    context.restore()
                     self.pool.notify()
 
-    def _run(self, own: Context, source: Id | None, backward: Id) -> None:
+    def _run(self, context: Context, source: Id | None, backward: Id) -> None:
         """Run the local backward of a source."""
         try:
-            with own.local(backward, self.options.rpc_timeout or None):
-                self._local(own, source, backward)
+            with context.local(backward, self.options.rpc_timeout or None):
+                self._local(context, source, backward)
         except Exception as exc:  # noqa: BLE001 - hooks and functions of users may raise anything
             name = self.peers.info.name
             reason = f"the backward in {name} raised {type(exc).__name__}: {exc}"
-            with own.lock:
-                done = own.state.fail(reason, backward)
+            with context.lock:
+                instructions = context.state.fail(reason, backward)
         else:
-            with own.lock:
-                done = own.state.finished(source, backward)
-        self._act(own, done)
+            with context.lock:
+                instructions = context.state.finished(source, backward)
+        self._act(context, instructions)
 
-    def _local(self, own: Context, source: Id | None, backward: Id) -> None:
-        with own.lock:
-            if not own.state.is_current(backward):
+    def _local(self, context: Context, source: Id | None, backward: Id) -> None:
+        with context.lock:
+            if not context.state.is_current(backward):
                 return
-            reached = own.reached(source)
-            keeps = own.retains or not own.state.is_last(source)
+            reached = context.reached(source)
+            keeps = context.retains or not context.state.is_last(source)
             if source is None:
-                tensors = list(own.roots)
-                grads: list[torch.Tensor | None] = [torch.ones_like(each) for each in tensors]
+                tensors = list(context.roots)
+                grads: list[torch.Tensor | None] = [torch.ones_like(root) for root in tensors]
             else:
-                tensors, grads = own.sends[source], own.arrived.pop(source)
+                tensors, grads = context.sends[source], context.arrived.pop(source)
         # gradients of tensors on a GPU that were mapped to it arrive in main memory
         pairs = [(t, g.to(t.device)) for t, g in zip(tensors, grads, strict=True) if g is not None]
-        leaves, anchors = reached.leaves, [each.anchor for each in reached.receives]
+        leaves, anchors = reached.leaves, [receive.anchor for receive in reached.receives]
         if not pairs or not (leaves or anchors):
             return
         if any(map(has_hooks, leaves)):
-            own.reach_groups(hook_groups(leaves))
-            grads_now = accumulated(pairs, leaves, anchors, own.gradients, own.hooked, keeps=keeps)
-            with own.lock:
-                for leaf, now in grads_now.items() if own.state.is_current(backward) else ():
-                    own.gradients.pop(leaf, None)  # a hook may have dropped it
+            context.reach_groups(hook_groups(leaves))
+            grads_now = accumulated(
+                pairs, leaves, anchors, context.gradients, context.hooked, keeps=keeps
+            )
+            with context.lock:
+                for leaf, now in grads_now.items() if context.state.is_current(backward) else ():
+                    context.gradients.pop(leaf, None)  # a hook may have dropped it
                     if now is not None:
-                        own.gradients[leaf] = now
+                        context.gradients[leaf] = now
             return
         computed = torch.autograd.grad(
             [tensor for tensor, _ in pairs],
@@ -384,38 +386,38 @@ class Contexts:
             retain_graph=keeps,
             allow_unused=True,
         )
-        with own.lock:
-            if not own.state.is_current(backward):
+        with context.lock:
+            if not context.state.is_current(backward):
                 return
             others = [grad for _, grad in pairs] + list(computed[len(leaves) :])
             own_memory = in_own_memory(computed[: len(leaves)], others)
             for leaf, grad in zip(leaves, own_memory, strict=True):
                 if grad is not None:
-                    total = add_grads(own.gradients.get(leaf), grad)
+                    total = add_grads(context.gradients.get(leaf), grad)
                     assert total is not None
-                    own.gradients[leaf] = total
+                    context.gradients[leaf] = total
 
-    def _ship(self, own: Context, ship: Ship) -> None:
-        with own.lock:
-            if not own.state.is_current(ship.backward):
+    def _ship(self, context: Context, ship: Ship) -> None:
+        with context.lock:
+            if not context.state.is_current(ship.backward):
                 return
-            grads = own.receives[ship.edge].take()
+            grads = context.receives[ship.edge].take()
         try:
             body, buffers = self.codec.pack(grads, ship.to).as_body()
         except BraidError as exc:
-            with own.lock:
-                done = own.state.fail(f"a gradient cannot travel: {exc}", ship.backward)
-            self._act(own, done)
+            with context.lock:
+                instructions = context.state.fail(f"a gradient cannot travel: {exc}", ship.backward)
+            self._act(context, instructions)
             return
         message = Gradients(
-            own.number,
+            context.number,
             ship.backward,
             ship.edge,
-            own.mode,
-            own.retains,
+            context.mode,
+            context.retains,
             body.packed,
             body.specs,
             body.sparse,
-            own.state.failed,
+            context.state.failed,
         )
         self.peers.transmit(ship.to, message, buffers)

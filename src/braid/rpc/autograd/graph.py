@@ -1,7 +1,7 @@
 """The edges of distributed autograd, as functions of torch's graph.
 
 A message that carries tensors with gradients is a send at one end and a receive at the other. The
-receive is a function of torch's graph, so tensors that arrive are no leaves: they can be changed in
+receive is a function of torch's graph, so arriving tensors are not leaves and can be changed in
 place. Its backward keeps the gradients until they are shipped.
 """
 
@@ -23,12 +23,12 @@ _TORCH = "torch::distributed::autograd::"  # programs that read graphs compare n
 
 
 class Receive:
-    """Tensors that a message brought, and what has accumulated for them.
+    """Tensors that arrived in a message, and their accumulated gradients.
 
     Attributes:
         edge: Number of the edge.
-        anchor: Leaf that stands for the tensors, so that their gradients can be asked for.
-        grads: Gradient of each tensor; None as long as there is none.
+        anchor: Leaf that represents the tensors, so that autograd can compute their gradients.
+        grads: Gradient of each tensor; None before the first one.
     """
 
     def __init__(self, edge: Id, count: int) -> None:
@@ -47,19 +47,19 @@ class Receive:
             self.grads = [add_grads(a, b) for a, b in zip(self.grads, grads, strict=True)]
 
     def take(self) -> list[torch.Tensor | None]:
-        """Return what has accumulated, and begin anew."""
+        """Return the accumulated gradients, and reset them to None."""
         grads, self.grads = self.grads, [None] * len(self.grads)
         return grads
 
 
 class RecvRpc(torch.autograd.Function):
-    """The end of an edge at which tensors arrive."""
+    """The receiving end of an edge."""
 
     @staticmethod
     def forward(
         ctx: Any, anchor: torch.Tensor, receive: Receive, tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Return the tensors, which are no inputs, so that they can be changed in place."""
+        """Return the tensors; they are not inputs, so they can be changed in place."""
         del anchor
         ctx.receive = receive
         ctx.set_materialize_grads(False)
@@ -76,7 +76,7 @@ backward_class(RecvRpc).__name__ = f"{_TORCH}RecvRpcBackward"
 
 
 class SendFunction(NamedTuple):
-    """The end of an edge at which tensors leave, for those who look at the graph."""
+    """The sending end of an edge, for programs that inspect the graph."""
 
     tensors: list[torch.Tensor]
 
@@ -86,12 +86,12 @@ class SendFunction(NamedTuple):
 
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
-        """Functions that have made the tensors, as of a function of torch's graph."""
+        """Functions that computed the tensors, in the form of `Node.next_functions` of torch."""
         return tuple(
-            (each.grad_fn, each.output_nr)
-            if each.grad_fn is not None
-            else (each * 1).grad_fn.next_functions[0]  # type: ignore[union-attr]
-            for each in self.tensors
+            (tensor.grad_fn, tensor.output_nr)
+            if tensor.grad_fn is not None
+            else (tensor * 1).grad_fn.next_functions[0]  # type: ignore[union-attr]
+            for tensor in self.tensors
         )
 
 
@@ -108,10 +108,12 @@ class Reached(NamedTuple):
 
 
 def reached_from(tensors: Sequence[torch.Tensor]) -> Reached:
-    """Return what some tensors depend on, each once, in the order of a walk."""
-    leaves = {id(each): each for each in tensors if each.grad_fn is None and each.requires_grad}
+    """Return the leaves and receives on which tensors depend, without duplicates."""
+    leaves = {
+        id(tensor): tensor for tensor in tensors if tensor.grad_fn is None and tensor.requires_grad
+    }
     receives: dict[Id, Receive] = {}
-    stack: list[Any] = [each.grad_fn for each in tensors if each.grad_fn is not None]
+    stack: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(stack)
     while stack:
         function = stack.pop()
@@ -130,7 +132,7 @@ def reached_from(tensors: Sequence[torch.Tensor]) -> Reached:
 
 
 def add_grads(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the sum of two gradients, either of which may be missing or sparse."""
+    """Return the sum of two gradients; either may be missing or sparse."""
     if a is None or b is None:
         return b if a is None else a
-    return b + a if a.is_sparse else a + b  # of a dense and a sparse one, the dense one is first
+    return b + a if a.is_sparse else a + b  # torch needs the dense summand first

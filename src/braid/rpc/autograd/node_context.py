@@ -54,7 +54,7 @@ class Context:
         self._reached: dict[Id | None, Reached] = {}
 
     def reached(self, source: Id | None) -> Reached:
-        """Return what the roots (None), or the tensors of a send, depend on here."""
+        """Return the local leaves and receives that the roots (None), or a send, depend on."""
         if source not in self._reached:
             tensors = self.roots if source is None else self.sends.get(source, [])
             self._reached[source] = reached_from(tensors)
@@ -67,12 +67,12 @@ class Context:
 
     @contextlib.contextmanager
     def local(self, backward: Id, timeout_s: float | None) -> Iterator[None]:
-        """Run a local backward inside, after all local backwards of an earlier, failed one.
+        """Run a local backward inside, after all local backwards of an earlier, failed backward.
 
-        One that has failed itself may come late, while its successor runs: it changes nothing here.
+        If `backward` itself has failed and its successor already runs, this changes no state.
 
         Raises:
-            CommTimeout: They have not ended.
+            CommTimeout: The earlier local backwards have not ended.
         """
 
         def may_run() -> bool:
@@ -87,8 +87,8 @@ class Context:
                 self.restore()
                 self._local, self._before = backward, dict(self.gradients)
                 self._groups, self.hooked = set(), {}
-                for each in self.receives.values():
-                    each.take()
+                for receive in self.receives.values():
+                    receive.take()
             self._num_local += 1
         try:
             yield
@@ -101,10 +101,10 @@ class Context:
         """Note groups of parameters that a local backward reaches.
 
         Raises:
-            RpcError: An earlier one has reached a group, and its hooks wait for no second one.
+            RpcError: An earlier local backward has reached a group with `is_early` hooks.
         """
         with self.lock:
-            if any(each.is_early for each in groups & self._groups):
+            if any(group.is_early for group in groups & self._groups):
                 msg = (
                     "a remote call lies between parameters of torch's DistributedDataParallel, "
                     "which averages too early there with static_graph=True or "
@@ -123,18 +123,18 @@ class Context:
 
     def _reach(self, source: Id | None) -> Iterable[Id]:
         receives = self.reached(source).receives
-        return [each.edge for each in receives if each.edge in self.receives]
+        return [receive.edge for receive in receives if receive.edge in self.receives]
 
-    # -- for those who look
+    # -- introspection
 
     def _context_id(self) -> int:
         return self.number
 
     def _send_functions(self) -> dict[int, SendFunction]:
-        return {edge.number: SendFunction(each) for edge, each in self.sends.items()}
+        return {edge.number: SendFunction(tensors) for edge, tensors in self.sends.items()}
 
     def _recv_functions(self) -> dict[int, Any]:
-        return {edge.number: each for edge, each in self.functions.items()}
+        return {edge.number: function for edge, function in self.functions.items()}
 
     def _known_worker_ids(self) -> set[int]:
         return set(self.state.known)

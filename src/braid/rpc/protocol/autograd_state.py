@@ -1,21 +1,21 @@
-"""A context of distributed autograd in one process, as a state machine: what runs, and when.
+"""State machine of a distributed autograd context in one process: the order of its backwards.
 
 Problem: a graph lies in several processes. An edge leaves one in a message (a send) and enters the
-next (a receive). Backward goes the other way: a receive may ship its gradient once all that depends
-on it has run, and a process cannot know that alone. Counting on a gradient for every send (FAST)
-waits for ever when a result was not used.
+next (a receive). Backward goes the other way: a receive may ship its gradient once all functions
+that depend on it have run, which one process cannot determine alone. Expecting a gradient for every
+send (FAST) never ends if a result was not used.
 
 Idea: a wave of marks (SMART). It begins at the roots, goes from each reached receive to the send at
-its other end, and on to what that reaches. Each message is answered when all that it caused is
-over, so the origin knows when the wave has ended: then each process knows which sends get
-gradients. The backward is a second wave of the same kind, whose messages are gradients.
+its other end, and on to the receives which that send reaches. Each message is answered when all its
+consequences are over, so the origin knows when the wave has ended: then each process knows which
+sends get gradients. The backward is a second wave of the same kind, whose messages are gradients.
 
     recording ── begin ──> marking ── all acknowledged ──> running ── all acknowledged ──> over
                      FAST: no wave of marks ──────────────────┘             an error ──> failed
 
 An error fails one backward, and another may follow; the loss of a process fails every backward of
-its contexts. A process answers at once, but for the message that made it busy: that one, when it is
-idle again.
+its contexts. A process answers immediately, except the message that made it busy, which it answers
+when it is idle again.
 
 Sources: E. Dijkstra, C. Scholten, "Termination detection for diffusing computations", 1980; PyTorch
 team, "Distributed Autograd Design", for FAST and SMART.
@@ -70,7 +70,7 @@ class SparseSpec(NamedTuple):
 
 
 class PendingEdges(NamedTuple):
-    """Edges of a process that wait for gradients; of two records, the one with more steps holds."""
+    """Edges of a process that wait for gradients; a record with more steps replaces another."""
 
     steps: int
     edges: tuple[Id, ...]
@@ -99,11 +99,11 @@ class Gradients(msgspec.Struct, tag="rpc.gradients", frozen=True):
         context: Number of the context.
         backward: The backward.
         edge: The edge.
-        mode: Whether marks came before.
+        mode: Mode of the backward; "smart" if marks came before.
         retains: Whether graphs are kept.
         packed: A gradient or None for each tensor, packed by `codec`.
-        specs: Specs of the tensors that travel beside.
-        sparse: Sparse tensors, each of two of them.
+        specs: Specs of the tensors, sent as buffers of the message.
+        sparse: Specs of sparse tensors, each made of two of the tensors.
         failed: Earlier backwards of the context that have failed.
     """
 
@@ -119,7 +119,7 @@ class Gradients(msgspec.Struct, tag="rpc.gradients", frozen=True):
 
 
 class Acknowledge(msgspec.Struct, tag="rpc.acknowledge", frozen=True):
-    """All that a mark or a gradient has caused is over; processes may still wait for gradients."""
+    """The consequences of a mark or a gradient are over; edges may still wait for gradients."""
 
     context: int
     backward: Id
@@ -127,7 +127,7 @@ class Acknowledge(msgspec.Struct, tag="rpc.acknowledge", frozen=True):
 
 
 class BackwardFailed(msgspec.Struct, tag="rpc.backward-failed", frozen=True):
-    """A backward has failed on all processes; every backward of the context if it names none."""
+    """A backward has failed on all processes; every backward of the context if None."""
 
     context: int
     reason: str
@@ -135,7 +135,7 @@ class BackwardFailed(msgspec.Struct, tag="rpc.backward-failed", frozen=True):
 
 
 class Release(msgspec.Struct, tag="rpc.release", frozen=True):
-    """A context is over: nothing of it is needed any more."""
+    """A context is over, and its state can be released."""
 
     context: int
 
@@ -151,7 +151,7 @@ class RunBackward(NamedTuple):
 
 
 class Ship(NamedTuple):
-    """Send what has accumulated for a receive to the process that it came from."""
+    """Send the accumulated gradients of a receive to the process that sent its tensors."""
 
     edge: Id
     to: int
@@ -179,10 +179,10 @@ class _Backward:
 
     Attributes:
         number: Number of the backward.
-        mode: Way in which it is known which sends get gradients.
-        open_sources: Roots (None) and sends whose local backward is still to run.
+        mode: "smart" if marks determine which sends get gradients, "fast" if all sends do.
+        open_sources: Roots (None) and sends with a local backward still to run.
         waits: Sources for which each reached receive waits.
-        engaged_by: Process whose message is still to be answered; -1 if there is none.
+        engaged_by: Process that waits for the answer to its message; -1 if there is none.
         unanswered: Messages of this process that are not answered.
         running: Local backwards that run now.
         is_marking: Whether this process is the origin, and its wave of marks is under way.
@@ -250,97 +250,97 @@ class ContextState:
     @property
     def failed(self) -> list[Id]:
         """Backwards that have failed."""
-        return [each for each in self.failures if each is not None]
+        return [backward for backward in self.failures if backward is not None]
 
     def is_current(self, backward: Id) -> bool:
         """Whether this process takes part in a backward that has not failed."""
-        own = self._backward
-        return own is not None and own.number == backward and not self.failure_of(backward)
+        record = self._backward
+        return record is not None and record.number == backward and not self.failure_of(backward)
 
     def failure_of(self, backward: Id) -> str:
         """Return the reason why a backward has failed; empty if it has not."""
         return self.failures.get(None) or self.failures.get(backward, "")
 
     def is_last(self, source: Id | None) -> bool:
-        """Whether no other local backward is still to run, so that graphs can be freed."""
+        """Return whether no other local backward is still to run, so that graphs can be freed."""
         return self._backward is not None and self._backward.open_sources <= {source}
 
     def begin(self, number: Id, mode: Mode) -> list[Instruction]:
         """Begin a backward, as its origin, once its roots are set."""
-        own = self._join(number, mode)
-        own.open_sources.add(None)
-        own.is_marking = mode == "smart"
-        done = self._reach(own, None)
-        return [*done, *self._advance(own)]
+        record = self._join(number, mode)
+        record.open_sources.add(None)
+        record.is_marking = mode == "smart"
+        instructions = self._reach(record, None)
+        return [*instructions, *self._advance(record)]
 
     def on_mark(self, sender: int, message: Mark) -> list[Instruction]:
-        """Let a send count on a gradient."""
+        """Record that a send will receive a gradient."""
         if self._is_over(message.backward):
             return [self._fail_message(sender, message.backward)]
-        done = self._learn(message.failed)
-        own = self._join(message.backward, "smart")
-        done += self._engage(own, sender)
-        if message.edge not in own.open_sources:
-            own.open_sources.add(message.edge)
-            done += self._reach(own, message.edge)
-        return [*done, *self._advance(own)]
+        instructions = self._learn(message.failed)
+        record = self._join(message.backward, "smart")
+        instructions += self._engage(record, sender)
+        if message.edge not in record.open_sources:
+            record.open_sources.add(message.edge)
+            instructions += self._reach(record, message.edge)
+        return [*instructions, *self._advance(record)]
 
     def on_gradients(
         self, sender: int, backward: Id, edge: Id, mode: Mode, failed: Iterable[Id] = ()
     ) -> list[Instruction]:
-        """Run the local backward of a send, whose gradients have come."""
+        """Run the local backward of a send after its gradients have arrived."""
         if self._is_over(backward):
             return [self._fail_message(sender, backward)]
-        done = self._learn(failed)
-        own = self._join(backward, mode)
-        done += self._engage(own, sender)
-        if edge not in own.open_sources:
+        instructions = self._learn(failed)
+        record = self._join(backward, mode)
+        instructions += self._engage(record, sender)
+        if edge not in record.open_sources:
             reason = f"gradients came twice for edge {tuple(edge)}"
-            return [*done, *self.fail(reason, backward)]
-        own.running += 1
-        return [*done, RunBackward(edge, backward)]
+            return [*instructions, *self.fail(reason, backward)]
+        record.running += 1
+        return [*instructions, RunBackward(edge, backward)]
 
     def finished(self, source: Id | None, backward: Id) -> list[Instruction]:
         """Continue after the local backward of a source has run."""
-        own = self._backward
-        if own is None or not self.is_current(backward):
+        record = self._backward
+        if record is None or not self.is_current(backward):
             return []
-        own.running -= 1
-        own.steps += 1
-        own.open_sources.discard(source)
-        done: list[Instruction] = []
-        for edge in [edge for edge, sources in own.waits.items() if source in sources]:
-            own.waits[edge].discard(source)
-            if not own.waits[edge]:
-                del own.waits[edge]
-                own.unanswered += 1
-                done.append(Ship(edge, self.receives[edge], backward))
-        return [*done, *self._advance(own)]
+        record.running -= 1
+        record.steps += 1
+        record.open_sources.discard(source)
+        instructions: list[Instruction] = []
+        for edge in [edge for edge, sources in record.waits.items() if source in sources]:
+            record.waits[edge].discard(source)
+            if not record.waits[edge]:
+                del record.waits[edge]
+                record.unanswered += 1
+                instructions.append(Ship(edge, self.receives[edge], backward))
+        return [*instructions, *self._advance(record)]
 
     def on_acknowledge(self, message: Acknowledge) -> list[Instruction]:
-        """Note that a message of this process, and all that it caused, is over."""
-        own = self._backward
-        if own is None or not self.is_current(message.backward):
+        """Record that a message of this process and its consequences are over."""
+        record = self._backward
+        if record is None or not self.is_current(message.backward):
             return []
-        own.unanswered -= 1
-        self._merge(own, message.pending)
-        return self._advance(own)
+        record.unanswered -= 1
+        self._merge(record, message.pending)
+        return self._advance(record)
 
     def waiting(self) -> list[str]:
-        """Return what a backward waits for here, as text."""
-        own = self._backward
-        if own is None:
+        """Describe the gradients and answers for which a backward waits here."""
+        record = self._backward
+        if record is None:
             return []
         lines = [
             f"process {self.process} waits for the gradients of "
-            f"{sum(each is not None for each in sources)} results that it sent"
-            for sources in own.waits.values()
+            f"{sum(source is not None for source in sources)} results that it sent"
+            for sources in record.waits.values()
             if sources
         ]
-        if own.unanswered:
+        if record.unanswered:
             known = ", ".join(map(str, sorted(self.known)))
             lines.append(
-                f"process {self.process} waits for {own.unanswered} answers of processes {known}"
+                f"process {self.process} waits for {record.unanswered} answers of processes {known}"
             )
         return lines
 
@@ -371,77 +371,79 @@ class ContextState:
     def _learn(self, failed: Iterable[Id]) -> list[Instruction]:
         """Fail earlier backwards, so that none of their gradients stay."""
         reason = "the backward failed on another process"
-        return [instruction for each in failed for instruction in self.fail(reason, each)]
+        return [step for backward in failed for step in self.fail(reason, backward)]
 
     def _is_over(self, backward: Id) -> bool:
-        """Whether a backward has failed, also where only its successor is known here."""
-        own = self._backward
+        """Return whether a backward has failed, or a later one of its origin has begun."""
+        record = self._backward
         return bool(self.failure_of(backward)) or (
-            own is not None and own.number.process == backward.process and own.number > backward
+            record is not None
+            and record.number.process == backward.process
+            and record.number > backward
         )
 
     def _join(self, number: Id, mode: Mode) -> _Backward:
         if self._backward is None or self._backward.number != number:
-            own = self._backward = _Backward(number, mode)
+            record = self._backward = _Backward(number, mode)
             if mode == "fast":
-                own.open_sources.update(self.sends)
+                record.open_sources.update(self.sends)
                 for edge in self.sends:
                     for receive in self._reaches(edge):
-                        own.waits.setdefault(receive, set()).add(edge)
+                        record.waits.setdefault(receive, set()).add(edge)
         return self._backward
 
-    def _reach(self, own: _Backward, source: Id | None) -> list[Instruction]:
-        """Let the receives that a source depends on wait for it; mark those that are new."""
-        done: list[Instruction] = []
+    def _reach(self, record: _Backward, source: Id | None) -> list[Instruction]:
+        """Make the receives of a source wait for it; send marks for newly reached receives."""
+        instructions: list[Instruction] = []
         for edge in self._reaches(source):
-            if edge not in own.waits and own.mode == "smart":
-                own.unanswered += 1
-                mark = Mark(self.context, own.number, edge, self.failed)
-                done.append(Send(self.receives[edge], mark))
-            own.waits.setdefault(edge, set()).add(source)
-        return done
+            if edge not in record.waits and record.mode == "smart":
+                record.unanswered += 1
+                mark = Mark(self.context, record.number, edge, self.failed)
+                instructions.append(Send(self.receives[edge], mark))
+            record.waits.setdefault(edge, set()).add(source)
+        return instructions
 
-    def _engage(self, own: _Backward, sender: int) -> list[Instruction]:
-        """Answer a message at once, unless it makes this process busy."""
-        own.steps += 1
-        is_origin = own.number.process == self.process
-        if own.engaged_by < 0 and not is_origin:
-            own.engaged_by = sender
+    def _engage(self, record: _Backward, sender: int) -> list[Instruction]:
+        """Answer a message immediately, unless it makes this process busy."""
+        record.steps += 1
+        is_origin = record.number.process == self.process
+        if record.engaged_by < 0 and not is_origin:
+            record.engaged_by = sender
             return []
-        return [Send(sender, self._answer(own))]
+        return [Send(sender, self._answer(record))]
 
-    def _advance(self, own: _Backward) -> list[Instruction]:
-        """Go on to the next phase, or answer, when nothing is under way here."""
-        if own.unanswered or own.running:
+    def _advance(self, record: _Backward) -> list[Instruction]:
+        """Start the next phase or send the answer, once this process is idle."""
+        if record.unanswered or record.running:
             return []
-        if own.number.process != self.process:
-            if own.engaged_by < 0:
+        if record.number.process != self.process:
+            if record.engaged_by < 0:
                 return []
-            to, own.engaged_by = own.engaged_by, -1
-            return [Send(to, self._answer(own))]
-        if None in own.open_sources:
-            own.is_marking = False
-            own.running += 1
-            return [RunBackward(None, own.number)]
+            to, record.engaged_by = record.engaged_by, -1
+            return [Send(to, self._answer(record))]
+        if None in record.open_sources:
+            record.is_marking = False
+            record.running += 1
+            return [RunBackward(None, record.number)]
         self._backward = None
-        own.pending[self.process] = self._own_pending(own)
-        pending = {process: each.edges for process, each in own.pending.items() if each.edges}
+        record.pending[self.process] = self._own_pending(record)
+        pending = {process: other.edges for process, other in record.pending.items() if other.edges}
         return [BackwardFinished(pending)]
 
-    def _own_pending(self, own: _Backward) -> PendingEdges:
+    def _own_pending(self, record: _Backward) -> PendingEdges:
         return PendingEdges(
-            own.steps, tuple(edge for edge, sources in own.waits.items() if sources)
+            record.steps, tuple(edge for edge, sources in record.waits.items() if sources)
         )
 
-    def _answer(self, own: _Backward) -> Acknowledge:
-        pending = {**own.pending, self.process: self._own_pending(own)}
-        return Acknowledge(self.context, own.number, pending if own.mode == "fast" else {})
+    def _answer(self, record: _Backward) -> Acknowledge:
+        pending = {**record.pending, self.process: self._own_pending(record)}
+        return Acknowledge(self.context, record.number, pending if record.mode == "fast" else {})
 
-    def _merge(self, own: _Backward, pending: dict[int, PendingEdges]) -> None:
-        own.steps += 1
+    def _merge(self, record: _Backward, pending: dict[int, PendingEdges]) -> None:
+        record.steps += 1
         for process, theirs in pending.items():
-            if process not in own.pending or own.pending[process].steps < theirs.steps:
-                own.pending[process] = theirs
+            if process not in record.pending or record.pending[process].steps < theirs.steps:
+                record.pending[process] = theirs
 
     def _fail_message(self, to: int, backward: Id) -> Send:
         reason = self.failure_of(backward) or "another backward has begun"

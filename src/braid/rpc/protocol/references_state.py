@@ -1,30 +1,30 @@
-"""Remote references, as a state machine: who holds a value alive, and when it may go.
+"""State machine of remote references: which forks keep a value alive, and when it is dropped.
 
 Problem: a value lives in one process, its owner, and others refer to it. The owner must not drop it
-while somebody refers to it or a reference is on its way, and must not keep it for ever. Messages
-may be lost, come twice or late, and processes die.
+while a process refers to it or a reference is in flight, and must drop it afterwards. Messages may
+be lost, duplicated or delayed, and processes die.
 
-Idea: each process that refers to a value holds a fork, which the owner knows. A process that passes
-its fork on keeps it until the receiver's fork, its child, is confirmed by the owner. So the owner
-hears of every fork before the last one is deleted. Each message is answered, and sent again until
-then; each may come twice.
+Idea: each process that refers to a value holds a fork, which the owner registers. A process that
+sends a reference on keeps its fork until the receiver's fork, its child, is confirmed by the owner.
+So the owner registers every fork before the last one is deleted. Each message is resent until it is
+answered; duplicates have no effect.
 
     user                                        owner
     receives a fork of another user     Fork ->          registers it
                                     <- Forked
-    Confirmed -> to its parent, which may go now
-    its last handle is gone, all children
-    are confirmed, so is it           UserDelete ->      the last fork: Drop
+    Confirmed -> to its parent, which may be deleted now
+    its last handle is collected, it and
+    all its children are confirmed    UserDelete ->      the last fork: Drop
                                     <- Deleted
-    the owner passes its value on                        registers the child at once
-    passes a fork home in a call                         answers the call, which confirms the child
-    a process is lost                                    its forks are gone
+    the owner shares its value                           registers the child immediately
+    returns a fork to its owner in a call                answers the call, which confirms the child
+    a process is lost                                    deletes its forks
 
-    a fork comes before the call that makes its value    registers its user, and who makes the value
-    that call never comes, for its process is lost       Unmade
+    a fork arrives before the call that makes its value  registers its user and the value's creator
+    that call never arrives: its process is lost         Unmade
 
-A request is open until it is answered. Users say which is their oldest open one, so that the owner
-takes no late copy of another for a new request.
+A request is open until it is answered. Users send the number of their oldest open request, so that
+the owner does not take a late copy of an earlier one for a new request.
 
 Source: P. Moritz et al., Ray, OSDI 2018, for ownership; torch.distributed.rpc's notes on remote
 references, for the order of messages. Leases by process: C. Gray, D. Cheriton, SOSP 1989.
@@ -59,7 +59,7 @@ class Id(NamedTuple):
     """Number of a reference or a fork, unique over all processes and their lives.
 
     Attributes:
-        process: Process that has made it.
+        process: Process that has created it.
         number: Count in that process.
     """
 
@@ -70,7 +70,7 @@ class Id(NamedTuple):
 class Fork(msgspec.Struct, tag="rpc.fork", frozen=True):
     """A user asks the owner to register its fork.
 
-    All requests of this user below `oldest_open` are over, so late copies of them mean nothing.
+    All requests of this user below `oldest_open` are over, so late copies of them are ignored.
     """
 
     ref: Id
@@ -87,7 +87,7 @@ class Forked(msgspec.Struct, tag="rpc.forked", frozen=True):
 
 
 class Confirmed(msgspec.Struct, tag="rpc.confirmed", frozen=True):
-    """The owner knows a child: its parent may go."""
+    """The owner has registered a child, so its parent may be deleted."""
 
     fork: Id
 
@@ -124,7 +124,7 @@ class Send(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Nobody refers to a value of this process any more."""
+    """Drop a value of this process: its last fork was deleted."""
 
     ref: Id
 
@@ -137,7 +137,7 @@ class Unknown(NamedTuple):
 
 
 class Unmade(NamedTuple):
-    """A value of this process, to which others refer, is never going to be made."""
+    """Fail a value of this process that others refer to: the call that makes it is lost."""
 
     ref: Id
     reason: str
@@ -153,11 +153,11 @@ class _UserFork:
     Attributes:
         ref: The reference.
         owner: Process of the value.
-        parent: Process that has passed it on; -1 if nobody waits for its confirmation.
+        parent: Process that sent it and waits for its confirmation; -1 if none waits.
         number: Number of the request that registers it; 0 if its owner has registered it.
         state: Progress.
-        is_released: Whether the last handle is gone.
-        children: Forks that were passed on and are not confirmed, with their processes.
+        is_released: Whether the last handle was collected.
+        children: Unconfirmed forks that were sent to others, with the receiving processes.
     """
 
     ref: Id
@@ -174,7 +174,7 @@ class ReferencesState:
 
     Args:
         process: Number of this process.
-        first: First number of its references and forks; no earlier life of it may have used it.
+        first: First number of its references and forks; not used by an earlier process.
     """
 
     def __init__(self, process: int, first: int = 1) -> None:
@@ -182,9 +182,9 @@ class ReferencesState:
         self._next = first
         self._owned: dict[Id, dict[Id, int]] = {}  # forks of each value, with their processes
         self._forks: dict[Id, _UserFork] = {}
-        self._unnoted: dict[Id, int] = {}  # children whose parent has not answered
+        self._unnoted: dict[Id, int] = {}  # `Confirmed` messages without an answer, by fork
         self._oldest: dict[int, int] = {}  # oldest open request of each process
-        self._over: dict[int, set[int]] = {}  # later ones whose forks are deleted
+        self._over: dict[int, set[int]] = {}  # later requests with a deleted fork
         self._unmade: set[Id] = set()  # values that were mentioned before the calls that make them
         self._dead: set[int] = set()
 
@@ -201,12 +201,12 @@ class ReferencesState:
     @property
     def num_pending_users(self) -> int:
         """Number of forks held here that the owner has not confirmed."""
-        return sum(own.state in {"creating", "asked"} for own in self._forks.values())
+        return sum(entry.state in {"creating", "asked"} for entry in self._forks.values())
 
     @property
     def num_pending_children(self) -> int:
         """Number of forks that were passed on and are not confirmed."""
-        return sum(len(own.children) for own in self._forks.values())
+        return sum(len(entry.children) for entry in self._forks.values())
 
     def counts(self) -> tuple[int, int, int, int]:
         """Return the numbers of shared values, of their forks, and of pending values and forks."""
@@ -214,7 +214,7 @@ class ReferencesState:
             sum(user != self.process or fork in self._forks for fork, user in forks.items())
             for forks in self._owned.values()
         ]
-        creating = sum(own.state == "creating" for own in self._forks.values())
+        creating = sum(entry.state == "creating" for entry in self._forks.values())
         pending = self.num_pending_users + self.num_pending_children
         return sum(map(bool, shared)), sum(shared), creating, pending
 
@@ -222,29 +222,26 @@ class ReferencesState:
     def is_quiet(self) -> bool:
         """Whether nothing waits for an answer."""
         return not self._unnoted and all(
-            own.state == "confirmed" and not own.children for own in self._forks.values()
+            entry.state == "confirmed" and not entry.children for entry in self._forks.values()
         )
 
     def is_confirmed(self, fork: Id) -> bool:
         """Whether the owner knows a fork that is held here."""
-        own = self._forks.get(fork)
-        return own is None or own.state not in {"creating", "asked"}
+        entry = self._forks.get(fork)
+        return entry is None or entry.state not in {"creating", "asked"}
 
     def is_held(self, fork: Id) -> bool:
-        """Whether a handle of another one's value has this fork."""
-        own = self._forks.get(fork)
-        return own is not None and not own.is_released
+        """Return whether a handle here has this fork of another process' value."""
+        entry = self._forks.get(fork)
+        return entry is not None and not entry.is_released
 
     @property
     def oldest_open(self) -> int:
-        """Number below which all requests of this process are over.
-
-        A request with children that are not confirmed is still open, since they mention its value.
-        """
+        """Number below which all requests of this process, and their children, are over."""
         numbers = [
-            own.number
-            for own in self._forks.values()
-            if own.number and (own.state in {"creating", "asked"} or own.children)
+            entry.number
+            for entry in self._forks.values()
+            if entry.number and (entry.state in {"creating", "asked"} or entry.children)
         ]
         return min(numbers, default=self._next)
 
@@ -267,12 +264,12 @@ class ReferencesState:
         return ref, fork
 
     def created(self, fork: Id) -> list[Instruction]:
-        """Learn that the owner has begun to make the value of `new_remote`, or may never do so."""
-        own = self._forks.get(fork)
-        if own is None or own.state != "creating":
+        """Record that the owner has begun to make the value of `new_remote`, or never will."""
+        entry = self._forks.get(fork)
+        if entry is None or entry.state != "creating":
             return []
-        own.state = "confirmed"
-        return self._try_delete(fork, own)
+        entry.state = "confirmed"
+        return self._try_delete(fork, entry)
 
     def accept(self, ref: Id, fork: Id, user: int, oldest_open: int) -> list[Instruction]:
         """Register the fork of a user that makes a value here, before its call is executed."""
@@ -280,7 +277,7 @@ class ReferencesState:
         self._trim(user, oldest_open)
         self._unmade.discard(ref)
         self._register(ref, fork, user, fork.number)
-        return [] if ref in self._owned else [Drop(ref)]  # the user has given up
+        return [] if ref in self._owned else [Drop(ref)]  # the user has released it already
 
     def handle(self, ref: Id) -> Id:
         """Return a fork for another handle of a value of this process."""
@@ -289,27 +286,24 @@ class ReferencesState:
         return fork
 
     def share(self, ref: Id, fork: Id, to: int) -> Id:
-        """Return the fork to send to another process along with a reference that is held here.
-
-        If the message cannot be sent, since that process is gone, call `lost` again.
-        """
+        """Return the fork to send with a reference; call `lost` again if the send fails."""
         child = self._new_id()
-        own = self._forks.get(fork)
-        is_mine = own is not None and own.owner == self.process
+        entry = self._forks.get(fork)
+        is_mine = entry is not None and entry.owner == self.process
         if ref in self._owned or (is_mine and self._expect(ref)):
             self._owned[ref][child] = to
-        elif own is not None:  # else the value is gone, which the receiver learns, too
-            own.children[child] = to
+        elif entry is not None:  # else the value is lost; the receiver learns it from the owner
+            entry.children[child] = to
         return child
 
     def unshare(self, ref: Id, child: Id) -> list[Instruction]:
-        """Take a fork back that `share` has made, since no message will carry it."""
+        """Delete a fork made by `share` that will not be sent."""
         return [*self._forget(ref, child), *self.confirmed(child)]
 
     def receive(
         self, ref: Id, fork: Id, owner: int, parent: int, *, will_answer: bool = False
     ) -> tuple[Id | None, list[Instruction]]:
-        """Take a fork that has arrived with a message of `parent`.
+        """Register a fork that has arrived with a message of `parent`.
 
         Args:
             ref: The reference.
@@ -317,15 +311,15 @@ class ReferencesState:
             owner: Process of the value.
             parent: Process that has sent the message.
             will_answer: Whether the message is answered, upon which the parent calls `confirmed`
-                for the forks that have come home with it.
+                for the forks that the message returned to their owner.
 
         Returns:
-            The fork of the new handle, None if the value is gone; and instructions.
+            The fork of the new handle, None if the value was dropped; and instructions.
         """
         if owner == self.process:
             known = ref in self._owned or self._expect(ref)
             handle = self.handle(ref) if known else None
-            if parent == owner:  # it has come home: the fork is used up
+            if parent == owner:  # the owner's own fork has returned, and is not needed
                 return handle, self._forget(ref, fork) if known else []
             if will_answer:
                 return handle, []
@@ -341,17 +335,17 @@ class ReferencesState:
         return fork, [Send(owner, self._request(fork))]
 
     def release(self, ref: Id, fork: Id) -> list[Instruction]:
-        """Let a handle go."""
-        own = self._forks.get(fork)
-        if own is None:
+        """Release the handle of a fork."""
+        entry = self._forks.get(fork)
+        if entry is None:
             return self._forget(ref, fork)
-        own.is_released = True
-        return self._try_delete(fork, own)
+        entry.is_released = True
+        return self._try_delete(fork, entry)
 
     # -- messages
 
     def on_message(self, sender: int, message: ReferenceMessage) -> list[Instruction]:
-        """Handle a message; each may come late, twice, or after the end of what it is about."""
+        """Handle a message, which may be late, duplicated, or about a deleted fork."""
         self._dead.discard(sender)
         match message:
             case Fork():
@@ -369,51 +363,57 @@ class ReferencesState:
                     self._over.setdefault(sender, set()).add(number)
                 return [*self._forget(ref, fork), Send(sender, Deleted(fork))]
             case Deleted(fork):
-                own = self._forks.get(fork)
-                if own is not None and own.state == "deleting":
+                entry = self._forks.get(fork)
+                if entry is not None and entry.state == "deleting":
                     del self._forks[fork]
                 return []
 
     def confirmed(self, child: Id) -> list[Instruction]:
-        """Learn that the owner knows a child, or that nobody has received it."""
-        for fork, own in list(self._forks.items()):
-            if child in own.children:
-                del own.children[child]
-                return self._try_delete(fork, own)
+        """Remove a child that the owner has registered, or that was not received."""
+        for fork, entry in list(self._forks.items()):
+            if child in entry.children:
+                del entry.children[child]
+                return self._try_delete(fork, entry)
         return []
 
     def lost(self, process: int) -> list[Instruction]:
-        """Let go what a process held, which is dead."""
+        """Delete the forks of a lost process, and fail references to its values."""
         self._dead.add(process)
-        done: list[Instruction] = []
+        instructions: list[Instruction] = []
         for ref in [ref for ref in self._unmade if ref.process == process]:
             self._unmade.discard(ref)
-            done.append(Unmade(ref, f"process {process}, which was to make it, is lost"))
+            instructions.append(Unmade(ref, f"process {process}, which was to make it, is lost"))
         for ref in list(self._owned):
             for fork in [fork for fork, user in self._owned[ref].items() if user == process]:
-                done += self._forget(ref, fork)
-        for fork in [fork for fork, own in self._forks.items() if own.owner == process]:
+                instructions += self._forget(ref, fork)
+        for fork in [fork for fork, entry in self._forks.items() if entry.owner == process]:
             if not self._forks.pop(fork).is_released:
-                done.append(Unknown(fork, f"process {process}, which had the value, is lost"))
-        for fork, own in list(self._forks.items()):
-            own.parent = -1 if own.parent == process else own.parent
-            own.children = {c: to for c, to in own.children.items() if to != process}
-            done += self._try_delete(fork, own)
+                instructions.append(
+                    Unknown(fork, f"process {process}, which had the value, is lost")
+                )
+        for fork, entry in list(self._forks.items()):
+            entry.parent = -1 if entry.parent == process else entry.parent
+            entry.children = {c: to for c, to in entry.children.items() if to != process}
+            instructions += self._try_delete(fork, entry)
         self._unnoted = {fork: to for fork, to in self._unnoted.items() if to != process}
         self._over.pop(process, None)
         self._oldest.pop(process, None)
-        return [each for each in done if not (isinstance(each, Send) and each.to == process)]
+        return [
+            instruction
+            for instruction in instructions
+            if not (isinstance(instruction, Send) and instruction.to == process)
+        ]
 
     def resend(self) -> list[Send]:
-        """Send everything again that has no answer."""
-        done: list[Send] = []
-        for fork, own in self._forks.items():
-            if own.state == "asked":
-                done.append(Send(own.owner, self._request(fork)))
-            if own.state == "deleting":
-                done.append(Send(own.owner, self._delete(fork)))
-        done += [Send(to, Confirmed(fork)) for fork, to in self._unnoted.items()]
-        return done
+        """Return all messages that have no answer, to be sent again."""
+        instructions: list[Send] = []
+        for fork, entry in self._forks.items():
+            if entry.state == "asked":
+                instructions.append(Send(entry.owner, self._request(fork)))
+            if entry.state == "deleting":
+                instructions.append(Send(entry.owner, self._delete(fork)))
+        instructions += [Send(to, Confirmed(fork)) for fork, to in self._unnoted.items()]
+        return instructions
 
     # -- inside
 
@@ -422,31 +422,31 @@ class ReferencesState:
         return Id(self.process, self._next - 1)
 
     def _request(self, fork: Id) -> Fork:
-        own = self._forks[fork]
-        return Fork(own.ref, fork, own.number, self.oldest_open)
+        entry = self._forks[fork]
+        return Fork(entry.ref, fork, entry.number, self.oldest_open)
 
     def _delete(self, fork: Id) -> UserDelete:
-        own = self._forks[fork]
-        return UserDelete(own.ref, fork, own.number, self.oldest_open)
+        entry = self._forks[fork]
+        return UserDelete(entry.ref, fork, entry.number, self.oldest_open)
 
     def _is_new(self, user: int, number: int) -> bool:
         return number >= self._oldest.get(user, 0) and number not in self._over.get(user, ())
 
     def _trim(self, user: int, oldest_open: int) -> None:
-        """Forget the requests of a user of which no copy means anything any more."""
+        """Forget the requests of a user that are over, with all their copies."""
         if oldest_open > self._oldest.get(user, 0):
             self._oldest[user] = oldest_open
             over = self._over.get(user, set())
-            self._over[user] = {each for each in over if each >= oldest_open}
+            self._over[user] = {number for number in over if number >= oldest_open}
 
     def _register(self, ref: Id, fork: Id, user: int, number: int) -> None:
         if self._is_new(user, number):
             self._owned.setdefault(ref, {})[fork] = user
 
     def _expect(self, ref: Id) -> bool:
-        """Register who makes a value, if its call is still to come; its fork follows the ref."""
+        """Register the creator of a value before its call arrives; return whether it is known."""
         creator, number = ref
-        first = Id(creator, number + 1)
+        first = Id(creator, number + 1)  # the fork made with the reference
         is_mine = creator == self.process
         if creator in self._dead or (is_mine and first not in self._forks):
             return False
@@ -465,25 +465,25 @@ class ReferencesState:
         return [Send(user, Forked(ask.fork, is_known))]
 
     def _on_forked(self, fork: Id, is_known: bool) -> list[Instruction]:
-        own = self._forks.get(fork)
-        if own is None or own.state != "asked":
+        entry = self._forks.get(fork)
+        if entry is None or entry.state != "asked":
             return []
-        done: list[Instruction] = []
-        if own.parent >= 0:
-            self._unnoted[fork] = own.parent
-            done.append(Send(own.parent, Confirmed(fork)))
+        instructions: list[Instruction] = []
+        if entry.parent >= 0:
+            self._unnoted[fork] = entry.parent
+            instructions.append(Send(entry.parent, Confirmed(fork)))
         if not is_known:
             del self._forks[fork]
-            if not own.is_released:
-                done.append(Unknown(fork, f"process {own.owner} has dropped the value"))
-            return done
-        own.state = "confirmed"
-        return [*done, *self._try_delete(fork, own)]
+            if not entry.is_released:
+                instructions.append(Unknown(fork, f"process {entry.owner} has dropped the value"))
+            return instructions
+        entry.state = "confirmed"
+        return [*instructions, *self._try_delete(fork, entry)]
 
-    def _try_delete(self, fork: Id, own: _UserFork) -> list[Instruction]:
-        if own.is_released and own.state == "confirmed" and not own.children:
-            own.state = "deleting"
-            return [Send(own.owner, self._delete(fork))]
+    def _try_delete(self, fork: Id, entry: _UserFork) -> list[Instruction]:
+        if entry.is_released and entry.state == "confirmed" and not entry.children:
+            entry.state = "deleting"
+            return [Send(entry.owner, self._delete(fork))]
         return []
 
     def _forget(self, ref: Id, fork: Id) -> list[Instruction]:

@@ -1,11 +1,11 @@
-"""A3C: actors compute gradients, and the learner takes them as they come.
+"""A3C: actors compute gradients, and the learner applies them asynchronously.
 
     actor k:  weights v -> unroll -> gradients ─┐
     actor l:  weights w -> unroll -> gradients ─┴─> learner: clip, step, publish the next version
 
-Nobody waits for the slowest actor; a gradient may be of weights that are some versions old, which
-the lag counts. Unlike in the paper, threads are processes, statistics of the optimizer are shared,
-and an update is taken under a lock.
+The learner does not wait for the slowest actor; a gradient may be of weights that are some versions
+old, which the lag counts. Unlike in the paper, processes replace threads, the optimizer's
+statistics are shared, and updates hold a lock.
 
 Cost: per unroll the gradients there and the weights back, 4 bytes each per parameter.
 
@@ -39,17 +39,17 @@ class A3CLearner(Learner):
 
         Args:
             gradients: Gradients, one for each parameter of the module.
-            version: Version of the weights that they are of.
-            steps: Steps of environments that they are of.
-            returns: Returns of the episodes that ended in these.
+            version: Version of the weights used to compute the gradients.
+            steps: Number of environment steps in the unroll.
+            returns: Returns of the episodes that ended in the unroll.
 
         Raises:
-            ConfigError: Shapes differ from those of the parameters: the actor has another module.
+            ConfigError: Shapes do not match the parameters: the actor has another module.
         """
         params = list(self.module.parameters())
-        own, got = [tuple(p.shape) for p in params], [tuple(g.shape) for g in gradients]
-        if own != got:
-            msg = f"the actor's module has parameters of shapes {got}, the learner's {own}"
+        expected, got = [tuple(p.shape) for p in params], [tuple(g.shape) for g in gradients]
+        if expected != got:
+            msg = f"the actor's module has parameters of shapes {got}, the learner's {expected}"
             raise ConfigError(msg)
         with self._changed:
             if self._is_over:
@@ -69,10 +69,10 @@ class A3CLearner(Learner):
 
 
 def play_a3c(learner: Any, actor: Actor, options: LossOptions | None = None) -> None:
-    """Play, and send gradients, until the learner says that training is over.
+    """Play, and send gradients, until training is over.
 
     Args:
-        learner: The learner, or what calls it: `reference.rpc_sync(0)`.
+        learner: The learner, or a proxy of it: `reference.rpc_sync(0)`.
         actor: Actor with a `LocalPolicy`.
         options: Choices of the loss.
     """

@@ -4,8 +4,8 @@
     env 0    x0a0 x1a1 x2a2 x3   | x3a0        an unroll goes on where the last one has ended
     env 1    x0a0 x1a1*x0a0 x1   | x1a0        * the episode ended: the next one begins
 
-One forward pass chooses the actions of all environments. An unroll is a message of its own: when an
-actor dies, only what it had not handed over is lost.
+One forward pass chooses the actions of all environments. Each unroll is sent as one message: when
+an actor dies, only its unfinished unroll is lost.
 
 Environments have the interface of gymnasium, which `make_environment` makes by name.
 """
@@ -44,7 +44,7 @@ def make_environment(name: str, **options: Any) -> Environment:
         options: Options of gymnasium.make.
 
     Raises:
-        ConfigError: gymnasium is not installed, or has no environment of that name.
+        ConfigError: gymnasium is not installed, or lacks an environment of that name.
     """
     try:
         import gymnasium  # noqa: PLC0415 - an extra
@@ -70,8 +70,8 @@ class Unroll(NamedTuple):
         rewards: Rewards, [T, B].
         terminated: Whether the episode has ended with the step, [T, B].
         truncated: Whether it was cut off after the step, [T, B].
-        last_observations: Last observations of the K truncated episodes, [K, ...]: those of the
-            first environment, then of the next one.
+        last_observations: Last observations of the K truncated episodes, [K, ...], in the order of
+            the environments.
         returns: Sums of rewards of the episodes that ended here.
         version: Oldest version of the weights that chose actions.
     """
@@ -122,7 +122,7 @@ class Actor:
         self.policy = policy
         self._environments = environments
         self._unroll_length = unroll_length
-        first = [each.reset(seed=seed + n)[0] for n, each in enumerate(environments)]
+        first = [environment.reset(seed=seed + n)[0] for n, environment in enumerate(environments)]
         self._observations = _stack(first)
         self._returns = np.zeros(len(environments))
 

@@ -1,8 +1,8 @@
 """Board games of two players, players that need no training, and matches between players.
 
-A state is seen by the player whose move it is. `TicTacToe` is small enough for `PerfectPlayer`,
-which has looked at all that can follow (minimax): nobody wins against it, so that the share of
-draws measures the strength of a player.
+A state is described from the view of the player to move. `TicTacToe` is small enough for
+`PerfectPlayer`, which searches all games (minimax) and never loses, so the share of draws measures
+the strength of its opponent.
 
 Source: C. Shannon, "Programming a Computer for Playing Chess", 1950, for minimax.
 """
@@ -49,8 +49,8 @@ class Game(Protocol):
 class TicTacToe:
     """Three in a row on nine squares.
 
-    A state is the squares of the player to move and those of the other one. Squares are bits of a
-    number: bit 0 is the first one of the first row.
+    A state is a pair: the squares of the player to move, and the squares of the other player.
+    Squares are bits of a number: bit 0 is the first square of the first row.
     """
 
     num_moves = 9
@@ -62,23 +62,23 @@ class TicTacToe:
 
     def moves(self, state: State) -> Sequence[int]:
         """Return the empty squares."""
-        own, other = state
-        return [square for square in range(9) if not (own | other) >> square & 1]
+        mover, other = state
+        return [square for square in range(9) if not (mover | other) >> square & 1]
 
     def after(self, state: State, move: int) -> State:
         """Return the state after a move."""
-        own, other = state
-        if not 0 <= move < 9 or (own | other) >> move & 1:
+        mover, other = state
+        if not 0 <= move < 9 or (mover | other) >> move & 1:
             msg = f"square {move} is taken or not on the board; empty are {self.moves(state)}"
             raise ConfigError(msg)
-        return (other, own | 1 << move)
+        return (other, mover | 1 << move)
 
     def outcome(self, state: State) -> float | None:
         """Return -1 if the other player has a line, 0 on a full board, else None."""
-        own, other = state
+        mover, other = state
         if any(other & line == line for line in self.LINES):
             return -1.0
-        return 0.0 if own | other == 0o777 else None
+        return 0.0 if mover | other == 0o777 else None
 
     def observe(self, state: State) -> Sequence[float]:
         """Return 18 numbers: the squares of the player to move, then the others'."""
@@ -106,7 +106,7 @@ class PerfectPlayer:
     """Plays one of the best moves, drawn uniformly.
 
     Args:
-        game: The rules of a game so small that all its states can be visited.
+        game: The rules of a game with few enough states to visit all of them.
         seed: Seed of its choices.
     """
 
@@ -128,7 +128,7 @@ class PerfectPlayer:
             outcome = self._game.outcome(state)
             if outcome is None:
                 following = [self._game.after(state, move) for move in self._game.moves(state)]
-                outcome = max(-self.value(each) for each in following)
+                outcome = max(-self.value(next_state) for next_state in following)
             self._values[state] = outcome
         return self._values[state]
 
@@ -153,7 +153,7 @@ class Record(NamedTuple):
 
 
 def match(game: Game, player: Player, opponent: Player, num_games: int) -> Record:
-    """Let two players play; return the first one's games. They begin in turn."""
+    """Play games between two players, who begin in turn; return the record of `player`."""
     ends = {1.0: 0, 0.0: 0, -1.0: 0}
     for number in range(num_games):
         second = number % 2  # the turn of the first player

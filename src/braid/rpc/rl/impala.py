@@ -7,7 +7,7 @@ An actor plays its next unroll while the last one travels. The answer to an unro
 many others wait to be learned from, so that actors do not run ahead of the learner.
 
 Source: L. Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with Importance Weighted
-Actor-Learner Architectures", ICML 2018; section 5.2.2 mixes fresh unrolls with those of a replay
+Actor-Learner Architectures", ICML 2018; section 5.2.2 mixes fresh unrolls with replayed ones
 (L. Lin, "Self-improving reactive agents based on reinforcement learning, planning and teaching",
 1992).
 """
@@ -67,7 +67,7 @@ class Replay:
             self._next = (self._next + 1) % self._capacity
 
     def sample(self, count: int) -> list[Unroll]:
-        """Draw unrolls, each of all that are kept; none from an empty replay."""
+        """Draw `count` unrolls with replacement; none from an empty replay."""
         if not self._unrolls:
             return []
         drawn = torch.randint(len(self._unrolls), (count,), generator=self._generator)
@@ -84,7 +84,7 @@ class ImpalaLearner(Learner):
         batch_size: Unrolls of a step.
         capacity: Unrolls that may wait before answers do; twice the batch when None.
         replay: Unrolls to learn from again.
-        num_replayed: Unrolls of it in each step, beside those of the batch.
+        num_replayed: Number of replayed unrolls in each step, beside the batch.
         max_grad_norm: Bound of the norm of all gradients.
         serving: Policies of this process that get each new version.
 
@@ -154,7 +154,7 @@ class ImpalaLearner(Learner):
         self._answer()
 
     def stop(self) -> None:
-        """Let actors end: they get no weights any more. Idempotent."""
+        """End training: actors get None instead of weights. Idempotent."""
         super().stop()
         self._answer()
 
@@ -169,10 +169,10 @@ class ImpalaLearner(Learner):
 
 
 def play_impala(learner: Any, actor: Actor) -> None:
-    """Play, and send unrolls, until the learner says that training is over.
+    """Play, and send unrolls, until training is over.
 
     Args:
-        learner: The learner, or what calls it: `reference.rpc_async(0)`.
+        learner: The learner, or a proxy of it: `reference.rpc_async(0)`.
         actor: Actor that plays.
     """
     weights = _result(learner.weights())

@@ -1,9 +1,9 @@
-"""A league: the newest policy plays against those of the past, and more often where it is weak.
+"""A league: the newest policy plays against past policies, more often where it is weak.
 
-    learner: every so many versions ── freeze ──> member k
+    learner: now and then ── freeze ──> member k
     actor:   draw ──> an opponent, and its weights;  its games' scores come with the next draw
 
-A policy that plays only against itself forgets how to beat what it once was. An opponent is drawn
+A policy that plays only against itself forgets how to beat earlier versions. An opponent is drawn
 with a weight of (1 - p)^power, where p is the newest policy's score against it; a share of the
 games is against the last member, so against (almost) itself.
 
@@ -60,7 +60,7 @@ class Member(NamedTuple):
     Attributes:
         version: Version of the weights.
         games: Number of games against it.
-        score: Score of the newest policy against it, of which older games count less.
+        score: Score of the newest policy against it; older games count less.
     """
 
     version: int
@@ -108,7 +108,7 @@ class League:
         """Count games, and draw an opponent.
 
         Raises:
-            ConfigError: The league has no member, or a result names none.
+            ConfigError: The league has no member, or a result has an unknown member.
         """
         with self._lock:
             for number, score in results:
@@ -119,7 +119,7 @@ class League:
             last = len(self._members) - 1
             if self._random.random() < self._latest:
                 return Opponent(last, self._weights[last])
-            weights = [LEAST + (1 - each.score) ** self._power for each in self._members]
+            weights = [LEAST + (1 - member.score) ** self._power for member in self._members]
             (number,) = self._random.choices(range(last + 1), weights)
             return Opponent(number, self._weights[number])
 

@@ -3,8 +3,8 @@
     actor: plays with version v ───── unroll or gradients ─────> learner: is at version w
            goes on with w or newer <────────────────────────────  lag of what it takes: w - v
 
-Actors call methods of the learner through a remote reference, or directly in one process. An actor
-whose process dies costs what it had not handed over; one whose function raises ends the training.
+Actors call methods of the learner through a remote reference, or directly in one process. If an
+actor's process dies, its unfinished unroll is lost; if its function raises, the training ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Statistics(NamedTuple):
         mean_return: Mean return of the last 100 episodes, NaN before the first.
         is_full: Whether that mean is over 100 episodes.
         lags: Number of unrolls for each lag in versions.
-        lost: Actors whose process has died.
+        lost: Actors with a lost process.
     """
 
     version: int
@@ -96,7 +96,7 @@ class Learner(abc.ABC):
     # -- for actors
 
     def weights(self, version: int = -1) -> Weights | None:
-        """Return the newest weights, without tensors if `version` is theirs; None at the end."""
+        """Return the newest weights, without tensors if `version` is current; None at the end."""
         if self._is_over:
             return None
         newest = self._weights
@@ -109,7 +109,7 @@ class Learner(abc.ABC):
         """Wait for the next update of the weights, which needs experience of actors.
 
         Args:
-            timeout_s: Seconds to wait for experience; for ever when None.
+            timeout_s: Seconds to wait for experience; unlimited when None.
 
         Raises:
             CommTimeout: No experience came in time.
@@ -124,7 +124,7 @@ class Learner(abc.ABC):
             self._missing.discard(actor)
 
     def leave(self, actor: str, error: BaseException | None = None) -> None:
-        """Expect nothing more of an actor, whose process is lost or whose function has raised."""
+        """Remove an actor that has ended; `error` if its process is lost or its function raised."""
         with self._changed:
             self._actors.discard(actor)
             if isinstance(error, PeerLostError):
@@ -141,13 +141,13 @@ class Learner(abc.ABC):
             return sorted(self._missing)
 
     def stop(self) -> None:
-        """Let actors end: they get no weights any more. Idempotent."""
+        """End training: actors get None instead of weights. Idempotent."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def wait_for_actors(self, timeout_s: float) -> list[str]:
-        """Wait until all actors have ended; return those that have not in that time."""
+        """Wait until all actors have ended; return the names of actors that still run."""
         with self._changed:
             self._changed.wait_for(lambda: not self._actors, timeout_s)
             return sorted(self._actors)
@@ -192,16 +192,16 @@ class Learner(abc.ABC):
             raise self._error
         while not is_there() and not self._is_over:
             self._check_actors()
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
+            remaining_s = None if until is None else until - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
                 actors = ", ".join(sorted(self._actors))
                 msg = f"no experience came within {timeout_s:g} s from {actors}: look there"
                 raise CommTimeout(msg)
-            self._changed.wait(left)
+            self._changed.wait(remaining_s)
         return not self._is_over
 
     def _check_actors(self) -> None:
-        """Raise if nothing more can come; under the lock."""
+        """Raise if no actor can send experience; under the lock."""
         if self._error is not None:
             raise self._error
         if not self._actors and not self._is_over:

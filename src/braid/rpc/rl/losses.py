@@ -2,7 +2,7 @@
 
     loss = - mean(log pi(a) A) + value_cost mean((target - V)^2) / 2 - entropy_cost mean(H(pi))
 
-`a3c_loss` takes advantages of the policy that has played, `impala_loss` those of V-trace.
+`a3c_loss` uses advantages of the acting policy, `impala_loss` uses V-trace.
 
 Sources: V. Mnih et al., ICML 2016, section 4; L. Espeholt et al., ICML 2018, section 4.2.
 """
@@ -54,7 +54,7 @@ class LossOptions:
 
 
 class _Evaluation(NamedTuple):
-    """An unroll in the eyes of a module: [T, B] each."""
+    """Outputs of a module for an unroll; each tensor is [T, B]."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -84,22 +84,22 @@ def impala_loss(module: nn.Module, unroll: Unroll, options: LossOptions) -> Tens
 
 def join_unrolls(unrolls: Sequence[Unroll]) -> Unroll:
     """Return unrolls of one length side by side, as one of all their environments."""
-    lengths = {len(each.actions) for each in unrolls}
+    lengths = {len(unroll.actions) for unroll in unrolls}
     if len(lengths) != 1:
         msg = f"unrolls of one batch need one length, got lengths {sorted(lengths)}"
         raise ConfigError(msg)
     if len(unrolls) == 1:
         return unrolls[0]
     return Unroll(
-        torch.cat([each.observations for each in unrolls], 1),
-        torch.cat([each.actions for each in unrolls], 1),
-        torch.cat([each.log_probs for each in unrolls], 1),
-        torch.cat([each.rewards for each in unrolls], 1),
-        torch.cat([each.terminated for each in unrolls], 1),
-        torch.cat([each.truncated for each in unrolls], 1),
-        torch.cat([each.last_observations for each in unrolls]),
-        tuple(value for each in unrolls for value in each.returns),
-        min(each.version for each in unrolls),
+        torch.cat([unroll.observations for unroll in unrolls], 1),
+        torch.cat([unroll.actions for unroll in unrolls], 1),
+        torch.cat([unroll.log_probs for unroll in unrolls], 1),
+        torch.cat([unroll.rewards for unroll in unrolls], 1),
+        torch.cat([unroll.terminated for unroll in unrolls], 1),
+        torch.cat([unroll.truncated for unroll in unrolls], 1),
+        torch.cat([unroll.last_observations for unroll in unrolls]),
+        tuple(value for unroll in unrolls for value in unroll.returns),
+        min(unroll.version for unroll in unrolls),
     )
 
 

@@ -1,7 +1,7 @@
-"""Policies: who chooses actions, with which version of the weights.
+"""Policies choose actions with a version of the weights.
 
 A module maps observations [..., *obs] to logits [..., actions] and values [...]. An actor's policy
-is a copy of it here (`LocalPolicy`), or the learner's, asked for each step (`serving`).
+is a local copy of it (`LocalPolicy`), or a served one, called in each step (`serving`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Weights(NamedTuple):
 
     Attributes:
         version: Number of updates that have made them.
-        state: State of the module by name; tensors that nobody changes any more.
+        state: State of the module by name; its tensors are not modified.
     """
 
     version: int
@@ -56,7 +56,7 @@ class Policy(Protocol):
 
 
 class LocalPolicy:
-    """A policy whose weights lie in this process.
+    """A policy with weights in this process.
 
     Args:
         module: Module of the policy, owned by this object.
@@ -76,7 +76,7 @@ class LocalPolicy:
         return Decision(*sample(logits, self._generator), self.version)
 
     def load(self, weights: Weights) -> None:
-        """Go on with other weights; does nothing if they are those that it was given last."""
+        """Load weights; does nothing if this version is loaded already."""
         if weights.version != self.version or not self._is_loaded:
             load_weights(self.module, weights.state)
             self.version, self._is_loaded = weights.version, True
@@ -97,5 +97,5 @@ def weights_of(module: nn.Module, version: int) -> Weights:
 def load_weights(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy weights into a module."""
     with torch.no_grad():
-        for name, own in module.state_dict().items():
-            own.copy_(state[name])
+        for name, tensor in module.state_dict().items():
+            tensor.copy_(state[name])

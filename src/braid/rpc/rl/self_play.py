@@ -28,7 +28,7 @@ class PolicyPlayer:
 
     Args:
         game: The rules.
-        module: Module of the policy, whose logits exclude moves that the rules do not permit.
+        module: Module of the policy; its logits exclude moves that the rules do not permit.
         seed: Seed of its choices; None for the most probable move.
     """
 
@@ -50,7 +50,7 @@ class Opponents:
     """Opponents of a league, drawn for an actor.
 
     Args:
-        league: The league, or what calls it: `reference.rpc_sync()`.
+        league: The league, or a proxy of it: `reference.rpc_sync()`.
         game: The rules.
         make_module: Makes a module for the weights of a member.
         num_games: Games against an opponent before the next one is drawn.
@@ -98,7 +98,7 @@ class Opponents:
 
 
 class SelfPlay:
-    """An environment in which an opponent moves, too. The reward is the outcome of the game.
+    """An environment in which an opponent moves after each step; the reward is the outcome.
 
     Args:
         game: The rules.
@@ -124,7 +124,7 @@ class SelfPlay:
         return self._observation(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Move, and let the opponent move."""
+        """Move; the opponent moves next."""
         outcome = self._move(int(action))
         if outcome is None:
             outcome = self._move(self._opponent(self._state))

@@ -1,4 +1,4 @@
-"""A policy that answers many actors at once.
+"""A served policy, which answers many actors with one forward pass.
 
     actor 0: observations [B, ...] ─┐
     actor 1: observations [B, ...] ─┼─> one forward pass ─> actions for each
@@ -25,12 +25,12 @@ __all__ = ["PolicyServer", "ServedPolicy"]
 
 
 class PolicyServer:
-    """A policy that decides for actors elsewhere; give actors `ServedPolicy(RRef(server))`.
+    """A policy that chooses actions for remote actors, which use `ServedPolicy(RRef(server))`.
 
     Args:
         module: Module of the policy, owned by this object; the learner has another one.
-        max_size: Actors that are answered at once.
-        max_wait_s: Seconds that the first of them waits for others.
+        max_size: Maximum number of actors in one forward pass.
+        max_wait_s: Seconds that the first actor waits for others.
         seed: Seed of its choices.
     """
 
@@ -48,7 +48,7 @@ class PolicyServer:
             self._policy.load(weights)
 
     def _decide(self, observations: list[Tensor]) -> list[Decision]:
-        sizes = [len(each) for each in observations]
+        sizes = [len(batch) for batch in observations]
         with self._lock:
             self.num_batches += 1
             actions, log_probs, version = self._policy.decide(torch.cat(observations))

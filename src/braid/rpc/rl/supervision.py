@@ -43,16 +43,16 @@ def lead(
     is_over: Callable[[Statistics], bool],
     timeout_s: float | None = 300.0,
 ) -> Statistics:
-    """Let actors play, and learn from them, until training is over; runs in the learner's process.
+    """Start actors, and train on their experience until `is_over`; runs in the learner's process.
 
     Args:
         learner: The learner.
         actors: Names of the nodes that play.
         play: Function that runs in each of them, with a reference to the learner and the actor's
-            number before `args`; it ends when the learner has no weights for it any more.
-        args: More arguments of it.
+            number before `args`; it ends when the learner returns None instead of weights.
+        args: Further arguments of `play`.
         is_over: Whether training is over; called after each update of the weights.
-        timeout_s: Seconds to wait for experience; for ever when None.
+        timeout_s: Seconds to wait for experience; unlimited when None.
 
     On failure: a lost actor is left out and logged; its unfinished unroll is lost with it. If a new
     process takes its role (`braid run --restarts`), it plays instead. If all actors are lost, the
@@ -60,7 +60,7 @@ def lead(
     logged.
 
     Raises:
-        ConfigError: There is no actor.
+        ConfigError: `actors` is empty.
         CommTimeout: No experience came in time.
         PeerLostError: All actors are lost, and no process replaces them in time.
         Exception: Raised by `play` in an actor.

@@ -84,13 +84,13 @@ def vtrace(
     c_bar: float = 1.0,
     lambda_: float = 1.0,
 ) -> VTrace:
-    """Return targets for a policy from an unroll that an older one has played.
+    """Return V-trace targets for a policy from an unroll of an older policy.
 
     Args:
         log_rhos: Logarithms of pi(a_t) / mu(a_t), [T, B].
         steps: Steps of the unroll.
-        rho_bar: Bound of the weights in each step, which decides whose values are learned.
-        c_bar: Bound of the weights of later steps, which decides how fast.
+        rho_bar: Bound of the weights in each step, which determines the policy that is evaluated.
+        c_bar: Bound of the weights of later steps, which determines the speed of convergence.
         lambda_: Weight l of later steps.
 
     Raises:
@@ -119,7 +119,7 @@ def _accumulate(deltas: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor)
 
 
 def _check(*tensors: torch.Tensor) -> None:
-    shapes = [tuple(each.shape) for each in tensors]
+    shapes = [tuple(tensor.shape) for tensor in tensors]
     if len(set(shapes)) != 1 or len(shapes[0]) < 1 or not shapes[0][0]:
         msg = f"steps need tensors of one shape [T, B] with T >= 1, got {shapes}"
         raise ConfigError(msg)
