@@ -69,7 +69,7 @@ def test_a_process_takes_the_role_of_the_rank_that_was_lost():
     driver.ended(2, has_finished=False, was_dismissed=False)
     assert driver.take_place(3) == (2, "newcomer")
     driver.started(3)
-    assert run.notices == ["rank 3 takes the role of rank 2; 2 restarts left"]
+    assert run.notices == ["rank 3 takes the role of rank 2; restarts left: 2"]
     assert driver.changes.successors == {2: 3}
     assert driver.deadline_ns is None
 

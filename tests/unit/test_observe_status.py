@@ -79,7 +79,7 @@ def test_the_view_has_members_rate_and_the_last_fault(tmp_path):
     console = Console(width=120, file=io.StringIO())
     console.print(status_view(status_of(run), run.events[-1].unix_s))
     text = console.file.getvalue()
-    assert "running, step 10, 4 steps/s, epoch 0, 2 members, 3 restarts left" in text
+    assert "running, step 10, 4 steps/s, epoch 0, 2 members, restarts left: 3" in text
     assert "last fault: rank 1 was asked to end" in text
     assert re.search(r"1 +left +101 +10 ", text)
 
@@ -103,7 +103,7 @@ def test_ranks_with_roles_run_though_they_have_no_epochs(tmp_path):
     }
     console = Console(width=120, file=io.StringIO())
     console.print(status_view(status, run.events[-1].unix_s))
-    assert "running, 1 restarts left" in console.file.getvalue()
+    assert "running, restarts left: 1" in console.file.getvalue()
 
 
 def test_a_torn_line_is_read_when_it_has_ended(tmp_path):

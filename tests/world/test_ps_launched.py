@@ -116,8 +116,8 @@ def test_new_processes_take_the_roles_of_a_killed_server_and_of_a_killed_worker(
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("counted 80.0") == 2
     assert "begins at 30" in done.stdout
-    assert "rank 5 takes the role of rank 1; 1 restarts left" in done.stderr
-    assert "rank 6 takes the role of rank 4; 0 restarts left" in done.stderr
+    assert "rank 5 takes the role of rank 1; restarts left: 1" in done.stderr
+    assert "rank 6 takes the role of rank 4; restarts left: 0" in done.stderr
 
 
 @pytest.mark.launcher

@@ -157,7 +157,7 @@ def status_view(status: RunStatus, now_s: float) -> Group:
     if status.epoch >= 0 and status.state == "running":
         parts.append(f"epoch {status.epoch}, {len(status.members)} members")
     if status.restarts_left >= 0 and status.state == "running":
-        parts.append(f"{status.restarts_left} restarts left")
+        parts.append(f"restarts left: {status.restarts_left}")
     lines = [Text(", ".join(parts), style="bold")]
     if status.faults:
         fault = status.faults[-1]

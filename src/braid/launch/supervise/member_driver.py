@@ -146,7 +146,7 @@ class MemberDriver:
         place = self._place_of.get(rank, rank)
         if self._has_roles and place != rank:
             self.changes.successors[place] = rank
-            num_left = f"{self.state.restarts_left} restarts left"
+            num_left = f"restarts left: {self.state.restarts_left}"
             self._run.notice(f"rank {rank} takes the role of rank {place}; {num_left}")
         elif self._job.hang_report_s and not self._has_roles:
             self._joining_ns[rank] = self._clock.now_ns()
