@@ -149,7 +149,10 @@ def test_unequal_shares_with_their_weights_are_proved(proved):
 
 def test_a_batch_that_is_not_split_is_said_beside_the_verdict(proved):
     out = proved(2, TASK.replace("x[rank::size]", "x").replace("nn.Dropout(0.3)", "nn.Tanh()"))
-    assert "not split every share is the whole batch, so each of the 2 ranks computes what" in out
+    assert (
+        "not split every share is the whole batch, so each of the 2 ranks does the work of one process"
+        in out
+    )
     assert "forward x[rank::size] and y[rank::size], not x and y" in out
     assert "proved 3 steps on 2 ranks" in out
     assert "not split" not in proved(1, TASK)
