@@ -332,3 +332,13 @@ def test_members_keep_one_history_and_the_newest_state(seed, changes_slots):
         members = run.epochs[-1].members
         assert not run.lost.intersection(members), "the run goes on"
         assert {run.processes[rank].epoch for rank in members} == {len(run.epochs) - 1}
+
+
+def test_no_process_replaces_a_lost_one_when_the_work_is_done():
+    state = MembershipState(ElasticLimits(min_ranks=1, restarts=3), 3)
+    for rank in range(3):
+        state.started(rank)
+    assert (state.can_replace, state.lost(1)) == (True, [Replace()])
+    state.close()
+    assert (state.can_replace, state.lost(2)) == (False, [])
+    assert state.started(3) == [Dismiss((3,))]  # it was on its way

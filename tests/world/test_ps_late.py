@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from training import said_by
 
 from braid import ps
 from braid.comm import Group
-from braid.errors import ConfigError, PeerLostError
+from braid.errors import ConfigError, PeerLostError, RendezvousError
+from braid.ps import postoffice
 from braid.runtime.transport import Loss
-from braid.runtime.wire import Secret
+from braid.runtime.wire import Secret, local_address
 
 ADD = partial(torch.optim.SGD, lr=1.0)
 SUM = ps.Consistency(aggregate="sum")
@@ -191,3 +194,21 @@ def _serves_after_the_run(group: Group) -> str:
 
 def test_a_server_that_was_cut_off_ends_when_the_launcher_says_that_the_run_has(world):
     assert world(3, _serves_after_the_run) == ["scheduler", "server", "worker"]
+
+
+@pytest.mark.parametrize("ends_while_it_connects", [False, True])
+def test_a_server_that_comes_after_the_run_ends(monkeypatch, ends_while_it_connects):
+    monkeypatch.setattr(postoffice, "JOIN_S", 0.1)
+    answers = itertools.chain([not ends_while_it_connects], itertools.repeat(True))
+    nobody = local_address("ps-nobody")
+    with ps.join_running(
+        nobody, *_wrong(), "server", 1, COUNTS, has_ended=lambda: next(answers)
+    ) as node:
+        node.serve()
+
+
+def test_a_server_that_cannot_reach_the_scheduler_fails_while_the_run_goes_on(monkeypatch):
+    monkeypatch.setattr(postoffice, "JOIN_S", 0.1)
+    node = ps.join_running(local_address("ps-nobody"), *_wrong(), "server", 1, COUNTS)
+    with pytest.raises(RendezvousError, match="no braid process answered"), node:
+        node.serve()

@@ -12,7 +12,7 @@ from braid.cli.commands.roles import Roles
 from braid.errors import ConfigError
 
 COUNTS = """
-import os, signal, sys
+import os, signal, sys, time
 from functools import partial
 from pathlib import Path
 import torch
@@ -22,6 +22,9 @@ from braid import ps
 
 group = braid.init()
 pid = Path(sys.argv[1]) / "pid"
+over = Path(sys.argv[1]) / "over"
+while "late" in sys.argv and os.environ.get("BRAID_PROCESS") == "5" and not over.exists():
+    time.sleep(0.1)
 with ps.join(group) as node:
     make = partial(torch.optim.SGD, lr=1.0)
     table = node.dense("count", torch.zeros(1000), make, ps.Consistency(aggregate="sum"))
@@ -29,6 +32,8 @@ with ps.join(group) as node:
         pid.write_text(str(os.getpid()))
     if not node.is_worker:
         node.serve()
+        if node.role == "scheduler":
+            over.touch()
     else:
         first = node.resume()
         if node.number == 1:
@@ -36,7 +41,7 @@ with ps.join(group) as node:
         for step in range(first, 40):
             if step == 20 and node.number == 1:
                 os.kill(int(pid.read_text()), signal.SIGKILL)
-            if step == 30 and node.number == 1 and first == 0 and "spare" in sys.argv:
+            if step == 30 and node.number == 1 and first == 0 and {"spare", "late"} & {*sys.argv}:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == 30 and "save" in sys.argv:
                 if node.number == 0 and first == 0:
@@ -59,6 +64,15 @@ def run(tmp_path: Path, *options: str, last: str = "") -> subprocess.CompletedPr
         timeout=200,
         check=False,
     )
+
+
+@pytest.mark.launcher
+@pytest.mark.proof
+def test_a_new_process_that_comes_after_the_end_ends_well(tmp_path):
+    options = ("--servers", "2", "--workers", "2", "--replicas", "1", "--restarts", "2")
+    done = run(tmp_path, *options, last="late")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("counted 80.0") == 2
 
 
 @pytest.mark.launcher

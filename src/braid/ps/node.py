@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from braid.errors import BraidError, CheckpointError, ConfigError, PeerLostError
+from braid.errors import (
+    BraidError,
+    CheckpointError,
+    ConfigError,
+    PeerLostError,
+    RendezvousError,
+)
 from braid.ps.base_node import BaseNode
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.customer import Customer, dealt_ranges
@@ -56,7 +62,7 @@ class Node(BaseNode):
         events: Recorder of waits and pushes; a private one when None.
         ranks: Rank of each node, for reports of waits.
         has_ended: Returns whether the scheduler's process has ended well, as far as the launcher
-            knows; a server without a link then serves no longer.
+            knows; a server without a link to the others then ends, too.
     """
 
     def __init__(
@@ -322,7 +328,8 @@ class Node(BaseNode):
         """Serve, or schedule, until all workers have left; a spare returns at once.
 
         A server that is cut off from the others joins again when its network is back. It returns
-        if the scheduler has ended well, and with a warning after 300 s; without replicas it raises.
+        if the scheduler has ended well, also before this server has joined, and with a warning
+        after 300 s; without replicas it raises.
 
         Raises:
             ConfigError: This node is a worker.
@@ -333,11 +340,21 @@ class Node(BaseNode):
             raise ConfigError(msg)
         if self.role == SPARE:
             return  # nobody has called it, and the run is over
-        if self._server is not None and self.postoffice.directory is None:
-            self.postoffice.join()
+        if self._server is not None and not self._has_joined_in_time():
+            return
         with self.postoffice.events.span("schedule" if self._scheduler else "serve"):
             self.postoffice.wait_until(self._is_over, math.inf)  # no deadline for work to come
         self._raise_failure()
+
+    def _has_joined_in_time(self) -> bool:
+        """Join; return whether the run still went on."""
+        if self.postoffice.directory is None and not self._has_ended():
+            try:
+                self.postoffice.join()
+            except RendezvousError:
+                if not self._has_ended():
+                    raise
+        return self.postoffice.directory is not None or not self._has_ended()
 
     def _is_over(self) -> bool:
         if self._scheduler is not None:

@@ -110,7 +110,7 @@ def join(
         events=group.context.events,
         ranks=ranks,
     )
-    node = make(van, place.role, place.number, has_ended=partial(_scheduler_ended, group))
+    node = make(van, place.role, place.number, has_ended=partial(_has_ended, group, group.ranks[0]))
     group.barrier()  # the scheduler listens, and knows what it waits for
     called = wait_for_call(node) if place.role == SPARE else None
     if called is None:
@@ -168,6 +168,7 @@ def _replace_lost(group: Group, launched: JobEnvironment, options: Options, addr
         options=options,
         address=address,
         events=group.context.events,
+        has_ended=partial(_has_ended, group, 0),
     )
 
 
@@ -218,11 +219,11 @@ def role_of(rank: int, servers: int) -> tuple[Role, int]:
     return ("server", rank - 1) if rank <= servers else ("worker", rank - 1 - servers)
 
 
-def _scheduler_ended(group: Group) -> bool:
-    """Return whether the scheduler's process, the first of the group, has ended on purpose."""
+def _has_ended(group: Group, scheduler: int) -> bool:
+    """Return whether the process of the scheduler, a rank, has ended on purpose."""
     health = group.context.health
     health.collect()
-    loss = health.lost.get(group.ranks[0])
+    loss = health.lost.get(scheduler)
     return loss is not None and loss.departed
 
 
@@ -293,6 +294,7 @@ def join_running(
     start: int = 0,
     address: str = "",
     events: Recorder | None = None,
+    has_ended: Callable[[], bool] = lambda: False,
 ) -> Node:
     """Make a node of a job whose scheduler runs already, or the scheduler itself.
 
@@ -313,6 +315,8 @@ def join_running(
         address: Address on which scheduler and servers listen; one that only this host can reach
             when empty.
         events: Recorder of waits and pushes; a private one when None.
+        has_ended: Returns whether the scheduler's process has ended well; a server that comes too
+            late then ends, too.
 
     Raises:
         ConfigError: The role is unknown, or a node other than the scheduler has no address of it.
@@ -328,7 +332,8 @@ def join_running(
     options = options or Options()
     address = address or local_address(f"ps-{name_of(role, number)}")
     van = _van(NodePlace(role, number, secret, run_id, address), options)
-    return Node(van, role, number, counts, scheduler, options, start=start, events=events)
+    make = partial(Node, start=start, events=events, has_ended=has_ended)
+    return make(van, role, number, counts, scheduler, options)
 
 
 def _van(place: NodePlace, options: Options) -> SocketVan:

@@ -105,6 +105,8 @@ class MemberDriver:
         self._lost_roles: list[int] = []  # places that new processes take, in the order of losses
         self._place_of: dict[int, int] = {}
         self._has_roles = bool(job.expendable)
+        # ranks with roles that no process can replace
+        self._needed = set(range(job.num_ranks)) - job.expendable if job.expendable else set()
         self._missing: tuple[int, ...] = ()  # members for which others wait
         self._missing_ns: int | None = None  # since then; None if they have been named
         self._joining_ns: dict[int, int] = {}  # when processes were started that are not ready yet
@@ -176,6 +178,10 @@ class MemberDriver:
             self._free_place(rank)
         if self._slots is not None and not has_finished and not was_dismissed:
             self._slots.lost()
+        if has_finished and rank in self._needed:
+            self._needed.remove(rank)
+            if not self._needed:
+                self.state.close()
         orders = self.state.finished(rank) if has_finished else self.state.lost(rank)
         if self._has_roles and Replace() in orders:  # else no process takes this role
             self._lost_roles.append(self._place_of[rank])

@@ -31,7 +31,7 @@ Safety, whatever the order of events, also when they are delayed or doubled:
   run loses do not make it smaller than `min_ranks`.
 
 Ranks with roles, such as servers and workers, never report ready: there is no epoch, and a loss
-gives a Replace.
+gives a Replace, until the ranks that no process can replace have finished.
 
 Source: membership by epochs as in Birman and Joseph, "Exploiting virtual synchrony in distributed
 systems" (1987), with a central manager; the launcher is the manager.
@@ -131,6 +131,11 @@ class MembershipState:
         return self._restarts_left
 
     @property
+    def can_replace(self) -> bool:
+        """Whether a process would be started for a lost one."""
+        return self._restarts_left > 0 and not self._has_finished
+
+    @property
     def missing(self) -> tuple[int, ...]:
         """Members for which others wait: these are ready for the next epoch."""
         if not self._ready.keys() & set(self.members):
@@ -188,7 +193,7 @@ class MembershipState:
         orders: list[Order] = []
         num_wanted = max(self._num_wanted, self._limits.min_ranks)
         needed = len(self._alive) + self._num_to_start < num_wanted
-        if needed and self._restarts_left and not self._has_finished:
+        if needed and self.can_replace:
             self._restarts_left -= 1
             self._num_to_start += 1
             orders.append(Replace())
@@ -223,6 +228,10 @@ class MembershipState:
         if self.is_over and was_member:
             return [Dismiss(tuple(sorted(self._alive)))]
         return self._next()
+
+    def close(self) -> None:
+        """Note that the work is done: no more processes are needed."""
+        self._has_finished = True
 
     def _remove(self, rank: int) -> None:
         self._alive.discard(rank)

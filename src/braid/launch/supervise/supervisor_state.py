@@ -327,7 +327,7 @@ class SupervisorState:
             spared = self._members.can_lose(rank)
         else:
             is_last = any(self._is_last(facts.place, part) for part in self._needed)
-            is_replaced = self._members is not None and self._members.restarts_left > 0
+            is_replaced = self._members is not None and self._members.can_replace
             spared = self.is_expendable(rank) and (is_replaced or not is_last)
         spared &= facts.failed_ns is None
         facts.survived = facts.survived or (spared and self.phase is RunPhase.RUNNING)

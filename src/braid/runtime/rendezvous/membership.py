@@ -437,7 +437,9 @@ class _JobEntrance(NamedTuple):
     def join(self, prefix: str, rank: int, size: int) -> JoinedRank:
         """Connect to the other ranks, which meet under a prefix of the store."""
         environment, parts = self.environment, self.parts
-        health = Health(rank, self.clock, debugged=environment.debugged)
+        # a process with the role of a lost one is alone, and hears of the others by their numbers
+        known_as = environment.rank if environment.replaces >= 0 else rank
+        health = Health(known_as, self.clock, debugged=environment.debugged)
         if parts.launcher is not None:
             health.register(parts.launcher)
         secret, network = network_of(environment, parts.secret)
