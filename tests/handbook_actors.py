@@ -40,4 +40,4 @@ def lag_of_actors() -> str:
         heapq.heappush(ends, (free_s + UNROLL_S[actor], actor, weights.version, free_s))
     lanes = ["learner", *(f"actor {actor}" for actor in range(len(UNROLL_S)))]
     legend = dict(sorted(lags.items()))
-    return draw(lanes, bars, END_S, legend=legend, width=600)
+    return draw(lanes, bars, END_S, legend=legend)

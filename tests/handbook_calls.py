@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -397,8 +396,7 @@ def serving_measured() -> str:
         Bar(place, 0.0, rate, COLOURS[0], f"{rate} requests/s", f"{rate} requests/s")
         for place, rate in enumerate(rates.values())
     ]
-    text = draw([f"batches of up to {size}" for size in rates], bars, most, width=480)
-    return re.sub(r">[\d.,]+ ?(h|min|s|ms|us|ns)?( \d+ (min|s))?<", "><", text)
+    return draw([f"batches of up to {size}" for size in rates], bars, most, axis=False)
 
 
 CALL_PICTURES = (

@@ -26,15 +26,25 @@ from braid.parallel.gradients.bucket_layout import BucketLayout, Caps, plan_buck
 from braid.parallel.gradients.bucket_layout_cache import REBUILD_GAIN
 from braid.parallel.gradients.status import StatusLayout
 from braid.programs.schedule import simulate
-from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.programs.schedule.bars import (
+    BACKWARD,
+    COLOURS,
+    FORWARD,
+    RECEIVE,
+    RECOMPUTE,
+    REDUCE,
+    SEND,
+    STEP,
+    WAIT,
+    Bar,
+    draw,
+)
 from braid.programs.schedule.collective import algorithm, collective_costs, program
 from braid.programs.topology import flat
 from braid.runtime.clock import VirtualClock
 from braid.runtime.events import Recorder
 from braid.types import TensorSpec
 from support.worlds import run_threads
-
-WIDTH = 680  # pixels of a time axis; 760 with names of lanes
 
 # Replicas: a device touches memory at 100 GB/s; between devices go 20 GB/s.
 MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 100e9, 20e9
@@ -151,7 +161,8 @@ class _Recorded(DataParallel):
 def replicas() -> str:
     """One step on three devices: the loss on the first device, and the loss where outputs are."""
     kinds = ("scatter", "replicate", "forward", "gather", "loss", "backward", "add gradients")
-    colours = dict(zip(kinds, COLOURS, strict=True))
+    order = (SEND, RECEIVE, FORWARD, REDUCE, RECOMPUTE, BACKWARD, STEP)
+    colours = dict(zip(kinds, order, strict=True))
     x, y = torch.ones(SAMPLES, HIDDEN), torch.zeros(SAMPLES, dtype=torch.long)
     ways = []
     for criterion in (None, functional.cross_entropy):
@@ -172,13 +183,13 @@ def replicas() -> str:
         if end > begin
     ]
     lanes = [f"{name} {device}" for name in ("gathered", "criterion") for device in range(3)]
-    return draw(lanes, bars, max(bar.end_s for bar in bars), legend=colours, width=WIDTH)
+    return draw(lanes, bars, max(bar.end_s for bar in bars), legend=colours)
 
 
 # Buckets: a rank computes gradients of so many numbers in a second; two ranks on one network.
 NUMBERS_PER_S, NETWORK_S, NETWORK_BYTES_PER_S, ADDED_S = (1e9, 0.8e9), 10e-6, 4e9, 1e-11
 CAPS = Caps((256 << 10, 512 << 10))
-STATUS = COLOURS[-1]
+STATUS = WAIT
 
 
 class _Levels(nn.Module):
@@ -263,7 +274,7 @@ def buckets() -> str:
     lanes = ["rank 0", "rank 1", "network"] * 2
     legend = {f"bucket {index}": COLOURS[index] for index in range(len(planned))}
     legend["status"] = STATUS
-    return draw(lanes, bars, max(bar.end_s for bar in bars), legend=legend, width=WIDTH)
+    return draw(lanes, bars, max(bar.end_s for bar in bars), legend=legend)
 
 
 # Negotiation: two ranks whose gradients come in orders and at speeds of their own.
@@ -307,7 +318,7 @@ def negotiation() -> str:
     """Two steps of two ranks: what their threads agree on with lists, and then with bits."""
     engines = [_Engine(rank) for rank in range(len(ORDERS))]
     kinds = ("gradient", "waits", "exchange", "lists", "sum")
-    colours = dict(zip(kinds, (COLOURS[0], COLOURS[-1], *COLOURS[1:4]), strict=True))
+    colours = dict(zip(kinds, (BACKWARD, WAIT, RECEIVE, SEND, REDUCE), strict=True))
     bars: list[Bar] = []
 
     def add(lane: int, begin: float, end: float, kind: str, label: str = "") -> None:
@@ -329,7 +340,7 @@ def negotiation() -> str:
                     add(2 * engine.rank + 1, at_s, begin, "waits")
             now_s = _one_cycle(engines, [bits for _, bits in opened], begin, add)
     lanes = [name for rank in range(2) for name in (f"rank {rank}", f"thread {rank}")]
-    return draw(lanes, bars, now_s, legend=colours, width=WIDTH)
+    return draw(lanes, bars, now_s, legend=colours)
 
 
 def _one_cycle(
@@ -408,7 +419,7 @@ def _train(group: Group, way: str) -> list[list[tuple[str, int]]]:
 def where_steps_are_taken() -> str:
     """Rank 0 of four in four ways: backward, steps, and what it averages when."""
     kinds = ("backward", "step", "averaging")
-    colours = dict(zip(kinds, (COLOURS[0], COLOURS[2], COLOURS[1]), strict=True))
+    colours = dict(zip(kinds, (BACKWARD, STEP, REDUCE), strict=True))
     bars = []
     for lane, way in enumerate(WAYS):
         now_s = 0.0
@@ -422,7 +433,7 @@ def where_steps_are_taken() -> str:
             for kind, seconds in spans:
                 bars.append(Bar(lane, now_s, now_s + seconds, colours[kind], kind))
                 now_s += seconds
-    return draw(WAYS, bars, max(bar.end_s for bar in bars), legend=colours, width=WIDTH)
+    return draw(WAYS, bars, max(bar.end_s for bar in bars), legend=colours)
 
 
 DATA_PARALLEL = (replicas, buckets, negotiation, where_steps_are_taken)

@@ -169,7 +169,7 @@ def members_and_epochs() -> str:
         "step": BLUE, "broken": RED, "waits": GREY, "Begin": GREEN, "Pause": PURPLE,
         "Replace": YELLOW, "killed": LOST,
     }  # fmt: skip
-    return draw(lanes, run.bars, END_S, legend=legend, width=640)
+    return draw(lanes, run.bars, END_S, legend=legend)
 
 
 # -- micro-batches in rounds

@@ -205,7 +205,7 @@ def after_a_death() -> str:
         )
     )
     legend = {"no signal": free, "SIGTERM": asked, "SIGKILL": COLOURS[1], "block": COLOURS[0]}
-    return draw([*lanes, "survivors' block"], bars, SHOWN_S, legend=legend, width=600)
+    return draw([*lanes, "survivors' block"], bars, SHOWN_S, legend=legend)
 
 
 def _braid() -> Measured:

@@ -7,19 +7,28 @@ what this writes. A picture is a function without arguments that returns SVG; it
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from braid.plan.described import DescribedMachines
 from braid.plan.search import Training, find_splits
 from braid.plan.tables import comparison
 from braid.programs.schedule import Costs, simulate
-from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.programs.schedule.bars import (
+    BACKWARD,
+    COLOURS,
+    FORWARD,
+    RECEIVE,
+    SEND,
+    WAIT,
+    Bar,
+    draw,
+)
+from braid.programs.schedule.blocks import CELL, row_of_blocks
 from braid.programs.schedule.collective import algorithm, collective_costs, program
 from braid.programs.schedule.collective.vocabulary import (
     OPERATIONS,
     ROOTED,
-    Held,
     held_at_end,
     held_at_start,
     num_slots,
@@ -40,15 +49,12 @@ from handbook_meshes import MESHES
 from handbook_pipelines import PIPELINES
 from handbook_placed import placed_step
 from handbook_sequences import SEQUENCES
-from handbook_servers import SERVERS
+from handbook_servers import LOST, SERVERS
 from handbook_sharding import SHARDING
 from handbook_slices import SLICES
 from handbook_strategies import STRATEGIES
 
 HANDBOOK = Path(__file__).resolve().parent.parent / "docs" / "handbook"
-WIDTH = 760  # pixels of a time axis
-
-FORWARD, TRANSFER, BACKWARD = COLOURS[:3]
 NUM_RANKS = 4
 NETWORK = flat(NUM_RANKS, 5e-6, 10e9)  # 5 us per message, 10 GB/s per rank
 FORWARD_S, BACKWARD_S = 1e-3, 2e-3  # of a micro-batch in one of the layers
@@ -94,8 +100,8 @@ def ways_of_training() -> str:
     )
     bars += _timeline(len(lanes), 0.0, pipeline)
     lanes += [f"pipeline {rank}" for rank in range(NUM_RANKS)]
-    legend = {"forward": FORWARD, "backward": BACKWARD, "transfer": TRANSFER}
-    return draw(lanes, bars, max(bar.end_s for bar in bars), legend=legend, width=WIDTH)
+    legend = {"forward": FORWARD, "backward": BACKWARD, "send": SEND, "receive": RECEIVE}
+    return draw(lanes, bars, max(bar.end_s for bar in bars), legend=legend)
 
 
 def _phases(lane: int, phases: Sequence[tuple[str, float] | tuple[str, str, float]]) -> list[Bar]:
@@ -123,13 +129,13 @@ def _phases(lane: int, phases: Sequence[tuple[str, float] | tuple[str, str, floa
 
 def _timeline(lane: int, start_s: float, timeline: Timeline) -> list[Bar]:
     """Draw a simulated program: sends in the upper half, receives in the lower one."""
-    colours = {"F": FORWARD, "B": BACKWARD}
+    colours = {"F": FORWARD, "B": BACKWARD, "send": SEND}
     return [
         Bar(
             lane + i.rank,
             start_s + i.start_s,
             start_s + i.end_s,
-            colours.get(i.action.kind, TRANSFER),
+            colours.get(i.action.kind.partition("_")[0], RECEIVE),
             f"{i.action.kind} {i.action.index}",
             "" if i.is_message else f"{i.action.kind}{i.action.index}",
             ("upper" if i.action.kind.startswith("send") else "lower") if i.is_message else "whole",
@@ -138,7 +144,7 @@ def _timeline(lane: int, start_s: float, timeline: Timeline) -> list[Bar]:
     ]
 
 
-CELL, NAME, GAP = 28, 56, 66  # pixels: a block, a rank's name, between before and after
+NAME, GAP = 56, 66  # pixels: a rank's name, between before and after
 PANEL = 2 * NUM_RANKS * CELL + NAME + GAP
 
 
@@ -161,43 +167,20 @@ def before_and_after() -> str:
             parts.append(f'<text x="{left}" y="{y + 18}">rank {rank}</text>')
             for side, held in enumerate(sides):
                 x = left + NAME + side * (NUM_RANKS * CELL + GAP)
-                parts += _blocks(x, y, held[rank])
+                # an all-to-all receives into a second buffer
+                shown = {slot % NUM_RANKS: content for slot, content in held[rank].items()}
+                parts += row_of_blocks(x, y, shown, NUM_RANKS, NUM_RANKS)
             if rank == 1:
                 arrow = left + NAME + NUM_RANKS * CELL + GAP // 2
                 parts.append(f'<text x="{arrow}" y="{y + 34}" text-anchor="middle">becomes</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _blocks(x: int, y: int, held: Mapping[int, Held]) -> list[str]:
-    parts = []
-    for slot in range(NUM_RANKS):
-        place = x + slot * CELL
-        parts.append(
-            f'<rect x="{place}" y="{y}" width="{CELL}" height="{CELL}" fill="none" stroke="#bbbbbb"/>'
-        )
-        # an all-to-all receives into a second buffer
-        content = held.get(slot) or held.get(slot + NUM_RANKS)
-        if content is None:
-            continue
-        ranks = [rank for rank in range(NUM_RANKS) if content.ranks >> rank & 1]
-        wide = CELL / len(ranks)
-        for i, rank in enumerate(ranks):
-            parts.append(
-                f'<rect x="{place + i * wide:g}" y="{y}" width="{wide:g}" height="{CELL}" '
-                f'fill="{COLOURS[rank]}"><title>block {content.block} of ranks {ranks}</title></rect>'
-            )
-        parts.append(
-            f'<text x="{place + CELL // 2}" y="{y + 18}" text-anchor="middle" font-weight="bold" '
-            f'stroke="white" stroke-width="4" paint-order="stroke">{content.block % NUM_RANKS}</text>'
-        )
-    return parts
-
-
 STORE_COLOURS = {
-    "Set": COLOURS[0],
-    "Wait": COLOURS[6],
-    "MultiGet": COLOURS[2],
-    "missing": COLOURS[1],
+    "Set": SEND,
+    "Wait": WAIT,
+    "MultiGet": RECEIVE,
+    "missing": LOST,
 }
 HOST = 4  # ranks of a host, which are a row of the mesh
 
@@ -226,7 +209,7 @@ def groups_of_a_mesh() -> str:
         part = "upper" if sends else "lower"
         bars.append(Bar(rank, interval.start_s, interval.end_s, colours[name], title, part=part))
     lanes = [f"rank {rank}" for rank in range(hosts.num_ranks)]
-    return draw(lanes, bars, timeline.seconds, legend=colours, width=WIDTH)
+    return draw(lanes, bars, timeline.seconds, legend=colours)
 
 
 COMES_MS = (0.0, 5.0, 9.0, 22.0)  # when each rank is started
@@ -280,7 +263,7 @@ def two_meetings() -> str:
                 heapq.heappush(arrivals, (end_ns + trip_ns, rank))
     lanes = [f"rank {rank}" for rank in range(NUM_RANKS)]
     seconds = max(bar.end_s for bar in bars)
-    return draw(lanes, bars, seconds, legend=STORE_COLOURS, width=WIDTH)
+    return draw(lanes, bars, seconds, legend=STORE_COLOURS)
 
 
 def kinds_of_splits() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from braid.programs.schedule import Costs, Program, simulate
-from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.programs.schedule.bars import COLOUR_OF, SEND, Bar, draw
 from braid.programs.schedule.pipeline import (
     SCHEDULES,
     asynchronous,
@@ -18,11 +18,8 @@ from braid.programs.schedule.pipeline.measures import bubble, peak_activations
 from braid.programs.schedule.simulate import Interval, Timeline
 from braid.programs.topology import flat
 
-WIDTH = 680  # pixels of a time axis
 RANKS, MICROBATCHES = 4, 8
-COLOUR = dict(
-    zip(("F", "B", "R", "I", "W", "copy"), (*COLOURS[:2], *COLOURS[3:6], COLOURS[6]), strict=True)
-)
+COLOUR = {**COLOUR_OF, "copy": SEND}
 FORWARD_S = 1.0  # of a micro-batch through the share of a rank; a backward takes twice as long
 COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "R": 1.0}
 
@@ -42,7 +39,7 @@ def bars_of(timeline: Timeline, first_lane: int = 0, *, messages: bool = False) 
             first_lane + i.rank,
             i.start_s,
             i.end_s,
-            COLOUR.get(i.action.kind, COLOUR["copy"]),
+            COLOUR[i.action.kind.partition("_")[0]],
             _title(i),
             "" if i.is_message else str(i.action.index),
             ("upper" if i.action.kind.startswith("send") else "lower") if i.is_message else "whole",
@@ -73,7 +70,7 @@ def weight_versions() -> str:
             notes.append(f"at most {max(ages)} old")
         end_s = max(end_s, timeline.seconds)
     legend = {"forward": COLOUR["F"], "backward": COLOUR["B"]}
-    return draw(lanes, bars, end_s, legend=legend, width=WIDTH, notes=notes)
+    return draw(lanes, bars, end_s, legend=legend, notes=notes)
 
 
 def _title(interval: Interval) -> str:
@@ -107,7 +104,7 @@ def drawn(
         "copy": "message",
     }
     shown = {text: COLOUR[kind] for kind, text in legend.items() if kind in kinds.split()}
-    return draw(lanes, bars, end_s, legend=shown, width=WIDTH, notes=notes)
+    return draw(lanes, bars, end_s, legend=shown, notes=notes)
 
 
 def model_by_hand() -> str:
@@ -155,7 +152,7 @@ def two_streams() -> str:
         lanes += [f"{name}, {part}" for part in ("compute 0", "copy", "compute 1")]
         end_s = max(end_s, *(bar.end_s for bar in copies))
     legend = {"forward": COLOUR["F"], "copy": COLOUR["copy"]}
-    return draw(lanes, bars, end_s, legend=legend, width=WIDTH - 60)
+    return draw(lanes, bars, end_s, legend=legend)
 
 
 def _copies(*, own_streams: bool, num_microbatches: int = 5) -> list[Bar]:

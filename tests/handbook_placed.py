@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.programs.schedule.bars import BACKWARD, FORWARD, RECEIVE, SEND, Bar, draw
 from braid.strategies.placed.partition import NodeValues, PlacedSegment, partition
 
-FORWARD, TRANSFER, BACKWARD = COLOURS[:3]
 NODE_S, MESSAGE_S = 1e-3, 0.25e-3
 # x -> a -> b -> c -> d -> loss, with a skip connection from a to d
 NAMES = ("a", "b", "c", "d", "loss")
@@ -38,9 +37,9 @@ class _Clock:
     def send(self, device: str, target: str, begin_s: float, label: str) -> float:
         """Draw a message; return the time at which it arrives."""
         end_s = begin_s + MESSAGE_S
-        for lane, part in ((device, "upper"), (target, "lower")):
+        for lane, part, colour in ((device, "upper", SEND), (target, "lower", RECEIVE)):
             index = self.lanes.index(lane)
-            self.bars.append(Bar(index, begin_s, end_s, TRANSFER, label, "", part))
+            self.bars.append(Bar(index, begin_s, end_s, colour, label, "", part))
         return end_s
 
 
@@ -69,9 +68,9 @@ def placed_step() -> str:
             if link.device != device:
                 there_s = clock.send(device, link.device, end_s, f"gradient of {link.value}")
             summed_s[link.value, link.segment] = there_s
-    legend = {"forward": FORWARD, "backward": BACKWARD, "transfer": TRANSFER}
+    legend = {"forward": FORWARD, "backward": BACKWARD, "send": SEND, "receive": RECEIVE}
     end_s = max(bar.end_s for bar in clock.bars)
-    return draw(clock.lanes, clock.bars, end_s, legend=legend, width=640)
+    return draw(clock.lanes, clock.bars, end_s, legend=legend)
 
 
 def _label(segment: PlacedSegment) -> str:

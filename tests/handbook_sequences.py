@@ -7,7 +7,6 @@ from collections.abc import Callable
 from braid.parallel.context_parallel.blocks import block_of
 from braid.programs.schedule.bars import COLOURS, Bar, draw
 
-WIDTH = 680  # pixels of a time axis
 RANKS, LENGTH = 4, 64
 FULL_S = 1.0  # of a block of all queries and keys of two ranks
 SEND_S = 0.3  # of a rank's keys and values to the next rank
@@ -29,7 +28,7 @@ def ring_steps() -> str:
         "of a later one": COLOURS[1],
     }
     end_s = max(bar.end_s for bar in bars)
-    return draw(lanes, bars, end_s, legend=legend, width=WIDTH, notes=notes)
+    return draw(lanes, bars, end_s, legend=legend, notes=notes)
 
 
 def _ring(first_lane: int, *, balanced: bool) -> tuple[list[Bar], list[float]]:

@@ -130,7 +130,7 @@ def chunks_on_a_link() -> str:
             number_of[head.priority].pop(0)
         now_s = end_s
     lanes = [f"priority {p}: {n}" for n, (_, p, _) in zip(names, comes, strict=True)]
-    return draw([*lanes, "control: heartbeat"], bars, now_s, width=600)
+    return draw([*lanes, "control: heartbeat"], bars, now_s)
 
 
 def _is_done(box: Outbox, priority: int, number_of: dict[int, list[int]]) -> bool:
@@ -165,8 +165,7 @@ def keys_on_servers() -> str:
                 at += share
             lanes.append(f"{slicer.__name__}: {name}")
     legend = {f"server {server}": COLOURS[server] for server in range(4)}
-    text = draw(lanes, bars, 1.0, legend=legend, width=440)
-    return text.replace(">250 ms<", "><").replace(">500 ms<", "><").replace(">750 ms<", "><").replace(">1 s<", "><").replace(">0<", "><")  # fmt: skip
+    return draw(lanes, bars, 1.0, legend=legend, axis=False)
 
 
 # -- nodes in a simulated network: who sends what to whom

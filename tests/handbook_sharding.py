@@ -20,7 +20,16 @@ from braid.parallel.sharding.layouts import SHARD, STAGES
 from braid.parallel.sharding.partition import assign_owners, by_elements, by_owners
 from braid.parallel.sharding.residency import Residency, Unit
 from braid.programs.layout import Layout, Mesh
-from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.programs.schedule.bars import (
+    BACKWARD,
+    COLOURS,
+    FORWARD,
+    RECEIVE,
+    RECOMPUTE,
+    REDUCE,
+    Bar,
+    draw,
+)
 from support.worlds import run_threads
 
 TEXT = 'font-family="sans-serif" font-size="12"'
@@ -208,14 +217,13 @@ def fsdp_step() -> str:
     now_s = free_s = 0.0  # of the computation, of the network
     arrives: dict[str, float] = {}
     holds: dict[str, tuple[float, str]] = {}
-    yellow, green = COLOURS[3], COLOURS[2]
     for event in events:
         kind, unit = event.kind, event.unit
         if kind in {"gather", "reduce"}:
             begin_s = max(now_s, free_s)
             free_s = begin_s + SECONDS[kind]
             short = unit.removeprefix("layers.")
-            colour = yellow if kind == "gather" else COLOURS[5]
+            colour = RECEIVE if kind == "gather" else REDUCE
             bars.append(Bar(1, begin_s, free_s, colour, f"{kind} {unit}", short))
             if kind == "gather":
                 arrives[unit], holds[unit] = free_s, (now_s, event.slot)
@@ -225,22 +233,22 @@ def fsdp_step() -> str:
             begin_s, slot = holds.pop(unit)
             lane, whole_s = lanes.index(unit), min(arrives[unit], now_s)
             title = f"{unit} in slot {slot}"
-            bars.append(Bar(lane, begin_s, whole_s, yellow, f"{title}: on its way"))
-            bars.append(Bar(lane, whole_s, now_s, green, f"{title}: whole", slot))
+            bars.append(Bar(lane, begin_s, whole_s, RECEIVE, f"{title}: on its way"))
+            bars.append(Bar(lane, whole_s, now_s, RECOMPUTE, f"{title}: whole", slot))
         else:
             seconds = SECONDS[kind] * (1 if unit.startswith("layers") else OF_ROOT)
-            colour = COLOURS[0] if kind == "F" else COLOURS[1]
+            colour = FORWARD if kind == "F" else BACKWARD
             short = unit.removeprefix("layers.")[:1]
             bars.append(Bar(0, now_s, now_s + seconds, colour, f"{kind} {unit}", kind + short))
             now_s += seconds
     legend = {
-        "forward": COLOURS[0],
-        "backward": COLOURS[1],
-        "gather": yellow,
-        "whole": green,
-        "sum": COLOURS[5],
+        "forward": FORWARD,
+        "backward": BACKWARD,
+        "gather": RECEIVE,
+        "whole": RECOMPUTE,
+        "sum": REDUCE,
     }
-    return draw(lanes, bars, max(bar.end_s for bar in bars), legend=legend, width=700)
+    return draw(lanes, bars, max(bar.end_s for bar in bars), legend=legend)
 
 
 BLOCK = {  # parameters of a transformer's block -> shape

@@ -18,7 +18,16 @@ from torch import nn
 
 from braid.parallel.gradients.bucket_layout import Caps, plan_buckets
 from braid.programs.schedule import simulate
-from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.programs.schedule.bars import (
+    BACKWARD,
+    COLOURS,
+    FORWARD,
+    RECEIVE,
+    REDUCE,
+    SEND,
+    Bar,
+    draw,
+)
 from braid.programs.schedule.collective import algorithm, collective_costs, program
 from braid.programs.topology import Cluster, flat
 from braid.ps import Consistency
@@ -40,7 +49,6 @@ CLOSURE_S, MESSAGE_S = 4e-3, 0.5e-3
 NUM_CLOSURES = 6
 KILLED_S, STARTED_S = 11.25e-3, 16e-3  # worker 0: after its push was added, before its result comes
 SHOWN_S = 0.75e-3  # width of an instant
-TICK_S = 4e-3  # four ticks of whole milliseconds
 LANES = ["coordinator", "worker 0", "worker 1", "server"]
 
 
@@ -126,8 +134,8 @@ def closures_run_again() -> str:
     run = _CoordinatedRun()
     run.run()
     legend = {"runs": BLUE, "added, over": GREEN, "dropped": GREY, "lost": LOST}
-    end_s = math.ceil(max(bar.end_s for bar in run.bars) / TICK_S) * TICK_S
-    return draw(LANES, run.bars, end_s, legend=legend, width=680)
+    end_s = max(bar.end_s for bar in run.bars)
+    return draw(LANES, run.bars, end_s, legend=legend)
 
 
 # -- shards of variables on servers
@@ -219,13 +227,13 @@ def strategies_side_by_side() -> str:
     for step in range(NUM_STEPS):
         for replica in (0, 1):  # one device computes both shares
             end_s = now_s + STEP_S[replica][step]
-            bars.append(Bar(0, now_s, end_s, BLUE, f"step {step}, share {replica}", f"{step}"))
+            bars.append(Bar(0, now_s, end_s, FORWARD, f"step {step}, share {replica}", f"{step}"))
             now_s = end_s
     bars += _synchronous(1, MEMORY) + _synchronous(3, NETWORK) + _asynchronous(5)
     lanes = ["device", "thread 0", "thread 1", "process 0", "process 1"]
     lanes += ["worker 0", "worker 1", "server"]
-    legend = {"computes": BLUE, "sends": RED}
-    return draw(lanes, bars, math.ceil(now_s / TICK_S) * TICK_S, legend=legend, width=640)
+    legend = {"computes": FORWARD, "push": SEND, "pull": RECEIVE, "all-reduce": REDUCE}
+    return draw(lanes, bars, now_s, legend=legend)
 
 
 def _synchronous(lane: int, cluster: Cluster) -> list[Bar]:
@@ -237,8 +245,8 @@ def _synchronous(lane: int, cluster: Cluster) -> list[Bar]:
         ends_s = [now_s + STEP_S[replica][step] for replica in (0, 1)]
         met_s = max(ends_s)
         for replica, end_s in enumerate(ends_s):
-            bars.append(Bar(lane + replica, now_s, end_s, BLUE, f"step {step}", f"{step}"))
-            bars.append(Bar(lane + replica, met_s, met_s + seconds, RED, "all-reduce"))
+            bars.append(Bar(lane + replica, now_s, end_s, FORWARD, f"step {step}", f"{step}"))
+            bars.append(Bar(lane + replica, met_s, met_s + seconds, REDUCE, "all-reduce"))
         now_s = met_s + seconds
     return bars
 
@@ -257,8 +265,9 @@ def _asynchronous(lane: int) -> list[Bar]:
         begin_s = max(now_s, free_s[part])
         free_s[part] = end_s = begin_s + TRANSFER_S
         title = f"{kind} of worker {worker}"
-        bars.append(Bar(lane + worker, begin_s, end_s, RED, title, part=part))
-        bars.append(Bar(lane + 2, begin_s, end_s, RED, title, part=part))
+        colour = RECEIVE if kind == "pull" else SEND
+        bars.append(Bar(lane + worker, begin_s, end_s, colour, title, part=part))
+        bars.append(Bar(lane + 2, begin_s, end_s, colour, title, part=part))
         if kind == "push":
             assert shard.push(worker, step, request), "a push is added as it comes"
             if step + 1 < NUM_STEPS:
@@ -266,7 +275,7 @@ def _asynchronous(lane: int) -> list[Bar]:
             continue
         assert shard.pull(worker, step, request), "a pull waits for no other worker"
         done_s = end_s + STEP_S[worker][step]
-        bars.append(Bar(lane + worker, end_s, done_s, BLUE, f"step {step}", f"{step}"))
+        bars.append(Bar(lane + worker, end_s, done_s, FORWARD, f"step {step}", f"{step}"))
         heapq.heappush(events, (done_s, worker, step, "push"))
     return bars
 
@@ -346,7 +355,9 @@ def packs_of_gradients() -> str:
         for position in reversed(range(NUM_PARAMS)):  # backward begins with the last one
             begin_s = (NUM_PARAMS - 1 - position) * GRADIENT_S
             name = f"{position}"
-            bars.append(Bar(lane, begin_s, begin_s + GRADIENT_S, GREEN, f"gradient {name}", name))
+            bars.append(
+                Bar(lane, begin_s, begin_s + GRADIENT_S, BACKWARD, f"gradient {name}", name)
+            )
         for bucket in plan_buckets(specs, Caps.of_mb(cap_bytes / (1 << 20))):
             ready_s = (NUM_PARAMS - min(bucket.members)) * GRADIENT_S
             costs = collective_costs(made, len(bucket.members) * GRADIENT_BYTES)
@@ -354,11 +365,11 @@ def packs_of_gradients() -> str:
             now_s = begin_s + simulate(made, costs, HOST).seconds
             name = f"{len(bucket.members)}"
             title = f"all-reduce of {name} gradients"
-            bars.append(Bar(lane + 1, begin_s, now_s, RED, title, name))
+            bars.append(Bar(lane + 1, begin_s, now_s, REDUCE, title, name))
     lanes = [name for packs in PACKS for name in (f"packs: {packs}", "all-reduce")]
-    end_s = math.ceil(max(bar.end_s for bar in bars) / TICK_S) * TICK_S
-    legend = {"backward": GREEN, "sends": RED}
-    return draw(lanes, bars, end_s, legend=legend, width=680)
+    end_s = max(bar.end_s for bar in bars)
+    legend = {"backward": BACKWARD, "all-reduce": REDUCE}
+    return draw(lanes, bars, end_s, legend=legend)
 
 
 STRATEGIES = (

@@ -16,17 +16,15 @@ from braid.comm.algorithms.programs import names_for
 from braid.comm.engines.selection import DEFAULT_COSTS, DEFAULT_NETWORK_COSTS, Selection
 from braid.comm.tensors.node_map import NodeMap
 from braid.programs.cost import Comparison, compare
-from braid.programs.schedule import simulate
-from braid.programs.schedule.collective import ALGORITHMS, algorithm, collective_costs, program
-from braid.programs.schedule.plot import table, to_svg
+from braid.programs.schedule.blocks import blocks_svg
+from braid.programs.schedule.collective import ALGORITHMS, algorithm, program
+from braid.programs.schedule.plot import table
 from braid.programs.topology import Cluster, Level, flat
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "collectives"
 NUM_RANKS = 4  # in tables and pictures; more do not fit
-A, BYTES_PER_S, C = 5e-6, 10e9, 2e-11
-DRAWN_BYTES = 1 << 20
-WIDTH = 800
+A, BYTES_PER_S = 5e-6, 10e9
 SIZES = {
     "1 KiB": 1 << 10,
     "64 KiB": 1 << 16,
@@ -50,8 +48,8 @@ WHERE = (
     "host, racks of 8 hosts behind 100 GB/s (4 : 1). Computed by `braid schedule compare`; on a machine of your own, measure."
 )
 DRAWN = (
-    f"The time that this takes with {A * 1e6:g} us per message, {BYTES_PER_S / 1e9:g} GB/s per link and {DRAWN_BYTES >> 20} MiB: sends above, "
-    "receives below, additions in full height. `braid schedule show` and `braid schedule simulate` print more."
+    "The blocks of each rank before every round, and at the end. A block has the colours of the ranks that it contains; an arrow is a message of "
+    "the round. `braid schedule show --svg FILE` draws other programs and sizes, and `braid schedule simulate` their time."
 )
 
 
@@ -174,7 +172,7 @@ def page(name: str) -> str:
     operation = next(iter(subject.formulas))
     lines = [f"# {subject.title}", "", *_operations(name), "", *_idea(idea), ""]
     lines += [f"## {operation} on {NUM_RANKS} ranks", "", *_rounds(name, operation), ""]
-    lines += [f"![Timeline]({name}.svg)", ""]
+    lines += [f"![Blocks step by step]({name}.svg)", ""]
     lines += [
         DRAWN,
         "",
@@ -201,11 +199,10 @@ def page(name: str) -> str:
 
 
 def picture(name: str) -> str:
-    """Timeline of an algorithm, as SVG."""
-    made = program(algorithm(name, next(iter(SUBJECTS[name].formulas)), NUM_RANKS, row=2))
-    costs = collective_costs(made, DRAWN_BYTES, C)
-    timeline = simulate(made, costs, flat(NUM_RANKS, A, BYTES_PER_S))
-    return to_svg(timeline, NUM_RANKS, WIDTH)
+    """Rounds of an algorithm, as SVG."""
+    return blocks_svg(
+        program(algorithm(name, next(iter(SUBJECTS[name].formulas)), NUM_RANKS, row=2))
+    )
 
 
 def _operations(name: str) -> list[str]:

@@ -127,6 +127,7 @@ def schedule_show(
     *,
     table: bool = False,
     csv: bool = False,
+    svg: str = "",
 ) -> int:
     """Print a program, such as ring, tree, hierarchical, 1f1b, zbv or v_half.
 
@@ -134,23 +135,37 @@ def schedule_show(
         options: Program to print.
         table: Draw a table of rounds instead.
         csv: Print CSV for torch's pipelining instead, also for `braid train --schedule FILE.csv`.
+        svg: File for a picture of the rounds of a collective: its blocks, step by step.
     """
     from braid.programs.schedule import to_text
-    from braid.programs.schedule.files import read_program
+    from braid.programs.schedule.files import read_program, valid_program
     from braid.programs.schedule.pipeline import to_csv
 
     if table and csv:
         msg = "--table and --csv are two forms of the same program: choose one"
         raise ConfigError(msg)
     in_file = options.is_in_file()
-    program = read_program(options.name) if in_file else options.program(options.row)
-    if csv:
+    read = valid_program if svg else read_program
+    program = read(options.name) if in_file else options.program(options.row)
+    if svg:
+        _write_rounds(svg, program)
+    elif csv:
         print(to_csv(program), end="")
     elif table:
         _print_table(_wide_console(), program)
     else:
         print(to_text(program), end="")
     return 0
+
+
+def _write_rounds(file: str, program: Program) -> None:
+    from braid.programs.schedule.blocks import blocks_svg
+
+    if _is_pipeline(program):
+        msg = f"{program} has no rounds: braid schedule simulate --svg draws it over time"
+        raise ConfigError(msg)
+    _write(file, blocks_svg(program))
+    print(f"picture  {file}")
 
 
 def schedule_check(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.programs.schedule.bars import COLOUR_OF, Bar, draw
 from braid.programs.schedule.program import LOCAL, SEND, Action, Program
 from braid.programs.schedule.simulate import Interval, Timeline
 from braid.runtime.text import seconds_text
@@ -101,7 +101,6 @@ def _label(interval: Interval) -> str:
 def to_svg(
     timeline: Timeline,
     num_ranks: int,
-    width: int = 1000,
     *,
     caption: str = "",
     notes: Sequence[str] = (),
@@ -111,12 +110,11 @@ def to_svg(
     Args:
         timeline: Timeline of a simulation.
         num_ranks: World size.
-        width: Pixels for the whole time.
         caption: Text below, such as the bubble of a pipeline.
         notes: Text at the right of each rank, such as its peak of activations.
     """
-    kinds = sorted({interval.action.kind for interval in timeline.intervals})
-    colours = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
+    kinds = {interval.action.kind for interval in timeline.intervals}
+    colours = {kind: COLOUR_OF[kind.partition("_")[0]] for kind in sorted(kinds)}
     bars = [
         Bar(i.rank, i.start_s, i.end_s, colours[i.action.kind], _describe(i), part=_part(i))
         for i in timeline.intervals
@@ -127,7 +125,6 @@ def to_svg(
         bars,
         timeline.seconds,
         legend=colours,
-        width=width,
         caption=caption,
         notes=notes,
     )

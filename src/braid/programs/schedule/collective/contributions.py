@@ -15,11 +15,11 @@ from braid.programs.schedule.collective.vocabulary import (
     held_at_end,
     held_at_start,
 )
-from braid.programs.schedule.matching import Matching, Moment, Place
+from braid.programs.schedule.matching import Matching, Moment, Place, match, order
 from braid.programs.schedule.program import RECEIVE, SEND, Action, Program
 from braid.programs.schedule.validate import Violation
 
-__all__ = ["check_contributions", "check_slots"]
+__all__ = ["check_contributions", "check_slots", "held_by_round"]
 
 MOST_REPORTED = 20
 
@@ -58,6 +58,28 @@ def check_contributions(
     return _Ledger(program, matching).check(moments)
 
 
+def held_by_round(program: Program) -> list[list[dict[int, Held]]]:
+    """Return what every rank holds before each round, and at the end.
+
+    Args:
+        program: Valid program.
+    """
+    matching = match(program)
+    moments, _ = order(program, matching, buffered=False)
+    ledger = _Ledger(program, matching)
+    before: dict[tuple[int, int], dict[int, Held]] = {}
+    for moment in moments:
+        for position in moment.positions:
+            place = moment.rank, program.ranks[moment.rank][position].index
+            before.setdefault(place, dict(ledger.holds[moment.rank]))
+        ledger.apply(moment)
+    panels = [ledger.holds]
+    for number in reversed(range(program.header.num_indices)):
+        # the contents of a rank without actions in a round are those of the next one
+        panels.append([before.get((rank, number), held) for rank, held in enumerate(panels[-1])])
+    return panels[::-1]
+
+
 class _Ledger:
     """Contributions that every block holds."""
 
@@ -66,31 +88,35 @@ class _Ledger:
         self._partner = matching.partner
         header = program.header
         arguments = (header.operation, program.num_ranks, header.num_units, header.root)
-        self._holds = [dict(blocks) for blocks in held_at_start(*arguments)]
+        self.holds = [dict(blocks) for blocks in held_at_start(*arguments)]
         self._required = held_at_end(*arguments)
         self._read: dict[Place, Held | None] = {}  # contents that sends and copies have read
         self._violations: list[Violation] = []
 
     def check(self, moments: Iterable[Moment]) -> list[Violation]:
-        for rank, positions, ended in moments:
-            for position in positions:
-                place, action = Place(rank, position), self._program.ranks[rank][position]
-                role = self._program.vocabulary.role(action)
-                if not ended and role != RECEIVE:
-                    self._on_read(place, action, action.unit if role == SEND else action.edge)
-                elif ended and role != SEND:
-                    source = self._partner[place] if role == RECEIVE else place
-                    self._on_write(place, action, self._read[source])
-        violations = self._violations or _missing(self._holds, self._required)
+        for moment in moments:
+            self.apply(moment)
+        violations = self._violations or _missing(self.holds, self._required)
         return violations[:MOST_REPORTED]
 
+    def apply(self, moment: Moment) -> None:
+        rank, positions, ended = moment
+        for position in positions:
+            place, action = Place(rank, position), self._program.ranks[rank][position]
+            role = self._program.vocabulary.role(action)
+            if not ended and role != RECEIVE:
+                self._on_read(place, action, action.unit if role == SEND else action.edge)
+            elif ended and role != SEND:
+                source = self._partner[place] if role == RECEIVE else place
+                self._on_write(place, action, self._read[source])
+
     def _on_read(self, place: Place, action: Action, block: int) -> None:
-        held = self._read[place] = self._holds[place.rank].get(block)
+        held = self._read[place] = self.holds[place.rank].get(block)
         if held is None:
             self._wrong(place, action, "it holds nothing yet")
 
     def _on_write(self, place: Place, action: Action, read: Held | None) -> None:
-        blocks = self._holds[place.rank]
+        blocks = self.holds[place.rank]
         there = blocks.get(action.unit)
         if read is None:  # reported where it was read
             return
