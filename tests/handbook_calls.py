@@ -69,7 +69,7 @@ def arrow(path: str, kind: str, colours: Mapping[str, str], prefix: str, more: s
 
 def _ladder(names: Sequence[str], rows: Sequence[Row], kinds: Mapping[str, str]) -> str:
     """Draw messages one below the other."""
-    wide, high, left, top = 260, 32, 90, 34
+    wide, high, left, top = 500 // (len(names) - 1), 32, 90, 34
     bottom = top + high * len(rows) + 10
     parts = heads_of(kinds, "l")
     for place, name in enumerate(names):
@@ -220,8 +220,11 @@ def references() -> str:
 # -- the graph of a context
 
 
-class _Node(NamedTuple):
-    """A function of a graph: its process, its text, and the functions that it needs."""
+WIDTH = 800  # pixels of a graph
+
+
+class GraphPart(NamedTuple):
+    """A function of a graph: its process or stage, its text, and the functions that it needs."""
 
     process: int
     text: str
@@ -236,12 +239,14 @@ def a_context() -> str:
         loss = (rpc.rpc_sync("w1", torch.exp, (hidden,)) * w).sum()
         own = [each.contexts.get(context) for each in agents]
         nodes = _nodes(loss, own, {id(x): "x", id(w): "w"})
-    return _graph(nodes, ["process 0", "process 1"])
+    return graph_picture(nodes, ["process 0", "process 1"])
 
 
-def _nodes(root: torch.Tensor, contexts: Sequence[Any], leaves: Mapping[int, str]) -> list[_Node]:
+def _nodes(
+    root: torch.Tensor, contexts: Sequence[Any], leaves: Mapping[int, str]
+) -> list[GraphPart]:
     """Walk the functions of all processes; a receive needs the send at its other end."""
-    nodes: list[_Node] = []
+    nodes: list[GraphPart] = []
     places: dict[Any, int] = {}
     sends = {edge: (n, own.sends[edge]) for n, own in enumerate(contexts) for edge in own.sends}
     order = {edge: number for number, edge in enumerate(sends)}
@@ -250,7 +255,7 @@ def _nodes(root: torch.Tensor, contexts: Sequence[Any], leaves: Mapping[int, str
         if key not in places:
             needed = tuple(inputs())
             places[key] = len(nodes)
-            nodes.append(_Node(process, text, needed))
+            nodes.append(GraphPart(process, text, needed))
         return places[key]
 
     def function(process: int, each: Any) -> int:
@@ -279,13 +284,13 @@ def _nodes(root: torch.Tensor, contexts: Sequence[Any], leaves: Mapping[int, str
         return add(edge, process, f"send {order[edge]}", inputs)
 
     last = function(0, root.grad_fn)
-    nodes.append(_Node(0, "loss", (last,)))
+    nodes.append(GraphPart(0, "loss", (last,)))
     return nodes
 
 
-def _graph(nodes: Sequence[_Node], names: Sequence[str]) -> str:
-    """Draw functions from left to right, a band for each process."""
-    wide, high, box, left, top = 98, 52, 80, 90, 30
+def graph_picture(nodes: Sequence[GraphPart], names: Sequence[str]) -> str:
+    """Draw functions from left to right, a band for each process or stage."""
+    high, left, top = 52, 90, 14
     columns: list[int] = []
     rows: list[int] = []
     used: dict[tuple[int, int], int] = {}
@@ -298,11 +303,13 @@ def _graph(nodes: Sequence[_Node], names: Sequence[str]) -> str:
         users = [columns[n] for n, other in enumerate(nodes) if place in other.inputs]
         if not node.inputs and min(users) > 1 and not used.get((node.process, min(users) - 1)):
             columns[place] = min(users) - 1
+    wide = min(150, (WIDTH - left - 10) // (max(columns) + 1))
+    box = wide - 14
     tall = [1 + max(r for r, n in zip(rows, nodes, strict=True) if n.process == p) for p in (0, 1)]
     tops = [top, top + high * tall[0] + 24]
     parts = heads_of({"inside": "#777777", "between": COLOURS[1]}, "g")
     for name, y, count in zip(names, tops, tall, strict=True):
-        across = left + wide * (max(columns) + 1) - 80
+        across = wide * (max(columns) + 1) + 10
         parts.append(
             f'<rect x="80" y="{y - 12}" width="{across}" height="{high * count}" fill="#f4f4f4"/>'
         )
@@ -336,7 +343,9 @@ def _graph(nodes: Sequence[_Node], names: Sequence[str]) -> str:
             f'<rect x="{x}" y="{y}" width="{box}" height="28" rx="5" fill="{fill}" '
             f'stroke="#777777"/>'
         )
-        parts.append(_text(x + box / 2, y + 18, node.text, "middle", colour))
+        text = _text(x + box / 2, y + 18, node.text, "middle", colour)
+        small = ' font-size="10"' if 7 * len(node.text) > box else ""
+        parts.append(text.replace("<text", f"<text{small}"))
     return _svg(left + wide * (max(columns) + 1) + 10, tops[1] + high * tall[1], parts)
 
 

@@ -46,6 +46,7 @@ from handbook_elastic import ELASTIC
 from handbook_interfaces import INTERFACES
 from handbook_launching import LAUNCHING
 from handbook_meshes import MESHES
+from handbook_pipedream import PIPEDREAM
 from handbook_pipelines import PIPELINES
 from handbook_placed import placed_step
 from handbook_sequences import SEQUENCES
@@ -282,6 +283,7 @@ PICTURES: tuple[Callable[[], str], ...] = (
     ways_of_training,
     *DATA_PARALLEL,
     *PIPELINES,
+    *PIPEDREAM,
     *SEQUENCES,
     *SLICES,
     *SHARDING,

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ TEXT = 'font-family="sans-serif" font-size="12"'
 STALENESS = Path(__file__).resolve().parent.parent / "docs" / "handbook" / "staleness.json"
 LATENCY_S = 5e-4  # of the simulated network
 GREY, LOST = "#dddddd", "#aa0000"
+HEAD_COLOUR = COLOURS[2]
 
 
 def _svg(wide: float, high: float, parts: Sequence[str]) -> str:
@@ -263,12 +265,12 @@ def _arrows(
     messages: Sequence[Message],
     span_s: tuple[float, float],
     *,
-    ends: Sequence[tuple[str, float, str]] = (),
-    notes: Sequence[tuple[float, str]] = (),
-    tick_s: float = 1e-3,
+    ends: Sequence[tuple[str, float]] = (),
+    heads: Sequence[tuple[str, float, float]] = (),
+    most_s: float = 1.0,
 ) -> str:
-    """Draw a line for each node, and an arrow for each message."""
-    wide, lane, left, top = 700, 46, 80, 50
+    """Draw a line for each node, and an arrow for each message; pauses longer than `most_s` are cut out."""
+    wide, lane, left, top = 680, 46, 80, 50
     begin_s, end_s = span_s
     bottom = top + (len(nodes) - 1) * lane
     inside = [
@@ -279,8 +281,18 @@ def _arrows(
         if ANSWERS.get(each.kind, each.kind) in COLOUR_OF
     ]
 
+    moments = sorted(
+        {begin_s, end_s, *(at for m in inside for at in (m.sent_s, m.came_s) if at is not None)}
+    )
+    spans, cuts = _without_pauses(moments, most_s)
+    length_s = sum(last - first for first, last in spans)
+    cut = 44.0  # pixels of a pause
+    per_s = (wide - cut * len(cuts)) / length_s
+
     def x(at_s: float) -> float:
-        return left + wide * (at_s - begin_s) / (end_s - begin_s)
+        before = [(first, last) for first, last in spans if first <= at_s]
+        passed_s = sum(min(last, at_s) - first for first, last in before)
+        return left + passed_s * per_s + cut * max(0, len(before) - 1)
 
     def y(node: str) -> float:
         return top + nodes.index(node) * lane
@@ -298,19 +310,25 @@ def _arrows(
         parts.append(_line(f"M{at} 14h22", COLOUR_OF[kind], ' stroke-width="2.5"'))
         parts.append(_text(at + 27, 18, kind))
         at += 44 + 7 * len(kind)
-    gone = {node: (at_s, text) for node, at_s, text in ends}
+    gone = dict(ends)
     for node in nodes:
-        last_s, text = gone.get(node, (end_s, ""))
+        last_s = gone.get(node, end_s)
         parts.append(_line(f"M{left} {y(node)}H{x(last_s):.1f}", "#bbbbbb"))
         parts.append(_text(left - 8, y(node) + 4, node, "end"))
-        if text:
+        if node in gone:
             parts.append(_cross(x(last_s), y(node)))
-            parts.append(_text(x(last_s) + 12, y(node) - 8, text, fill=LOST))
-    for at_s, text in notes:
+    for node, from_s, to_s in heads:
+        more = ' stroke-width="5" opacity="0.5"'
+        parts.append(_line(f"M{x(from_s):.1f} {y(node)}H{x(to_s):.1f}", HEAD_COLOUR, more))
+        parts.append(_text(x(from_s) + 30, y(node) - 6, "head", "middle", HEAD_COLOUR))
+    for first_s, last_s in cuts:
+        middle = (x(first_s) + x(last_s)) / 2
         parts.append(
-            _line(f"M{x(at_s):.1f} {top - 16}V{bottom + 12}", "#888888", ' stroke-dasharray="2 3"')
+            f'<rect x="{middle - 4:.1f}" y="{top - 8}" width="8" height="{bottom - top + 16}" fill="white"/>'
         )
-        parts.append(_text(x(at_s), bottom + 26, text, "middle"))
+        parts.append(
+            _text(middle, bottom + 26, f"{1e3 * (last_s - first_s):.0f} ms", "middle", "#888888")
+        )
     drawn: Counter[tuple[object, ...]] = Counter()
     for each in inside:
         kind = ANSWERS.get(each.kind, each.kind)
@@ -329,11 +347,31 @@ def _arrows(
             f'<path d="{path}" stroke="{COLOUR_OF[kind]}" stroke-width="1.6" fill="none"{dash} '
             f'marker-end="url(#{kind})">{title}</path>'
         )
-    for number in range(int((end_s - begin_s) / tick_s + 1.001)):
-        at = x(begin_s + number * tick_s)
-        parts.append(_line(f"M{at:.1f} {bottom + 34}v5", "#888888"))
-        parts.append(_text(at, bottom + 52, f"{1e3 * number * tick_s:g} ms", "middle"))
+    for first_s, last_s in spans:
+        steps = range(
+            math.ceil(1e3 * (first_s - begin_s) - 1e-6), int(1e3 * (last_s - begin_s) + 1e-6) + 1
+        )
+        for number in steps:
+            at = x(begin_s + number / 1e3)
+            parts.append(_line(f"M{at:.1f} {bottom + 34}v5", "#888888"))
+            parts.append(_text(at, bottom + 52, f"{number} ms", "middle"))
     return _svg(left + wide + 30, bottom + 62, parts)
+
+
+def _without_pauses(
+    moments: Sequence[float], most_s: float
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Return the spans of time in which something happens, and the pauses between them."""
+    around_s = 0.4e-3  # is shown before and after each event
+    spans = [(moments[0], moments[0])]
+    for at_s in moments[1:]:
+        first, last = spans[-1]
+        if at_s - last <= most_s:
+            spans[-1] = (first, at_s)
+        else:
+            spans[-1] = (first, last + around_s)
+            spans.append((at_s - around_s, at_s))
+    return spans, [(one[1], other[0]) for one, other in pairwise(spans)]
 
 
 def _cross(x: float, y: float) -> str:
@@ -374,7 +412,8 @@ def lost_and_sent_again() -> str:
     begin_s = wire.now_s
     run.run()
     nodes = ["worker:0", "server:0"]
-    return _arrows(nodes, wire.messages(), (begin_s - 0.02, wire.now_s + 0.02), tick_s=0.1)
+    last_s = max(each.came_s or each.sent_s for each in wire.messages())
+    return _arrows(nodes, wire.messages(), (begin_s - 4e-4, last_s + 4e-4), most_s=0.02)
 
 
 def failover() -> str:
@@ -390,11 +429,19 @@ def failover() -> str:
     run.run()
     order = [name, f"server:{(head + 1) % 3}", f"server:{(head + 2) % 3}"]
     nodes = ["worker:0", "worker:1", *order, "scheduler"]
+    (successor,) = (f"server:{number}" for number in run.heads())
+    chosen_s = min(
+        each.came_s
+        for each in wire.messages()
+        if each.kind == "Here" and each.receiver == successor and (each.came_s or 0.0) > died_s
+    )
+    span_s = died_s - 3.4e-3, died_s + 6e-3
     return _arrows(
         nodes,
         wire.messages(),
-        (died_s - 3.4e-3, died_s + 6e-3),
-        ends=[(name, died_s, "the head is gone")],
+        span_s,
+        ends=[(name, died_s)],
+        heads=[(name, span_s[0], died_s), (successor, chosen_s, span_s[1])],
     )
 
 
@@ -478,10 +525,10 @@ def shards_over_epochs() -> str:
     rows.append(("new copies", directory))
     directory = _settled(directory.drained(0))
     rows.append(("server 0 leaves", directory))
-    left, top, cell, high = 190, 26, 10, 44
+    left, top, cell, high = 168, 26, 9, 44
     parts = [_text(left, 16, "virtual shards 0 to 63: the head above, the copy below")]
     for server in range(4):
-        x = left + 340 + 80 * server
+        x = left + 320 + 76 * server
         parts.append(f'<rect x="{x}" y="6" width="12" height="12" fill="{COLOURS[server]}"/>')
         parts.append(_text(x + 16, 16, f"server {server}"))
     for row, (name, each) in enumerate(rows):
@@ -494,7 +541,7 @@ def shards_over_epochs() -> str:
                     f'<rect x="{left + shard * cell}" y="{y + 15 * place}" width="{cell - 1}" '
                     f'height="14" fill="{COLOURS[server]}"/>'
                 )
-    return _svg(left + 64 * cell + 10, top + len(rows) * high, parts)
+    return _svg(left + 64 * cell + 30, top + len(rows) * high, parts)
 
 
 def _settled(directory: Directory) -> Directory:

@@ -259,7 +259,7 @@ BLOCK = {  # parameters of a transformer's block -> shape
     "down": (32, 128),
     "down.bias": (32,),
 }
-WIDE, MARGIN = 720, 100  # pixels of a flat vector, and before it
+WIDE, MARGIN = 690, 100  # pixels of a flat vector, and before it
 
 
 def pieces_of_optimizers() -> str:

@@ -15,7 +15,6 @@ from braid.parallel.tensor_parallel.insertion.annotations import annotated
 from braid.parallel.tensor_parallel.insertion.by_graph import AXIS
 from braid.parallel.tensor_parallel.insertion.capture import capture
 from braid.parallel.tensor_parallel.insertion.divided import insert
-from braid.parallel.tensor_parallel.insertion.explain import to_svg
 from braid.parallel.tensor_parallel.insertion.pairing import pair
 from braid.parallel.tensor_parallel.insertion.records import (
     ExplanationRow,
@@ -115,11 +114,92 @@ class TransformerLayer(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norm_2(x))))
 
 
+SUBLAYERS = {  # name in the picture, and the value of the graph whose layout it shows
+    "attention": {
+        "norm": "parts_layer_norm_f",
+        "qkv": "linear",
+        "attention": "scaled_dot_product_attention",
+        "out": "linear_1",
+        "all-reduce": "parts_linear_1_all_reduce",
+    },
+    "perceptron": {
+        "norm": "parts_layer_norm_1_f",
+        "up": "linear_2",
+        "gelu": "gelu",
+        "down": "linear_3",
+        "all-reduce": "parts_linear_3_all_reduce",
+    },
+}
+HOLDS = {
+    "norm": "whole on all ranks",
+    "qkv": "columns",
+    "attention": "4 heads each",
+    "out": "rows: partial sums",
+    "up": "columns",
+    "gelu": "4 parts",
+    "down": "rows: partial sums",
+    "all-reduce": "whole on all ranks",
+}
+BOX, BETWEEN, PART = 96, 32, 22  # pixels: a step, between two, a rank's part of it
+
+
 def megatron_layer() -> str:
-    """A layer of a transformer on four ranks, as the pass divides it."""
+    """A layer of a transformer on four ranks, as the pass divides it: boxes have a stripe per rank."""
     with torch.device("meta"):
         model, x = TransformerLayer(), torch.empty(8, 512, 1024, requires_grad=True)
-    return to_svg(rows_of(model, x, RANKS))
+    rows = {row.node: row for row in rows_of(model, x, RANKS)}
+    parts, top = [], 46
+    for name, steps in SUBLAYERS.items():
+        parts += _sublayer(top, name, [(text, rows[node]) for text, node in steps.items()])
+        top += 190
+    for rank in range(RANKS):
+        x_at = 60 + rank * 90
+        box = f'x="{x_at}" y="{top - 46}" width="12" height="12"'
+        parts.append(f'<rect {box} fill="{COLOURS[rank]}"/>')
+        parts.append(f'<text x="{x_at + 17}" y="{top - 36}">rank {rank}</text>')
+    return _svg(60 + 5 * (BOX + BETWEEN) + 60, top - 20, parts)
+
+
+def _sublayer(top: int, name: str, steps: Sequence[tuple[str, ExplanationRow]]) -> list[str]:
+    """Draw the steps of a sub-layer, its sum with the input above them, and its messages below."""
+    middle, end = top + 2 * PART, 60 + len(steps) * (BOX + BETWEEN)
+    parts = [f'<text x="4" y="{top - 26}" font-weight="bold">{name}</text>']
+    parts.append(f'<text x="14" y="{middle + 4}">{"x" if name == "attention" else "y"}</text>')
+    grey = 'stroke="#777" stroke-width="1.5" fill="none"'
+    parts.append(
+        f'<path d="M26 {middle}H60M44 {middle}V{top - 14}H{end + 12}V{middle - 12}" {grey}/>'
+    )
+    for number, (text, row) in enumerate(steps):
+        x = 60 + number * (BOX + BETWEEN)
+        is_whole = not any(row.layout.dims) and text in {"norm", "all-reduce"}
+        for rank in range(1 if is_whole else RANKS):
+            high = RANKS * PART if is_whole else PART
+            colour = "#dddddd" if is_whole else COLOURS[rank]
+            pale = ' fill-opacity="0.5"' if "partial" in HOLDS[text] else ""
+            box = f'x="{x}" y="{top + rank * PART}" width="{BOX}" height="{high}"'
+            parts.append(f'<rect {box} fill="{colour}" stroke="white"{pale}/>')
+        label = f'x="{x + BOX // 2}" text-anchor="middle"'
+        halo = 'stroke="white" stroke-width="4" paint-order="stroke"'
+        parts.append(f'<text {label} y="{middle + 4}" font-weight="bold" {halo}>{text}</text>')
+        parts.append(
+            f'<text {label} y="{top + RANKS * PART + 14}" font-size="11">{HOLDS[text]}</text>'
+        )
+        for sent in row.collectives:
+            way = (
+                "all-reduce of gradients, in backward"
+                if sent.backward
+                else "all-reduce, in forward"
+            )
+            parts.append(
+                f'<text {label} y="{top + RANKS * PART + 32}" font-size="11" fill="#c33">{way}</text>'
+            )
+        parts.append(f'<path d="M{x + BOX} {middle}h{BETWEEN}" {grey}/>')
+    parts.append(f'<circle cx="{end + 12}" cy="{middle}" r="12" {grey}/>')
+    parts.append(
+        f'<text x="{end + 12}" y="{middle + 5}" text-anchor="middle" font-size="16">+</text>'
+    )
+    parts.append(f'<path d="M{end + 24} {middle}h20" {grey}/>')
+    return parts
 
 
 def rows_of(model: nn.Module, x: torch.Tensor, ranks: int) -> list[ExplanationRow]:
@@ -136,7 +216,7 @@ HOSTS = Cluster(  # of 8 GPUs with NVLink, each with one card of 400 Gbit/s
         Level(name="rack", size=2, latency_s=5e-6, bytes_per_s=50e9),
     ]
 )
-CELL = 30  # pixels of a rank
+CELL = 28  # pixels of a rank
 
 
 def groups_on_hosts() -> str:
@@ -152,7 +232,7 @@ def groups_on_hosts() -> str:
             parts += _ranks(top - CELL + 10, order.mesh, axis)
             parts.append(f'<text x="{_place(16) + 8}" y="{top}" fill="#c33">{_spread(cost)}</text>')
         top += 40
-    return _svg(_place(16) + 300, top - 20, parts)
+    return _svg(_place(16) + 250, top - 20, parts)
 
 
 def _place(rank: int) -> int:
@@ -200,7 +280,7 @@ def one_gather() -> str:
     mesh, _ = annotated(captured.module.graph, strategies, RANKS)
     scheme = Scheme(mesh, {}, InsertionOptions(gather_outputs=False), strategies)
     rows = insert(captured, scheme).rows
-    gap, left, top = 66, 10, 46
+    gap, left, top = 43, 10, 46
     parts = []
     for name, sign, row in zip("XWYYVZ", ("x", "=", "", "x", "=", ""), rows, strict=True):
         whole = not any(row.layout.dims)

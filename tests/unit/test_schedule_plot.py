@@ -9,7 +9,10 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from braid.errors import ConfigError
 from braid.programs.schedule import (
     Action,
     Costs,
@@ -20,7 +23,11 @@ from braid.programs.schedule import (
     simulate,
     to_text,
 )
+from braid.programs.schedule.bars import draw
+from braid.programs.schedule.blocks import blocks_svg
 from braid.programs.schedule.collective import COLLECTIVE, algorithm, program
+from braid.programs.schedule.collective.contributions import held_by_round
+from braid.programs.schedule.collective.vocabulary import held_at_end
 from braid.programs.schedule.pipeline import gpipe, one_f_one_b
 from braid.programs.schedule.plot import lanes, table, to_svg, to_trace
 from braid.programs.topology import flat
@@ -142,7 +149,7 @@ def test_an_svg_has_a_bar_for_everything_with_words_under_the_pointer() -> None:
     assert titles[0] == "send 0, 0, rank 1: 0 ns to 6 s"
     assert [text.text for text in root.iter(f"{SVG}text")] == [
         *("recv", "reduce", "send"),
-        *("0", "10.5 s", "21 s", "31.5 s", "42 s"),
+        *("0", "10 s", "20 s", "30 s", "40 s"),
         *(f"rank {rank}" for rank in range(4)),
     ]
 
@@ -157,6 +164,57 @@ def test_all_bars_of_an_svg_are_inside_the_picture(done: Timeline) -> None:
         x, y, wide, high = (float(bar.attrib[key]) for key in ("x", "y", "width", "height"))
         assert 0 <= x <= x + wide <= width
         assert 0 <= y <= y + high <= height
+
+
+@given(st.floats(1e-9, 1e6))
+def test_a_time_axis_has_a_few_round_times_in_one_unit(seconds: float) -> None:
+    root = ET.fromstring(draw([], [], seconds))
+    zero, *times = [text.text for text in root.iter(f"{SVG}text")]
+    numbers, units = zip(*(time.split() for time in times), strict=True)
+    step = float(numbers[0])
+    assert zero == "0"
+    assert 2 <= len(times) <= 6
+    assert len(set(units)) == 1
+    assert f"{step:e}"[:8] in {"1.000000", "2.000000", "5.000000"}
+    assert [float(number) for number in numbers] == pytest.approx(
+        [step * (place + 1) for place in range(len(times))]
+    )
+
+
+def test_a_legend_continues_on_the_next_line_and_nothing_is_wider_than_the_picture() -> None:
+    legend = {f"a kind of work {number}": "red" for number in range(9)}
+    root = ET.fromstring(draw(["rank 0"], [], 1.0, legend=legend))
+    places = [(float(t.attrib["x"]), float(t.attrib["y"])) for t in root.iter(f"{SVG}text")][:9]
+    assert len({y for _, y in places}) > 1
+    assert max(x for x, _ in places) + 7 * len("a kind of work 8") <= float(root.attrib["width"])
+
+
+@pytest.mark.parametrize(
+    ("name", "operation", "ranks"),
+    [("ring", "all_reduce", 4), ("tree", "reduce", 5), ("bruck", "all_to_all", 3)],
+)
+def test_a_picture_of_blocks_has_the_messages_and_ends_with_the_result(
+    name: str, operation: str, ranks: int
+) -> None:
+    made = program(algorithm(name, operation, ranks, root=0 if operation == "reduce" else None))
+    root = ET.fromstring(blocks_svg(made))
+    sends = sum(action.kind == "send" for actions in made.ranks for action in actions)
+    assert sum("marker-end" in path.attrib for path in root.iter(f"{SVG}path")) == sends
+    header = made.header
+    result = held_by_round(made)[-1]
+    required = held_at_end(operation, ranks, header.num_units, header.root)
+    assert all(
+        result[rank][block] == held
+        for rank, blocks in enumerate(required)
+        for block, held in blocks.items()
+    )
+    titles = [text.text for text in root.iter(f"{SVG}text") if "round" in (text.text or "")]
+    assert titles == [f"round {number}" for number in range(header.num_indices)]
+
+
+def test_a_picture_with_too_many_blocks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 28 blocks per rank, got 32"):
+        blocks_svg(program(algorithm("ring", "all_reduce", 32)))
 
 
 def test_names_with_signs_of_markup_are_escaped() -> None:

@@ -113,7 +113,7 @@ def comparison(ranking: Ranking) -> str:
     ]
     short = ("compute", "bubble", "tensor", "messages", "gradients", "optimizer", "other")
     return draw(
-        list(kinds),
+        [kind.replace(" parallel x", " x") for kind in kinds],
         bars,
         max((e.seconds for e in kinds.values()), default=1.0),
         legend=dict(zip(short, colours.values(), strict=True)),

@@ -74,12 +74,12 @@ def blocks_svg(program: Program, width: int = 800) -> str:
 def row_of_blocks(
     x: int, y: int, held: Mapping[int, Held], count: int, num_ranks: int
 ) -> list[str]:
-    """Draw the cells of a rank, from the left; cells without content are empty."""
+    """Draw the cells of a rank, from the corner; cells without content are empty."""
     parts = []
     for slot in range(count):
-        left = x + slot * CELL
+        corner = x + slot * CELL
         box = f'y="{y}" height="{CELL}"'
-        parts.append(f'<rect x="{left}" {box} width="{CELL}" fill="none" stroke="#bbbbbb"/>')
+        parts.append(f'<rect x="{corner}" {box} width="{CELL}" fill="none" stroke="#bbbbbb"/>')
         content = held.get(slot)
         if content is None:
             continue
@@ -88,12 +88,12 @@ def row_of_blocks(
         block = content.block % num_ranks
         title = f"<title>block {block} of ranks {', '.join(map(str, ranks))}</title>"
         parts += [
-            f'<rect x="{left + i * wide:g}" {box} width="{wide:g}" '
+            f'<rect x="{corner + i * wide:g}" {box} width="{wide:g}" '
             f'fill="{COLOURS[rank % len(COLOURS)]}">{title}</rect>'
             for i, rank in enumerate(ranks)
         ]
         parts.append(
-            f'<text x="{left + 8}" y="{y + 16}" text-anchor="middle" font-weight="bold" '
+            f'<text x="{corner + 8}" y="{y + 16}" text-anchor="middle" font-weight="bold" '
             f'stroke="white" stroke-width="4" paint-order="stroke">{block}</text>'
         )
     return parts
@@ -102,14 +102,14 @@ def row_of_blocks(
 def _messages(program: Program) -> dict[int, list[tuple[tuple[int, int], tuple[int, int]]]]:
     """Return (rank, block) of both ends of all messages, by the round in which they are sent."""
     partner = match(program).partner
-    found: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
+    messages: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
     for rank, actions in enumerate(program.ranks):
         for position, action in enumerate(actions):
             if program.vocabulary.role(action) == SEND:
                 place = partner[Place(rank, position)]
                 target = place.rank, program.ranks[place.rank][place.position].unit
-                found.setdefault(action.index, []).append(((rank, action.unit), target))
-    return found
+                messages.setdefault(action.index, []).append(((rank, action.unit), target))
+    return messages
 
 
 def _arrow(x: int, y: int, source: Sequence[int], target: Sequence[int]) -> str:

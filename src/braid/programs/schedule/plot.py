@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from braid.programs.schedule.bars import COLOUR_OF, Bar, draw
+from braid.programs.schedule.bars import COLOUR_OF, WAIT, Bar, draw
 from braid.programs.schedule.program import LOCAL, SEND, Action, Program
 from braid.programs.schedule.simulate import Interval, Timeline
 from braid.runtime.text import seconds_text
@@ -114,7 +114,7 @@ def to_svg(
         notes: Text at the right of each rank, such as its peak of activations.
     """
     kinds = {interval.action.kind for interval in timeline.intervals}
-    colours = {kind: COLOUR_OF[kind.partition("_")[0]] for kind in sorted(kinds)}
+    colours = {kind: COLOUR_OF.get(kind.partition("_")[0], WAIT) for kind in sorted(kinds)}
     bars = [
         Bar(i.rank, i.start_s, i.end_s, colours[i.action.kind], _describe(i), part=_part(i))
         for i in timeline.intervals
