@@ -24,3 +24,20 @@ def test_every_path_that_a_page_links_to_exists(page):
 
 def test_the_readme_has_at_most_150_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+QUOTE = re.compile(r'^```python title="(src/[^"]+)"\n(.*?)^```', re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_quoted_lines_are_those_of_the_file(page):
+    """Lines `...` stand for lines that are left out."""
+    for file, quoted in QUOTE.findall(page.read_text()):
+        source = dedented((ROOT / file).read_text())
+        for part in re.split(r"^ *\.\.\.\n", quoted, flags=re.MULTILINE):
+            assert dedented(part).strip() in source, f"{file} has not these lines:\n{part}"
+
+
+def dedented(text: str) -> str:
+    """Return a text without the indentation of its lines: quotes may begin inside of a class."""
+    return "\n".join(line.strip() for line in text.splitlines())
