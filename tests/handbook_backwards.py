@@ -19,7 +19,7 @@ from braid.rpc.protocol.autograd_state import (
     Send,
     Ship,
 )
-from braid.rpc.protocol.references_state import Id
+from braid.rpc.protocol.reference_messages import Id
 from handbook_calls import arrow, heads_of
 from handbook_servers import LOST, _line, _svg, _text
 

@@ -20,7 +20,7 @@ from braid.programs.schedule.bars import COLOURS, Bar, draw
 from braid.rpc import dist_autograd
 from braid.rpc.autograd.graph import Receive
 from braid.rpc.messages import Call, CallReply, Raised
-from braid.rpc.protocol.references_state import Id
+from braid.rpc.protocol.reference_messages import Id
 from handbook_servers import GREY, _line, _svg, _text
 from references_simulation import Packet, World
 from rpc_nodes import first_of

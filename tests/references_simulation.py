@@ -12,15 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from braid.rpc.protocol.references_state import (
-    Drop,
-    Id,
-    Instruction,
-    ReferenceMessage,
-    ReferencesState,
-    Send,
-    Unknown,
-)
+from braid.rpc.protocol.reference_messages import Id, ReferenceMessage
+from braid.rpc.protocol.references_state import Drop, Instruction, ReferencesState, Send, Unknown
 
 __all__ = ["Handle", "Packet", "World"]
 

@@ -23,7 +23,7 @@ from braid.rpc.protocol.autograd_state import (
     Send,
     Ship,
 )
-from braid.rpc.protocol.references_state import Id
+from braid.rpc.protocol.reference_messages import Id
 
 CONTEXT = 7
 

@@ -6,7 +6,7 @@ import torch
 
 from braid.rpc.autograd.graph import Receive
 from braid.rpc.autograd.node_context import Context
-from braid.rpc.protocol.references_state import Id
+from braid.rpc.protocol.reference_messages import Id
 
 FAILED, NEXT, EDGE = Id(0, 1), Id(0, 2), Id(1, 1)
 

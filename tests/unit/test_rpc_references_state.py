@@ -8,20 +8,16 @@ from typing import NamedTuple
 
 import pytest
 
-from braid.rpc.protocol.references_state import (
+from braid.rpc.protocol.reference_messages import (
     Confirmed,
     Deleted,
-    Drop,
     Fork,
     Forked,
     Id,
     Noted,
-    ReferencesState,
-    Send,
-    Unknown,
-    Unmade,
     UserDelete,
 )
+from braid.rpc.protocol.references_state import Drop, ReferencesState, Send, Unknown, Unmade
 from references_simulation import World
 
 

@@ -13,13 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from braid.errors import (
-    BraidError,
-    CheckpointError,
-    ConfigError,
-    PeerLostError,
-    RendezvousError,
-)
+from braid.errors import BraidError, CheckpointError, ConfigError, PeerLostError
 from braid.ps.base_node import BaseNode
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.customer import Customer, dealt_ranges
@@ -340,21 +334,11 @@ class Node(BaseNode):
             raise ConfigError(msg)
         if self.role == SPARE:
             return  # nobody has called it, and the run is over
-        if self._server is not None and not self._has_joined_in_time():
+        if self._server is not None and not self.postoffice.join_unless(self._has_ended):
             return
         with self.postoffice.events.span("schedule" if self._scheduler else "serve"):
             self.postoffice.wait_until(self._is_over, math.inf)  # no deadline for work to come
         self._raise_failure()
-
-    def _has_joined_in_time(self) -> bool:
-        """Join; return whether the run still went on."""
-        if self.postoffice.directory is None and not self._has_ended():
-            try:
-                self.postoffice.join()
-            except RendezvousError:
-                if not self._has_ended():
-                    raise
-        return self.postoffice.directory is not None or not self._has_ended()
 
     def _is_over(self) -> bool:
         if self._scheduler is not None:

@@ -215,6 +215,16 @@ class Postoffice:
         if self.directory is None and not self.failure:
             self.failure = "lost the scheduler before all had joined: look for its first error"
 
+    def join_unless(self, is_over: Callable[[], bool]) -> bool:
+        """Join, if this node has not joined, and return whether the run went on until then."""
+        if self.directory is None and not is_over():
+            try:
+                self.join()
+            except RendezvousError:
+                if not is_over():
+                    raise
+        return self.directory is not None or not is_over()
+
     def ensure_joined(self, timeout_s: float | None = None) -> None:
         """Join the run unless this node has joined; see `join`.
 

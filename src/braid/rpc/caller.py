@@ -34,7 +34,7 @@ from braid.rpc.options import RpcOptions
 from braid.rpc.outcomes import AnswerFuture, CallOutcome, RpcError, error_like
 from braid.rpc.peers import Peers
 from braid.rpc.pending import Finish, PendingCall, PendingCalls, Retries, is_idempotent
-from braid.rpc.protocol.references_state import Id
+from braid.rpc.protocol.reference_messages import Id
 from braid.rpc.reference_table import References
 from braid.rpc.scope import CallSpans, current_scope, deadline_ns
 from braid.rpc.workers import To, WorkerInfo, WorkerRecord

@@ -115,6 +115,8 @@ class LeaderFollowers:
 
     def _lead(self, timeout_s: float) -> Delivery | None:
         """Receive one message, without the lock; None at the deadline."""
+        # Receiving and decoding happen without the lock, so that other threads can begin waits and
+        # hand over messages meanwhile.
         self._has_leader = True
         delivery = None
         self._lock.release()
@@ -172,6 +174,8 @@ class LeaderFollowers:
                         left_s = min(left_s, (until_ns - self._now_ns()) / 1e9)
                     if left_s <= 0:
                         return False
+                    # A thread that follows sleeps on a condition of its own: the leader that reads
+                    # its answer wakes this thread alone, and not all that wait.
                     if self._has_leader:
                         self._waiters[key] = waiter = threading.Condition(self._lock)
                         waiter.wait(left_s)
@@ -191,6 +195,8 @@ class LeaderFollowers:
 
     def _process_own(self, delivery: Delivery, *, is_quick: bool) -> None:
         """Process a message in a thread that waits; others lead if that takes long."""
+        # Processing that takes long would leave the node without a leader: other answers would lie
+        # unread, and deadlines would pass unseen.
         if is_quick:
             self._unlocked(self.handle, delivery, self._led_ns)
             return
@@ -256,6 +262,8 @@ class LeaderFollowers:
             backlog.num_processed -= 1
 
     def _may_lead(self) -> bool:
+        # A program that calls in a loop waits again microseconds after each answer. If the pool led
+        # in between, each answer would cost a change of threads; so the pool waits `REST_S` first.
         if self._has_leader or self._num_waiting:
             return False
         return self._now_ns() - self._waited_ns > REST_S * 1e9
@@ -270,6 +278,9 @@ class LeaderFollowers:
 
     def _follow(self) -> None:
         """Wait for a promotion; one follower looks from time to time whether there is a leader."""
+        # A thread of the program that steps back often waits again at once, so it wakes nobody
+        # while one follower looks every `REST_S` whether a leader is missing. The others sleep
+        # until they are promoted: waking all of them would cost more than a call.
         is_alert = self._now_ns() - self._led_ns < _ALERT_S * 1e9
         if is_alert and not self._has_standby:
             self._has_standby = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from braid.rpc.protocol.autograd_state import AutogradMessage, SparseSpec
-from braid.rpc.protocol.references_state import (
+from braid.rpc.protocol.reference_messages import (
     Confirmed,
     Deleted,
     Fork,

@@ -22,7 +22,7 @@ from braid.errors import (
     StaleError,
 )
 from braid.rpc.messages import Call
-from braid.rpc.protocol.references_state import Fork
+from braid.rpc.protocol.reference_messages import Fork
 from braid.rpc.workers import WorkerDirectory, WorkerInfo, node_of
 from braid.runtime.message import Delivery, Message, Van
 from braid.runtime.transport.reachability import probe

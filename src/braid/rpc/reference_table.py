@@ -16,11 +16,10 @@ import torch
 from braid.errors import CommError
 from braid.rpc.outcomes import AnswerFuture
 from braid.rpc.peers import Peers
+from braid.rpc.protocol.reference_messages import Id, ReferenceMessage
 from braid.rpc.protocol.references_state import (
     Drop,
-    Id,
     Instruction,
-    ReferenceMessage,
     ReferencesState,
     Send,
     Unknown,

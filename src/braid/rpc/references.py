@@ -24,7 +24,7 @@ from braid.rpc.current import current_agent
 from braid.rpc.functions import MARK, is_async_execution
 from braid.rpc.names import register
 from braid.rpc.outcomes import CallOutcome, RpcError, awaited
-from braid.rpc.protocol.references_state import Id
+from braid.rpc.protocol.reference_messages import Id
 from braid.rpc.reference_table import References
 from braid.rpc.workers import WorkerInfo
 from braid.runtime.message import split_node

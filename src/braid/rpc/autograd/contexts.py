@@ -47,7 +47,8 @@ from braid.rpc.protocol.autograd_state import (
     RunBackward,
     Ship,
 )
-from braid.rpc.protocol.references_state import Id, Send
+from braid.rpc.protocol.reference_messages import Id
+from braid.rpc.protocol.references_state import Send
 from braid.rpc.workers import node_of
 
 __all__ = ["Contexts"]

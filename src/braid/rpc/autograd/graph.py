@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from braid.rpc.protocol.references_state import Id
+from braid.rpc.protocol.reference_messages import Id
 from braid.runtime.torch_internals import backward_class
 
 __all__ = ["Reached", "Receive", "RecvRpc", "SendFunction", "add_grads", "reached_from"]

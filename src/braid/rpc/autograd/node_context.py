@@ -14,7 +14,7 @@ from braid.rpc.autograd.accumulation import HookGroup
 from braid.rpc.autograd.graph import Reached, Receive, SendFunction, reached_from
 from braid.rpc.outcomes import RpcError
 from braid.rpc.protocol.autograd_state import BackwardFinished, ContextState, Mode
-from braid.rpc.protocol.references_state import Id
+from braid.rpc.protocol.reference_messages import Id
 
 __all__ = ["Context"]
 

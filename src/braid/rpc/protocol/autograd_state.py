@@ -29,7 +29,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from braid.rpc.protocol.references_state import Id, Send
+from braid.rpc.protocol.reference_messages import Id
+from braid.rpc.protocol.references_state import Send
 from braid.types import TensorSpec
 
 __all__ = [

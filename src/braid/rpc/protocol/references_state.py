@@ -37,83 +37,25 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from braid.rpc.protocol.reference_messages import (
+    Confirmed,
+    Deleted,
+    Fork,
+    Forked,
+    Id,
+    Noted,
+    ReferenceMessage,
+    UserDelete,
+)
+
 __all__ = [
-    "Confirmed",
-    "Deleted",
     "Drop",
-    "Fork",
-    "Forked",
-    "Id",
     "Instruction",
-    "Noted",
-    "ReferenceMessage",
     "ReferencesState",
     "Send",
     "Unknown",
     "Unmade",
-    "UserDelete",
 ]
-
-
-class Id(NamedTuple):
-    """Number of a reference or a fork, unique over all processes and their lives.
-
-    Attributes:
-        process: Process that has created it.
-        number: Count in that process.
-    """
-
-    process: int
-    number: int
-
-
-class Fork(msgspec.Struct, tag="rpc.fork", frozen=True):
-    """A user asks the owner to register its fork.
-
-    All requests of this user below `oldest_open` are over, so late copies of them are ignored.
-    """
-
-    ref: Id
-    fork: Id
-    number: int
-    oldest_open: int
-
-
-class Forked(msgspec.Struct, tag="rpc.forked", frozen=True):
-    """The owner has registered a fork, or knows no such value."""
-
-    fork: Id
-    is_known: bool
-
-
-class Confirmed(msgspec.Struct, tag="rpc.confirmed", frozen=True):
-    """The owner has registered a child, so its parent may be deleted."""
-
-    fork: Id
-
-
-class Noted(msgspec.Struct, tag="rpc.noted", frozen=True):
-    """The parent has seen that its child is confirmed."""
-
-    fork: Id
-
-
-class UserDelete(msgspec.Struct, tag="rpc.delete", frozen=True):
-    """A user refers to the value no longer; the numbers are as in `Fork`, 0 for no request."""
-
-    ref: Id
-    fork: Id
-    number: int
-    oldest_open: int
-
-
-class Deleted(msgspec.Struct, tag="rpc.deleted", frozen=True):
-    """The owner has forgotten a fork."""
-
-    fork: Id
-
-
-ReferenceMessage: TypeAlias = Fork | Forked | Confirmed | Noted | UserDelete | Deleted
 
 
 class Send(NamedTuple):
@@ -327,7 +269,7 @@ class ReferencesState:
             return handle, [Send(parent, Confirmed(fork))]
         if fork in self._forks:
             return fork, []
-        if parent == owner:
+        if parent == owner:  # it has registered the fork before it sent it
             self._forks[fork] = _UserFork(ref, owner, -1, 0, "confirmed")
             return fork, []
         number = self._new_id().number
@@ -378,6 +320,8 @@ class ReferencesState:
 
     def lost(self, process: int) -> list[Instruction]:
         """Delete the forks of a lost process, and fail references to its values."""
+        # What the process would have answered never comes: its forks, its values, and confirmations
+        # for which it waited. It may have had the only child of a fork, which can be deleted now.
         self._dead.add(process)
         instructions: list[Instruction] = []
         for ref in [ref for ref in self._unmade if ref.process == process]:
@@ -430,6 +374,10 @@ class ReferencesState:
         return UserDelete(entry.ref, fork, entry.number, self.oldest_open)
 
     def _is_new(self, user: int, number: int) -> bool:
+        # A late copy of a request may arrive after its fork was deleted. If it were registered
+        # again, nobody would delete it, and the value would stay forever. The owner cannot remember
+        # all deleted forks; the user tells which requests are over, so it remembers only those of
+        # open requests.
         return number >= self._oldest.get(user, 0) and number not in self._over.get(user, ())
 
     def _trim(self, user: int, oldest_open: int) -> None:
@@ -445,6 +393,9 @@ class ReferencesState:
 
     def _expect(self, ref: Id) -> bool:
         """Register the creator of a value before its call arrives; return whether it is known."""
+        # A reference may be faster than the call that makes its value: the creator passes it on at
+        # once, and messages of two processes have no order. Without the creator's fork, the value
+        # would be dropped as soon as the early fork is deleted.
         creator, number = ref
         first = Id(creator, number + 1)  # the fork made with the reference
         is_mine = creator == self.process
@@ -481,6 +432,9 @@ class ReferencesState:
         return [*instructions, *self._try_delete(fork, entry)]
 
     def _try_delete(self, fork: Id, entry: _UserFork) -> list[Instruction]:
+        # Only now: while a child is not confirmed, its `Fork` may still be on its way to the owner.
+        # A `UserDelete` that came before it could delete the last fork, and the owner would drop a
+        # value to which the receiver of the child refers.
         if entry.is_released and entry.state == "confirmed" and not entry.children:
             entry.state = "deleting"
             return [Send(entry.owner, self._delete(fork))]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
 
 from braid.runtime.message.protocol.assembly import Inflow
-from braid.runtime.message.protocol.inbox import Peer
+from braid.runtime.message.protocol.inbox import Inbox, Peer
 from braid.runtime.message.protocol.send_queue import Outbox
-from braid.runtime.message.protocol.vocabulary import VanConfig
+from braid.runtime.message.protocol.vocabulary import VanConfig, VanStatistics
 
-__all__ = ["HALF_CLOSED_S", "Carry", "Close", "Instruction", "Read", "VanLink"]
+__all__ = ["HALF_CLOSED_S", "Carry", "Close", "Instruction", "Read", "VanLink", "statistics_of"]
 
 HALF_CLOSED_S = 1.0  # read a peer that accepts nothing more until it is silent for this time
 
@@ -82,6 +83,16 @@ class VanLink:
             limit_s = min(limit_s, HALF_CLOSED_S)
         return self.received_ns + round(limit_s * 1e9)
 
+    def deadlines_ns(self, *, detects_silence: bool) -> Iterator[int]:
+        """Yield the times at which something is due: a message's deadline, a heartbeat, a loss."""
+        deadline_ns = self.outbox.next_deadline_ns()
+        if deadline_ns is not None:
+            yield deadline_ns
+        if detects_silence and not self.outbox.has_control:
+            yield self.heartbeat_ns
+        if detects_silence and not self.is_paused:
+            yield self.lost_ns
+
     def silence(self, now_ns: int) -> str:
         """Return the duration of the peer's silence as a text, for the reason of its loss."""
         silence_s = (now_ns - self.received_ns) / 1e9
@@ -89,3 +100,18 @@ class VanLink:
             f"nothing came from it for {silence_s:.1f} s (limit {self.config.lost_after_s:g} s): "
             "it is stopped, its host is down, or the network is cut"
         )
+
+
+def statistics_of(
+    counts: Mapping[str, Counter[str]], links: Iterable[VanLink], inbox: Inbox, peer: str | None
+) -> VanStatistics:
+    """Return the counts of one peer, or of all peers when None."""
+    total: Counter[str] = Counter()
+    for name, of_peer in counts.items():
+        if peer in (None, name):
+            total.update(of_peer)
+    for link in links:
+        if peer in (None, link.name):
+            total.update(queued=link.outbox.queued, queued_bytes=link.outbox.queued_bytes)
+    total.update(unread=inbox.num_unread(peer))
+    return VanStatistics(**total)

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import chain
 
 from braid.errors import CommError, ConfigError, PeerLostError, StaleError
 from braid.runtime.message.protocol.assembly import Arrived, Inflow
@@ -52,6 +53,7 @@ from braid.runtime.message.protocol.link import (
     Instruction,
     Read,
     VanLink,
+    statistics_of,
 )
 from braid.runtime.message.protocol.memory_pool import MemoryPool
 from braid.runtime.message.protocol.schema import Message, PeerLost, Schema
@@ -277,6 +279,7 @@ class VanState:
         if link is None:
             return
         event = link.inflow.received(meta, now_ns)
+        # heartbeats of a peer that accepts nothing more would hide that it is stuck
         if not (link.half_closed and isinstance(event, Beat)):
             link.received_ns = now_ns
         if isinstance(event, Hello):
@@ -330,21 +333,12 @@ class VanState:
         or when an earlier deadline was added.
         """
         if self._quiet_until_ns == 0:
-            self._quiet_until_ns = min(self._deadlines_ns(), default=None)
+            due = (
+                link.deadlines_ns(detects_silence=self._detects_silence)
+                for link in self._links.values()
+            )
+            self._quiet_until_ns = min(chain.from_iterable(due), default=None)
         return self._quiet_until_ns
-
-    def _deadlines_ns(self) -> list[int]:
-        due = []
-        for link in self._links.values():
-            deadline_ns = link.outbox.next_deadline_ns()
-            if deadline_ns is not None:
-                due.append(deadline_ns)
-            if self._detects_silence:
-                if not link.outbox.has_control:
-                    due.append(link.heartbeat_ns)
-                if not link.is_paused:
-                    due.append(link.lost_ns)
-        return due
 
     def advance_epoch(self, epoch: int, now_ns: int) -> None:
         """Begin a later epoch; see `Van.advance_epoch`.
@@ -376,15 +370,7 @@ class VanState:
 
     def statistics(self, peer: str | None = None) -> VanStatistics:
         """Return the counts of one peer, or of all."""
-        total: Counter[str] = Counter()
-        for name, counts in self._counts.items():
-            if peer in (None, name):
-                total.update(counts)
-        for link in self._links.values():
-            if peer in (None, link.name):
-                total.update(queued=link.outbox.queued, queued_bytes=link.outbox.queued_bytes)
-        total.update(unread=self.inbox.num_unread(peer))
-        return VanStatistics(**total)
+        return statistics_of(self._counts, self._links.values(), self.inbox, peer)
 
     # -- inside
 
@@ -417,6 +403,8 @@ class VanState:
             link.peer.incarnation, link.peer.epoch = hello.incarnation, hello.epoch
             link.peer.max_message_bytes = hello.max_message_bytes
             return
+        # The greatest incarnation wins, not the latest connection: a process that was replaced may
+        # connect again at any time, and must not throw out the process in its place.
         peer = self._peers.get(link.name)
         if peer is not None and peer.incarnation > hello.incarnation:
             self._send_control(link, Bye(replaced=True))
@@ -472,10 +460,12 @@ class VanState:
             if link.is_paused:
                 link.is_paused = False
                 self._quiet_until_ns = 0
-                link.received_ns = now_ns  # the link was not read meanwhile
+                link.received_ns = now_ns  # nothing was read, so silence proves nothing
                 self.instructions.append(Read(number))
 
     def _lose(self, peer: Peer, lost: PeerLost) -> None:
+        # The notice is a delivery behind the peer's last message: a program that reads in order
+        # first sees everything that the peer sent, and then its loss.
         self._lost[peer.name] = lost.reason
         del self._peers[peer.name]
         error = self._not_connected(peer.name)
