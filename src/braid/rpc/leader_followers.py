@@ -174,7 +174,7 @@ class LeaderFollowers:
                         left_s = min(left_s, (until_ns - self._now_ns()) / 1e9)
                     if left_s <= 0:
                         return False
-                    # A thread that follows sleeps on a condition of its own: the leader that reads
+                    # Each thread that follows sleeps on another condition: the leader that reads
                     # its answer wakes this thread alone, and not all that wait.
                     if self._has_leader:
                         self._waiters[key] = waiter = threading.Condition(self._lock)
@@ -278,7 +278,7 @@ class LeaderFollowers:
 
     def _follow(self) -> None:
         """Wait for a promotion; one follower looks from time to time whether there is a leader."""
-        # A thread of the program that steps back often waits again at once, so it wakes nobody
+        # A thread of the program that steps back often waits again at once, so it wakes no thread
         # while one follower looks every `REST_S` whether a leader is missing. The others sleep
         # until they are promoted: waking all of them would cost more than a call.
         is_alert = self._now_ns() - self._led_ns < _ALERT_S * 1e9

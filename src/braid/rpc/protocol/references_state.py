@@ -375,9 +375,9 @@ class ReferencesState:
 
     def _is_new(self, user: int, number: int) -> bool:
         # A late copy of a request may arrive after its fork was deleted. If it were registered
-        # again, nobody would delete it, and the value would stay forever. The owner cannot remember
-        # all deleted forks; the user tells which requests are over, so it remembers only those of
-        # open requests.
+        # again, no process would delete it, and the value would stay forever. The owner cannot
+        # remember all deleted forks. Users say which requests are over, so it remembers deleted
+        # forks of open requests only.
         return number >= self._oldest.get(user, 0) and number not in self._over.get(user, ())
 
     def _trim(self, user: int, oldest_open: int) -> None:
