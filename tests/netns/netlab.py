@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from braid.launch.chaos.hosts import NETWORK, NamespaceHosts
+
 __all__ = ["Done", "Lab", "done"]
 
 HOSTS = "abcdefgh"
@@ -23,49 +25,23 @@ class Done(NamedTuple):
     text: str
 
 
-class Lab:
+class Lab(NamespaceHosts):
     """Hosts a, b, ... with addresses 10.77.0.1, .2, ... on eth0.
 
     Args:
-        size: How many.
-        undo: Removes everything.
-        network: The first three numbers of their addresses.
+        size: Number of hosts.
+        undo: Stack that removes everything.
+        network: First three numbers of their addresses.
     """
 
-    def __init__(self, size: int, undo: ExitStack, network: str = "10.77.0") -> None:
-        self.prefix = f"b{os.getpid() % 100_000}"
-        bridge = f"{self.prefix}br"
-        self.ip("link", "add", bridge, "type", "bridge")
-        undo.callback(self.ip, "link", "del", bridge)
-        self.ip("link", "set", bridge, "up")
-        for number, host in enumerate(HOSTS[:size], 1):
-            name, port = self.prefix + host, self.port(host)
-            self.ip("netns", "add", name)
-            undo.callback(self.ip, "netns", "del", name)
-            self.ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-            undo.callback(self.ip, "link", "del", port)  # a namespace goes some time after its name
-            self.ip("link", "set", port, "master", bridge, "up")
-            self.ip("-n", name, "addr", "add", f"{network}.{number}/24", "dev", "eth0")
-            self.ip("-n", name, "link", "set", "eth0", "up")
-            self.ip("-n", name, "link", "set", "lo", "up")
-
-    @property
-    def rsh(self) -> str:
-        """For `--rsh`."""
-        return f"ip netns exec {self.prefix}{{host}}"
-
-    def port(self, host: str) -> str:
-        """The bridge's end of a host's cable."""
-        return f"{self.prefix}p{host}"
-
-    def ip(self, *words: str) -> None:
-        """Run `ip`."""
-        subprocess.run(["ip", *words], check=True, capture_output=True)
+    def __init__(self, size: int, undo: ExitStack, network: str = NETWORK) -> None:
+        super().__init__(HOSTS[:size], network)
+        undo.enter_context(self)
 
     def popen(self, host: str, *words: str, cwd: Path, **environ: str) -> subprocess.Popen[str]:
         """Start a command on a host."""
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.prefix + host, *words],
+            self.on(host, words),
             cwd=cwd,
             env={**os.environ, **environ},
             stdin=subprocess.DEVNULL,

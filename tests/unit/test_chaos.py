@@ -185,13 +185,27 @@ def test_the_picture_has_the_states_of_each_rank():
     assert [box.role for box in lanes[3].phases] == ["neutral"]
 
 
+def test_a_partition_that_costs_no_rank_is_right_and_one_that_is_taken_for_a_death_is_not():
+    events = _events(
+        RunEvent(8.0, "epoch", members=(0, 1, 2), epoch=0),
+        RunEvent(16.0, "lost", 2, text="was killed by signal 9 (SIGKILL)"),
+    )
+    strikes = [Strike(11.0, "partition", (1,), 2.0), Strike(15.5, "partition", (2,), 2.0)]
+    rows = [*_steps((0, 1, 2), 1, 10.0), *_steps((0, 1, 2), 2, 14.0)]
+    faults = account_of(strikes, events, rows, 20.0).faults
+    assert [fault.judgement for fault in faults] == ["right", "wrong"]
+    assert faults[0].cause == "no rank was lost"
+    assert faults[0].recovery_s == 3.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["run", "-n", "3", "train.py"], "add --min-ranks"),
         (["train", "-n", "2"], "add --min-ranks"),
         (["trace", "run"], "strikes braid run or braid train, got trace"),
-        (["--kinds", "partition", "run", "--min-ranks", "1", "x.py"], "partition cannot be done"),
+        (["--kinds", "partition", "run", "--min-ranks", "1", "x.py"], "as in -H a:2,b:2"),
+        (["--kinds", "partition", "run", "-H", "a:2", "--min-ranks", "1", "x.py"], "as in -H"),
         (["--kinds", "rain", "run", "--min-ranks", "1", "x.py"], "rain is unknown: choose from"),
         (["--every-s", "0", "run", "--min-ranks", "1", "x.py"], "--every-s must be more than 0"),
     ],

@@ -106,6 +106,14 @@ def test_ranks_with_roles_run_though_they_have_no_epochs(tmp_path):
     assert "running, restarts left: 1" in console.file.getvalue()
 
 
+def test_a_rank_of_another_host_has_its_process_id_when_it_connects(tmp_path):
+    with _write_run(tmp_path) as log:
+        log.append("started", rank=3, host="b", restarts_left=2)
+        log.append("connected", rank=3, pid=812)
+        found = status_of(LiveRun(tmp_path)).ranks[3]
+    assert (found.pid, found.host, found.state) == (812, "b", "starting")
+
+
 def test_a_torn_line_is_read_when_it_has_ended(tmp_path):
     with _write_run(tmp_path):
         run = LiveRun(tmp_path)

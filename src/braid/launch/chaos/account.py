@@ -45,6 +45,7 @@ NAMED_BY: Mapping[str, tuple[tuple[str, str], ...]] = {
     "slow": (("stopped", "SIGSTOP"), ("left", "as long as its peers")),
     "bitflip": (("left", "has computed other gradients"),),
     "disk": (("notice", "cannot write to"),),
+    "partition": (("lost", "has not answered"), ("failed", "has not answered")),
 }
 
 
@@ -176,6 +177,8 @@ def _fault(
     causes, judgement = _judged(strike, events)
     if strike.kind == "disk" and not causes and not _has_gap(strike, rows):
         causes, judgement = ["no line of the run was refused"], "right"
+    if strike.kind == "partition" and not causes:
+        causes, judgement = ["no rank was lost"], "right"
     return FaultAccount(strike, "; ".join(causes), judgement, _recovery_s(strike, events, rows))
 
 
@@ -246,7 +249,7 @@ def _recovery_s(
     epoch_s = next(epochs_s, math.inf)
     if strike.kind == "newcomer":  # which was not missed
         epoch_s = strike.unix_s
-    goes_on_s = strike.unix_s + strike.lasts_s * (strike.kind == "stop")
+    goes_on_s = strike.unix_s + strike.lasts_s * (strike.kind in {"stop", "partition"})
     is_dead = strike.kind in FATAL
     ends = [
         t

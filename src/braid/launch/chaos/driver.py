@@ -15,23 +15,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from braid.errors import BraidError, ConfigError, raise_all
 from braid.launch.chaos.account import ChaosAccount, Strike, account_of
+from braid.launch.chaos.hosts import NamespaceHosts
 from braid.launch.chaos.plan import (
     KINDS,
-    REFUSED,
     Fault,
+    choose_host,
     choose_ranks,
     plan_faults,
     signals_of,
 )
 from braid.launch.observe.live_run import LiveRun
-from braid.launch.observe.status import status_of
+from braid.launch.observe.status import RankStatus, status_of
 from braid.launch.supervise.run_record import new_log_dir
 from braid.runtime.diagnose.run_events import RunEvent
 from braid.runtime.variables import FAULTS
@@ -56,7 +57,8 @@ class ChaosOptions:
         minutes: Minutes after the first step at which the run is ended, unless it ends before.
         seed: Seed of the plan.
         kinds: Kinds of faults, separated by commas: kill, stop, slow, leave, newcomer, two,
-            bitflip, disk.
+            bitflip, disk, partition. With partition, the hosts of `braid run -H a:2,b:2` are made
+            as network namespaces of this machine, and all but the first are cut off for a while.
     """
 
     every_s: float = 30.0
@@ -70,11 +72,11 @@ class ChaosOptions:
             for name, value in (("every-s", self.every_s), ("minutes", self.minutes))
             if not value > 0
         ]
-        for kind in self.names:
-            if kind in REFUSED:
-                problems.append(f"--kinds {kind} cannot be done: {REFUSED[kind]}")
-            elif kind not in KINDS:
-                problems.append(f"--kinds {kind} is unknown: choose from {', '.join(KINDS)}")
+        problems += [
+            f"--kinds {kind} is unknown: choose from {', '.join(KINDS)}"
+            for kind in self.names
+            if kind not in KINDS
+        ]
         raise_all(problems)
 
     @property
@@ -120,11 +122,19 @@ class ChaosRun(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """Something to do at a time: a signal to a rank, or the end of a full disk (signal 0)."""
+    """Something to do at a time: a signal to a rank, or the end of a fault (signal 0).
+
+    Attributes:
+        unix_s: The time.
+        rank: The rank; -1 for a fault of a host.
+        signum: The signal.
+        host: Host that is connected again; empty for a disk that is full no longer.
+    """
 
     unix_s: float
     rank: int
     signum: int
+    host: str = ""
 
 
 def run_chaos(options: ChaosOptions, arguments: Sequence[str], command: str = "run") -> ChaosRun:
@@ -141,10 +151,29 @@ def run_chaos(options: ChaosOptions, arguments: Sequence[str], command: str = "r
     """
     words, path = _run_words(options, arguments)
     environ = dict(os.environ) | ({FAULTS: "1"} if "bitflip" in options.names else {})
-    with _started([sys.executable, "-m", "braid", command, *words], environ) as process:
-        strikes = _Strikes(options, process, path)
+    start = [sys.executable, "-m", "braid", command]
+    with ExitStack() as stack:
+        hosts = None
+        if "partition" in options.names:
+            hosts = stack.enter_context(NamespaceHosts(_hosts_of(words)))
+            start = [*hosts.on(hosts.names[0], start), "--rsh", hosts.rsh]
+        process = stack.enter_context(_started([*start, *words], environ))
+        strikes = _Strikes(options, process, path, hosts)
         strikes.run_to_end()
     return strikes.concluded()
+
+
+def _hosts_of(words: Sequence[str]) -> list[str]:
+    """Return the names of the hosts on which the ranks run."""
+    listed = _value(words, "-H") or _value(words, "--hosts") or ""
+    names = [place.partition(":")[0] for place in listed.split(",")]
+    if len(names) < 2 or _value(words, "--rsh") is not None:
+        msg = (
+            "--kinds partition needs several hosts, which braid chaos makes on this machine: add "
+            "their names and numbers of ranks to braid run, as in -H a:2,b:2, without --rsh"
+        )
+        raise ConfigError(msg)
+    return names
 
 
 def _run_words(options: ChaosOptions, arguments: Sequence[str]) -> tuple[list[str], Path]:
@@ -208,11 +237,19 @@ class _Strikes:
         options: Options of the faults.
         process: The launcher.
         path: Directory of the run.
+        hosts: Hosts that can be cut off; None if all ranks are on this host.
     """
 
-    def __init__(self, options: ChaosOptions, process: subprocess.Popen[bytes], path: Path) -> None:
+    def __init__(
+        self,
+        options: ChaosOptions,
+        process: subprocess.Popen[bytes],
+        path: Path,
+        hosts: NamespaceHosts | None,
+    ) -> None:
         self._options = options
         self._process = process
+        self._hosts = hosts
         self._path = path
         self._run: LiveRun | None = None
         self._begin_s = 0.0  # time of the first step
@@ -302,8 +339,12 @@ class _Strikes:
         free = [
             rank
             for rank in status.ranks.values()
-            if not rank.host and self._busy_until_s.get(rank.rank, 0.0) < now_s
+            if rank.pid
+            and self._reaches(rank.host)
+            and self._busy_until_s.get(rank.rank, 0.0) < now_s
         ]
+        if fault.kind == "partition":
+            return self._cut(fault, now_s, free)
         members = [rank.rank for rank in free if rank.state == "training"]
         newcomers = [rank.rank for rank in free if rank.state in {"starting", "waiting"}]
         ranks = choose_ranks(fault, members, newcomers)
@@ -322,8 +363,33 @@ class _Strikes:
             self._execute(heapq.heappop(self._due))
         return True
 
+    def _reaches(self, host: str) -> bool:
+        """Return whether signals reach the ranks of a host: it is this machine."""
+        return not host or self._hosts is not None
+
+    def _cut(self, fault: Fault, now_s: float, free: Sequence[RankStatus]) -> bool:
+        """Cut a host off, if one has members; its ranks get no other fault meanwhile."""
+        assert self._hosts is not None
+        members: dict[str, list[int]] = {}
+        for rank in free:
+            if rank.state == "training" and rank.host != self._hosts.names[0]:  # the launcher's
+                members.setdefault(rank.host, []).append(rank.rank)
+        host = choose_host(fault, members)
+        if not host:
+            return False
+        self._hosts.cut(host)
+        ranks = tuple(members[host])
+        self._strikes.append(Strike(now_s, fault.kind, ranks, fault.lasts_s))
+        heapq.heappush(self._due, _Due(now_s + fault.lasts_s, -1, 0, host))
+        self._busy_until_s.update(dict.fromkeys(ranks, now_s + fault.lasts_s))
+        return True
+
     def _execute(self, due: _Due) -> None:
         assert self._run is not None
+        if due.host:
+            assert self._hosts is not None
+            self._hosts.mend(due.host)
+            return
         if not due.signum:
             (self._path / FILLER).unlink(missing_ok=True)
             return
@@ -331,9 +397,10 @@ class _Strikes:
         gone = (
             ENDED if due.signum != signal.SIGCONT else ENDED[1:]
         )  # one that leaves may stand still
-        if not any(event.kind in gone for event in events):
+        pid = _pid(events)
+        if pid and not any(event.kind in gone for event in events):
             with suppress(ProcessLookupError):
-                os.kill(_pid(events), due.signum)
+                os.kill(pid, due.signum)
 
     def _fill(self) -> None:
         """Fill the file system of the run's directory."""
@@ -349,4 +416,5 @@ class _Strikes:
 
 
 def _pid(events: Sequence[RunEvent]) -> int:
-    return next(event.pid for event in events if event.kind == "started")
+    """Return the process id of a rank; 0 while it is not known."""
+    return next((event.pid for event in events if event.pid), 0)

@@ -11,6 +11,7 @@ the time of a fault are not known in advance, so a plan contains random numbers 
     slow       SIGSTOP and SIGCONT in turns                 the same
     bitflip    a bit of each gradient of a member flips     verify= finds the rank, which leaves
     disk       the run directory's file system is full      the run goes on without its logs
+    partition  a host of several has no network for a while the others wait for it
 """
 
 from __future__ import annotations
@@ -20,13 +21,9 @@ from collections.abc import Mapping, Sequence
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR2
 from typing import NamedTuple
 
-__all__ = ["KINDS", "REFUSED", "Fault", "Signal", "choose_ranks", "plan_faults", "signals_of"]
+__all__ = ["KINDS", "Fault", "Signal", "choose_host", "choose_ranks", "plan_faults", "signals_of"]
 
-KINDS = ("kill", "stop", "slow", "leave", "newcomer", "two", "bitflip", "disk")
-REFUSED: Mapping[str, str] = {
-    "partition": "braid chaos strikes ranks of this host, which share memory: no network is "
-    "between them",
-}
+KINDS = ("kill", "stop", "slow", "leave", "newcomer", "two", "bitflip", "disk", "partition")
 SLOW_S = 0.5  # seconds for which a slow rank is stopped, and then goes on
 
 
@@ -37,7 +34,8 @@ class Fault(NamedTuple):
         at_s: Seconds after the first step of the run.
         kind: One of `KINDS`.
         draw: Number in [0, 1) that chooses the rank.
-        lasts_s: Seconds until a stopped rank goes on; delay of the strike for a newcomer.
+        lasts_s: Seconds until a stopped rank goes on, or a host is connected again; delay of the
+            strike for a newcomer.
     """
 
     at_s: float
@@ -103,6 +101,20 @@ def choose_ranks(fault: Fault, members: Sequence[int], newcomers: Sequence[int])
         return ()
     first = int(fault.draw * len(pool))
     return tuple(pool[(first + place) % len(pool)] for place in range(count))
+
+
+def choose_host(fault: Fault, members: Mapping[str, Sequence[int]]) -> str:
+    """Return the host that a `partition` cuts off; empty if none can be cut off now.
+
+    Args:
+        fault: The fault.
+        members: Ranks that train, by host; of the hosts that may be cut off.
+
+    >>> choose_host(Fault(0.0, "partition", 0.9, 1.0), {"b": [1], "c": [2], "d": []})
+    'c'
+    """
+    pool = sorted(host for host, ranks in members.items() if ranks)
+    return pool[int(fault.draw * len(pool))] if pool else ""
 
 
 def signals_of(fault: Fault, ranks: Sequence[int]) -> tuple[Signal, ...]:

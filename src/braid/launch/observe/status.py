@@ -127,6 +127,8 @@ def _fold(status: RunStatus, event: RunEvent) -> None:
             changed_s=event.unix_s,
             cause=f"replaces rank {event.replaces}" if event.replaces >= 0 else "",
         )
+    elif event.kind == "connected":
+        status.ranks[event.rank].pid = event.pid
     elif event.rank in status.ranks:
         changed = status.ranks[event.rank]
         if event.kind == "continued":

@@ -421,6 +421,8 @@ class _Run(AbstractContextManager["_Run"]):
     def _on_message(self, process: Rank, message: FromRank) -> None:
         if isinstance(message, RankHello):
             process.has_joined = True
+            if process.host:  # an agent has started it, and the launcher did not know its number
+                self.note("connected", rank=process.rank, pid=process.pid)
         elif isinstance(message, Left):
             process.has_joined = False  # the rank no longer dumps its stack
             process.missed = message.missed

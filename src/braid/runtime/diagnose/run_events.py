@@ -23,12 +23,13 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         unix_s: Time on the launcher's host, in seconds since 1970.
-        kind: `started`, `waiting` (to become a member), `stopped`, `continued`, `left` (the run
-            continues without the rank, as planned), `finished` (exit code 0), `lost` (the run
-            continues after the death), `failed` (the death ends the run), `ended` (by the launcher,
-            or after another rank), `epoch` (members continue to train), or `notice`.
+        kind: `started`, `connected` (to the launcher, from another host), `waiting` (to become a
+            member), `stopped`, `continued`, `left` (the run continues without the rank, as
+            planned), `finished` (exit code 0), `lost` (the run continues after the death), `failed`
+            (the death ends the run), `ended` (by the launcher, or after another rank), `epoch`
+            (members continue to train), or `notice`.
         rank: Rank; -1 for an epoch and a notice.
-        pid: Process id of a started rank.
+        pid: Process id of a rank that has started or connected; 0 if a started one has no id yet.
         host: Host of a started rank; empty for the launcher's host.
         text: Cause as text.
         epoch: Number of an epoch.
@@ -42,8 +43,8 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     unix_s: float
     kind: Literal[
-        "started", "waiting", "stopped", "continued", "left", "finished", "lost", "failed", "ended",
-        "epoch", "notice",
+        "started", "connected", "waiting", "stopped", "continued", "left", "finished", "lost",
+        "failed", "ended", "epoch", "notice",
     ]  # fmt: skip
     rank: int = -1
     pid: int = 0
