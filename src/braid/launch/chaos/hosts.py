@@ -106,7 +106,7 @@ class NamespaceHosts(AbstractContextManager["NamespaceHosts"]):
         Raises:
             ConfigError: It fails.
         """
-        done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
-        if done.returncode:
-            msg = f"ip {' '.join(words)} failed: {done.stderr.strip()}"
+        result = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
+        if result.returncode:
+            msg = f"ip {' '.join(words)} failed: {result.stderr.strip()}"
             raise ConfigError(msg)
