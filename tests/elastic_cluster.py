@@ -18,7 +18,7 @@ from braid.comm import Group
 from braid.elasticity import gradient_sums, replica
 from braid.elasticity.evaluation import Evaluation
 from braid.elasticity.learning_rate import RateRule
-from braid.elasticity.mesh import MeshReplica, mesh_for
+from braid.elasticity.mesh import MeshReplica, mesh_chooser
 from braid.elasticity.replica import Replica, WholeModel
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState
@@ -32,7 +32,6 @@ from braid.launch.supervise.membership_state import (
     Pause,
     Replace,
 )
-from braid.programs.layout import Mesh
 from braid.runtime.clock import MonotonicClock
 from braid.runtime.events import Recorder
 from braid.runtime.store import HashStore
@@ -395,7 +394,7 @@ def train_on_mesh(
     values = {"clip": 0.5, "copies": True} | options
     part = MeshReplica(
         build,
-        lambda num_ranks: mesh_for(Mesh.parse(mesh), num_ranks),
+        mesh_chooser(mesh),
         layers=lambda model: list(model.blocks),
         options={"shard": shard, "num_microbatches": 2, "plan": plan},
         **values,

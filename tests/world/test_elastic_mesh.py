@@ -86,6 +86,7 @@ def test_deaths_on_any_mesh_leave_the_bits_of_one_process(monkeypatch, undisturb
         ("dp=4", 3, "update"),
         ("pp=4", 0, "sum"),
         ("pp=4", 0, "agreed"),
+        ("dp=4; pp=3", 0, "agreed"),
     ],
 )
 def test_those_that_are_left_go_on_as_another_mesh(monkeypatch, undisturbed, mesh, shard, point):
@@ -328,6 +329,7 @@ def test_a_mesh_that_does_not_fit_becomes_replicas():
         ({"mesh": "dp=2", "shard": 4}, "shard must be 0, 1, 2 or 3, got 4"),
         ({"mesh": "dp=2", "checkpoints": "runs"}, "checkpoint_every=0 belong together"),
         ({"mesh": "pp"}, "a mesh is written as pp=2,dp=4"),
+        ({"mesh": "dp=3; cp=2"}, "an elastic mesh has pp, dp, tp, got cp in cp=2"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, words):

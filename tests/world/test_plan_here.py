@@ -9,8 +9,12 @@ import msgspec
 import pytest
 
 from braid.cli import main
+from braid.errors import ConfigError
 from braid.plan.plan_file import Plan, read_plan
-from braid.plan.profiling import read_profile
+from braid.plan.profiling import Profile, read_profile
+from braid.train.config import TrainConfig
+from braid.train.planned import mesh_here
+from braid.train.profile_request import ProfileRequest
 
 SMALL = ("--model", "tiny", "--context", "16")
 RUN = ("--steps", "4", "--eval-every", "0", "--eval-samples", "4", "--sample-bytes", "0")
@@ -35,6 +39,26 @@ def test_ranks_measure_layers_together_whole_and_shared(profile: Path) -> None:
     assert half.flops_per_row == pytest.approx(whole.flops_per_row / 2, rel=0.1)
     assert half.reduced_bytes.per_row == 2 * 4 * 16 * 64
     assert half.workspace_bytes.of(4) > 0
+
+
+def test_each_number_of_ranks_has_its_fastest_mesh(
+    profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = read_profile(profile)
+    asked = []
+
+    def cached(request: ProfileRequest) -> tuple[Profile, str]:
+        asked.append((request.num_ranks, request.rows))
+        return read, ""
+
+    monkeypatch.setattr("braid.train.planned.cached_profile", cached)
+    config = TrainConfig(model="tiny", context=16, batch=8, microbatches=4, min_ranks=1)
+    assert mesh_here(config, 2, 2) in {"dp=2", "pp=2,dp=1"}
+    assert mesh_here(config, 1, 2) == "dp=1"  # which needs no profile
+    assert asked == [(2, (1, 4))]
+    with pytest.raises(ConfigError, match="--batch 8 cannot be divided into 3 micro-batches"):
+        mesh_here(config, 2, 3)
+    assert main(["train", "-n", "2", "--min-ranks", "1", "--mesh", "dp=2", "--plan", "auto"]) == 2
 
 
 def test_a_training_follows_a_plan_and_compares_itself_with_it(

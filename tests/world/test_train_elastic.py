@@ -84,6 +84,7 @@ def test_a_killed_rank_costs_no_step_and_no_bit(tmp_path, victim, options):
         ({"min_ranks": 1, "strategy": "ps"}, "--min-ranks does not go together with --strategy"),
         ({"min_ranks": 1, "shard": 1, "verify": 9}, "--verify on a mesh"),
         ({"batch_per_rank": "sqrt"}, "--batch-per-rank needs --min-ranks"),
+        ({"mesh": "pp=2; dp=3"}, "several meshes need --min-ranks"),
         ({"min_ranks": 1, "batch_per_rank": "log"}, "must be one of linear, sqrt, constant, got"),
         ({"min_ranks": 1, "mesh": "cp=2"}, "does not support cp: cp=2 may have pp, dp and tp"),
     ],

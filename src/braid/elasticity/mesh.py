@@ -61,7 +61,7 @@ from braid.parallel.gradients import FlatBuffer, ParamRecord, ParamTable
 from braid.parallel.hybrid import HybridParallel
 from braid.programs.layout import Mesh
 
-__all__ = ["MeshReplica", "elastic_mesh", "mesh_for"]
+__all__ = ["MeshReplica", "elastic_mesh", "mesh_chooser", "mesh_for"]
 
 LOG = logging.getLogger(__name__)
 
@@ -83,6 +83,31 @@ def mesh_for(wanted: Mesh, num_ranks: int) -> Mesh:
     if num_ranks % inner:
         return Mesh({"dp": num_ranks})
     return Mesh({**wanted.axes, "dp": num_ranks // inner})
+
+
+def mesh_chooser(mesh: str | Callable[[int], str]) -> Callable[[int], Mesh]:
+    """Return a function that chooses the mesh of a number of ranks; see `elastic_mesh`.
+
+    Raises:
+        ConfigError: A mesh is not written as one, or has other axes.
+    """
+    meshes = [_checked(text) for text in mesh.split(";")] if isinstance(mesh, str) else []
+    by_size = {wanted.size: wanted for wanted in meshes}
+
+    def choose(num_ranks: int) -> Mesh:
+        if isinstance(mesh, str):
+            return by_size.get(num_ranks) or mesh_for(meshes[0], num_ranks)
+        return _checked(mesh(num_ranks))
+
+    return choose
+
+
+def _checked(text: str) -> Mesh:
+    mesh = Mesh.parse(text)
+    if others := [axis for axis in mesh.axes if axis not in AXES]:
+        msg = f"an elastic mesh has {', '.join(AXES)}, got {', '.join(others)} in {mesh}"
+        raise ConfigError(msg)
+    return mesh
 
 
 class _Division(NamedTuple):
@@ -396,8 +421,9 @@ def elastic_mesh(
             further objects with a state, these by name as a third value. Called in each epoch of
             members; `training.model`, `optimizer` and `others` belong to the present epoch.
         mesh: Numbers of ranks along pp, dp and tp, such as `pp=2,dp=2`. With other numbers of ranks
-            dp changes, or all ranks are replicas where that is not possible. Or a function that
-            returns the mesh of a number of ranks, such as `plan.find.fastest_meshes`.
+            dp changes, or all ranks are replicas where that is not possible. Several meshes may be
+            listed for several numbers of ranks: `pp=2,dp=2; dp=3`. Or a function that returns the
+            mesh of a number of ranks, such as `plan.find.fastest_meshes`.
         layers: Returns the model as modules in a row; None for an `nn.Sequential`.
         shards: Number of micro-batches of a step; the number of ranks at first when None. Replicas
             take them in turn, and each is a batch of the pipeline.
@@ -431,17 +457,13 @@ def elastic_mesh(
     raise_all(problems)
     require_rule(batch_per_rank, shards)
 
-    def mesh_of(num_ranks: int) -> Mesh:
-        wanted = Mesh.parse(mesh if isinstance(mesh, str) else mesh(num_ranks))
-        if others := [axis for axis in wanted.axes if axis not in AXES]:
-            msg = f"an elastic mesh has {', '.join(AXES)}, got {', '.join(others)} in {wanted}"
-            raise ConfigError(msg)
-        return mesh_for(wanted, num_ranks) if isinstance(mesh, str) else wanted
-
-    if isinstance(mesh, str):
-        mesh_of(Mesh.parse(mesh).size)
     replica = MeshReplica(
-        build, mesh_of, layers=layers, clip=clip, copies=copies, options={"seed": seed, **options}
+        build,
+        mesh_chooser(mesh),
+        layers=layers,
+        clip=clip,
+        copies=copies,
+        options={"seed": seed, **options},
     )
     evaluation = evaluation_of(evaluate, evaluate_every)
     saved = checkpoints_in(checkpoints, checkpoint_every)

@@ -25,7 +25,7 @@ from braid.parallel.graph import capture, segments
 from braid.plan.costs import ParamDtype, Training
 from braid.plan.described import DescribedMachines, DescribedModel, count_operations
 from braid.plan.plan_file import Plan
-from braid.plan.search import Estimator, Split, find_splits
+from braid.plan.search import Split, fastest_mesh, find_splits
 from braid.programs.topology import Cluster, read_cluster
 
 __all__ = ["CapturedLayers", "captured_layers", "fastest_meshes", "find_plan"]
@@ -170,32 +170,11 @@ def fastest_meshes(
     """
     costs, machines = _described(model, args, kwargs, cluster, dtype)
 
+    training = Training(rows, dtype, optimizer_states)
+    wish = Split(shard=shard, schedule=schedule, microbatches=num_microbatches)
+
     def choose(num_ranks: int) -> str:
-        here = machines(num_ranks, memory_bytes)
-        estimates = []
-        for pp in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
-            dp = num_ranks // pp
-            split = Split(
-                pp=pp,
-                dp=dp,
-                shard=shard if dp > 1 else 0,
-                schedule=schedule,
-                microbatches=num_microbatches if pp > 1 else 1,
-            )
-            if split.num_stages <= costs.num_layers:
-                training = Training(dp * rows, dtype, optimizer_states)
-                estimate = Estimator(costs, here, training).estimate(split)
-                estimates.append((-(-shards // dp) * estimate.seconds, pp, estimate))
-        fitting = [one for one in estimates if one[2].memory.nbytes <= here.memory_bytes]
-        if not fitting:
-            least = min(estimate.memory.nbytes for _, _, estimate in estimates)
-            msg = (
-                f"{costs.model} does not fit on {num_ranks} ranks of {here.memory_bytes / 1e9:.3g} "
-                f"GB: the smallest split needs {least / 1e9:.3g} GB a rank"
-            )
-            raise ConfigError(msg)
-        _, pp, _ = min(fitting)
-        return f"pp={pp},dp={num_ranks // pp}" if pp > 1 else f"dp={num_ranks}"
+        return fastest_mesh(costs, machines(num_ranks, memory_bytes), training, wish, shards)
 
     return cache(choose)
 

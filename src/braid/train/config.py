@@ -77,7 +77,8 @@ class TrainConfig:
             as training on that number of ranks.
         sample_bytes: Length of the text that is generated at the end.
         mesh: Sizes of the mesh axes, such as pp=2 for pipeline, tp=2 for tensor, cp=2 for context
-            and dp=2 for data parallelism, or several of them (default: all data parallel).
+            and dp=2 for data parallelism, or several of them (default: all data parallel). With
+            --min-ranks, also meshes for fewer ranks: "pp=2,dp=2; dp=3".
         schedule: Schedule of a pipeline, such as gpipe, 1f1b, zbv or v_half; or a file with a
             program, also as CSV of torch's pipelining.
         microbatches: Micro-batches per step of a pipeline; with --versions, only for 2bw.
@@ -166,32 +167,13 @@ class TrainConfig:
                     f"{name} must be one of {', '.join(filter(None, known))}, got {value!r}"
                 )
         least = {
-            "steps": 1,
-            "batch": 1,
-            "context": 1,
-            "seed": 0,
-            "eval_every": 0,
-            "eval_samples": 1,
-            "checkpoint_every": 0,
-            "keep": 1,
-            "reference_shards": 0,
-            "sample_bytes": 0,
-            "warmup": 0,
-            "microbatches": 1,
-            "flush_every": 1,
-            "stale_lr_steps": 0,
-            "servers": 1,
-            "replicas": 0,
-            "staleness": 0,
-            "min_ranks": 0,
-            "spares": 0,
-            "restarts": 0,
-            "verify": 0,
-            "replace_slow": 0,
+            0: "seed eval_every checkpoint_every reference_shards sample_bytes warmup replicas "
+            "staleness stale_lr_steps min_ranks spares restarts verify replace_slow",
+            1: "steps batch context eval_samples keep microbatches flush_every servers",
         }
-        for name, low in least.items():
-            if name != "warmup" or self.warmup is not None:
-                problems += below(low, **{name: getattr(self, name)})
+        for low, names in least.items():
+            values = {name: getattr(self, name) for name in names.split()}
+            problems += below(low, **{k: value for k, value in values.items() if value is not None})
         if not 0 < self.lr < math.inf or not self.clip > 0 or not 0 <= self.weight_decay < math.inf:
             problems.append(
                 f"lr, clip and weight_decay must be positive numbers, got {self.lr:g}, "
@@ -247,7 +229,8 @@ class TrainConfig:
         further |= {"replace_slow": 0.0}
         if not self.min_ranks:
             options = [name for name, default in further.items() if getattr(self, name) != default]
-            return [f"--{name.replace('_', '-')} needs --min-ranks" for name in options]
+            several = ["several meshes need --min-ranks"] * (len(self.meshes) > 1)
+            return [f"--{name.replace('_', '-')} needs --min-ranks" for name in options] + several
         others = {"strategy": "", "versions": "", "reference_shards": 0, "balance": ""}
         others |= {"recompute": "never", "keep": 3}
         if self.mesh or self.shard:
@@ -258,7 +241,7 @@ class TrainConfig:
             for name, default in others.items()
             if getattr(self, name) != default
         ]
-        if self.mesh and "cp" in dict(Mesh.parse(self.mesh).axes):
+        if any("cp" in mesh.axes for mesh in self.meshes):
             problems.append(f"--min-ranks does not support cp: {self.mesh} may have pp, dp and tp")
         return problems
 
@@ -316,13 +299,22 @@ class TrainConfig:
         return program.header.num_units
 
     @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """Meshes of the training: at the start, and for other numbers of ranks; empty if none."""
+        return tuple(map(Mesh.parse, self.mesh.split(";"))) if self.mesh else ()
+
+    @property
+    def _axes(self) -> dict[str, int]:
+        return dict(self.meshes[0].axes) if self.mesh else {}
+
+    @property
     def num_stage_ranks(self) -> int:
         """Number of ranks of a pipeline; 1 without one.
 
         Raises:
             ConfigError: The mesh has other axes than pp, tp, cp and dp.
         """
-        axes = dict(Mesh.parse(self.mesh).axes) if self.mesh else {}
+        axes = self._axes
         if others := set(axes) - {"pp", "tp", "cp", "dp"}:
             msg = (
                 f"--mesh {self.mesh}: {', '.join(sorted(others))} is not supported: use pp=N for "
@@ -335,18 +327,18 @@ class TrainConfig:
     @property
     def is_on_mesh(self) -> bool:
         """Whether several ranks form a replica, or a one-stage pipeline accumulates gradients."""
-        is_row = bool(self.mesh) and "pp" in Mesh.parse(self.mesh).axes
+        is_row = "pp" in self._axes
         return is_row or self.num_tensor_ranks * self.num_sequence_ranks > 1
 
     @property
     def num_tensor_ranks(self) -> int:
         """Number of ranks over which layers are sharded; 1 without tensor parallelism."""
-        return dict(Mesh.parse(self.mesh).axes).get("tp", 1) if self.mesh else 1
+        return self._axes.get("tp", 1)
 
     @property
     def num_sequence_ranks(self) -> int:
         """Number of ranks over which sequences are sharded; 1 without context parallelism."""
-        return dict(Mesh.parse(self.mesh).axes).get("cp", 1) if self.mesh else 1
+        return self._axes.get("cp", 1)
 
     def check_ranks(self, num_ranks: int) -> int:
         """Check that `num_ranks` ranks can train, and return the number of shards of a batch.
@@ -364,8 +356,8 @@ class TrainConfig:
                 f"{num_ranks}: use -n 1"
             )
             raise ConfigError(msg)
-        if self.mesh and Mesh.parse(self.mesh).size != num_ranks:
-            msg = f"--mesh {self.mesh} has {Mesh.parse(self.mesh).size} ranks, got -n {num_ranks}"
+        if self.meshes and self.meshes[0].size != num_ranks:
+            msg = f"--mesh {self.mesh} has {self.meshes[0].size} ranks, got -n {num_ranks}"
             raise ConfigError(msg)
         self._check_stages()
         heads = MODELS[self.model].heads
@@ -437,10 +429,10 @@ class TrainConfig:
                 f"are {num_ranks}"
             )
             raise ConfigError(msg)
-        if set(dict(Mesh.parse(self.mesh).axes) if self.mesh else ()) - {"pp"}:
+        if self._axes.keys() - {"pp"}:
             msg = (
                 f"--versions {self.versions} supports only the mesh axis pp: use --mesh "
-                f"pp={Mesh.parse(self.mesh).size}"
+                f"pp={self.meshes[0].size}"
             )
             raise ConfigError(msg)
         if self.versions == "2bw" and self.microbatches < stages:

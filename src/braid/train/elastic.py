@@ -196,7 +196,7 @@ class _Elastic:
             model, optimizer = self._build()
             options |= {"verify": config.verify, "replace_slow": config.replace_slow}
             return elastic(model, optimizer, **options)
-        is_piped = "pp" in config.mesh
+        is_piped = "pp" in config.mesh  # in any of them
         return elastic_mesh(
             self._build,
             config.mesh or f"dp={context.world().size}",

@@ -15,7 +15,6 @@ import torch
 from braid.checkpoint import Snapshot
 from braid.comm import Group
 from braid.parallel.hybrid import HybridParallel
-from braid.programs.layout import Mesh
 from braid.train.config import TrainConfig
 from braid.train.gpt import GPT, mean_loss
 from braid.train.shards import StepAgreement
@@ -52,7 +51,7 @@ class MeshShards:
         self._group = group
         self._config = config
         self._balance = balance
-        mesh = Mesh.parse(config.mesh)
+        mesh = config.meshes[0]
         self._count = dict(mesh.axes).get("dp", 1)
         self._number = mesh.coordinates(group.rank).get("dp", 0)
         self._made: HybridParallel | None = None
@@ -87,7 +86,7 @@ class MeshShards:
         """Return the model on the mesh, built at the first call, after a possible resume."""
         if self._made is None:
             config, every = self._config, self._config.recompute
-            is_piped = "pp" in Mesh.parse(config.mesh).axes
+            is_piped = "pp" in config.meshes[0].axes
             self._made = HybridParallel(
                 self._model,
                 config.mesh,

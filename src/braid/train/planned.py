@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -15,14 +15,21 @@ from braid.launch.observe.passes import passes
 from braid.launch.observe.run_directory import read_run
 from braid.plan.pipedream import PipeDreamPlan
 from braid.plan.plan_file import Plan
-from braid.plan.profiling import MeasuredMachines, MeasuredModel
-from braid.plan.search import PART_NAMES, Ranking, Training, find_splits
+from braid.plan.profiling import MeasuredMachines, MeasuredModel, Profile
+from braid.plan.search import (
+    PART_NAMES,
+    Ranking,
+    Split,
+    Training,
+    fastest_mesh,
+    find_splits,
+)
 from braid.train.config import TrainConfig
 from braid.train.models import gpt_name
 from braid.train.profile_request import ProfileRequest
 from braid.train.profiling import cached_profile
 
-__all__ = ["comparison", "followed", "options_of", "ranking_here"]
+__all__ = ["comparison", "followed", "mesh_here", "options_of", "ranking_here"]
 
 WARM_UP = 2  # number of first steps that the comparison skips
 ADAMW_STATES = 2
@@ -54,19 +61,55 @@ def ranking_here(
     """
     batch = config.batch
     rows = sorted({max(1, batch // num_ranks // part) for part in SPREAD} | {batch})
-    request = ProfileRequest(
-        num_ranks=num_ranks,
-        threads=threads,
-        model=config.model,
-        context=config.context,
-        rows=tuple(rows),
-        device=config.device,
-        dtype=config.dtype,
-    )
-    profile, note = cached_profile(request)
+    profile, note = _profiled(config, num_ranks, rows, threads)
     assert profile.host is not None, "profiles of several ranks have a host"
     machines = MeasuredMachines(profile.host)
     return find_splits(MeasuredModel(profile), machines, Training(batch)), note
+
+
+def mesh_here(
+    config: TrainConfig, num_ranks: int, shards: int, *, threads: int | None = None
+) -> str:
+    """Profile an elastic training's GPT on ranks of this host, and return their fastest mesh.
+
+    Args:
+        config: The training.
+        num_ranks: Number of ranks.
+        shards: Number of micro-batches of a step.
+        threads: See `ranking_here`.
+
+    Raises:
+        ConfigError: The batch cannot be divided, or the model does not fit.
+    """
+    if num_ranks == 1:
+        return "dp=1"
+    if config.batch % shards:
+        msg = f"--batch {config.batch} cannot be divided into {shards} micro-batches, one per rank"
+        raise ConfigError(msg)
+    size = config.batch // shards
+    parts = {size, max(1, size // config.microbatches)}
+    profile, _ = _profiled(config, num_ranks, sorted(parts), threads)
+    assert profile.host is not None, "profiles of several ranks have a host"
+    wish = Split(shard=config.shard, schedule=config.schedule, microbatches=config.microbatches)
+    machines = MeasuredMachines(profile.host)
+    return fastest_mesh(MeasuredModel(profile), machines, Training(size), wish, shards)
+
+
+def _profiled(
+    config: TrainConfig, num_ranks: int, rows: Sequence[int], threads: int | None
+) -> tuple[Profile, str]:
+    """Return the profile of a training's GPT, and a note if it came from the cache."""
+    return cached_profile(
+        ProfileRequest(
+            num_ranks=num_ranks,
+            threads=threads,
+            model=config.model,
+            context=config.context,
+            rows=tuple(rows),
+            device=config.device,
+            dtype=config.dtype,
+        )
+    )
 
 
 def options_of(plan: Plan | PipeDreamPlan) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from torch import nn
 
 from braid.comm import Group
 from braid.parallel.pipeline import Balance, balance_by_size, balance_by_time
-from braid.programs.layout import Mesh
 from braid.train.config import MEASURED, TrainConfig
 
 __all__ = ["stage_balance"]
@@ -50,7 +49,7 @@ def stage_balance(
 def _measured(
     config: TrainConfig, layers: Sequence[nn.Module], sample: Callable[[int], Any]
 ) -> Balance:
-    batch = config.batch // max(1, Mesh.parse(config.mesh).size // config.num_stage_ranks)
+    batch = config.batch // max(1, config.meshes[0].size // config.num_stage_ranks)
     if config.balance == "time":
         rows = max(1, batch // config.microbatches)
         return balance_by_time(config.num_stages, layers, sample(rows))

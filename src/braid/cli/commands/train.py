@@ -40,25 +40,27 @@ def train(
         resume: Checkpoint or run to resume from; auto for the last complete one.
         threads: OMP_NUM_THREADS of each rank (default: its current value, or physical cores / N).
         plan: Plan of `braid plan` or `braid plan pipedream`, instead of all options that split the
-            training; auto to profile the model on N ranks and use the fastest plan.
+            training; auto to profile the model on N ranks and use the fastest plan; with
+            --min-ranks, the fastest mesh of each number of ranks.
     """
     from rich.console import Console
 
-    from braid.programs.layout import Mesh
     from braid.train import command
 
     config = replace(config, log_dir=config.log_dir or command.choose_log_dir(resume))
     if config.versions and not (config.mesh or config.reference_shards):
         config = replace(config, mesh=f"pp={n or 2}")
     planned = None
-    if plan:
+    if plan == AUTO and n is not None and config.min_ranks:
+        config = replace(config, mesh=_elastic_meshes(config, n, threads))
+    elif plan:
         from braid.train.planned import followed
 
         planned = _planned(plan, config, n, threads)
         whole_rates = replace(config, stale_lr_steps=0)  # the plan defines the pipeline
         config = replace(followed(whole_rates, planned), stale_lr_steps=config.stale_lr_steps)
         n = planned.num_ranks if n is None else n
-    num_ranks = (Mesh.parse(config.mesh).size if config.mesh else 1) if n is None else n
+    num_ranks = (config.meshes[0].size if config.mesh else 1) if n is None else n
     outcome = command.train(
         config, num_ranks=num_ranks, out=Console(), resume=resume, threads=threads
     )
@@ -70,6 +72,23 @@ def train(
         for line in comparison(planned, config.log_dir):
             print(line)
     return outcome.exit_code
+
+
+def _elastic_meshes(config: TrainConfig, n: int, threads: int | None) -> str:
+    """Return the meshes with the fastest prediction for N ranks, and for fewer ones."""
+    from rich.console import Console
+
+    from braid.train.planned import mesh_here
+
+    if config.mesh:
+        msg = f"--mesh {config.mesh} contradicts --plan auto: leave one of them out"
+        raise ConfigError(msg)
+    meshes = []
+    for num_ranks in range(n, config.min_ranks - 1, -1):
+        with Console(stderr=True).status(f"measuring {config.model} on {num_ranks} ranks"):
+            meshes.append(mesh_here(config, num_ranks, n, threads=threads))
+    print(f"meshes with the fastest prediction: {'; '.join(meshes)}")
+    return "; ".join(meshes)
 
 
 def _planned(

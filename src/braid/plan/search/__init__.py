@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from braid.plan.costs import Training
+from braid.plan.search.elastic import fastest_mesh
 from braid.plan.search.estimate import (
     Estimator,
     MemoryEstimate,
@@ -25,6 +26,7 @@ __all__ = [
     "StepTimeEstimate",
     "Training",
     "action_s",
+    "fastest_mesh",
     "find_splits",
     "flips",
     "program_of",
