@@ -163,6 +163,7 @@ def test_an_engine_that_is_gone_is_the_reason_for_the_loss_of_its_nodes(
 def test_a_batch_script_is_valid_and_saves_before_its_time_is_over(tmp_path: Path) -> None:
     file = tmp_path / "job.sh"
     words = ["-n", "8", "--nodes", "2", "--cpus", "4", "--gpus", "1", "--time", "4:00:00"]
+    words += ["--min-ranks", "6"]
     more = ["--options", "--account=physics", "--out", str(file)]
     assert main(["slurm", "script", *words, *more, "train.py", "--lr", "0.1 x"]) == 0
     text = file.read_text()
@@ -170,7 +171,7 @@ def test_a_batch_script_is_valid_and_saves_before_its_time_is_over(tmp_path: Pat
     for option in ("ntasks=8", "nodes=2", "cpus-per-task=4", "gpus-per-task=1", "account=physics"):
         assert f"#SBATCH --{option}\n" in text
     assert "#SBATCH --signal=B:USR1@120\n" in text
-    assert "braid run --on slurm -n 8 --resume auto --threads 4 --log-dir " in text
+    assert "braid run --on slurm -n 8 --resume auto --min-ranks 6 --threads 4 --log-dir " in text
     assert "train.py --lr '0.1 x' &\n" in text
 
 
@@ -232,8 +233,22 @@ def test_a_manifest_has_a_secret_a_service_and_a_job() -> None:
 
 def test_a_manifest_is_what_kubernetes_takes() -> None:
     checker = pytest.importorskip("kubernetes_validate", reason="needs the extra k8s")
-    for part in yaml.safe_load_all(manifest().text(KEY)):
-        checker.validate(part, "1.32", strict=True)
+    for min_ranks in (0, 5):
+        for part in yaml.safe_load_all(manifest(min_ranks=min_ranks).text(KEY)):
+            checker.validate(part, "1.32", strict=True)
+
+
+def test_pods_of_an_elastic_job_may_fail_but_for_the_first() -> None:
+    fixed, elastic = (
+        list(yaml.safe_load_all(manifest(min_ranks=least).text(KEY)))[-1]["spec"]
+        for least in (0, 5)
+    )
+    assert fixed["backoffLimit"] == 0
+    assert "backoffLimit" not in elastic
+    assert elastic["backoffLimitPerIndex"] == 0
+    assert elastic["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    (container,) = elastic["template"]["spec"]["containers"]
+    assert container["command"][-5:-3] == ["--min-ranks", "5"]
 
 
 @pytest.mark.parametrize(
@@ -242,6 +257,7 @@ def test_a_manifest_is_what_kubernetes_takes() -> None:
         ({"name": "Train_1"}, "a name has at most 48 small letters"),
         ({"image": ""}, "an image and a script are needed"),
         ({"nodes": 0}, "must be at least 1"),
+        ({"min_ranks": 9}, "--min-ranks is 0 to all 8 ranks, got 9"),
         ({"memory": "16 GB"}, "must be such as 4, 500m or 16Gi, got '16 GB'"),
     ],
 )

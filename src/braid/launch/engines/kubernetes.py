@@ -5,10 +5,11 @@
     Job        pod i runs `braid run --node-rank i`; pod 0 shows the output and the error block
 
 A pod that receives SIGTERM has the same time as any run to save. A failed pod fails the job, and
-the job's other pods then end without a signal.
+the job's other pods then end without a signal. With `min_ranks`, ranks of other pods continue
+without a failed pod, and the job has succeeded when pod 0 has.
 
 Source: the documentation of Kubernetes 1.32, "Indexed Job for Parallel Processing with Static Work
-Assignment" and "Job with Pod-to-Pod Communication".
+Assignment", "Job with Pod-to-Pod Communication", "Backoff limit per index" and "Success policy".
 """
 
 from __future__ import annotations
@@ -54,8 +55,7 @@ spec:
   completionMode: Indexed
   completions: {nodes}
   parallelism: {nodes}
-  backoffLimit: 0
-  template:
+{failures}  template:
     spec:
       subdomain: "{name}"
       restartPolicy: Never
@@ -89,6 +89,14 @@ spec:
             medium: Memory
 """
 
+ONE_FAILS_ALL = "  backoffLimit: 0\n"
+FIRST_DECIDES = """\
+  backoffLimitPerIndex: 0
+  successPolicy:
+    rules:
+      - succeededIndexes: "0"
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KubernetesManifest:
@@ -100,6 +108,8 @@ class KubernetesManifest:
         name: Name of the job.
         nodes: Number of pods.
         ranks_per_node: Number of ranks of each pod.
+        min_ranks: Continue while this many ranks live, with braid.elastic; 0 to end with the first
+            one that dies.
         gpus: GPUs of each pod.
         cpus: Processors of each pod, such as 4.
         memory: Memory of each pod, such as 16Gi.
@@ -111,6 +121,7 @@ class KubernetesManifest:
     name: str = "braid"
     nodes: int = 1
     ranks_per_node: Ranks = 1
+    min_ranks: int = 0
     gpus: int = 0
     cpus: Text = ""
     memory: Text = ""
@@ -126,6 +137,9 @@ class KubernetesManifest:
             problems.append("an image and a script are needed")
         if self.nodes < 1 or self.ranks_per_node < 1 or self.gpus < 0:
             problems.append("nodes and ranks must be at least 1, GPUs at least 0")
+        most = self.nodes * self.ranks_per_node
+        if not 0 <= self.min_ranks <= most:
+            problems.append(f"--min-ranks is 0 to all {most} ranks, got {self.min_ranks}")
         for what, quantity in (("processors", self.cpus), ("memory", self.memory)):
             if quantity and QUANTITY.fullmatch(quantity) is None:
                 problems.append(f"{what} must be such as 4, 500m or 16Gi, got {quantity!r}")
@@ -141,7 +155,8 @@ class KubernetesManifest:
             *("--nnodes", str(self.nodes), "--node-rank", "$(BRAID_NODE)"),
             *("--rdzv", f"tcp://{self.name}-0.{self.name}:{PORT}"),
         ]
-        return ["braid", "run", *of_nodes, "-n", str(self.ranks_per_node), *script]
+        limits = ["--min-ranks", str(self.min_ranks)] if self.min_ranks else []
+        return ["braid", "run", *of_nodes, "-n", str(self.ranks_per_node), *limits, *script]
 
     def text(self, key: bytes) -> str:
         """Return the manifest as YAML.
@@ -164,5 +179,6 @@ class KubernetesManifest:
             secret=base64.b64encode(key).decode(),
             secret_file=SECRET_FILE,
             grace=GRACE_S,
+            failures=FIRST_DECIDES if self.min_ranks else ONE_FAILS_ALL,
             resources=f"          resources:\n            limits:\n{listed}" if listed else "",
         )

@@ -51,6 +51,8 @@ class BatchScript:
     Attributes:
         command: Script and its arguments: everything after SCRIPT belongs to it.
         num_ranks: Number of ranks.
+        min_ranks: Continue while this many ranks live, with braid.elastic; 0 to end with the first
+            one that dies.
         nodes: Number of nodes; 0 for Slurm's choice.
         cpus: Processors of each rank.
         gpus: GPUs of each rank.
@@ -63,6 +65,7 @@ class BatchScript:
 
     command: Command = ()
     num_ranks: Ranks = 1
+    min_ranks: int = 0
     nodes: int = 0
     cpus: int = 1
     gpus: int = 0
@@ -78,6 +81,8 @@ class BatchScript:
             problems.append("nothing to run: give a script, or -m and a module")
         if self.num_ranks < 1 or self.cpus < 1:
             problems.append("numbers of ranks and processors must be at least 1")
+        if not 0 <= self.min_ranks <= self.num_ranks:
+            problems.append(f"--min-ranks is 0 to -n {self.num_ranks}, got {self.min_ranks}")
         if self.nodes < 0 or self.gpus < 0:
             problems.append("numbers of nodes and GPUs must not be negative")
         options = shlex.split(self.options)
@@ -111,10 +116,11 @@ class BatchScript:
     def _words(self) -> str:
         """Return the words of `braid run`; a requeued job gets the same directory again."""
         fixed: Sequence[str] = ("--on", "slurm", "-n", str(self.num_ranks), "--resume", "auto")
+        limits = ("--min-ranks", str(self.min_ranks)) if self.min_ranks else ()
         threads = ("--threads", str(self.cpus)) if self.cpus > 1 else ()
         command = (*(("-m",) if self.is_module else ()), *self.command)
         log_dir = '--log-dir "runs/slurm-$SLURM_JOB_ID"'
-        return f"{shlex.join((*fixed, *threads))} {log_dir} {shlex.join(command)}"
+        return f"{shlex.join((*fixed, *limits, *threads))} {log_dir} {shlex.join(command)}"
 
 
 def _quoted(option: str) -> str:
