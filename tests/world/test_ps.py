@@ -451,5 +451,6 @@ def _never_comes(group: Group) -> str:
     return ""
 
 
-def test_who_has_not_joined_is_named(world):
+def test_who_has_not_joined_is_named(world, monkeypatch):
+    monkeypatch.setattr("braid.ps.scheduler.LATE_S", 0.2)  # for nodes that never come
     assert "scheduler: worker 1 did not join" in world(4, _never_comes)[2]
