@@ -30,8 +30,8 @@ def drawn(times: BucketTimes) -> tuple[list[str], list[tuple[int, int, int, bool
     bars = [
         (
             round((float(bar.get("y")) - 34) / 26),
-            round((float(bar.get("x")) - 70) / 10),
-            round((float(bar.get("x")) - 70 + float(bar.get("width"))) / 10),
+            round((float(bar.get("x")) - 70) / 6.9),
+            round((float(bar.get("x")) - 70 + float(bar.get("width"))) / 6.9),
             bar.get("stroke") != "white",
         )
         for bar in root.iter(f"{space}rect")

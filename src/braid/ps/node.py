@@ -322,8 +322,8 @@ class Node(BaseNode):
         """Serve, or schedule, until all workers have left; a spare returns at once.
 
         A server that is cut off from the others joins again when its network is back. It returns
-        if the scheduler has ended well, also before this server has joined, and with a warning
-        after 300 s; without replicas it raises.
+        if the scheduler has ended well, also before a server that replaces another one has joined,
+        and with a warning after 300 s; without replicas it raises.
 
         Raises:
             ConfigError: This node is a worker.
@@ -334,8 +334,11 @@ class Node(BaseNode):
             raise ConfigError(msg)
         if self.role == SPARE:
             return  # nobody has called it, and the run is over
-        if self._server is not None and not self.postoffice.join_unless(self._has_ended):
-            return
+        if self._server is not None:
+            # the others wait for a server of the beginning, so it is an error if they have ended
+            is_late = self.number >= self.num_servers
+            if not self.postoffice.join_unless(lambda: is_late and self._has_ended()):
+                return
         with self.postoffice.events.span("schedule" if self._scheduler else "serve"):
             self.postoffice.wait_until(self._is_over, math.inf)  # no deadline for work to come
         self._raise_failure()
