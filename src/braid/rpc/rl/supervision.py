@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,6 +31,7 @@ __all__ = ["lead"]
 LOG = logging.getLogger(__name__)
 END_S = 30.0  # for actors to end their last unrolls
 AGAIN_S = 2.0  # between two calls of lost actors
+START_S = 300.0  # for a new process to come, if there is no limit for experience
 
 
 def lead(
@@ -52,7 +52,8 @@ def lead(
             number before `args`; it ends when the learner returns None instead of weights.
         args: Further arguments of `play`.
         is_over: Whether training is over; called after each update of the weights.
-        timeout_s: Seconds to wait for experience; unlimited when None.
+        timeout_s: Seconds to wait for experience; unlimited when None. A new process for a lost
+            actor is waited for as long, and for 300 s when None.
 
     On failure: a lost actor is left out and logged; its unfinished unroll is lost with it. If a new
     process takes its role (`braid run --restarts`), it plays instead. If all actors are lost, the
@@ -101,7 +102,7 @@ def _wait_for_process(
     learner: Learner, start: Callable[[str], None], timeout_s: float | None
 ) -> bool:
     """Wait until a new process plays as a lost actor; return whether one came in time."""
-    until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    until_s = time.monotonic() + (START_S if timeout_s is None else timeout_s)
     while not _call_missing(learner, start):
         if time.monotonic() >= until_s:
             return False
