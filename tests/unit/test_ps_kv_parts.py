@@ -124,7 +124,7 @@ def test_fixed_point_leaves_integers_and_refuses_what_is_no_number():
     parcel = _parcel(torch.arange(4))
     kv.FixedPoint().encode(parcel, 0)
     assert parcel.heads == []
-    with pytest.raises(ConfigError, match="fixed point has no nan, which is the value at place 1"):
+    with pytest.raises(ConfigError, match="FixedPoint cannot encode nan, the value at place 1"):
         kv.FixedPoint().encode(_parcel(torch.tensor([1.0, float("nan")])), 0)
 
 
@@ -246,7 +246,7 @@ def test_barriers_open_when_all_have_come_and_never_for_the_lost():
     assert state.directory.lost_nodes == {"worker:1": "killed"}
     assert isinstance(state.enters("worker:0", 0, 4, "late")[0], Refuse)
     assert state.enters("server:0", 0, 2, "alone") == [ReleaseNodes(("alone",))]
-    with pytest.raises(CommError, match="worker:0 is no member of group 2"):
+    with pytest.raises(CommError, match="worker:0 is not a member of group 2"):
         state.enters("worker:0", 0, 2, "")
     assert not state.is_over
     state.departs("server:0")

@@ -232,7 +232,7 @@ def test_mistakes_with_modules_and_rows_are_named(world):
     assert "workers step with an optimizer of torch" in worker[4]
     assert "table 'words' takes int64 ids, got torch.float32" in worker[5]
     assert "of shape [3, 4] for these ids, got torch.float32[3]" in worker[6]
-    assert "workers step after each clock of all: staleness must be 0" in worker[7]
+    assert "with where='workers' staleness must be 0" in worker[7]
     assert "this worker begins at step 3, but where='workers' keeps" in worker[8]
 
 

@@ -214,7 +214,7 @@ def test_notes_go_to_nodes_and_groups():
         apps["worker:1"].wait(apps["worker:1"].request(4, "", 1), 10)
         assert answers == [(9, "worker:0 2 b"), (10, "server:1 3 c"), (1, "scheduler 4 ")]
         itself = said_by(lambda: apps["server:0"].request(1, "", ALL), ConfigError)
-        assert "server:0 is itself in 7: a node does not ask itself" in itself
+        assert "server:0 is itself in 7: a node cannot send notes to itself" in itself
         assert "there is no node 30 (server:11)" in said_by(
             lambda: apps["server:0"].request(1, "", 30), ConfigError
         )
@@ -244,7 +244,7 @@ def test_barriers_are_for_groups_and_name_the_missing():
         workers = [nodes["worker:0"], nodes["worker:1"]]
         everywhere(workers, lambda node: node.barrier(WORKER_GROUP, timeout_s=10))
         everywhere(nodes.values(), lambda node: node.barrier(ALL, timeout_s=10))
-        assert "server:0 is no member of group 4" in said_by(
+        assert "server:0 is not a member of group 4" in said_by(
             lambda: nodes["server:0"].barrier(WORKER_GROUP), CommError
         )
         with pytest.raises(CommTimeout, match="scheduler: barrier of group 4 lacks worker:1"):
@@ -296,7 +296,7 @@ def test_mistakes_are_named_and_the_server_lives_on():
             "lens add up to 4, and there are 3 vals": lambda: worker.push([0, 1], ones, [2, 2]),
             "lens are not negative: -1 at place 0": lambda: worker.push([0, 1], ones, [-1, 4]),
             "2 keys with 1 lens": lambda: worker.push([0, 1], ones, [3]),
-            "3 vals are no multiple of 2 keys": lambda: worker.push([0, 1], ones),
+            "3 vals are not a multiple of 2 keys": lambda: worker.push([0, 1], ones),
             "keys must be uint64 or int64 in one dim, got float32[3]": lambda: worker.push(
                 ones, ones
             ),
@@ -320,8 +320,8 @@ def test_mistakes_are_named_and_the_server_lives_on():
             "there is no request 0 of app 0, customer 0": lambda: worker.wait(0),
             "worker:0 has an app 0 with customer 0 already": lambda: kv.KVWorker(node),
             "app -1, customer 0: numbers are not negative": lambda: kv.KVWorker(node, -1),
-            "worker:0 is no server": lambda: kv.KVServer(node),
-            "server:0 is no worker": lambda: kv.KVWorker(nodes["server:0"]),
+            "worker:0 is not a server": lambda: kv.KVServer(node),
+            "server:0 is not a worker": lambda: kv.KVWorker(nodes["server:0"]),
         }
         for text, call in before.items():
             assert text in said_by(call, ConfigError)
@@ -422,13 +422,13 @@ def test_what_no_worker_of_ours_sends_is_refused_by_the_server():
         assert "keys must be uint64 in one dim, got torch.int64[2]" in send(
             torch.tensor([1, 2]), ones
         )
-        assert "2 vals are no multiple of 3 keys" in send(keys(1, 2, 3), ones)
+        assert "2 vals are not a multiple of 3 keys" in send(keys(1, 2, 3), ones)
         assert "a request has keys, vals and lens" in send(keys(1), ones, names=["keys", "other"])
         assert "2 tensors with the names ['keys']" in send(keys(1), ones, names=["keys"])
-        assert "are not encoded as" in send(keys(1), ones, Sparsified(1 << 60))
-        assert "are not encoded as" in send(keys(1), ones, Compressed("vals", "float32", 2))
-        assert "is no dtype" in send(keys(1), ones, FixedPointed(1.0, "load"))
-        assert "the digest is not that of the keys" in send(keys(1), ones, digest=b"1" * 16)
+        assert "are not encoded as in" in send(keys(1), ones, Sparsified(1 << 60))
+        assert "are not encoded as in" in send(keys(1), ones, Compressed("vals", "float32", 2))
+        assert "is not a dtype" in send(keys(1), ones, FixedPointed(1.0, "load"))
+        assert "the digest does not fit the keys" in send(keys(1), ones, digest=b"1" * 16)
         worker.wait(worker.push(keys(1), torch.ones(1)))
         assert pulled(worker, keys(1)) == [1]
 
@@ -445,7 +445,7 @@ def test_the_default_handle_has_values_of_one_length_and_dtype():
         ]
         assert "the store has 2 values of torch.float32 for each key, and the push has 3" in said[0]
         assert "has 2 of torch.float64" in said[1]
-        assert "the default handle has values of one length" in said[2]
+        assert "the default handle needs the same number of values" in said[2]
         assert pulled(worker, [2, 3]) == [0, 0, 1, 1]
 
 

@@ -1,4 +1,4 @@
-"""A request to a server, until all of its shards are answered."""
+"""Requests that a server has not answered in full."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ __all__ = ["AskedShards"]
 
 @dataclass(slots=True)
 class AskedShards:
-    """A request of which shards are unanswered.
+    """A request to a server, with its unanswered shards and the answers that are ready to send.
 
     Attributes:
-        queries: Tensors with which it asks each shard.
-        begun_ns: Time at which it came.
-        whole: Whether it asks for the whole state.
-        number: Number that it asks for instead of values, as in `Pull`.
-        names: Names of that state's tensors.
-        was_parked: Whether it could not be answered when it came.
-        ready: Shards that can be answered now, by the kind of answer.
+        queries: Tensors of the request for each unanswered shard.
+        begun_ns: Time at which the request arrived.
+        whole: Whether the request is for the whole state.
+        number: Number that is requested instead of values, as in `Pull`.
+        names: Names of the tensors of each whole state in `values`.
+        was_parked: Whether a shard could not be answered when the request arrived.
+        accepted: Shards that have accepted the push or change.
+        elsewhere: Shards that are now on other servers.
+        values: Values and version of each shard that can be answered.
     """
 
     queries: dict[int, Tensors]

@@ -1,4 +1,4 @@
-"""The record of a node: role, numbers and post office, for tables and for keys and values."""
+"""Base class of nodes: role, number and post office, for tables and for keys and values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BaseNode(ABC):
 
     @property
     def is_worker(self) -> bool:
-        """Whether this node is a worker; a program trains there."""
+        """Whether this node is a worker, which runs the training loop."""
         return self.role == "worker"
 
     @property

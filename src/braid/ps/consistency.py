@@ -4,7 +4,7 @@
                          workers, and applied once; a pull sees all earlier clocks
     staleness k          stale synchronous (SSP): a push is applied when it comes; a pull at clock c
                          waits until all workers have pushed the clocks before c - k
-    staleness infinity   asynchronous: nobody waits
+    staleness infinity   asynchronous: workers never wait for each other
     quorum n of m        BSP with backup workers: a clock is applied when n have pushed it
 
 Sources: Q. Ho et al., SSP, NeurIPS 2013; J. Chen et al., Revisiting distributed synchronous SGD,
@@ -28,8 +28,8 @@ class Consistency:
 
     Attributes:
         staleness: Clocks that a worker may be ahead of the slowest one; infinity for any number.
-        quorum: Pushes with which a clock is complete; all workers' when None. For staleness 0.
-        late: Fate of a push whose clock is complete without it.
+        quorum: Number of pushes that complete a clock, at staleness 0; all workers' when None.
+        late: Whether a push that arrives after its clock is complete is dropped or applied.
         aggregate: Whether pushes of a clock are averaged or summed.
         compensate: Strength of the correction of late gradients of dense tables; 0 for none. For
             staleness above 0.

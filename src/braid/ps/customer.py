@@ -1,14 +1,14 @@
-"""A customer sends requests to many nodes, and counts the answers.
+"""A customer sends requests to several nodes and collects their answers.
 
     timestamp = customer.request(PendingRequest(parts, route, build))
                                      parts -> one message for each node
     customer.wait(timestamp)         until all parts are answered
 
-Requests overlap: any number may be under way. A part whose node is lost, or is no longer where it
-was, is asked for again where the route then says. A request that fails raises in `wait`, or in the
-next call if nobody waits.
+Requests overlap: any number may be in flight. If a node is lost or no longer has a part, the
+request for that part is sent again to the node that `route` then returns. A failed request raises
+in `wait`, or in the next call if the program does not wait for it.
 
-Source: PS-Lite's Customer, whose wait has no end, and whose callbacks block if they wait.
+Source: PS-Lite's Customer. There, `Wait` has no timeout, and a callback that waits deadlocks.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ MAX_PAUSE = 8  # times `resend_s`, between two repetitions of a request
 
 
 class Customer:
-    """Requests of one part of a node.
+    """Sends the requests of one component of a node, such as a worker's tables.
 
     Args:
         postoffice: Post office of the node.
-        why_lost: Function of parts without a node that says why there is none, for the error.
+        why_lost: Function of parts that are not on any node; returns the reason, for the error.
 
     Attributes:
         next_timestamp: Timestamp of the next request.
@@ -60,7 +60,7 @@ class Customer:
         self,
         postoffice: Postoffice,
         why_lost: Callable[[tuple[int, ...]], str] = lambda parts: (
-            f"nobody has the parts {parts} any more"
+            f"all nodes that had the parts {parts} are lost"
         ),
     ) -> None:
         self.postoffice = postoffice
@@ -83,7 +83,7 @@ class Customer:
         """Send a request; return its timestamp.
 
         Raises:
-            CommError: An earlier request, for which nobody waited, has failed.
+            CommError: An earlier request, for which the program did not wait, has failed.
         """
         postoffice = self.postoffice
         if self._errors or postoffice.failure:
@@ -104,8 +104,8 @@ class Customer:
 
         Raises:
             CommError: A node refused it.
-            PeerLostError: What it needs is lost.
-            CommTimeout: Parts are unanswered; names who was asked, and for whom who waits there.
+            PeerLostError: All nodes that had a part are lost.
+            CommTimeout: Parts are unanswered; names the asked nodes, and their pending waits.
         """
         if timestamp in self._requests:
             with self.postoffice.events.span("wait", seq=timestamp), self._asking(timestamp):
@@ -142,25 +142,25 @@ class Customer:
         self._errors.pop(timestamp, None)
 
     def wait_all(self, timeout_s: float | None = None) -> None:
-        """Wait for all requests under way; see `wait`."""
+        """Wait for all requests in flight; see `wait`."""
         for timestamp in list(self._requests):
             self.wait(timestamp, timeout_s)
         self._raise_any()
 
     def is_done(self, timestamp: int) -> bool:
-        """Whether a request is over; never waits."""
+        """Whether a request is answered or has failed; does not block."""
         return timestamp not in self._requests
 
     def has_failed(self, timestamp: int) -> bool:
-        """Whether a request has failed, and nobody has waited for it."""
+        """Whether a request has failed, and no `wait` has raised its error."""
         return timestamp in self._errors
 
     def memory_for(
         self, message_id: int, parts: Sequence[int], sizes: tuple[int, ...]
     ) -> list[memoryview] | None:
-        """Return where the answer to a message goes; None if nobody waits for all of its parts.
+        """Return the memory for the answer to a message; None unless all its parts are expected.
 
-        It may be called in the thread of the van.
+        The van's thread may call it.
         """
         request = self._by_id.get(message_id)
         if request is None or request.memory is None:
@@ -172,12 +172,12 @@ class Customer:
 
     @property
     def first_open(self) -> int:
-        """The least timestamp of a request that is under way; the next one if there is none."""
+        """Timestamp of the oldest request in flight; the next timestamp if there is none."""
         return next(iter(self._requests), self.next_timestamp)
 
     @property
     def num_under_way(self) -> int:
-        """Number of requests that are not answered in full."""
+        """Number of requests in flight."""
         return len(self._requests)
 
     def _raise_any(self) -> None:
@@ -188,12 +188,12 @@ class Customer:
     def _missing(self, timestamp: int) -> str:
         request = self._requests.get(timestamp)
         asked = request.asked if request is not None else {}
-        nodes = sorted({node or "nobody" for node in asked.values()})
+        nodes = sorted({node or "no node" for node in asked.values()})
         return f"{len(asked)} parts of request {timestamp} are unanswered by {', '.join(nodes)}"
 
     def _act(self, instructions: Sequence[SendParts | Done | PartsLost]) -> None:
-        for each in instructions:
-            match each:
+        for instruction in instructions:
+            match instruction:
                 case SendParts(request, node, parts):
                     self._send(request, node, parts)
                 case Done(request):
@@ -218,7 +218,7 @@ class Customer:
         request = self._state.forget(timestamp)
         if request is None:
             return
-        request.asked.clear()  # the van's thread may have found it: it gets no memory any more
+        request.asked.clear()  # the van's thread may hold it: `memory_for` then returns None
         self.postoffice.expect_no_more(request.ids)
         for number in request.ids:
             del self._by_id[number]
@@ -230,7 +230,7 @@ class Customer:
             self.postoffice.call_soon(request.on_done)
 
     def _resend(self) -> None:
-        """Send requests again that wait for long, each time later, so that none flood a node."""
+        """Send overdue requests again, with growing pauses, so that they do not flood a node."""
         now_ns = self.postoffice.van.clock.now_ns()
         most_ns = round((self.postoffice.resend_s or 0.0) * MAX_PAUSE * 1e9)
         for request in list(self._requests.values()):
@@ -269,14 +269,14 @@ def dealt_ranges(
     """Yield ranges of samples that the scheduler deals out; see `Node.samples`.
 
     Args:
-        ask: Function that sends a question to the scheduler, and waits for the answer.
+        ask: Function that sends a message to the scheduler, and waits for the answer.
         name: Name of the samples.
         num_samples: Number of samples.
-        shard_size: Samples of a range.
+        shard_size: Number of samples in a range.
         epochs: Number of times that each sample is dealt out.
 
     Raises:
-        ConfigError: A number is less than 1, or the name is no text.
+        ConfigError: A number is less than 1, or the name is not a string.
     """
     check_type("the name of samples is a text", name, str)
     if min(num_samples, shard_size, epochs) < 1:

@@ -1,4 +1,4 @@
-"""A worker's face of a dense table: a tensor whose elements lie on all servers."""
+"""Dense tables: a tensor with its elements divided among all servers, as a worker uses it."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 __all__ = ["DenseTable", "dense_spec"]
 
-SHARD_BYTES = 1 << 20  # a dense table has a shard for each so many bytes
+SHARD_BYTES = 1 << 20  # a dense table has one shard for each of these, up to MAX_SHARDS
 MAX_SHARDS = 64
 
 
 class DenseTable(Table):
-    """A dense table, as a worker sees it; see `Table` for clocks and consistency.
+    """A dense table, as a worker uses it; see `Table` for clocks and consistency.
 
     Args:
-        customer: Requests of this worker; None on servers and the scheduler.
-        spec: The table.
-        like: Tensor with its shape and dtype.
+        customer: Customer of this worker; None on servers and the scheduler.
+        spec: Spec of the table.
+        like: Tensor with the table's shape and dtype.
 
     Attributes:
-        versions: Records that each shard had when it was pulled last.
+        versions: Number of records that each shard had applied when it was last pulled.
         lengths: Number of elements of each shard.
     """
 
@@ -59,11 +59,12 @@ class DenseTable(Table):
     def pull(
         self, *, out: torch.Tensor | None = None, timeout_s: float | None = None
     ) -> torch.Tensor:
-        """Return the values; wait until they are as new as the consistency says.
+        """Return the values; wait until they are as new as the consistency requires.
 
         Args:
-            out: Contiguous tensor to receive into; memory that the next pull uses again when None.
-            timeout_s: Deadline.
+            out: Contiguous tensor to receive into. When None, the table's own buffer, which the
+                next pull overwrites.
+            timeout_s: Deadline in seconds.
 
         Returns:
             A tensor of the table's shape.
@@ -82,7 +83,7 @@ class DenseTable(Table):
         """Begin to receive the values into a contiguous tensor; return the timestamp.
 
         Raises:
-            ConfigError: It has another shape or dtype than the table, or is not contiguous.
+            ConfigError: `out` has another shape or dtype than the table, or is not contiguous.
         """
         self._check(out, "a tensor to receive into")
         if not out.is_contiguous():
@@ -113,14 +114,14 @@ class DenseTable(Table):
     def push(self, grad: torch.Tensor) -> int:
         """Push a gradient for this worker's clock, and begin the next clock.
 
-        The gradient may be changed afterwards. The push is accepted when all copies of the shards
-        have it, which `wait` waits for; a pull of the next clock shows it in any case.
+        The gradient may be changed afterwards. `wait` returns once all copies of the shards have
+        the push. Under BSP a pull of the next clock includes it, with or without `wait`.
 
         Returns:
             The timestamp of the request.
 
         Raises:
-            ConfigError: It has another shape or dtype than the table.
+            ConfigError: The gradient has another shape or dtype than the table.
             CommError: A server refuses this push, or an earlier one.
             PeerLostError: A server was lost with all copies of a shard.
         """
@@ -138,14 +139,14 @@ class DenseTable(Table):
 
         Args:
             grad: The gradient.
-            has: Whether each parameter of a table declared with `sizes` has a gradient; all have
-                one when empty. Others are not stepped unless another worker has one.
+            has: Whether each parameter has a gradient, for a table declared with `sizes`; all have
+                one when empty. Servers step a parameter if any worker has a gradient for it.
             priority: Urgency of the request.
-            lr: Learning rate of this push's step; servers' own when None. Of pushes that are
-                applied together, the first worker's holds.
+            lr: Learning rate of this push's step; the servers' rate when None. If pushes are
+                applied together, the first worker's rate is used.
 
         Raises:
-            ConfigError: It has another shape or dtype than the table.
+            ConfigError: The gradient has another shape or dtype than the table.
             CommError: A server refuses an earlier push.
         """
         self._check(grad, "a gradient")
@@ -213,15 +214,15 @@ def dense_spec(
 
     def make(shard: int) -> Storage:
         places = ranges[shard]
-        own = flat[places]
+        elements = flat[places]
         if optimizer is None:
-            return SumStorage(own, table=name)
+            return SumStorage(elements, table=name)
         if not sizes:
-            return DenseStorage(own, optimizer, table=name)
+            return DenseStorage(elements, optimizer, table=name)
         params = [length for _, length in parts_in(sizes, places)]
-        return ParameterStorage(own, optimizer, params, table=name)
+        return ParameterStorage(elements, optimizer, params, table=name)
 
-    make(0)  # says what is wrong on all nodes
+    make(0)  # raises errors of the arguments on all nodes
     return TableSpec(
         name=name,
         num_shards=num_shards,

@@ -1,4 +1,4 @@
-"""`ps.Embedding`: an embedding whose rows lie on servers.
+"""`ps.Embedding`: an embedding with its rows on servers.
 
     table = node.sparse("words", 64, ps.Adagrad(lr=0.1))
     words = ps.Embedding(table)
@@ -7,8 +7,8 @@
     words.step()                                     # pushes their gradients: one clock
     words.prefetch(next_ids)                         # pulls while the program does something else
 
-Rows and gradients travel once per distinct id, so a step costs by the ids of a batch, not by the
-size of the table.
+Rows and gradients are sent once per distinct id, so the cost of a step depends on the ids of a
+batch, not on the size of the table.
 
 Source: M. Li et al., Parameter Server, OSDI 2014; Y. Jiang et al., XDL, 2019.
 """
@@ -25,10 +25,10 @@ __all__ = ["Embedding"]
 
 
 class Embedding(nn.Module):
-    """Rows of a sparse table, as a module in the place of `torch.nn.Embedding`.
+    """Rows of a sparse table, as a replacement for `torch.nn.Embedding`.
 
     Args:
-        table: The table; several modules may share it if one of them steps.
+        table: The table; several modules may share it if only one of them calls `step`.
 
     Shape:
         ids: [...], int64. Result: [..., dim].
@@ -41,7 +41,7 @@ class Embedding(nn.Module):
         self._ahead: tuple[torch.Tensor, Rows] | None = None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows; their gradients wait for `step`."""
+        """Return the rows of `ids`; `step` later pushes their gradients."""
         pulled = self._take(ids)
         self.table.wait(pulled.timestamp)
         rows = pulled.rows.to(ids.device)
@@ -51,9 +51,10 @@ class Embedding(nn.Module):
         return functional.embedding(pulled.inverse.view(ids.shape).to(ids.device), rows)
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Begin to pull the rows of the next `forward`, as they are after the next `step`.
+        """Begin to pull the rows of the next `forward`.
 
-        Where gradients wait for `step`, the answer waits for it, too.
+        If a `forward` has not been followed by `step` yet, the pull is for the clock after that
+        `step`: it completes after it.
         """
         ahead = int(bool(self._used))
         self._ahead = ids.detach().clone(), self.table.pull_async(ids.cpu(), ahead=ahead)
@@ -61,7 +62,7 @@ class Embedding(nn.Module):
     def step(self) -> int:
         """Push the gradients of all rows since the last step, and begin the next clock.
 
-        All workers call it equally often, also one that has used no row.
+        All workers call it the same number of times, even a worker that has not used any row.
 
         Returns:
             The timestamp of the push; `table.wait(timestamp)` waits until it is accepted.

@@ -1,4 +1,4 @@
-"""Errors of waits that were too long, with what other nodes report about their waits."""
+"""Timeout errors that include the pending waits of other nodes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["explained"]
 
-EXPLAIN_S = 1.0  # for nodes to report their waits, after a deadline has passed
+EXPLAIN_S = 1.0  # time for nodes to report their waits, after a deadline has passed
 
 
 def explained(office: Postoffice, error: CommTimeout, nodes: Iterable[str]) -> CommTimeout:
-    """Return the error with the waits that some nodes report."""
+    """Return `error` with what each node in `nodes` reports about its pending waits."""
     answers: dict[str, list[str]] = {node: [] for node in nodes}
     asked: dict[int, str] = {office.new_id(): node for node in answers}
     silent = set(answers)

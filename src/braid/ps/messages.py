@@ -1,4 +1,4 @@
-"""The messages between workers, servers and scheduler; tensors travel as buffers beside them."""
+"""The messages between workers, servers and scheduler; tensors are sent as separate buffers."""
 
 from __future__ import annotations
 
@@ -57,10 +57,15 @@ Specs: TypeAlias = list[list[TensorSpec]]
 
 
 def check_type(rule: str, value: object, kind: type | tuple[type, ...]) -> None:
-    """Check a value of the program that travels: a receiver cannot answer what it cannot read.
+    """Check the type of a program's value before it is sent, since a receiver could not decode it.
+
+    Args:
+        rule: Expected type in words, for the error.
+        value: The value.
+        kind: Expected type or types.
 
     Raises:
-        ConfigError: It is of another type than the rule says.
+        ConfigError: The value has another type.
     """
     if not isinstance(value, kind):
         msg = f"{rule}, got {value!r}"
@@ -68,7 +73,7 @@ def check_type(rule: str, value: object, kind: type | tuple[type, ...]) -> None:
 
 
 class Push(msgspec.Struct, tag="push", frozen=True):
-    """Gradients of a worker's clock, for shards of a table; of a task's push, if it has a key."""
+    """Gradients of a worker's clock for shards of a table; `key` identifies a task's push."""
 
     epoch: int
     table: str
@@ -83,8 +88,8 @@ class Pull(msgspec.Struct, tag="pull", frozen=True):
     """A request for the values of shards before a clock, their whole state, or a number of each.
 
     Attributes:
-        whole: Whether it asks for the whole state.
-        number: Number that it asks for: the worker's next clock, or the oldest task.
+        whole: Whether the whole state is requested.
+        number: Number that is requested: the worker's next clock, or the oldest task.
     """
 
     epoch: int
@@ -97,7 +102,7 @@ class Pull(msgspec.Struct, tag="pull", frozen=True):
 
 
 class TableChange(msgspec.Struct, tag="change", frozen=True):
-    """Another consistency or learning rate from a clock on."""
+    """A new consistency or learning rate of a table, from a clock on."""
 
     epoch: int
     table: str
@@ -118,16 +123,18 @@ class Accepted(Answer, tag="accepted", frozen=True):
 
 
 class ValuesAnswer(Answer, frozen=True):
-    """An answer with values, which names the message that it answers."""
+    """An answer with values, and the number of the message that it answers."""
 
     request: int
 
 
 class Pulled(ValuesAnswer, tag="pulled", frozen=True):
-    """Values of these shards, each after as many records as `versions` says.
+    """Values of shards.
 
-    Of a whole state, `names` has the names. If it was asked for numbers, `versions` has them, and
-    there are no values.
+    Attributes:
+        specs: Specs of each shard's tensors; empty if numbers were requested.
+        versions: Number of records applied to each shard, or the requested number.
+        names: Names of each shard's tensors, if the whole state was requested.
     """
 
     specs: Specs
@@ -136,33 +143,33 @@ class Pulled(ValuesAnswer, tag="pulled", frozen=True):
 
 
 class Elsewhere(Answer, tag="elsewhere", frozen=True):
-    """The server is not the head of these shards in its epoch."""
+    """The server is not the head of these shards in its current epoch."""
 
     epoch: int
 
 
 class Repeat(Answer, tag="repeat", frozen=True):
-    """The request must be sent once more, as the sender then builds it."""
+    """The sender must build the request again and send it."""
 
 
 class Explain(msgspec.Struct, tag="explain", frozen=True):
-    """A question to a node: who waits for whom there?"""
+    """A request for the pending waits of a node."""
 
 
 class Explained(Answer, tag="explained", frozen=True):
-    """Each line says who waits for whom."""
+    """The pending waits of a node, one per line."""
 
     lines: list[str]
 
 
 class RequestRefused(msgspec.Struct, tag="refused", frozen=True):
-    """A request that makes no sense to the server, which lives on."""
+    """The receiver refuses an invalid request, and continues."""
 
     text: str
 
 
 class Update(msgspec.Struct, tag="update", frozen=True):
-    """A record for the successor, with the sum of its pushes."""
+    """A record for the next server of the chain, with the sum of its pushes."""
 
     epoch: int
     table: str
@@ -172,7 +179,7 @@ class Update(msgspec.Struct, tag="update", frozen=True):
 
 
 class RecordsConfirmed(msgspec.Struct, tag="confirmed", frozen=True):
-    """All servers from this one on have the records up to `number`."""
+    """The sender and all servers after it in the chain have the records up to `number`."""
 
     epoch: int
     table: str
@@ -181,7 +188,7 @@ class RecordsConfirmed(msgspec.Struct, tag="confirmed", frozen=True):
 
 
 class ShardSnapshot(msgspec.Struct, tag="state", frozen=True):
-    """The whole state of a shard for a successor that joins."""
+    """The whole state of a shard, for a server that joins its chain."""
 
     since: int
     table: str
@@ -200,10 +207,14 @@ class ShardSnapshot(msgspec.Struct, tag="state", frozen=True):
 
 
 class NodeJoin(msgspec.Struct, tag="join", frozen=True):
-    """A node is here; the address at which others can call it, and a worker's first clock.
+    """A node announces itself to the scheduler.
 
-    A worker that was a member already sends the epoch of its directory: it may have been removed
-    since. Of each table `tables` has the form, and on servers a checksum of the first values.
+    Attributes:
+        address: Address at which other nodes can reach it; empty for workers.
+        start: First clock of a worker.
+        tables: Form of each table; on servers also a checksum of its first values.
+        epoch: Epoch of the node's directory; -1 if it has none. A worker that was a member may
+            have been removed since.
     """
 
     address: str
@@ -213,35 +224,35 @@ class NodeJoin(msgspec.Struct, tag="join", frozen=True):
 
 
 class Here(msgspec.Struct, tag="here", frozen=True):
-    """The directory of an epoch."""
+    """The scheduler's directory."""
 
     directory: Directory
 
 
 class Called(msgspec.Struct, tag="called", frozen=True):
-    """A spare takes the place of this worker, which was lost."""
+    """The receiver, a spare, must replace this lost worker."""
 
     worker: int
 
 
 class StopAt(msgspec.Struct, tag="stop-at", frozen=True):
-    """Workers stop before this clock; one asks for it, the scheduler passes it on."""
+    """Workers stop before this clock: sent by a worker, and forwarded by the scheduler."""
 
     clock: int
 
 
 class Leave(msgspec.Struct, tag="leave", frozen=True):
-    """A worker is done; or this node ends because of an error, which is the reason."""
+    """The sender leaves the run; `reason` is the error that ends it, empty for none."""
 
     reason: str = ""
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """A server wants to leave: its shards must go to others."""
+    """A server wants to leave: its shards must move to other servers."""
 
 
 class Installed(msgspec.Struct, tag="installed", frozen=True):
-    """A server that joins a chain has the state of a virtual shard."""
+    """A server that joins a chain has received the whole state of a virtual shard."""
 
     shard: int
     server: int
@@ -249,12 +260,12 @@ class Installed(msgspec.Struct, tag="installed", frozen=True):
 
 
 class Barrier(msgspec.Struct, tag="barrier", frozen=True):
-    """A node waits until all of these have come.
+    """A node waits at a barrier.
 
     Attributes:
         name: Name of the barrier.
         members: Nodes to wait for.
-        step: Step of the training at which each member comes once; -1 for a barrier of no step.
+        step: Training step of the barrier, which each member enters once; -1 without a step.
     """
 
     name: str
@@ -263,21 +274,21 @@ class Barrier(msgspec.Struct, tag="barrier", frozen=True):
 
 
 class Loads(msgspec.Struct, tag="loads", frozen=True):
-    """Requests that a server has had for each virtual shard, since it said so last."""
+    """Number of requests for each virtual shard of a server since its last report."""
 
     counts: list[int]
 
 
 class Released(Answer, tag="released", frozen=True):
-    """All have come, or the node may go."""
+    """All members have entered the barrier, or a draining server may leave."""
 
 
 class NextData(msgspec.Struct, tag="next-data", frozen=True):
-    """A worker has finished some shards of samples, and asks for the next one."""
+    """A worker reports finished shards of samples, and requests the next one."""
 
     name: str
     num_shards: int
-    done: tuple[int, ...]
+    finished: tuple[int, ...]
 
 
 class Dealt(Answer, tag="dealt", frozen=True):
@@ -287,7 +298,7 @@ class Dealt(Answer, tag="dealt", frozen=True):
 
 
 class Failure(msgspec.Struct, tag="failure", frozen=True):
-    """The run cannot go on; or it goes on without the receiver, which was removed."""
+    """The run has failed; with `is_removed`, it continues without the receiver."""
 
     text: str
     is_removed: bool = False
@@ -302,7 +313,7 @@ class PackedTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunTasks(msgspec.Struct, tag="run-tasks", frozen=True):
-    """Tasks for a worker, first things first; tasks before `oldest` are over."""
+    """Tasks for a worker, in the order to run them; tasks before `oldest` are finished."""
 
     tasks: tuple[PackedTask, ...]
     oldest: int
@@ -317,7 +328,7 @@ class TaskEnd(msgspec.Struct, frozen=True, array_like=True):
         num_buffers: Number of buffers of the result.
         duration_s: Seconds that it took.
         num_pushes: Number of steps that it has pushed.
-        failed: Whether it has raised.
+        failed: Whether it raised an error.
     """
 
     number: int
@@ -329,17 +340,17 @@ class TaskEnd(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TasksDone(msgspec.Struct, tag="tasks-done", frozen=True):
-    """The ends of a worker's tasks, in order."""
+    """The results of a worker's finished tasks, in order."""
 
     ends: tuple[TaskEnd, ...]
 
 
 class TakesTasks(msgspec.Struct, tag="takes-tasks", frozen=True):
-    """A worker is idle, and takes tasks."""
+    """A worker is idle and ready for tasks."""
 
 
 class NoMoreTasks(msgspec.Struct, tag="no-more-tasks", frozen=True):
-    """The run is over: workers leave."""
+    """There are no more tasks: workers leave."""
 
 
 SCHEMA = Schema(

@@ -1,4 +1,4 @@
-"""`braid.ParameterServer`: a module whose parameters lie on servers.
+"""`braid.ParameterServer`: a module with its parameters on servers.
 
     node = ps.join(braid.init())
     model = braid.ParameterServer(Net(), node, partial(torch.optim.AdamW, lr=1e-3))
@@ -9,17 +9,17 @@
             criterion(model(inputs), labels).backward()   # pushes gradients as they become ready
             model.step()                                  # pulls
 
-Parameters are divided into partitions of a few megabytes, in the order in which a backward makes
-their gradients. Each partition is a dense table. It is pushed when its last gradient is there, and
-pulled into the parameters' own memory.
+Parameters are divided into partitions of a few megabytes, in the order in which backward computes
+their gradients. Each partition is a dense table. It is pushed when its last gradient is ready, and
+pulled directly into the parameters' memory.
 
     backward   layer 3, layer 2, layer 1        push 3    push 2    push 1
     step                                                        pull 1, 2, 3: urgent first
     forward    layer 1 ...                      with `cross_barrier` as soon as layer 1 is there
 
 Where the optimizer runs:
-    servers    they step; workers pull parameters
-    workers    servers only sum; workers pull sums, and each steps by itself, as in BytePS
+    servers    servers step; workers pull parameters
+    workers    servers only sum gradients; workers pull sums, and each one steps, as in BytePS
 
 Sources: M. Li et al., Parameter Server, OSDI 2014; Y. Jiang et al., BytePS, OSDI 2020; Y. Peng et
 al., ByteScheduler, SOSP 2019 (partitions, priorities, crossing the barrier).
@@ -54,13 +54,13 @@ ParamGroup: TypeAlias = "tuple[list[nn.Parameter], Rule | MakeOptimizer]"
 
 
 class _ParamPartition:
-    """Some parameters, which lie in one table.
+    """Parameters that are stored in one table.
 
     Args:
-        table: The table, flat.
+        table: Flat table of the parameters.
         params: Parameters, in the order of the table.
-        flat: Memory that values, or sums, are received into.
-        optimizer: Optimizer of these parameters on the worker; None where servers step.
+        flat: Memory to receive values, or sums of gradients, into.
+        optimizer: Optimizer of these parameters on the worker; None if servers step.
         priority: Urgency of pulls.
     """
 
@@ -83,10 +83,10 @@ class _ParamPartition:
         self._is_first = True
 
     def ready(self, param: nn.Parameter) -> None:
-        """Record that a gradient is there; push with the last one."""
+        """Record that a parameter's gradient is ready; push when the last one is."""
         if self.is_pushed:
             msg = (
-                "a second backward before step(): gradients of the first are on their way. Say "
+                "a second backward before step(): the gradients of the first are being pushed. Use "
                 "`with model.accumulate():` around all backwards but the last"
             )
             raise ConfigError(msg)
@@ -95,7 +95,7 @@ class _ParamPartition:
             self.push()
 
     def push(self) -> None:
-        """Push all gradients, and which parameters have one; the others have zeros."""
+        """Push all gradients, zeros for missing ones, and flags for the existing ones."""
         if self.is_pushed:
             return
         has = [param.grad is not None for param in self.params]
@@ -103,7 +103,7 @@ class _ParamPartition:
         parts = [grad.detach().reshape(-1).cpu() for grad in grads]
         if self.optimizer is None:
             self.table.push_async(torch.cat(parts), has=has, priority=self.priority)
-        else:  # sums of flags say on how many workers a parameter has one
+        else:  # the sum of flags is the number of workers with a gradient of the parameter
             flags = torch.tensor(has, dtype=parts[0].dtype)
             self.table.push_async(torch.cat([*parts, flags]), priority=self.priority)
         self.is_pushed = True
@@ -116,7 +116,7 @@ class _ParamPartition:
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """Wait for what is pulled, and let the parameters have it."""
+        """Wait for the pull, then store its values in the parameters, or step with its sums."""
         if self._pull is None:
             return
         self.table.wait(self._pull)
@@ -143,30 +143,30 @@ class _ParamPartition:
 
 
 class ParameterServer(nn.Module):
-    """A module whose parameters lie on servers. All nodes make it of the same module.
+    """A module with its parameters on servers. All nodes construct it from the same module.
 
-    Gradients leave in backward: to clip them, or to look at them, run it inside of `accumulate()`,
-    as `step` then pushes. Buffers, such as the statistics of batch normalization, stay each
-    worker's own. A parameter that no worker has a gradient of is not stepped, as in one process;
-    where some have one, the others count as zeros. A worker that does not call `step` keeps others
-    waiting, as the consistency says.
+    Gradients are pushed during backward. To clip or inspect them, run backward inside of
+    `accumulate()`: then `step` pushes them. Buffers, such as batch normalization statistics, are
+    local to each worker. A parameter is not stepped if no worker has a gradient for it; if only
+    some have one, the missing gradients count as zeros. If a worker does not call `step`, the
+    other workers wait for it as far as the consistency requires.
 
     Args:
         module: The module. Workers begin with the servers' values of its parameters.
         node: This rank's node.
-        optimizer: Rule, or function of parameters that returns an optimizer. On servers it must
-            change each element by itself. Or pairs of parameters and the optimizer for them.
+        optimizer: Rule, or function of parameters that returns an optimizer. On servers the
+            optimizer must be elementwise. Or pairs of parameters and the optimizer for them.
         consistency: When pushes are applied, and pulls answered.
         where: Nodes on which the optimizer runs.
-        partition_bytes: Size from which on parameters begin another partition.
-        cross_barrier: Whether `step` returns at once, and each layer of the next forward waits for
-            its own parameters. Parameters must then not be read between `step` and forward.
+        partition_bytes: Largest size of a partition, unless a single parameter is larger.
+        cross_barrier: Whether `step` returns immediately, and each layer of the next forward waits
+            for its own parameters. Do not read parameters between `step` and forward then.
         name: Prefix of the tables' names.
 
     Raises:
-        ConfigError: No parameter requires a gradient, the optimizer cannot run on servers, or a
-            consistency other than BSP is asked for where workers step. Raised by the first forward
-            of a worker that replaces a lost one where workers step.
+        ConfigError: No parameter requires a gradient, the optimizer cannot run on servers, or
+            workers step with a staleness above 0. If workers step, also raised by the first
+            forward of a worker that replaces a lost one.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class ParameterServer(nn.Module):
         has_rule = any(isinstance(make, Rule) for make in makes)
         if where == "workers" and (has_rule or not consistency.by_clock):
             msg = (
-                "workers step with an optimizer of torch, after each clock of all of them: pass a "
+                "with where='workers', workers step with a torch optimizer once per clock: pass a "
                 f"function of parameters and a consistency of staleness 0, got {makes} and "
                 f"{consistency}"
             )
@@ -229,16 +229,16 @@ class ParameterServer(nn.Module):
         return self.module(*args, **kwargs)
 
     def step(self) -> None:
-        """Push what is not pushed, and pull the parameters of the next clock.
+        """Push the remaining gradients, and pull the parameters of the next clock.
 
         Raises:
             CommError: A server refuses.
             PeerLostError: A server was lost with all copies of a shard.
-            CommTimeout: Other workers did not push.
+            CommTimeout: Other workers did not push in time.
         """
         for partition in self._partitions:
             partition.push()
-        for partition in reversed(self._partitions):  # those that the forward uses first
+        for partition in reversed(self._partitions):  # the forward uses these first
             partition.pull()
         if not self._cross_barrier:
             self.wait()
@@ -250,7 +250,7 @@ class ParameterServer(nn.Module):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Let backwards add to gradients without pushing them."""
+        """Accumulate gradients in backward without pushing them, inside of this context."""
         before, self._accumulates = self._accumulates, True
         try:
             yield
@@ -258,9 +258,9 @@ class ParameterServer(nn.Module):
             self._accumulates = before
 
     def set_lr(self, lr: float) -> None:
-        """Step with another learning rate from this clock on; all workers call it.
+        """Set the learning rate of all parameters from this clock on; all workers call it.
 
-        The rate is all parameters' one, whatever groups an optimizer on workers has.
+        It replaces the rates of all parameter groups.
         """
         for partition in self._partitions:
             if partition.optimizer is None:
@@ -270,13 +270,13 @@ class ParameterServer(nn.Module):
                     group["lr"] = lr
 
     def set_consistency(self, consistency: Consistency) -> None:
-        """Let another consistency hold from this clock on; all workers call it.
+        """Change the consistency from this clock on; all workers call it.
 
         Raises:
-            ConfigError: Workers step, and it is none of staleness 0.
+            ConfigError: Workers step, and the new staleness is above 0.
         """
-        if not consistency.by_clock and any(each.optimizer for each in self._partitions):
-            msg = f"workers step after each clock of all: staleness must be 0, got {consistency}"
+        if not consistency.by_clock and any(part.optimizer for part in self._partitions):
+            msg = f"with where='workers' staleness must be 0, got {consistency}"
             raise ConfigError(msg)
         for partition in self._partitions:
             partition.table.set_consistency(consistency)
@@ -293,7 +293,7 @@ class ParameterServer(nn.Module):
         flat: FlatBuffer,
         make: object,
     ) -> None:
-        """Take in a partition on a worker."""
+        """Add a partition on a worker: register its hooks, and begin to pull its values."""
         optimizer = make(list(params)) if callable(make) else None
         priority = min(len(self._partitions), NUM_PRIORITIES - 1)
         partition = _ParamPartition(table, params, flat, optimizer, priority)
@@ -307,9 +307,9 @@ class ParameterServer(nn.Module):
         partition.pull()
         self._partitions.append(partition)
         if self._cross_barrier:
-            own = set(params)
+            members = set(params)
             for layer in self.module.modules():
-                if own & set(layer.parameters(recurse=False)):
+                if members & set(layer.parameters(recurse=False)):
                     layer.register_forward_pre_hook(lambda *_: partition.arrive())
 
 
@@ -318,19 +318,19 @@ def _ready(
     partition: weakref.ref[_ParamPartition],
     param: nn.Parameter,
 ) -> None:
-    """Record a gradient, unless it accumulates.
+    """Record a gradient, unless the module is inside of `accumulate()`.
 
     References are weak: the garbage collector does not see that a parameter keeps its hooks alive.
     """
-    net, own = server(), partition()
-    if net is not None and own is not None and not net._accumulates:  # noqa: SLF001 - its hook
-        own.ready(param)
+    net, ready_partition = server(), partition()
+    if net is not None and ready_partition is not None and not net._accumulates:  # noqa: SLF001 - its hook
+        ready_partition.ready(param)
 
 
 def _groups(
     module: nn.Module, optimizer: Rule | MakeOptimizer | Sequence[ParamGroup]
 ) -> list[ParamGroup]:
-    """Return pairs of parameters and their optimizer, which name each parameter once."""
+    """Return the pairs of parameters and optimizer; check that each parameter has one optimizer."""
     if isinstance(optimizer, Rule) or callable(optimizer):
         return [(list(module.parameters()), optimizer)]
     groups = [(list(params), make) for params, make in optimizer]
@@ -350,7 +350,7 @@ def _divided(
 ) -> list[ParamGroup]:
     """Return the parameters of each partition, last layers first.
 
-    Those of a partition have one dtype, device and optimizer.
+    All parameters of a partition have the same dtype, device and optimizer.
     """
     number = {param: k for k, (params, _) in enumerate(groups) for param in params}
     open_ones: dict[object, list[nn.Parameter]] = {}

@@ -38,7 +38,7 @@ __all__ = ["Node"]
 AnyTable = TypeVar("AnyTable", bound=Table)
 
 LOG = logging.getLogger(__name__)
-ALONE_S = 300.0  # the deadline of all who might wait for a server has passed then
+ALONE_S = 300.0  # as long as the default deadline of waits: no node waits for the server then
 
 
 class Node(BaseNode):
@@ -50,13 +50,13 @@ class Node(BaseNode):
         number: Number of this server, or of this worker.
         counts: Number of servers and of workers at the beginning.
         scheduler: Address of the scheduler.
-        options: Choices of the whole parameter server.
-        start: First clock of a worker that joins a run that has begun.
-        resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
+        options: Options of the whole parameter server.
+        start: First clock of a worker that joins a running job.
+        resend_s: Seconds after which unanswered messages are sent again, on links that lose some.
         events: Recorder of waits and pushes; a private one when None.
         ranks: Rank of each node, for reports of waits.
-        has_ended: Returns whether the scheduler's process has ended well, as far as the launcher
-            knows; a server without a link to the others then ends, too.
+        has_ended: Returns whether the scheduler's process has ended without an error, as far as
+            the launcher knows; a server without a link to other nodes then exits as well.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Node(BaseNode):
             self.postoffice.register({}, on_tick=self._check_left_behind)
 
     def _check_left_behind(self) -> None:
-        """End waits of a worker when the other nodes have ended, as after it was stopped."""
+        """End a worker's waits if all other nodes have ended, for example while it was stopped."""
         office = self.postoffice
         if office.is_left_behind and not office.failure:
             office.remove(
@@ -131,12 +131,12 @@ class Node(BaseNode):
 
     @property
     def server(self) -> Server | None:
-        """The shards of this node, if it is a server."""
+        """The server object of this node; None on other nodes."""
         return self._server
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """The scheduler, if this node is the one."""
+        """The scheduler object of this node; None on other nodes."""
         return self._scheduler
 
     def dense(
@@ -151,27 +151,26 @@ class Node(BaseNode):
         place: int | None = None,
         state: State | None = None,
     ) -> DenseTable:
-        """Declare a dense table; all nodes declare the same ones.
+        """Declare a dense table; all nodes declare the same tables.
 
         Args:
-            name: Its name.
-            values: First values; servers take their shards of them.
-            optimizer: Rule, or function of parameters that returns an optimizer that changes each
-                element by itself, such as `partial(torch.optim.SGD, lr=0.1)`; servers step it.
-                None where servers only sum: a pull then returns the last clock's gradient.
+            name: Name of the table.
+            values: Initial values; each server stores its shards of them.
+            optimizer: Rule, or function of parameters that returns an elementwise optimizer, such
+                as `partial(torch.optim.SGD, lr=0.1)`; servers step it. When None, servers only sum
+                gradients, and a pull returns the sum of the last clock.
             consistency: When pushes are applied, and pulls answered.
-            sizes: Lengths of the parameters that the values consist of, if pushes may lack the
-                gradients of some; each is stepped by itself.
+            sizes: Lengths of the parameters in `values`, if pushes may lack the gradients of some;
+                servers step each parameter separately.
             lengths: Number of elements of each shard; shards of about 1 MiB when empty.
-            place: Number of the server, counted over all of them again and again, that begins with
-                the first shard; the next one begins with the second, and so on. By the table's name
-                when None.
+            place: Number of the server, modulo the number of servers, that first has shard 0;
+                shard 1 is on the next server, and so on. Depends on the table's name when None.
             state: Exported state to begin with, on servers; `Options.restore` when None.
 
         Raises:
-            ConfigError: There is a table of this name, the values are not floating-point, the
-                optimizer needs a whole parameter, the quorum exceeds the workers, or `sizes` do
-                not add up to the values or have no optimizer.
+            ConfigError: A table of this name exists, the values are not floating-point, the
+                optimizer needs a whole parameter, the quorum exceeds the number of workers, the
+                `sizes` do not add up to the values, or `sizes` come without an optimizer.
         """
         spec = dense_spec(
             name,
@@ -200,24 +199,24 @@ class Node(BaseNode):
         dtype: torch.dtype = torch.float32,
         restore: Path | None = None,
     ) -> SparseTable:
-        """Declare a sparse table, of rows by id; all nodes declare the same ones.
+        """Declare a sparse table, with one row per id; all nodes declare the same tables.
 
         Args:
-            name: Its name.
+            name: Name of the table.
             dim: Number of elements of a row.
             rule: Optimizer of the rows, such as `ps.Adagrad(lr=0.1)`; servers step it.
             consistency: When pushes are applied, and pulls answered.
-            init: Distribution of initial rows; or the rows themselves, of shape [number of ids,
-                dim]; normal with deviation 0.01 when None.
+            init: Distribution of initial rows, or the rows themselves, of shape [number of ids,
+                dim]; normal with standard deviation 0.01 when None.
             seed: Seed of initial rows.
-            num_shards: Number of its shards.
-            admit: Condition on which an id gets a row; at once when None.
+            num_shards: Number of shards.
+            admit: Condition on which an id gets a row; with its first push when None.
             evict: Condition on which rows are removed; never when None.
             dtype: Dtype of rows and gradients.
             restore: Snapshot to begin with; `Options.restore` when None.
 
         Raises:
-            ConfigError: There is a table of this name, or an argument is out of range.
+            ConfigError: A table of this name exists, or an argument is out of range.
         """
         spec = sparse_spec(
             name,
@@ -245,22 +244,22 @@ class Node(BaseNode):
     ) -> None:
         """Write a snapshot of all tables; all workers call it, the first one writes.
 
-        Pushes so far are in it. `Options(restore=...)` begins with it, on any number of servers.
+        It includes all earlier pushes. `Options(restore=...)` loads it on any number of servers.
 
         Args:
             directory: Directory of checkpoints.
             step: Number of completed steps.
             extra: Further tensors to write, such as `braid.checkpoint.training_tensors(model)`.
-            state: Values that are no tensors, as JSON knows them.
+            state: Further values other than tensors, which must be JSON-serializable.
             keep: Number of snapshots to keep, this one included; all when None.
 
         Raises:
-            ConfigError: This node is no worker.
-            CheckpointError: It cannot be written; earlier ones are untouched. The first worker
-                alone hears of it.
+            ConfigError: This node is not a worker.
+            CheckpointError: The snapshot cannot be written; earlier ones are untouched. Only the
+                first worker raises this.
 
-        On failure: if a worker dies in this call, the others go on. If the dead worker is the
-            first one, there is no snapshot of this step, unless its successor repeats the step.
+        On failure: if a worker dies in this call, the others continue. If the first worker dies,
+            this step has a snapshot only if its replacement repeats the step.
         """
         if self._customer is None:
             msg = "workers save; servers serve()"
@@ -284,17 +283,17 @@ class Node(BaseNode):
         state: State | None = None,
         restore: Path | None = None,
     ) -> AnyTable:
-        """Declare a table of any kind; all nodes declare the same ones.
+        """Declare a table of any kind; all nodes declare the same tables.
 
         Args:
-            spec: The table.
-            make: Function of a worker's customer (None elsewhere) and the spec that returns the
-                worker's face of it.
+            spec: Spec of the table.
+            make: Function of a worker's customer (None on other nodes) and the spec that returns
+                the table object.
             state: Exported state to begin with, on servers.
             restore: Snapshot to begin with; `Options.restore` when None.
 
         Raises:
-            ConfigError: There is a table of this name, or the quorum exceeds the workers.
+            ConfigError: A table of this name exists, or the quorum exceeds the number of workers.
         """
         if spec.name in self.postoffice.tables:
             msg = f"there is a table {spec.name!r} already"
@@ -319,21 +318,23 @@ class Node(BaseNode):
         return table
 
     def serve(self) -> None:
-        """Serve, or schedule, until all workers have left; a spare returns at once.
+        """Serve, or schedule, until all workers have left; on a spare return immediately.
 
-        A server that is cut off from the others joins again when its network is back. It returns
-        if the scheduler has ended well, also before a server that replaces another one has joined,
-        and with a warning after 300 s; without replicas it raises.
+        A server that is cut off from all other nodes joins again when its network is back. It
+        returns if the scheduler has ended without an error; one that replaces another server also
+        if it has never joined. After 300 s alone it returns with a warning; without replicas it
+        raises.
 
         Raises:
             ConfigError: This node is a worker.
-            PeerLostError: The run cannot go on; the lost node is named, and who waits for it.
+            PeerLostError: The run cannot go on; names the lost node, and the nodes that wait for
+                it.
         """
         if self.is_worker:
             msg = f"this rank is worker {self.number}: call serve() unless node.is_worker"
             raise ConfigError(msg)
         if self.role == SPARE:
-            return  # nobody has called it, and the run is over
+            return  # it was not called to replace a worker, and the run is over
         if self._server is not None:
             # the others wait for a server of the beginning, so it is an error if they have ended
             is_late = self.number >= self.num_servers
@@ -367,16 +368,16 @@ class Node(BaseNode):
         LOG.warning("braid: %s; the others go on with its copies", msg)  # an error would end them
 
     def resume(self) -> int:
-        """Go on at the clock of an earlier life of this worker; after all tables are declared.
+        """Continue at the clock of this worker's lost process; call after declaring all tables.
 
         For programs that push all tables once in each step. The clock is the least one over all
-        shards: pushes of it that some shards have already are accepted, and not applied again.
+        shards: if some shards have its push already, they accept it again without applying it.
 
         Returns:
-            The clock, with which all tables go on: the number of the step to begin with.
+            The clock at which all tables continue, which is the number of the first step.
 
         Raises:
-            ConfigError: This node is no worker, or there is no table.
+            ConfigError: This node is not a worker, or no table is declared.
             CommError: This worker has been removed from the run.
         """
         if self._customer is None or not self._tables:
@@ -388,11 +389,11 @@ class Node(BaseNode):
         return clock
 
     def barrier(self, name: str = "workers", timeout_s: float | None = None) -> None:
-        """Wait until all workers have come to the barrier of this name.
+        """Wait until all workers have entered the barrier of this name.
 
         Raises:
-            ConfigError: This node is no worker, or the name is no text.
-            CommTimeout: Some have not come.
+            ConfigError: This node is not a worker, or the name is not a string.
+            CommTimeout: Some workers have not entered it.
         """
         if self._customer is None:
             msg = "barriers are for workers"
@@ -407,7 +408,7 @@ class Node(BaseNode):
 
     @property
     def workers(self) -> list[int]:
-        """Numbers of the workers that are here."""
+        """Numbers of the workers in the run."""
         assert self.postoffice.directory is not None, "a node has a directory once it has joined"
         return sorted(self.postoffice.directory.workers)
 
@@ -427,17 +428,18 @@ class Node(BaseNode):
     ) -> Iterator[range]:
         """Yield ranges of samples until all workers together have finished all of them.
 
-        What a lost worker has not finished goes to others. A range counts as finished when the next
-        one is asked for: finish its pushes before.
+        The unfinished range of a lost worker goes to another one. A range counts as finished when
+        the loop requests the next one: finish its pushes before.
 
         Args:
             name: Name of the samples, the same on all workers.
             num_samples: Number of samples.
-            shard_size: Samples of a range.
+            shard_size: Number of samples in a range.
             epochs: Number of times that each sample is dealt out.
 
         Raises:
-            ConfigError: This node is no worker, a number is less than 1, or the name is no text.
+            ConfigError: This node is not a worker, a number is less than 1, or the name is not a
+                string.
             PeerLostError: The run cannot go on.
         """
         if self._customer is None:
@@ -447,25 +449,26 @@ class Node(BaseNode):
         return dealt_ranges(self._ask_scheduler, name, num_samples, shard_size, epochs)
 
     def request_stop(self, clock: int) -> None:
-        """Ask all workers to stop before a clock; `stop_at` then says which one holds.
+        """Ask all workers to stop before a clock; `stop_at` then returns the clock to stop at.
 
-        For a training that is to end early: a worker that just stops would leave others waiting.
+        For early stopping: if one worker just stopped, the others would wait for its pushes.
 
         Args:
-            clock: A clock that no worker has finished, such as its own plus the staleness plus two.
+            clock: A clock that no worker has finished, such as this worker's clock plus the
+                staleness plus two.
         """
         self.postoffice.send(SCHEDULER, StopAt(clock))
 
     @property
     def stop_at(self) -> int | None:
-        """Clock before which all workers stop, once one has asked for it."""
+        """Clock before which all workers stop; None until a worker has called `request_stop`."""
         return self.postoffice.stop_at
 
     def drain(self) -> None:
-        """Let this server's shards move to others; `serve` then ends. From any thread.
+        """Move this server's shards to other servers, after which `serve` returns. Thread-safe.
 
         Raises:
-            ConfigError: This node is no server.
+            ConfigError: This node is not a server.
         """
         if self._server is None:
             msg = "only servers drain: workers leave with close()"
@@ -473,13 +476,13 @@ class Node(BaseNode):
         self._server.drain()
 
     def close(self) -> None:
-        """Leave: what was pushed is accepted first, then nobody waits for this worker. Idempotent.
+        """Leave the run, after all pushes of this worker are accepted. Idempotent.
 
-        A worker that has asked for nothing joins first, since the run begins when all have joined.
+        A worker that has not sent any request joins first, since a run begins when all have joined.
 
         Raises:
             CommError: A push was refused.
-            RendezvousError: It has asked for nothing, and the scheduler cannot be reached.
+            RendezvousError: The worker had not joined, and the scheduler cannot be reached.
         """
         try:
             if self._customer is not None and not self._is_released:
@@ -493,7 +496,7 @@ class Node(BaseNode):
             self.postoffice.close()
 
     def abort(self, reason: str = "") -> None:
-        """Leave immediately, and inform the scheduler of the reason."""
+        """Leave immediately, and send the reason to the scheduler."""
         self._is_released = True
         self.postoffice.leave(reason)
         with contextlib.suppress(BraidError):

@@ -1,10 +1,10 @@
-"""The post office of a node: its van, the directory, and who handles which message.
+"""The post office of a node: its van, its directory, and the handlers of its messages.
 
     van ── deliveries ──> Postoffice ──> handler of the message's type: Server, Scheduler, Customer
                                └── links: connects to nodes of the directory when they are needed
 
-One thread at a time receives: whichever waits in `wait_until`. Handlers run in it, one after the
-other, so nothing else needs a lock.
+One thread at a time receives, in `wait_until` or `poll`. Handlers run in that thread with the lock
+held, one at a time, so that they need no other lock.
 
 Source: the Postoffice of PS-Lite; M. Li et al., Parameter Server, OSDI 2014.
 """
@@ -47,31 +47,30 @@ from braid.runtime.wire import Buffer
 __all__ = ["Handler", "Postoffice"]
 
 TICK_S = 0.25  # longest sleep
-AGAIN_S = 1.0  # after which a broken link is tried again: a dead node has left the directory then
+AGAIN_S = 1.0  # pause before a broken link is tried again: a dead node has left the directory then
 JOIN_S = 10.0  # to reach the scheduler, which listens before others know its address
-CONNECT_S = 1.0  # how long that may take
+CONNECT_S = 1.0  # timeout of one connection attempt
 Handler: TypeAlias = Callable[[Delivery], None]
 Views: TypeAlias = list[memoryview]
 Memory: TypeAlias = Callable[[int, Sequence[int], tuple[int, ...]], "Views | None"]
 
 
 class Postoffice:
-    """Receives for all parts of a node, and knows where others are.
+    """Sends and receives the messages of a node, and connects to other nodes.
 
     Args:
         van: Van of the node; closed by `close`.
         scheduler: Address of the scheduler; empty for the scheduler itself.
-        start: First clock of a worker that joins a run that has begun.
-        resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
+        start: First clock of a worker that joins a running job.
+        resend_s: Seconds after which unanswered messages are sent again, on links that lose some.
         events: Recorder of waits and pushes; a private one when None.
         ranks: Rank of each node, for reports of waits.
 
     Attributes:
         node: Name of this node.
-        lock: Lock under which handlers run; requests of several threads are made with it.
+        lock: Lock under which handlers run; threads hold it to make requests.
         scheduler: Address of the scheduler.
-        resend_s: Seconds after which unanswered messages are sent again; None on links that lose
-            none.
+        resend_s: Seconds after which unanswered messages are sent again; None on reliable links.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Postoffice:
         self.failure = ""
         self.is_removed = False  # whether the run goes on without this node
         self.stop_at: int | None = None
-        self.losses: dict[str, PeerLost] = {}  # the last of each node
+        self.losses: dict[str, PeerLost] = {}  # last loss of each node
         self.scheduler, self.resend_s = scheduler, resend_s
         self._start = start
         self._handlers: dict[type[Message], Handler] = dict.fromkeys(
@@ -139,10 +138,17 @@ class Postoffice:
         waiting: Callable[[], list[str]] | None = None,
         memory: Memory | None = None,
     ) -> None:
-        """Let a part of the node handle messages, directories, losses and links made again.
+        """Register the handlers of one component of the node.
 
-        `waiting` returns lines that say who waits for whom, for the errors of those who wait.
-        `memory` returns where the answer to a message goes, by its number, parts and sizes.
+        Args:
+            handlers: Handler of each message type.
+            on_directory: Called with each new directory.
+            on_lost: Called with the name of a lost node.
+            on_linked: Called with the name of a node that was connected again.
+            on_resend: Called every `resend_s` seconds, on links that lose messages.
+            on_tick: Called about four times a second while the node receives.
+            waiting: Returns lines that describe pending waits, for timeout errors of other nodes.
+            memory: Returns the memory for an answer, from the request's number, parts and sizes.
         """
         self._handlers |= handlers
         self._on_directory += [] if on_directory is None else [on_directory]
@@ -157,9 +163,9 @@ class Postoffice:
         """Receive answers of this type into the memory that requests name."""
 
         def allocate(sender: str, message: Message, sizes: tuple[int, ...]) -> Views | None:
-            """In the thread of the van, without the lock."""
+            """Return the memory for an answer; runs in the van's thread, without the lock."""
             del sender
-            assert isinstance(message, ValuesAnswer), "only values have memory that waits for them"
+            assert isinstance(message, ValuesAnswer), "only values are received into given memory"
             for memory in self._memory:
                 views = memory(message.request, message.parts, sizes)
                 if views is not None:
@@ -169,11 +175,11 @@ class Postoffice:
         self.van.receive_into(kind, allocate)
 
     def new_id(self) -> int:
-        """Return a number for a request, which no life of this node has used."""
+        """Return a request number that no process of this node has used before."""
         return next(self._ids)
 
     def expect(self, message_id: int, handler: Handler) -> None:
-        """Let a function handle the answers to a message."""
+        """Register the handler of the answers to a message."""
         self._expected[message_id] = handler
 
     def expect_no_more(self, message_ids: Iterable[int]) -> None:
@@ -182,9 +188,9 @@ class Postoffice:
             self._expected.pop(number, None)
 
     def begin(self, timeout_s: float | None = None) -> None:
-        """Connect to the scheduler and announce this node, without waiting for others.
+        """Connect to the scheduler and announce this node, without waiting for other nodes.
 
-        It does nothing if the scheduler has sent the run's error already, and perhaps ended.
+        It does nothing if the scheduler has already sent the error of a failed run.
 
         Raises:
             RendezvousError: The scheduler cannot be reached.
@@ -200,7 +206,7 @@ class Postoffice:
 
         Raises:
             RendezvousError: The scheduler cannot be reached.
-            CommTimeout: Not all servers and workers have come.
+            CommTimeout: Some servers or workers have not joined.
         """
         self.begin(JOIN_S if timeout_s is None else min(timeout_s, JOIN_S))
         try:
@@ -226,7 +232,7 @@ class Postoffice:
         return self.directory is not None or not is_over()
 
     def ensure_joined(self, timeout_s: float | None = None) -> None:
-        """Join the run unless this node has joined; see `join`.
+        """Join the run unless this node has joined already; see `join`.
 
         Raises:
             PeerLostError: The run cannot go on.
@@ -236,7 +242,7 @@ class Postoffice:
             self.raise_failure()
 
     def announce(self) -> None:
-        """Inform the scheduler that this node is here; the directory is its answer."""
+        """Announce this node to the scheduler, which answers with the directory."""
         number = self.van.new_id()
         self.expect_no_more([self._announced])
         self.expect(number, self._welcomed)
@@ -245,11 +251,11 @@ class Postoffice:
         self.send(SCHEDULER, join, message_id=number)
 
     def raise_failure(self) -> None:
-        """Raise what ended the run, if anything did.
+        """Raise the error of the run if it has failed, or has removed this node.
 
         Raises:
-            PeerLostError: The run cannot go on; says why.
-            StaleError: It goes on without this node, which was removed.
+            PeerLostError: The run has failed.
+            StaleError: The run continues without this node, which was removed.
         """
         if self.is_removed:
             raise StaleError(self.failure)
@@ -257,7 +263,7 @@ class Postoffice:
             raise PeerLostError(self.failure)
 
     def leave(self, reason: str = "") -> None:
-        """Let nobody wait for this node any more; the error that ends it is the `reason`."""
+        """Tell the scheduler that this node leaves; `reason` is the error that ends it, if any."""
         with contextlib.suppress(BraidError):
             self.van.send(SCHEDULER, Leave(reason))
 
@@ -277,7 +283,7 @@ class Postoffice:
         message_id: int = 0,
         priority: int = 0,
     ) -> bool:
-        """Send a message; connect before, if need be.
+        """Send a message; connect first if necessary.
 
         Returns:
             Whether the node could be reached. It may be lost before the message arrives.
@@ -328,10 +334,10 @@ class Postoffice:
         Args:
             is_over: Condition; checked after each message.
             timeout_s: Deadline; 300 s when None, none when infinite.
-            missing: Function that says what is missing, for the error.
+            missing: Function that describes what is missing, for the error.
 
         Raises:
-            CommTimeout: It is not over by the deadline.
+            CommTimeout: `is_over` is not true by the deadline.
             StaleError: The van is closed.
         """
         seconds = 300.0 if timeout_s is None else timeout_s
@@ -351,7 +357,7 @@ class Postoffice:
             self._run_callbacks()
 
     def poll(self, delivery: Delivery | None = None) -> None:
-        """Handle what has arrived, after `delivery` if one was received already; never waits."""
+        """Handle `delivery` and all messages that have arrived, without waiting for more."""
         with self.lock:
             if delivery is not None:
                 self.handle(delivery)
@@ -361,7 +367,7 @@ class Postoffice:
         self._run_callbacks()
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Call a function of the program once the messages at hand are handled; it may wait."""
+        """Call a function of the program after the current messages are handled; it may block."""
         self._soon.append(call)
 
     def _run_callbacks(self) -> None:
@@ -375,7 +381,7 @@ class Postoffice:
                 self.lock.notify_all()
 
     def _receive(self, timeout_s: float) -> None:
-        """Receive one message and handle it; with the lock, which is released meanwhile."""
+        """Receive one message and handle it; the lock is released while receiving."""
         self._is_receiving = True
         self.lock.release()
         delivery = None
@@ -391,7 +397,7 @@ class Postoffice:
         self.tick()
 
     def handle(self, delivery: Delivery) -> None:
-        """Handle a message that has arrived; an answer that nobody expects is dropped."""
+        """Handle a message that has arrived; drop an answer that is not expected."""
         if isinstance(delivery.message, PeerLost) and not self.van.is_connected(delivery.sender):
             self._lose(delivery.sender, delivery.message)
         if delivery.answers:
@@ -402,7 +408,7 @@ class Postoffice:
             handler(delivery)
 
     def tick(self) -> None:
-        """Try broken links again, and send unanswered messages again where that was asked for."""
+        """Reconnect broken links that are due, and resend unanswered messages every `resend_s`."""
         now_ns = self.van.clock.now_ns()
         for call in self._on_tick:
             call()
@@ -420,7 +426,7 @@ class Postoffice:
         self._broken[node] = self.van.clock.after_ns(AGAIN_S)
 
     def _restore(self, node: str) -> None:
-        """Connect to a node again whose link is broken."""
+        """Try to connect again to a node with a broken link."""
         if not self.van.is_connected(node) and not self._connect(node):
             is_alive = self.directory is not None and self.directory.address_of(node) is not None
             if node.startswith("worker:") or (node.startswith("server:") and not is_alive):
@@ -432,7 +438,7 @@ class Postoffice:
         for call in self._on_linked:
             call(node)
 
-    # -- what concerns the whole node
+    # -- messages for the whole node
 
     def _handle_own(self, delivery: Delivery) -> None:
         match delivery.message:
@@ -451,7 +457,7 @@ class Postoffice:
                 self.send(delivery.sender, Explained((), lines), answers=delivery.id)
 
     def _is_of_before(self, directory: Directory) -> bool:
-        """Whether a first directory has an earlier process of this worker in its place."""
+        """Whether a first directory still lists an earlier process of this worker."""
         role, number = split_node(self.node)
         life = self.van.incarnation
         is_first = self.directory is None and role == "worker"
@@ -464,14 +470,14 @@ class Postoffice:
             call(directory)
 
     def publish(self, directory: Directory) -> None:
-        """Use a directory, and send it to all connected nodes, servers first; at the scheduler."""
+        """Use a directory, and send it from the scheduler to all connected nodes, servers first."""
         if directory is not self.directory:
             self.set_directory(directory)
         for node in sorted(self.van.peers):
             self.send(node, Here(directory))
 
     def _welcomed(self, delivery: Delivery) -> None:
-        """The scheduler has this node on its list."""
+        """Handle the scheduler's answer to the announcement of this node."""
         self.expect_no_more([self._announced])
         self._announced = 0
         if isinstance(delivery.message, Here):
@@ -480,12 +486,12 @@ class Postoffice:
             self.failure = self.failure or delivery.message.text
 
     def remove(self, text: str) -> None:
-        """End all waits of this node, which the run goes on without, with StaleError."""
+        """Mark this node as removed from the run: all its waits raise StaleError."""
         self.is_removed = self.is_removed or not self.failure
         self.failure = self.failure or text
 
     def drop_link(self, node: str) -> None:
-        """Try no longer to make the link to a node again."""
+        """Stop reconnecting to a node."""
         self._broken.pop(node, None)
 
     def _lose(self, node: str, loss: PeerLost) -> None:

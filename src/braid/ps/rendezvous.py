@@ -3,11 +3,12 @@
     with ps.join(braid.init(), servers=2) as node:       # rank 0 schedules, ranks 1 and 2 serve
         ...
 
-    node = ps.join_running(address, secret, run_id, "server", 3, (3, 2))  # a job that runs already
+    node = ps.join_running(address, secret, run_id, "server", 3, (3, 2))  # a running job
 
-The group of all ranks carries the address of the scheduler, and what the secret needs, only. A
-node that comes later needs both from the program that starts it. A process that `braid run
---restarts` starts for a lost worker or server finds both in the launcher's store.
+Ranks use the group only to exchange the scheduler's address and the input of the secret. A node
+that joins later gets address and secret from the program that starts it. A process that `braid run
+--restarts` starts for a lost worker or server reads the address from the launcher's store, and
+derives the secret from the job's secret.
 
 Source: M. Li et al., Parameter Server, OSDI 2014, sections 4.4 and 4.5.
 """
@@ -45,10 +46,10 @@ from braid.runtime.wire import Address, Secret, local_address
 
 __all__ = ["VAN", "NodePlace", "assign_place", "join", "join_running", "make_van", "wait_for_call"]
 
-VAN = VanConfig(max_queue_bytes=1 << 40, max_queue_messages=1 << 20)  # no node waits for a queue
+VAN = VanConfig(max_queue_bytes=1 << 40, max_queue_messages=1 << 20)  # sends never block
 _LABEL = b"braid parameter server"
 _RECORD = "run"  # in the launcher's store
-MEET_S = 300.0  # for the launcher's store, and for the first nodes
+MEET_S = 300.0  # to connect to the launcher's store, and to find the scheduler's record there
 
 Value = TypeVar("Value")
 
@@ -61,24 +62,26 @@ def join(
     spares: int | None = None,
     address: str = "",
 ) -> Node:
-    """Become the scheduler, a server or a worker; a collective.
+    """Join the ranks of a group as scheduler, servers, workers and spares; a collective.
 
-    A spare becomes a worker once one is lost, and this function returns then, or when the run is
-    over. A process that `braid run --restarts` starts takes the role of a lost worker or server.
-    So that a worker goes on where the other ended, workers begin at the step `node.resume()`.
+    On a spare it returns once the spare replaces a lost worker, or when the run is over. A process
+    that `braid run --restarts` starts takes the role of a lost worker or server. Workers begin at
+    the step `node.resume()`, so that a replacement continues where the lost worker stopped.
 
     Args:
         group: All ranks: the scheduler, then the servers, then the workers, then the spares.
-        servers: Number of servers; what `braid run --servers` says when None.
-        options: Choices of the whole parameter server; its replicas are what `braid run --replicas`
-            says when None.
-        spares: Number of spares; what `braid run --spares` says when None.
+        servers: Number of servers; the value of `braid run --servers` when None.
+        options: Options of the whole parameter server.
+        spares: Number of spares; the value of `braid run --spares` when None.
         address: Address on which scheduler and servers listen; one that all ranks can reach when
             empty.
 
+    Returns:
+        The node of this rank.
+
     Raises:
-        ConfigError: There is no server or no worker.
-        PeerLostError: A spare learns that the run cannot go on.
+        ConfigError: The group has no server or no worker.
+        PeerLostError: The run failed while this spare waited.
     """
     if servers is None:
         text = os.environ.get(SERVERS, "")
@@ -111,16 +114,16 @@ def join(
         ranks=ranks,
     )
     node = make(van, place.role, place.number, has_ended=partial(_has_ended, group, group.ranks[0]))
-    group.barrier()  # the scheduler listens, and knows what it waits for
+    group.barrier()  # the scheduler listens, and has its state
     called = wait_for_call(node) if place.role == SPARE else None
     if called is None:
         return node
-    node.postoffice.close(0.0)  # nothing is under way
+    node.postoffice.close(0.0)  # nothing is in flight
     return make(_van(place._replace(role="worker", number=called), options), "worker", called)
 
 
 class _RunRecord(msgspec.Struct, frozen=True):
-    """Facts that a process needs to replace a lost one.
+    """Record in the launcher's store with which a new process can replace a lost one.
 
     Attributes:
         scheduler: Address of the scheduler.
@@ -134,7 +137,7 @@ class _RunRecord(msgspec.Struct, frozen=True):
 
 
 def _with_store(launched: JobEnvironment, use: Callable[[Store], Value]) -> Value:
-    """Return the result of `use` with the store of braid's launcher."""
+    """Call `use` with the store of braid's launcher; return its result."""
     job = open_job_store(launched, MEET_S)
     try:
         return use(PrefixStore("ps/", job.store))
@@ -144,7 +147,7 @@ def _with_store(launched: JobEnvironment, use: Callable[[Store], Value]) -> Valu
 
 
 def _replace_lost(group: Group, launched: JobEnvironment, options: Options, address: str) -> Node:
-    """Become the worker or server that the launcher has started this process to replace."""
+    """Join as the replacement of the worker or server that the launcher names."""
 
     def read(store: Store) -> bytes:
         store.wait([_RECORD], MEET_S)
@@ -153,14 +156,14 @@ def _replace_lost(group: Group, launched: JobEnvironment, options: Options, addr
     record = msgspec.json.decode(_with_store(launched, read), type=_RunRecord)
     role, number = role_of(launched.replaces, record.counts[0])
     if role == "server":
-        number = launched.rank  # no server before has had this number
-    own, network = network_of_program()
-    assert own is not None, "braid's launcher has given this process the secret"
+        number = launched.rank  # no earlier server has had this number
+    secret, network = network_of_program()
+    assert secret is not None, "braid's launcher has given this process the secret"
     if not address and not Address.parse(record.scheduler).is_loopback:
         address = str(Address(host=network.listen or own_address(network), port=0))
     return join_running(
         record.scheduler,
-        _signed_secret(own, record.run_id),
+        _signed_secret(secret, record.run_id),
         record.run_id,
         role,
         number,
@@ -191,10 +194,10 @@ class NodePlace(NamedTuple):
 
 
 def assign_place(group: Group, servers: int, spares: int = 0, address: str = "") -> NodePlace:
-    """Return the place of this rank, on which all ranks agree; a collective.
+    """Return the role, number and connection data of this rank; a collective.
 
     Raises:
-        ConfigError: There is no server or no worker.
+        ConfigError: The group has no server or no worker.
     """
     workers = group.size - 1 - servers - spares
     if servers < 1 or workers < 1:
@@ -213,14 +216,14 @@ def assign_place(group: Group, servers: int, spares: int = 0, address: str = "")
 
 
 def role_of(rank: int, servers: int) -> tuple[Role, int]:
-    """Return role and number of a rank: the scheduler comes first, then servers, then workers."""
+    """Return the role and number of a rank: first the scheduler, then servers, then workers."""
     if rank == 0:
         return "scheduler", 0
     return ("server", rank - 1) if rank <= servers else ("worker", rank - 1 - servers)
 
 
 def _has_ended(group: Group, scheduler: int) -> bool:
-    """Return whether the process of the scheduler, a rank, has ended on purpose."""
+    """Return whether the process with the scheduler's rank has exited without an error."""
     health = group.context.health
     health.collect()
     loss = health.lost.get(scheduler)
@@ -228,24 +231,24 @@ def _has_ended(group: Group, scheduler: int) -> bool:
 
 
 def _completed(options: Options, on_loss: OnWorkerLoss) -> Options:
-    """Return options with what the launcher says, where the program says nothing.
+    """Return options with missing values filled from the launcher's, then from defaults.
 
     Raises:
-        ConfigError: The launcher and the program say different things.
+        ConfigError: An option of the launcher and of the program differ.
     """
     launched: dict[str, object] = {}
     if number := _number(REPLICAS):
         launched["replicas"] = number
     if policy := os.environ.get(ON_WORKER_LOSS, ""):
         launched["on_worker_loss"] = policy
-    own = {name: getattr(options, name) for name in ("replicas", "on_worker_loss")}
-    differ = [n for n, value in launched.items() if own[n] is not None and own[n] != value]
+    chosen = {name: getattr(options, name) for name in ("replicas", "on_worker_loss")}
+    differ = [n for n, value in launched.items() if chosen[n] is not None and chosen[n] != value]
     if differ:
-        pairs = ", ".join(f"{name}: {launched[name]} and {own[name]}" for name in differ)
+        pairs = ", ".join(f"{name}: {launched[name]} and {chosen[name]}" for name in differ)
         msg = f"braid run and the program's Options differ in {pairs}: leave one of them out"
         raise ConfigError(msg)
     filled = {"replicas": 0, "on_worker_loss": on_loss, **launched}
-    missing = {name: value for name, value in filled.items() if own[name] is None}
+    missing = {name: value for name, value in filled.items() if chosen[name] is None}
     return replace(options, **missing)  # type: ignore[arg-type]
 
 
@@ -259,9 +262,9 @@ def _number(name: str) -> int:
 
 
 def wait_for_call(node: Node) -> int | None:
-    """Return the number of the worker in whose place a spare is called; None if it is not."""
+    """Wait until a spare is called; return the number of the worker to replace, None if none is."""
     calls: list[int] = []
-    # torch imports its compiler with the first optimizer of a process: before it counts
+    # torch imports its compiler with the first optimizer of a process: do it before a call comes
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
 
     def on_call(delivery: Delivery) -> None:
@@ -296,30 +299,31 @@ def join_running(
     events: Recorder | None = None,
     has_ended: Callable[[], bool] = lambda: False,
 ) -> Node:
-    """Make a node of a job whose scheduler runs already, or the scheduler itself.
+    """Join a running job as a new node, or start the scheduler of a job.
 
-    A server gets shards from the others once it serves. A worker takes the place of a lost one of
-    its number where `on_worker_loss="wait"`: it declares the tables, then calls `Node.resume`. A
-    worker of a new number begins at the clock `start`, which must lie ahead of the others.
+    A server receives shards from other servers once it serves. With `on_worker_loss="wait"` a
+    worker takes the place of the lost worker with its number: it declares the tables, then calls
+    `Node.resume`. A worker with a new number begins at the clock `start`, which must be ahead of
+    all other workers.
 
     Args:
         scheduler: Address of the scheduler, its `node.address`; empty for the scheduler.
         secret: Secret of the job.
         run_id: Name of the job.
         role: Role of this node.
-        number: Number of this server, or of this worker. A server that replaces a lost one has a
-            number of its own.
+        number: Number of this server, or of this worker. A server that replaces a lost one needs a
+            new number.
         counts: Number of servers and of workers with which the job began.
-        options: Choices of the whole parameter server; the same on all nodes.
-        start: First clock of a worker that has joined never before.
+        options: Options of the whole parameter server; the same on all nodes.
+        start: First clock of a worker with a new number.
         address: Address on which scheduler and servers listen; one that only this host can reach
             when empty.
         events: Recorder of waits and pushes; a private one when None.
-        has_ended: Returns whether the scheduler's process has ended well; a server that comes too
-            late then ends, too.
+        has_ended: Returns whether the scheduler's process has ended without an error; a server
+            that comes too late then exits as well.
 
     Raises:
-        ConfigError: The role is unknown, or a node other than the scheduler has no address of it.
+        ConfigError: The role is unknown, or the scheduler's address is missing.
     """
     if role not in ("scheduler", "server", "worker", SPARE) or bool(scheduler) == (
         role == "scheduler"
@@ -340,7 +344,7 @@ def _van(place: NodePlace, options: Options) -> SocketVan:
     """Return the van of a node of tables; a worker does not listen."""
     config = replace(
         VAN,
-        max_message_bytes=1 << 40,  # as large as the tables that the program declares
+        max_message_bytes=1 << 40,  # the program's tables determine the size
         shared_memory=options.shared_memory and not wants_portable(),
     )
     listens = place.role in {"scheduler", "server"}
@@ -359,13 +363,14 @@ def make_van(
 
     Args:
         place: Place of the node.
-        schema: Messages.
+        schema: Message types of the node.
         config: Limits and times.
-        drop: Share of the arriving messages to drop, 0 to 1 (exclusive), for tests of programs.
-        listen_anywhere: Allow an address that other hosts can reach; as the address says when None.
+        drop: Fraction of the arriving messages to drop, 0 to 1 (exclusive), for tests of programs.
+        listen_anywhere: Whether to allow an address that other hosts can reach; allowed for
+            addresses other than loopback when None.
 
     Raises:
-        ConfigError: The share is out of range, or the address cannot be used.
+        ConfigError: The fraction is out of range, or the address cannot be used.
     """
     if not 0 <= drop < 1:
         msg = f"the share of messages to drop is 0 to 1, got {drop}"
@@ -388,12 +393,12 @@ def make_van(
 
 
 class DroppingVan(SocketVan):
-    """A `SocketVan` that drops a share of the messages that arrive, as PS-Lite's PS_DROP_MSG does.
+    """A `SocketVan` that drops a fraction of arriving messages, as PS-Lite's PS_DROP_MSG does.
 
     Attributes:
-        drop: Share of the messages to drop.
-        draws: Source of the choices.
-        num_dropped: Number of messages that were dropped.
+        drop: Fraction of the messages to drop.
+        draws: Random generator that selects them.
+        num_dropped: Number of dropped messages.
     """
 
     drop: float
@@ -401,7 +406,7 @@ class DroppingVan(SocketVan):
     num_dropped = 0
 
     def _next_delivery(self) -> Delivery | None:
-        """Return the next message that is not dropped; notices of losses are not."""
+        """Return the next message that is not dropped; notices of losses are never dropped."""
         while (delivery := super()._next_delivery()) is not None:
             if isinstance(delivery.message, PeerLost) or self.draws.random() >= self.drop:
                 return delivery
@@ -412,7 +417,7 @@ class DroppingVan(SocketVan):
 def listening_address(group: Group, node: str) -> str:
     """Return an address for a node that the ranks of a group can call; a collective.
 
-    Inside a host it is a unix socket, which passes three times as many bytes as TCP's loopback. On
+    On one host it is a unix socket, which has three times the throughput of TCP's loopback. On
     several hosts it is this host's address on the network of the job, as for collectives.
 
     Raises:
@@ -427,18 +432,18 @@ def listening_address(group: Group, node: str) -> str:
 def connection_secret(group: Group, run_id: str) -> Secret:
     """Return the secret of the connections between nodes; a collective.
 
-    Frames between hosts are not encrypted, so the secret is not sent: all derive it from the job's
-    secret. If some have none (without a launcher, or with `BRAID_INSECURE_NETWORK`), it consists of
-    random bytes of the first rank.
+    Frames between hosts are not encrypted, so the secret is not sent: each rank derives it from the
+    job's secret. If a rank does not have that secret (without a launcher, or with
+    `BRAID_INSECURE_NETWORK`), the first rank broadcasts random bytes as the secret.
     """
-    own, _ = network_of_program()
+    job_secret, _ = network_of_program()
     drawn = group.objects.broadcast(os.urandom(32))
-    have_own = all(group.objects.all_gather(own is not None))
-    if own is not None and have_own:
-        return _signed_secret(own, run_id)
+    have_own = all(group.objects.all_gather(job_secret is not None))
+    if job_secret is not None and have_own:
+        return _signed_secret(job_secret, run_id)
     return Secret(drawn, seals_frames=wants_frame_codes())
 
 
-def _signed_secret(own: Secret, run_id: str) -> Secret:
-    """Return the secret of a parameter server in a job with a secret."""
-    return Secret(own.sign(_LABEL, run_id.encode()), seals_frames=wants_frame_codes())
+def _signed_secret(secret: Secret, run_id: str) -> Secret:
+    """Return the secret of a parameter server, derived from the job's secret."""
+    return Secret(secret.sign(_LABEL, run_id.encode()), seals_frames=wants_frame_codes())

@@ -1,4 +1,4 @@
-"""The scheduler: knows who is here, publishes directories, and keeps its last one in a journal.
+"""The scheduler: tracks the nodes, publishes directories, and writes the last one to a journal.
 
 Source: M. Li et al., Parameter Server, OSDI 2014; PS-Lite's scheduler.
 """
@@ -50,28 +50,28 @@ __all__ = ["Options", "Scheduler", "read_journal"]
 
 LOG = logging.getLogger(__name__)
 
-LATE_S = 30.0  # time in which late nodes hear why the run has failed before they came
-RETURN_S = 5.0  # time in which nodes must find a scheduler that was started again
+LATE_S = 30.0  # time for late nodes to receive the error of a run that failed before they joined
+RETURN_S = 5.0  # time for nodes to reconnect to a scheduler that was started again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Choices of a whole parameter server; the same on all nodes.
+    """Options of a whole parameter server; the same on all nodes.
 
     Attributes:
-        replicas: Copies of each shard on other servers. Servers may die while one is left. What
-            `braid run --replicas` says, else 0, when None.
-        on_worker_loss: Whether the loss of a worker fails the run, lets clocks wait for a spare or
-            a new process of its number, shrinks the run to the other workers, or calls a spare to
-            replace it, and fails without one. What `braid run --on-worker-loss` says, else fail,
-            when None.
+        replicas: Number of copies of each shard on other servers; a shard survives while one server
+            has it. When None, the value of `braid run --replicas`, else 0.
+        on_worker_loss: Effect of a lost worker: "fail" ends the run; "wait" waits for a spare or a
+            new process with its number; "shrink" continues with the other workers; "replace" calls
+            a spare, and fails without one. When None, the value of `braid run --on-worker-loss`,
+            else "replace" if there are spares, else "fail".
         restore: Snapshot with which tables begin, or a directory of snapshots.
-        rebalance_s: Seconds between the reports of load by which hot shards move to other servers;
-            shards are balanced by their number when None.
-        shared_memory: Whether large tensors between processes of one host pass through shared
-            memory; never where `BRAID_PORTABLE` forbids it.
-        journal: File in which the scheduler keeps its directory, so that it can be started again.
-            Where it cannot be written, it is removed, with a warning, and the run goes on.
+        rebalance_s: Seconds between load reports of servers, by which hot shards move to other
+            servers; when None, servers are balanced by their number of shards.
+        shared_memory: Whether large tensors between processes of one host are sent through shared
+            memory; `BRAID_PORTABLE` disables it.
+        journal: File for the scheduler's directory, so that the scheduler can be started again. If
+            it cannot be written, it is removed with a warning, and the run continues.
     """
 
     replicas: int | None = None
@@ -83,10 +83,10 @@ class Options:
 
 
 def read_journal(path: Path) -> Directory | None:
-    """Return the directory of an earlier life; None if there was none.
+    """Return the directory that an earlier scheduler wrote, with a new epoch; None without a file.
 
     Raises:
-        ConfigError: The file is no journal, or it would lie in a directory that does not exist.
+        ConfigError: The file is not a journal, or its parent directory does not exist.
     """
     if not path.parent.is_dir():
         msg = f"there is no directory {path.parent} for the scheduler's journal: make it"
@@ -96,18 +96,18 @@ def read_journal(path: Path) -> Directory | None:
     try:
         directory = msgspec.json.decode(path.read_bytes(), type=Directory)
     except msgspec.DecodeError as exc:
-        msg = f"{path} is no journal of a scheduler ({exc}): delete it to begin anew"
+        msg = f"{path} is not a journal of a scheduler ({exc}): delete it to start a new run"
         raise ConfigError(msg) from exc
     return msgspec.structs.replace(directory, epoch=directory.epoch + 1)
 
 
 class Scheduler:
-    """Carries out what `SchedulerState` decides.
+    """Carries out the decisions of `SchedulerState`.
 
     Args:
         postoffice: Post office of the node.
-        state: Decisions.
-        journal: File for the last directory; nothing is kept when None.
+        state: State machine that decides.
+        journal: File for the last directory; not written when None.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Scheduler:
         return self._had_workers and directory is not None and not directory.workers
 
     def _all_know_failure(self) -> bool:
-        """Whether nodes of a run that has failed before its begin know why, or come too late."""
+        """Whether all absent nodes of a run that failed early know the error, or LATE_S is over."""
         now_ns = self._postoffice.van.clock.now_ns()
         self._failed_ns = self._failed_ns or now_ns
         unaware = {*self._state.absent} - self._informed - self._postoffice.losses.keys()
@@ -149,7 +149,7 @@ class Scheduler:
 
     @property
     def failure(self) -> str:
-        """Why the run cannot go on; empty while it does."""
+        """Error that ended the run; empty while it continues."""
         return self._state.failure
 
     @property
@@ -158,11 +158,11 @@ class Scheduler:
         return self._state.directory
 
     def release_lost(self) -> None:
-        """Wait no longer for new processes of workers that were lost."""
+        """Stop waiting for new processes of lost workers."""
         self._act(self._state.release_lost())
 
     def _tick(self) -> None:
-        """Give up nodes of an earlier life that have not come back."""
+        """Treat nodes that did not reconnect to a restarted scheduler in time as lost."""
         self._postoffice.waits.hold(
             lambda: (self._state.awaited(), self._state.waiting(), self._num_handled)
         )
@@ -215,8 +215,8 @@ class Scheduler:
                 return state.installed(shard, server, since)
             case Barrier(name, members, step):
                 return state.barrier(name, *asker, frozenset(members), step)
-            case NextData(name, num_shards, done):
-                return state.next_data(name, num_shards, asker, done)
+            case NextData(name, num_shards, finished):
+                return state.next_data(name, num_shards, asker, finished)
             case Loads(weights):
                 return state.balance(number, weights)
             case PeerLost(reason=reason) | Leave(reason):
@@ -227,8 +227,8 @@ class Scheduler:
         return []
 
     def _act(self, instructions: Sequence[Instruction]) -> None:
-        for each in instructions:
-            match each:
+        for instruction in instructions:
+            match instruction:
                 case PublishDirectory():
                     self._publish()
                 case CallSpare(spare, worker):
@@ -259,10 +259,10 @@ class Scheduler:
         self._postoffice.publish(directory)
 
     def _write(self, directory: Directory) -> None:
-        """Replace the journal at once, so that a reader sees the old one or the new one.
+        """Replace the journal atomically, so that a reader sees the old one or the new one.
 
-        A disk that is full does not end the run. It leaves no journal, since a scheduler that began
-        with an old directory would name servers that have other shards by now.
+        If the disk is full, the run continues without a journal: a scheduler that began with an old
+        directory would route requests to servers that have other shards by now.
         """
         if self._journal is None:
             return
@@ -280,7 +280,7 @@ class Scheduler:
             if self._has_journal:
                 LOG.warning(
                     "braid: the scheduler cannot write its journal %s (%s) and goes on without: it "
-                    "cannot be started again until a later directory is written",
+                    "cannot be restarted until a later write succeeds",
                     self._journal,
                     exc.strerror or exc,
                 )

@@ -1,10 +1,10 @@
-"""A server: carries out what the states of its shards decide, on tensors and a van.
+"""A server: carries out the decisions of its shards' state machines, on tensors and a van.
 
     to workers     Push, Pull, TableChange ──> ShardState ──> Accepted, Pulled, Elsewhere
     in the chain   Update, RecordsConfirmed, ShardSnapshot, both in and out
 
-A request concerns several shards; each answer contains those that could be answered at that moment.
-Messages of a later epoch than this server's wait until it has that directory.
+A request concerns several shards; each answer contains the shards that are ready at that moment. A
+message of a later epoch is deferred until this server has that directory.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Server:
     Args:
         postoffice: Post office of the node.
         number: Number of the server.
-        rebalance_s: Seconds between reports of load to the scheduler; none when None.
+        rebalance_s: Seconds between load reports to the scheduler; no reports when None.
 
     Attributes:
-        is_drained: Whether the server has left the run, as `drain` has asked for.
+        is_drained: Whether the server has left the run after a call of `drain`.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Server:
         self._asked: dict[Asker, AskedShards] = {}
         self._ready: set[Asker] = set()
         self._deferred: list[Delivery] = []
-        self._reported: set[tuple[int, int]] = set()  # virtual shards installed, and since when
+        self._reported: set[tuple[int, int]] = set()  # installed virtual shards, `since` of each
         self._requests = [0] * NUM_VIRTUAL  # by virtual shard, since the last report
         self._rebalance_s = rebalance_s
         self._loads_ns = postoffice.van.clock.now_ns()
         self._is_draining = False
         self._is_member = False  # of the directory
-        self._alone_ns: int | None = None  # since when nobody is connected
+        self._alone_ns: int | None = None  # time since which no other node is connected
         self.is_drained = False
         postoffice.register(
             dict.fromkeys(
@@ -105,7 +105,7 @@ class Server:
         )
 
     def add(self, table: TableSpec, states: Sequence[StoredState] | None = None) -> None:
-        """Serve a table, which begins with the states of its shards in a snapshot."""
+        """Add a table to serve, with the states of its shards from a snapshot if not None."""
         self._tables[table.name] = table
         for number in range(table.num_shards):
             state = ShardState(self._number, table.consistency)
@@ -118,11 +118,11 @@ class Server:
 
     @property
     def shards(self) -> list[TableShard]:
-        """The shards, with and without state."""
+        """All shards, including shards without state on this server."""
         return list(self._shards.values())
 
     def waiting(self) -> list[str]:
-        """Return who waits for whom, as text; each line once."""
+        """Return the pending waits of all shards as lines of text, without duplicates."""
         return sorted({line for shard in self.shards for line in shard.state.waiting()})
 
     @property
@@ -133,7 +133,7 @@ class Server:
         return (self._postoffice.van.clock.now_ns() - self._alone_ns) / 1e9
 
     def alone_text(self, seconds: float) -> str:
-        """Return the error of a server that has had no link for so many seconds."""
+        """Return the error message of a server without any link for `seconds`."""
         loss = self._postoffice.losses.get(SCHEDULER)
         return (
             f"server {self._number} has had no link to any other node for {seconds:g} s (the "
@@ -142,14 +142,14 @@ class Server:
         )
 
     def drain(self) -> None:
-        """Ask the scheduler, now and until it is done, to move all shards to other servers."""
+        """Ask the scheduler to move all shards to other servers; repeat until that has happened."""
         self._is_draining = True
         self._send(SCHEDULER, Drain())
 
     # -- events
 
     def handle(self, delivery: Delivery) -> None:
-        """Handle a message; one that makes no sense is refused, and the server lives on."""
+        """Handle a message; refuse an invalid one, and continue."""
         epoch = getattr(delivery.message, "epoch", getattr(delivery.message, "since", -1))
         if epoch > self._postoffice.epoch:
             self._deferred.append(delivery)
@@ -161,15 +161,15 @@ class Server:
         except BraidError as exc:
             asker = delivery.sender, delivery.id
             self._asked.pop(asker, None)
-            self._ready.discard(asker)  # some of its shards may have had an answer
+            self._ready.discard(asker)  # some shards may have been ready to answer
             self._send(delivery.sender, RequestRefused(str(exc)), answers=delivery.id)
         self._answer_ready()
 
     def _refuses(self, delivery: Delivery) -> bool:
-        """Refuse a process that is not a worker of the run any more, and tell it why.
+        """Refuse a worker process that was removed from the run, and send it the reason.
 
-        What it pushed before may still be applied. Nothing of it is accepted from now on, so that
-        each push that was accepted is applied, and pushes of the worker's next process are its own.
+        Its earlier pushes may still be applied. Later ones are not accepted, so that each accepted
+        push is applied, and none is mistaken for a push of the worker's next process.
         """
         role, worker = split_node(delivery.sender)
         directory = self._postoffice.directory
@@ -197,27 +197,27 @@ class Server:
                         shard.storage.check_lr(message.lr)
                 asker = self._note(delivery, dict.fromkeys(message.shards, ()))
                 for shard in shards:
-                    done = shard.state.change(
+                    instructions = shard.state.change(
                         message.clock,
                         message.consistency,
                         message.lr,
                         asker,
                         lr_before=None if message.lr is None else shard.storage.lr,
                     )
-                    self._act(shard, shard.carry_out(done))
+                    self._act(shard, shard.carry_out(instructions))
             case Update():
                 shard = self._shard(message.table, message.shard)
                 sums = tuple(from_buffers(message.specs, delivery.buffers))
                 self._act(shard, shard.follow(message.record, sums, message.epoch))
             case RecordsConfirmed():
                 shard = self._shard(message.table, message.shard)
-                done = shard.state.confirm(message.number, message.epoch)
-                self._act(shard, shard.carry_out(done))
+                instructions = shard.state.confirm(message.number, message.epoch)
+                self._act(shard, shard.carry_out(instructions))
             case ShardSnapshot():
                 self._install(message, from_buffers(message.specs, delivery.buffers))
 
     def _ask(self, delivery: Delivery, message: Push | Pull) -> None:
-        """Handle a push or a pull: check all of it before anything is changed."""
+        """Handle a push or a pull: check all shards before any of them changes."""
         role, worker = split_node(delivery.sender)
         if role != "worker":
             msg = f"only workers push and pull, not {delivery.sender}"
@@ -246,14 +246,16 @@ class Server:
         for number, shard in shards.items():
             self._requests[shard.virtual] += 1
             if isinstance(message, Push):
-                done = shard.state.push(worker, message.clock, asker, message.key, message.lr)
-                self._act(shard, shard.carry_out(done, values[number]))
+                instructions = shard.state.push(
+                    worker, message.clock, asker, message.key, message.lr
+                )
+                self._act(shard, shard.carry_out(instructions, values[number]))
             else:
                 self._act(shard, shard.state.pull(worker, message.clock, asker))
                 self._asked[asker].was_parked |= number in self._asked[asker].queries
 
     def _record_pushes(self, table: str, shards: Sequence[int]) -> None:
-        """Record pushes that were added up or dropped, with the largest staleness of a shard."""
+        """Record events of dropped and summed pushes, with the largest staleness over shards."""
         lags: dict[tuple[int, int], int] = {}
         dropped: set[tuple[int, int]] = set()
         for number in shards:
@@ -277,7 +279,7 @@ class Server:
         was_member, self._is_member = self._is_member, self._number in directory.servers
         if was_member and not self._is_member:
             self.is_drained = self._is_draining
-            if not self._is_draining:  # it was believed lost
+            if not self._is_draining:  # the scheduler believed it lost
                 self._postoffice.announce()
         for shard in self.shards:
             view = View(
@@ -308,7 +310,7 @@ class Server:
         self._requests = [0] * NUM_VIRTUAL
 
     def _awaited(self) -> Awaited:
-        """Return the nodes for which requests wait here."""
+        """Return the nodes that requests at this server wait for, as `Waits.hold` needs them."""
         nodes: set[str] = set()
         for shard in self.shards:
             state = shard.state
@@ -342,8 +344,8 @@ class Server:
 
     def _act(self, shard: TableShard, instructions: Sequence[Instruction]) -> None:
         state = shard.state
-        for each in instructions:
-            match each:
+        for instruction in instructions:
+            match instruction:
                 case SendOn(number):
                     specs, buffers = as_buffers(shard.sums[number])
                     update = Update(
@@ -358,13 +360,13 @@ class Server:
                 case Install(server):
                     self._send_state(shard, server)
                 case Accept(asker) | AnswerPull(asker) | Moved(asker):
-                    self._resolve(shard, each, asker)
+                    self._resolve(shard, instruction, asker)
                 case _:
-                    msg = f"{each} is for values"
+                    msg = f"{instruction} is for values"
                     raise AssertionError(msg)
 
     def _resolve(self, shard: TableShard, how: Instruction, asker: Asker) -> None:
-        """Let a shard of a request be answered with the next message to who asks."""
+        """Queue a shard's answer for the next message to the requester."""
         asked = self._asked.get(asker)
         if asked is None or shard.number not in asked.queries:
             return
@@ -400,8 +402,8 @@ class Server:
             if asked.values:
                 specs, buffers, versions = [], [], []
                 for values, version in asked.values.values():
-                    own, views = as_buffers(values)
-                    specs.append(own)
+                    shard_specs, views = as_buffers(values)
+                    specs.append(shard_specs)
                     buffers.extend(views)
                     versions.append(version)
                 pulled = Pulled(tuple(asked.values), request, specs, tuple(versions), asked.names)
@@ -458,7 +460,7 @@ class Server:
         self._report()
 
     def _report(self) -> None:
-        """Inform the scheduler of virtual shards of which all shards are installed."""
+        """Report virtual shards to the scheduler once all of their shards are installed here."""
         directory = self._postoffice.directory
         if directory is None:
             return
@@ -466,8 +468,8 @@ class Server:
             since = joining.get(self._number)
             if since is None or (virtual, since) in self._reported:
                 continue
-            own = [shard for shard in self.shards if shard.virtual == virtual]
-            if all(shard.state.is_installed for shard in own):
+            virtual_shards = [shard for shard in self.shards if shard.virtual == virtual]
+            if all(shard.state.is_installed for shard in virtual_shards):
                 self._reported.add((virtual, since))
                 self._send(SCHEDULER, Installed(virtual, self._number, since))
 

@@ -1,9 +1,9 @@
-"""One shard on one server: carries out on tensors what `ShardState` decides.
+"""One shard on one server: carries out the decisions of `ShardState` on tensors.
 
-Values of pushes are kept until they are added up, sums until the chain has them.
+Values of pushes are kept until they are summed; sums are kept until the whole chain has them.
 
-A gradient that is late can be corrected: g + a g g (w - w'), where w' are the values from which it
-was computed, w those that it changes, and a g g stands for the curvature.
+A late gradient g can be corrected: g + a g g (w - w'), where w' are the values from which it was
+computed, w the current values, and a g g approximates the curvature.
 
 Source of the correction: S. Zheng et al., Asynchronous SGD with Delay Compensation, ICML 2017.
 """
@@ -28,18 +28,18 @@ __all__ = ["TableShard"]
 
 @dataclass
 class TableShard:
-    """A shard, its values, and what is under way.
+    """A shard of a table: its state machine, its values and its unfinished pushes.
 
     Attributes:
-        table: Name of its table.
-        number: Its number in the table.
-        virtual: Virtual shard on whose chain it lies.
-        state: Its decisions.
-        storage: Its values.
-        kept: Values of pushes, by worker and clock.
+        table: Name of the table.
+        number: Number of the shard in the table.
+        virtual: Virtual shard that determines the shard's chain.
+        state: State machine that decides.
+        storage: Values of the shard.
+        kept: Values of pushes that are in no record yet, by worker and clock.
         sums: Sums of records that are not confirmed, by number.
-        staleness: Records between pull and push, of the pushes of the last records.
-        dropped: Pushes that came too late, of the last records.
+        staleness: Number of records between the pull and the push, for recently summed pushes.
+        dropped: Recent pushes that were dropped because they came too late.
     """
 
     table: str
@@ -55,15 +55,15 @@ class TableShard:
     _lr: float | None = None  # that was set last
 
     def carry_out(self, instructions: list[Instruction], value: Tensors = ()) -> list[Instruction]:
-        """Do what concerns values; return what concerns messages.
+        """Carry out the instructions that concern values; return the remaining ones, for messages.
 
         Args:
-            instructions: Decisions of the state.
-            value: Value of the push, or sum of the record, that the event brought.
+            instructions: Decisions of the state machine.
+            value: Value of the push that `Keep` stores.
         """
         rest: list[Instruction] = []
-        for each in instructions:
-            match each:
+        for instruction in instructions:
+            match instruction:
                 case Keep(worker, clock):
                     self.kept[worker, clock] = value
                 case DropPushes(pushes):
@@ -75,27 +75,27 @@ class TableShard:
                 case Apply(record):
                     self._apply(record)
                 case _:
-                    rest.append(each)
+                    rest.append(instruction)
         self.sums = {n: sums for n, sums in self.sums.items() if n > self.state.confirmed}
         return rest
 
     def read(self, worker: int, query: Tensors) -> tuple[Tensors, int]:
-        """Return what a worker pulls, with the number of its last record."""
+        """Return the values for a worker's pull, and the number of the last applied record."""
         values, version = self.storage.read(query), self.state.applied.number
         compensates = any(rule.compensate for rule in self.state.applied.rules.values)
         members = self.state.view.members
-        self._pulled = {w: each for w, each in self._pulled.items() if w in members}
+        self._pulled = {w: pulled for w, pulled in self._pulled.items() if w in members}
         self._pulled[worker] = version, values if compensates else ()
         return values, version
 
     def follow(self, record: ShardRecord, sums: Tensors, epoch: int) -> list[Instruction]:
-        """Take a record of the predecessor."""
+        """Store and apply a record from the predecessor."""
         if self.state.follows(epoch) and record.number > self.state.applied.number:
             self.sums[record.number] = sums
         return self.carry_out(self.state.record(record, epoch))
 
     def _apply(self, record: ShardRecord) -> None:
-        """Let the optimizer step with the sum of a record, at the learning rate of its clock."""
+        """Step the optimizer with the sum of a record, at the learning rate of its clock."""
         sums = self.sums[record.number]
         if not sums:
             return
@@ -106,7 +106,7 @@ class TableShard:
         self.storage.apply(sums)
 
     def _merged(self, record: ShardRecord) -> Tensors:
-        """Return the sum of a record's pushes, in their order."""
+        """Return the sum of a record's pushes, added in their order."""
         values = []
         for worker, clock in record.pushes:
             value = self.kept.pop((worker, clock))
@@ -117,7 +117,7 @@ class TableShard:
         return self.storage.merge(values, record.scale) if values else ()
 
     def _compensated(self, value: Tensors, pulled: Tensors, strength: float) -> Tensors:
-        """Return a late gradient corrected for what has changed since it was begun."""
+        """Return a late gradient, corrected for the change of the values since its pull."""
         if isinstance(self.storage, SparseStorage) or not pulled:
             return value
         (grad, *has), (then,), (now,) = value, pulled, self.storage.read(())

@@ -1,8 +1,8 @@
-"""Snapshots of tables in braid's checkpoint format, whatever the number of servers.
+"""Snapshots of tables in braid's checkpoint format, independent of the number of servers.
 
-A worker asks for the whole state of each table, and writes it as tensors `tables/NAME/values`,
-`tables/NAME/state.momentum_buffer`, ... Servers that begin with a snapshot read their shards of
-them.
+A worker pulls the whole state of each table, and writes it as tensors `tables/NAME/values`,
+`tables/NAME/state.momentum_buffer`, ... Servers that begin with a snapshot read their shards from
+it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def write_tables(
         tables: States of tables, by name.
         step: Number of completed steps.
         extra: Further tensors, such as `model/weight`, which `braid checkpoint export` finds.
-        state: Values that are no tensors, as JSON knows them.
+        state: Further values other than tensors, which must be JSON-serializable.
         keep: Number of checkpoints to keep, this one included; all when None.
 
     Raises:
-        CheckpointError: It cannot be written; earlier ones are untouched.
+        CheckpointError: The checkpoint cannot be written; earlier ones are untouched.
     """
     tensors = {
         f"{PREFIX}/{table}/{name}": tensor
@@ -60,7 +60,7 @@ def read_table(
     """Return the states of a table's shards from a snapshot.
 
     Raises:
-        CheckpointError: There is no snapshot, it is damaged, or has no such table.
+        CheckpointError: The snapshot is missing or damaged, or does not have the table.
     """
     checkpoint = open_last(where)
     prefix = f"{PREFIX}/{table}/"

@@ -1,4 +1,4 @@
-"""A worker's face of a sparse table: rows by id, of which each batch touches few."""
+"""Sparse tables: rows by id, as a worker uses them. Each batch uses only a few rows."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Rows", "SparseTable", "sparse_spec"]
 
-MAX_SPARSE_SHARDS = 64  # their whole states fit into the buffers of one message
+MAX_SPARSE_SHARDS = 64  # so that all their states fit into the buffers of one message
 
 
 class Rows(NamedTuple):
-    """Rows under way to a worker.
+    """Rows that a worker is pulling.
 
     Attributes:
         timestamp: Timestamp of the request.
         ids: Distinct ids, ascending.
-        rows: Rows of the distinct ids, once the request is answered.
-        inverse: Place of each id among the distinct ones.
-        shape: Shape of the ids.
+        rows: Rows of the distinct ids, valid once the request is answered.
+        inverse: Index of each requested id in `ids`.
+        shape: Shape of the requested ids.
     """
 
     timestamp: int
@@ -53,14 +53,14 @@ class Rows(NamedTuple):
 
 
 class SparseTable(Table):
-    """A sparse table, as a worker sees it; see `Table` for clocks and consistency.
+    """A sparse table, as a worker uses it; see `Table` for clocks and consistency.
 
-    An id is any int64. A row that was never pushed has initial values that depend on seed, name of
-    the table and id alone.
+    An id is any int64. A row that was never pushed has initial values that depend only on the
+    seed, the table's name and the id.
 
     Args:
-        customer: Requests of this worker; None on servers and the scheduler.
-        spec: The table.
+        customer: Customer of this worker; None on servers and the scheduler.
+        spec: Spec of the table.
         dim: Number of elements of a row.
         dtype: Dtype of rows and gradients.
     """
@@ -73,12 +73,12 @@ class SparseTable(Table):
         self.dtype = dtype
 
     def pull(self, ids: torch.Tensor, *, timeout_s: float | None = None) -> torch.Tensor:
-        """Return rows; wait until they are as new as the consistency says.
+        """Return the rows of `ids`; wait until they are as new as the consistency requires.
 
         Shape:
-            ids: [...], int64, any values, repeated ones, too. Result: [..., dim].
+            ids: [...], int64, any values, may repeat. Result: [..., dim].
 
-        Cost: distinct ids and their rows travel once.
+        Cost: each distinct id and its row are sent once.
 
         Raises:
             ConfigError: Ids are not int64.
@@ -92,12 +92,12 @@ class SparseTable(Table):
         return pulled.rows[pulled.inverse].view(*pulled.shape, self.dim)
 
     def pull_async(self, ids: torch.Tensor, *, ahead: int = 0, priority: int = 0) -> Rows:
-        """Begin to pull rows.
+        """Begin to pull the rows of `ids`.
 
         Args:
-            ids: Ids.
-            ahead: Clocks after this one to which the rows are to belong.
-            priority: Urgency.
+            ids: Ids of the rows.
+            ahead: Number of clocks after the current one for which the rows are pulled.
+            priority: Urgency of the request.
 
         Raises:
             ConfigError: Ids are not int64.
@@ -109,8 +109,8 @@ class SparseTable(Table):
         clock = self.clock + ahead
 
         def build(parts: tuple[int, ...]) -> tuple[Pull, Sequence[memoryview]]:
-            own = [distinct[order[_part(ends, part)]] for part in parts]
-            specs, buffers = as_buffers(own)
+            shard_ids = [distinct[order[_part(ends, part)]] for part in parts]
+            specs, buffers = as_buffers(shard_ids)
             return Pull(self.epoch, self.name, clock, parts, [[s] for s in specs]), buffers
 
         def on_answer(delivery: Delivery, parts: tuple[int, ...]) -> None:
@@ -137,7 +137,7 @@ class SparseTable(Table):
     ) -> int:
         """Push gradients of rows for this worker's clock, and begin the next clock.
 
-        Gradients of one id are added up first. Both may be changed afterwards.
+        Gradients of the same id are summed first. Both tensors may be changed afterwards.
 
         Shape:
             ids: [...], int64. grads: [..., dim].
@@ -170,7 +170,7 @@ class SparseTable(Table):
         return self._push(build, priority, lr)
 
     def _by_shard(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """Return an order of ids by shard, and where each shard begins in it."""
+        """Return a permutation that sorts ids by shard, and the index where each shard begins."""
         shards = shard_of(ids, self.num_shards)
         order = torch.argsort(shards, stable=True)
         counts = torch.bincount(shards, minlength=self.num_shards)
@@ -200,7 +200,7 @@ def sparse_spec(
     dtype: torch.dtype,
     has_first: bool,
 ) -> TableSpec:
-    """Return the spec of a sparse table, with a checksum of given rows if `has_first`.
+    """Return the spec of a sparse table, with a checksum of the rows in `init` if `has_first`.
 
     Raises:
         ConfigError: See `Node.sparse`.

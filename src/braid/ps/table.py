@@ -1,14 +1,14 @@
-"""A table: how it is divided into shards, and a worker's face of it.
+"""Tables: their division into shards, and the methods that workers call.
 
-    dense      element i of n lies on shard i * num_shards // n ... in ranges of equal size
-    sparse     row `id` lies on shard hash(id) mod num_shards
+    dense      shards are contiguous ranges of elements, of nearly equal length
+    sparse     row `id` is on shard hash(id) mod num_shards
 
     timestamp = table.push(...)      begins the next clock
-    table.wait(timestamp)            accepted: on all servers of the chains
-    table.pull(...)                  waits until the values are as new as the consistency says
+    table.wait(timestamp)            the push is accepted: all servers of the chains have it
+    table.pull(...)                  waits until the values are as new as the consistency requires
 
-All nodes declare the same tables, so that nothing of this travels. Requests overlap. Those of one
-worker reach a shard in the order of its calls.
+All nodes declare the same tables, so the division is never sent. Requests overlap. A shard receives
+the requests of one worker in the order of the worker's calls.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ __all__ = ["Table", "TableSpec"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSpec:
-    """A table, as all nodes know it.
+    """Specification of a table, the same on all nodes.
 
     Attributes:
-        name: Its name.
-        num_shards: Number of its shards.
-        consistency: When pushes are applied, and pulls answered, at first.
+        name: Name of the table.
+        num_shards: Number of shards.
+        consistency: Initial consistency: when pushes are applied, and pulls answered.
         make_storage: Function of a shard's number that returns its storage.
-        form: Shape, dtype and whatever else all nodes must agree on, as text.
+        form: Shape, dtype and all other properties on which nodes must agree, as text.
         first: Checksum of the first values, on which servers must agree.
         sizes: Lengths of the parameters that a dense table consists of, if it has several.
-        lengths: Number of elements of each shard of a dense table; equal ones when empty.
-        place: Virtual shard of the first shard, which decides on the server; by the table's name
+        lengths: Number of elements of each shard of a dense table; equal lengths when empty.
+        place: Virtual shard of shard 0, which determines its server; depends on the table's name
             when None.
     """
 
@@ -61,25 +61,25 @@ class TableSpec:
     place: int | None = None
 
     def virtual(self, shard: int) -> int:
-        """Return the virtual shard on which a shard lies."""
+        """Return the virtual shard that a shard belongs to."""
         if self.place is None:
             return virtual_shard(self.name, shard)
         return (self.place + shard) % NUM_VIRTUAL
 
 
 class Table:
-    """A table, as a worker sees it.
+    """A table, as a worker uses it.
 
     Args:
-        customer: Requests of this worker; None on servers and the scheduler.
-        spec: The table.
+        customer: Customer of this worker; None on servers and the scheduler.
+        spec: Spec of the table.
 
     Attributes:
         name: Name of the table.
-        num_shards: Number of shards, which lie on all servers.
-        clock: Number of pushes so far.
-        task: Key of the next push, for a worker that runs a task which others may run again:
-            servers add each key once. None for pushes of the worker itself.
+        num_shards: Number of shards, which are distributed over all servers.
+        clock: Number of pushes of this worker so far.
+        task: Key of the next push while this worker runs a task that another worker may repeat:
+            servers apply each key once. None for ordinary pushes.
     """
 
     def __init__(self, customer: Customer | None, spec: TableSpec) -> None:
@@ -96,22 +96,22 @@ class Table:
         return self._customer.postoffice.epoch
 
     def set_consistency(self, consistency: Consistency, at_clock: int | None = None) -> int:
-        """Let another consistency hold from a clock on; all workers say so, or one of them.
+        """Change the consistency from a clock on; one worker or all workers call it.
 
         Args:
-            consistency: The other one.
-            at_clock: The clock; this worker's when None.
+            consistency: New consistency.
+            at_clock: First clock of the new consistency; this worker's clock when None.
 
         Returns:
-            The timestamp of the request, for which `wait` raises CommError if the clock is over.
+            The timestamp of the request; `wait` raises CommError if that clock is over.
 
         Raises:
-            ConfigError: An argument has another type.
+            ConfigError: An argument has a wrong type.
         """
         return self._change(at_clock, consistency=consistency)
 
     def set_lr(self, lr: float, at_clock: int | None = None) -> int:
-        """Let servers step with another learning rate from a clock on; see `set_consistency`."""
+        """Change the servers' learning rate from a clock on; see `set_consistency`."""
         return self._change(at_clock, lr=lr)
 
     def fetch_clock(self) -> int:
@@ -124,11 +124,11 @@ class Table:
         return min(self._fetch("clock"))
 
     def fetch_oldest_task(self) -> int:
-        """Return the number below which all tasks are over, as far as servers know."""
+        """Return the number of the oldest task that may be unfinished, as far as servers know."""
         return max(self._fetch("oldest task"))
 
     def _fetch(self, number: Literal["clock", "oldest task"]) -> list[int]:
-        """Return a number of each shard."""
+        """Return the requested number of each shard."""
         numbers: list[int] = []
 
         def build(parts: tuple[int, ...]) -> tuple[Pull, Sequence[memoryview]]:
@@ -137,16 +137,16 @@ class Table:
         def on_answer(delivery: Delivery, parts: tuple[int, ...]) -> None:
             del parts
             message = delivery.message
-            assert isinstance(message, Pulled), "a question for numbers is answered with numbers"
+            assert isinstance(message, Pulled), "a request for numbers is answered with numbers"
             numbers.extend(message.versions)
 
         self.wait(self._request(build, on_answer))
         return numbers
 
     def export(self) -> State:
-        """Return the whole state at this worker's clock, for snapshots.
+        """Return the whole state of the table at this worker's clock, for snapshots.
 
-        Cost: all of it travels to this worker, and is in its memory twice.
+        Cost: the whole state is sent to this worker, and needs its size in memory twice.
 
         Raises:
             CommError: A server refuses.
@@ -182,7 +182,7 @@ class Table:
         self._customer.wait(timestamp, timeout_s)
 
     def is_done(self, timestamp: int) -> bool:
-        """Whether a request is answered in full; never waits."""
+        """Whether a request is answered in full, or has failed; does not block."""
         return self._customer.is_done(timestamp)
 
     @property
@@ -202,7 +202,7 @@ class Table:
         priority: int = 0,
         is_write: bool = False,
     ) -> int:
-        """Send a request to shards, all when None; the first one waits until all have joined."""
+        """Send a request to shards, all when None; the first waits for all nodes to join."""
         customer = self._customer
         postoffice = customer.postoffice
         postoffice.ensure_joined()
@@ -228,7 +228,7 @@ class Table:
         priority: int,
         lr: float | None = None,
     ) -> int:
-        """Push to all shards; the clock is over once the request is made, not when it fails."""
+        """Push to all shards; begin the next clock once the request is made, unless that raises."""
         clock, key = self.clock, self.task
 
         def message(parts: tuple[int, ...]) -> tuple[Push, Sequence[memoryview]]:

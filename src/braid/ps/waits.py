@@ -1,11 +1,11 @@
-"""Spans of waits, by which the launcher reports whose answer is missing while a run stands still.
+"""Spans of waits, with which the launcher reports the rank that blocks a stalled run.
 
     rank 3   pull(table 'w', asked of rank 1) ────────────────────────────
     rank 1   hold(worker 0 waits at clock 3 for ..., asked of rank 4) ────
 
-A worker asks servers or the scheduler, which hold the request until other nodes have come. So a
-report follows the requests to the rank for which all wait. What has lasted for less than a second
-is not worth a span at the node that holds it.
+A worker sends requests to servers or the scheduler, which hold a request until other nodes have
+sent theirs. A report follows the requests to the rank that all others wait for. A node records a
+span for a request that it holds only after about a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from braid.types import text_digest
 __all__ = ["Awaited", "Waits"]
 
 GROUP = text_digest("parameter server") >> 1
-LOOK_NS = 1_000_000_000  # between two looks at what a node holds
+LOOK_NS = 1_000_000_000  # between two checks of the requests that a node holds
 MAX_TEXT = 200
 
 # the nodes for which requests wait here, lines about them, and a number that grows with progress
@@ -35,19 +35,19 @@ class Waits:
     Args:
         events: Recorder that the launcher reads.
         clock: Clock of the node.
-        ranks: Rank of each node; nothing is recorded about others.
+        ranks: Rank of each node; other nodes are not recorded.
     """
 
     def __init__(self, events: Recorder, clock: Clock, ranks: Mapping[str, int]) -> None:
         self._events, self._clock, self._ranks = events, clock, ranks
         self._lives: dict[int, int] = {}
-        self._replaced: set[str] = set()  # nodes whose process is not their first, of another rank
+        self._replaced: set[str] = set()  # nodes with a later process, which has another rank
         self._held: tuple[frozenset[str], int] | None = None
         self._span: Span | None = None
         self._due_ns = 0
 
     def note_lives(self, lives: Mapping[int, int]) -> None:
-        """Note which process is each worker; the rank of a later one is unknown."""
+        """Record the process of each worker; the rank of a later process is unknown."""
         for worker, life in lives.items():
             if self._lives.setdefault(worker, life) != life:
                 self._replaced.add(f"worker:{worker}")
@@ -69,12 +69,12 @@ class Waits:
         return self._events.span(
             f"{what}, asked of {ranks})",
             group=GROUP,
-            seq=max(2, number),  # the first one of a group would be given more time
+            seq=max(2, number),  # hang reports give the first operation of a group more time
             site=self._events.site(),
         )
 
     def hold(self, awaited: Callable[[], Awaited]) -> None:
-        """Look for what requests wait for here, once a second."""
+        """Record once a second which nodes the requests held here wait for."""
         if not self._ranks:
             return
         now_ns = self._clock.now_ns()

@@ -1,7 +1,7 @@
 """Key-value programs as in PS-Lite, on braid's own post office; see README.md.
 
 Workers push and pull values by keys, servers answer with handles of the program, and any node can
-send any other a note.
+send a note to any other node.
 """
 
 from __future__ import annotations

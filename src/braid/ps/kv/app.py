@@ -1,11 +1,11 @@
-"""Parts of a program that ask each other: what key-value programs and simple ones have in common.
+"""Apps send requests to each other: the common base of key-value apps and simple apps.
 
-    asks       Customer ── KVRequest(app, customer, timestamp, seen, part) ──> node of each part
-    answers    Executed says what is new ──> queue ──> handle, one at a time, in order of arrival
+    requests   Customer ── KVRequest(app, customer, timestamp, seen, part) ──> node of each part
+    answers    Executed drops repetitions ──> queue ──> handle, one at a time, in order of arrival
 
-Handles and callbacks run in the node's thread, or in one that waits, without the lock: they may
-wait for requests. A callback runs when its request is complete, so that it may wait for that one,
-too. Outside of callbacks, `wait` also waits for the callback.
+Handles and callbacks run in the node's thread, or in a waiting thread, without the lock: they may
+wait for requests. A callback runs when its request is complete, so it may also wait for that
+request. Outside of callbacks, `wait` also waits for the callback.
 
 Source: PS-Lite's SimpleApp and Customer. There, a callback that waits for its own request never
 returns, and `Wait` has no deadline.
@@ -55,16 +55,16 @@ OnAnswer: TypeAlias = Callable[[int, Delivery], None]
 
 
 class App(ABC):
-    """A part of a program on one node, known by a number; on workers, by that of a customer, too.
+    """A component of a program on one node, with a number; on workers also with a customer number.
 
     Args:
         node: Node of the process.
-        app_id: Number of the part, the same on all nodes.
-        customer_id: Number among the parts of a worker's process with this `app_id`, so that each
-            thread can have its own.
+        app_id: Number of the app, the same on all nodes.
+        customer_id: Number among the apps of a worker's process with this `app_id`, so that each
+            thread can have one.
 
     Raises:
-        ConfigError: The numbers are taken, or negative.
+        ConfigError: The numbers are in use, or negative.
     """
 
     def __init__(self, node: KVNode, app_id: int = 0, customer_id: int = 0) -> None:
@@ -79,29 +79,29 @@ class App(ABC):
         node.register(self)
 
     def is_ready_for(self, message: KVRequest) -> bool:
-        """Whether a request can be executed now; it waits a while otherwise."""
+        """Whether a request can be executed now; otherwise it is parked for `unknown_s` seconds."""
         del message
         return True
 
     @property
     def customer(self) -> Customer:
-        """Requests of this part."""
+        """Customer that sends the requests of this app."""
         return self._customer
 
-    # -- asking
+    # -- requests
 
     def wait(self, timestamp: int, timeout_s: float | None = None) -> None:
-        """Wait until a request is answered by all, and its callback has run.
+        """Wait until all nodes have answered a request, and its callback has run.
 
         Args:
             timestamp: Number of the request.
             timeout_s: Deadline; 300 s when None.
 
         Raises:
-            ConfigError: There is no such request.
-            CommError: A node refused the request; says why.
-            PeerLostError: A node that must answer is lost; names it.
-            CommTimeout: Some have not answered by the deadline; names them.
+            ConfigError: The request does not exist.
+            CommError: A node refused the request, or the callback failed.
+            PeerLostError: A node that must answer is lost; the error names it.
+            CommTimeout: Some nodes have not answered by the deadline; the error names them.
         """
         if not 0 <= timestamp < self._customer.next_timestamp:
             msg = (
@@ -129,7 +129,7 @@ class App(ABC):
     def wait_all(self, timeout_s: float | None = None) -> None:
         """Wait for all requests; see `wait`."""
         self._customer.wait_all(timeout_s)
-        for timestamp in [each for each, count in list(self._pending.items()) if count]:
+        for timestamp in [number for number, count in list(self._pending.items()) if count]:
             self.wait(timestamp, timeout_s)
         for timestamp in list(self._failures):
             raise self._failures.pop(timestamp)
@@ -144,7 +144,7 @@ class App(ABC):
         memory: Callable[[int], list[memoryview]] | None = None,
         priority: int = 0,
     ) -> int:
-        """Send a request to a node for each part; returns its timestamp."""
+        """Send a request with one part for each node; return its timestamp."""
 
         def header(parts: tuple[int, ...]) -> KVRequest:
             (part,) = parts  # each node has one
@@ -160,7 +160,7 @@ class App(ABC):
             try:
                 if on_answer is not None:
                     on_answer(parts[0], delivery)
-            except Exception as exc:  # noqa: BLE001 - raised again in wait; the node lives on
+            except Exception as exc:  # noqa: BLE001 - raised again in wait; the node continues
                 failure = CommError(f"answer of {delivery.sender}: {exc}")
                 failure.__cause__ = exc
                 self._failures[timestamp] = failure
@@ -184,7 +184,7 @@ class App(ABC):
         return timestamp
 
     def _call_back(self, timestamp: int, callback: Callable[[], object]) -> None:
-        """Let a function of the program run; `wait` waits for it, too. With the lock held."""
+        """Schedule a function of the program; `wait` also waits for it. Called with the lock."""
         self._pending[timestamp] += 1
         self._postoffice.call_soon(partial(self._run, timestamp, callback))
 
@@ -201,10 +201,10 @@ class App(ABC):
                 if self._pending[timestamp] <= 0:
                     del self._pending[timestamp]
 
-    # -- answering
+    # -- answers
 
     def receive(self, delivery: Delivery) -> None:
-        """Take in a request of another node, once; the node calls this with the lock held."""
+        """Queue a new request of another node; the node calls this with the lock held."""
         message = delivery.message
         assert isinstance(message, KVRequest), "apps handle requests"
         stream = RequestStream(delivery.sender, delivery.incarnation, message.app, message.customer)
@@ -225,13 +225,13 @@ class App(ABC):
 
     @abstractmethod
     def _execute(self, delivery: Delivery, ticket: Ticket) -> None:
-        """Execute a request; its answer comes now or later, by `_reply`."""
+        """Execute a request; answer it with `_reply`, now or later."""
 
     def _carry_out(self, delivery: Delivery, ticket: Ticket) -> None:
         try:
             with self._node.in_handle():
                 self._execute(delivery, ticket)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the asker must hear of it
+        except Exception as exc:  # noqa: BLE001 - the sender must receive any error
             text = str(exc) if isinstance(exc, BraidError) else f"{type(exc).__name__}: {exc}"
             try:
                 self._reply(ticket, RequestRefused(text))
@@ -239,7 +239,7 @@ class App(ABC):
                 LOG.warning("request of %s failed after its answer: %s", ticket.node, text)
 
     def _work(self) -> None:
-        """Execute the requests that have come, unless another thread does."""
+        """Execute the queued requests, unless another thread does so already."""
         with self._postoffice.lock:
             if self._is_working:
                 return
@@ -257,10 +257,10 @@ class App(ABC):
             raise
 
     def _reply(self, ticket: Ticket, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """Answer a request; the answer is kept until the asker has seen it.
+        """Answer a request; keep the answer until the sender confirms it.
 
         Raises:
-            ConfigError: It was answered before.
+            ConfigError: The request was answered before.
         """
         executed = self._node.executed
         with self._postoffice.lock:
@@ -275,7 +275,7 @@ class App(ABC):
                 self._send(ticket, refused, ())
 
     def _ask_again(self, ticket: Ticket) -> None:
-        """Let the asker send a request once more, in another way."""
+        """Ask the sender to build a request again and send it."""
         with self._postoffice.lock:
             self._node.executed.cancel(ticket.stream, ticket.timestamp)
             self._send(ticket, Repeat((ticket.part,)), ())

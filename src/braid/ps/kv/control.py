@@ -1,4 +1,4 @@
-"""Barriers and departures: requests of nodes to the scheduler, answered once each."""
+"""Barriers and departures: requests of nodes to the scheduler."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CONTROL_APP", "Control", "KVScheduler", "Opened"]
 
-CONTROL_APP = -1  # no program can have it
-Opened: TypeAlias = Callable[[str], None]  # called with why a barrier cannot open, or with ""
+CONTROL_APP = -1  # programs cannot use it
+Opened: TypeAlias = Callable[[str], None]  # called with the error of a barrier; "" for success
 
 
 class Control(App):
@@ -33,14 +33,14 @@ class Control(App):
         super().__init__(node, CONTROL_APP)
 
     def enter(self, group: int, number: int) -> int:
-        """Come to a barrier; returns the timestamp to wait for."""
+        """Enter a barrier; return the timestamp to wait for."""
         return self._ask(
-            {0: SCHEDULER}, lambda own: (Enter(**asdict(own), group=group, number=number), ())
+            {0: SCHEDULER}, lambda head: (Enter(**asdict(head), group=group, number=number), ())
         )
 
     def depart(self) -> int:
-        """Inform the scheduler that this node is done; returns the timestamp to wait for."""
-        return self._ask({0: SCHEDULER}, lambda own: (Depart(**asdict(own)), ()))
+        """Report to the scheduler that this node has finished; return the timestamp to wait for."""
+        return self._ask({0: SCHEDULER}, lambda head: (Depart(**asdict(head)), ()))
 
     def _execute(self, delivery: Delivery, ticket: Ticket) -> None:
         del delivery, ticket
@@ -49,7 +49,7 @@ class Control(App):
 
 
 class KVScheduler(Control):
-    """Carries out what `KVMembersState` decides."""
+    """Carries out the decisions of `KVMembersState`."""
 
     def __init__(self, node: KVNode) -> None:
         super().__init__(node)
@@ -62,7 +62,7 @@ class KVScheduler(Control):
         )
 
     def enter_here(self, group: int, number: int, opened: Opened) -> None:
-        """Let the scheduler itself come to a barrier."""
+        """Enter a barrier as the scheduler."""
         with self._postoffice.lock:
             self._act(self.state.enters(SCHEDULER, number, group, opened))
 
@@ -104,13 +104,13 @@ class KVScheduler(Control):
         self._act(self.state.loses(node, self._postoffice.losses[node].reason))
 
     def _publish_losses(self) -> None:
-        """Repeat what nodes may not have received, on links that lose messages."""
+        """Publish the lost nodes again, on links that lose messages."""
         if self.state.directory is not None and self.state.lost:
             self._postoffice.publish(self.state.directory)
 
     def _act(self, instructions: Sequence[KVInstruction]) -> None:
-        for each in instructions:
-            match each:
+        for instruction in instructions:
+            match instruction:
                 case PublishDirectory(directory):
                     self._postoffice.publish(directory)
                 case ReleaseNodes(tickets):

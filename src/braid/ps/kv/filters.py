@@ -1,16 +1,16 @@
 """Filters make requests smaller: fewer keys, fewer bits, fewer values, fewer bytes.
 
     kv.push(keys, grads, filters=[TopK(0.01), FixedPoint(8), Compression(), cache])
-    kv.pull(keys, out, filters=[FixedPoint(16)])           what the server answers is encoded
+    kv.pull(keys, out, filters=[FixedPoint(16)])           encodes the answers of servers
 
-Filters apply in their order. `KeyCache` and `TopK` remember things, so one object serves one
-worker, for all of its requests; each counts the bytes that it saves.
+Filters apply in their order. `KeyCache` and `TopK` have state: use one object for all requests of
+one worker. Each filter counts the bytes that it saves.
 
     filter         pushes    pulls    loses
-    KeyCache       keys      keys     nothing: a server that has lost the keys asks for them
+    KeyCache       keys      keys     nothing: a server without the keys requests them
     Compression    all       vals     nothing
-    FixedPoint     vals      vals     up to one step of max|v| / 127 (8 bits); right on average
-    TopK           vals      -        nothing in the long run: what is left out is added later
+    FixedPoint     vals      vals     up to one step of max|v| / 127 (8 bits); unbiased
+    TopK           vals      -        nothing in the long run: the rest is added to later pushes
 
 Source: M. Li et al., Parameter Server, OSDI 2014, section 3.5 (user-defined filters: key caching,
 compression, fixing floats); F. Seide et al., 1-bit SGD, Interspeech 2014 (error feedback).
@@ -38,15 +38,15 @@ _Place: TypeAlias = tuple[int, bytes, int]  # server, digest of the keys, number
 
 
 def digest_of(keys: torch.Tensor) -> bytes:
-    """Return 16 bytes that stand for keys."""
+    """Return a 16-byte hash of keys."""
     return hashlib.blake2b(bytes_of(keys), digest_size=DIGEST_BYTES).digest()
 
 
 class Filter(ABC):  # noqa: B024 - each method has a default
-    """Encodes what a request carries to one server.
+    """Encodes the tensors of a request to one server.
 
     Attributes:
-        saved_bytes: Bytes that were not sent, as far as is known; decoded answers count, too.
+        saved_bytes: Number of bytes that were not sent, including those of decoded answers.
     """
 
     head: type[Head] | None = None
@@ -55,7 +55,7 @@ class Filter(ABC):  # noqa: B024 - each method has a default
         self.saved_bytes = 0
 
     def encode(self, parcel: Parcel, server: int) -> None:
-        """Encode a parcel in place, and count what that saves."""
+        """Encode a parcel in place, and count the saved bytes."""
         before = parcel.nbytes
         self._encode(parcel, server)
         self.saved_bytes += before - parcel.nbytes
@@ -63,19 +63,19 @@ class Filter(ABC):  # noqa: B024 - each method has a default
     def _encode(self, parcel: Parcel, server: int) -> None:
         del parcel, server
 
-    def keep(self) -> None:  # noqa: B027 - most filters remember nothing
-        """Keep what `encode` has remembered: the request is under way."""
+    def keep(self) -> None:  # noqa: B027 - most filters have no state
+        """Commit the state changes of `encode`: the request was sent."""
 
     def undo(self) -> None:  # noqa: B027
-        """Forget what `encode` has remembered since the last `keep`: nothing was sent."""
+        """Roll back the state changes of `encode` since the last `keep`: nothing was sent."""
 
     def coding(self) -> Coding | None:
-        """Return how answers are to be encoded; None if this filter is for requests only."""
+        """Return the encoding for answers; None if this filter is for requests only."""
         return None
 
 
 class Compression(Filter):
-    """Compresses the bytes of all tensors, where that makes them fewer.
+    """Compresses the bytes of each tensor if that makes it smaller.
 
     Args:
         level: 1 (fast) to 9.
@@ -88,7 +88,7 @@ class Compression(Filter):
     def __init__(self, level: int = 1) -> None:
         super().__init__()
         if not 1 <= level <= 9:
-            msg = f"a level of compression is 1 to 9, got {level}"
+            msg = f"a compression level must be 1 to 9, got {level}"
             raise ConfigError(msg)
         self._level = level
 
@@ -106,13 +106,13 @@ class Compression(Filter):
 
 
 class FixedPoint(Filter):
-    """Rounds floating-point values to multiples of a scale, at random, so that the mean is right.
+    """Rounds floating-point values stochastically to multiples of a scale, without bias.
 
     Args:
         bits: 8 or 16.
         seed: Seed of the rounding.
 
-    Other values than floating-point ones stay as they are.
+    Values that are not floating-point are not changed.
 
     Source: M. Li et al., OSDI 2014, section 5.1 (fixing-float filter); S. Gupta et al., ICML 2015
     (stochastic rounding).
@@ -123,7 +123,7 @@ class FixedPoint(Filter):
     def __init__(self, bits: int = 8, seed: int = 0) -> None:
         super().__init__()
         if bits not in {8, 16}:
-            msg = f"fixed point has 8 or 16 bits, got {bits}"
+            msg = f"FixedPoint needs 8 or 16 bits, got {bits}"
             raise ConfigError(msg)
         self._bits, self._seed = bits, seed
         self._dtype = torch.int8 if bits == 8 else torch.int16
@@ -148,12 +148,12 @@ class FixedPoint(Filter):
 
 
 class TopK(Filter):
-    """Pushes the largest values only, and adds the others to the next push of the same keys.
+    """Pushes only the largest values, and adds the others to the next push of the same keys.
 
     Args:
-        fraction: Share of the values to push, above 0 and up to 1.
+        fraction: Fraction of the values to push, above 0 and up to 1.
 
-    Memory: as much as the values, for each set of keys that is pushed.
+    Memory: the size of the values, for each set of keys that is pushed.
 
     Source: A. Aji and K. Heafield, EMNLP 2017; error feedback: F. Seide et al., Interspeech 2014.
     """
@@ -163,7 +163,7 @@ class TopK(Filter):
     def __init__(self, fraction: float) -> None:
         super().__init__()
         if not 0 < fraction <= 1:
-            msg = f"a fraction of the values is above 0 and up to 1, got {fraction}"
+            msg = f"TopK: fraction must be above 0 and at most 1, got {fraction}"
             raise ConfigError(msg)
         self._fraction = fraction
         self._residuals: dict[_Place, torch.Tensor] = {}
@@ -201,11 +201,11 @@ class TopK(Filter):
 
 
 class KeyCache(Filter):
-    """Replaces keys by their digest where the server has them from an earlier request.
+    """Replaces keys by their digest if the server has them from an earlier request.
 
     Args:
-        capacity: Number of sets of keys that this worker believes each server to have. A server
-            that has forgotten one asks for it.
+        capacity: Number of key sets that this worker assumes each server to have. A server that has
+            dropped one requests the keys.
 
     Source: M. Li et al., OSDI 2014, section 3.5 (key caching).
     """
@@ -218,7 +218,7 @@ class KeyCache(Filter):
     def _encode(self, parcel: Parcel, server: int) -> None:
         keys = parcel.tensors["keys"]
         if keys.dtype != torch.uint64:
-            msg = "KeyCache needs the keys as they are: put it before Compression"
+            msg = "KeyCache needs keys that are not encoded: put it before Compression"
             raise ConfigError(msg)
         parcel.digest = digest_of(keys)
         known = self._known[server]
@@ -232,16 +232,16 @@ class KeyCache(Filter):
             known.popitem(last=False)
 
     def was_missed(self, parcel: Parcel) -> None:
-        """Count no savings for keys that the server did not have."""
+        """Subtract the savings for keys that the server did not have."""
         if parcel.keys is not None:
             self.saved_bytes -= parcel.keys.nbytes
 
 
 def filter_of(coding: Coding, timestamp: int) -> Filter:
-    """Return the filter of the answer to a request, which rounds otherwise for each.
+    """Return the filter for the answer to a request; its rounding depends on the timestamp.
 
     Raises:
-        ConfigError: There is no such filter.
+        ConfigError: The parameters of the encoding are out of range.
     """
     if coding.bits:
         return FixedPoint(coding.bits, (coding.seed + timestamp) % (1 << 63))

@@ -1,11 +1,11 @@
-"""Numbers of nodes and groups, and the ranges of keys of servers, as PS-Lite has them.
+"""Numbers of nodes and groups, and the key ranges of servers, as in PS-Lite.
 
     scheduler  id 1      group 1
     server i   id 8+2i   group 2
     worker i   id 9+2i   group 4          groups are added: servers and workers are group 6
 
-Server i of n has the keys from i * 2^64 / n to (i + 1) * 2^64 / n. PS-Lite divides 2^64 - 1, and
-leaves out what remains, so that the last keys belong to nobody.
+Server i of n has the keys from i * 2^64 / n to (i + 1) * 2^64 / n. PS-Lite divides 2^64 - 1 and
+drops the remainder, so that the last keys belong to no server.
 
 Source: PS-Lite, `include/ps/base.h` and `Postoffice::GetServerKeyRanges`.
 """
@@ -45,10 +45,10 @@ def id_of(node: str) -> int:
 
 
 def node_of(number: int) -> str:
-    """Return the name of the node of a number.
+    """Return the name of the node with a number.
 
     Raises:
-        ConfigError: No node can have the number.
+        ConfigError: The number is not a valid node number.
     """
     if number == SCHEDULER_GROUP:
         return SCHEDULER
@@ -60,10 +60,10 @@ def node_of(number: int) -> str:
 
 
 def members_of(group: int, num_servers: int, num_workers: int) -> list[str]:
-    """Return the nodes of a group, or the node of a number.
+    """Return the nodes of a group, or the node with a number.
 
     Raises:
-        ConfigError: There is no such group or node.
+        ConfigError: The group or node does not exist.
     """
     servers = [server_node(number) for number in range(num_servers)]
     workers = [worker_node(number) for number in range(num_workers)]
@@ -81,6 +81,6 @@ def members_of(group: int, num_servers: int, num_workers: int) -> list[str]:
 
 
 def key_ranges(num_servers: int) -> list[tuple[int, int]]:
-    """Return the first key of each server, and the one after its last."""
+    """Return the first key of each server, and the key after its last one."""
     bounds = [place * NUM_KEYS // num_servers for place in range(num_servers + 1)]
     return list(pairwise(bounds))

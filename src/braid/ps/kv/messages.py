@@ -1,4 +1,4 @@
-"""The messages of key-value programs; keys and values travel as buffers beside them."""
+"""The messages of key-value programs; keys and values are sent as separate buffers."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ __all__ = [
 
 
 class KVRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """First fields of all requests that are executed once.
+    """Common first fields of requests that are executed once.
 
     Attributes:
-        app: Number of the program's part that asks, and of the one that answers.
-        customer: Number among the asking parts of one process.
-        timestamp: Number of the request, which counts up for each customer.
-        seen: All requests of the customer below this one are answered, or given up.
+        app: Number of the app that sends the request, and of the app that answers it.
+        customer: Number of the customer in the sender's process.
+        timestamp: Number of the request, consecutive for each customer.
+        seen: Timestamp below which all requests of the customer are answered or cancelled.
         part: Number of the receiver in the request, which its answer repeats.
     """
 
@@ -59,25 +59,25 @@ class KVRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Note(KVRequest, tag="kv.note", frozen=True, kw_only=True):
-    """A request of a number and a text."""
+    """A request with a number and a text."""
 
     head: int
     body: str
 
 
 class Enter(KVRequest, tag="kv.enter", frozen=True, kw_only=True):
-    """A node comes to the barrier of a group, of which each number has one of its own."""
+    """A node enters a barrier of a group; barriers with different numbers are independent."""
 
     group: int
     number: int
 
 
 class Depart(KVRequest, tag="kv.depart", frozen=True, kw_only=True):
-    """A node is done."""
+    """A node has finished."""
 
 
 class Compressed(msgspec.Struct, tag="compressed", frozen=True):
-    """A tensor travels as compressed bytes; its name, dtype and number of elements."""
+    """Encoding of a tensor as compressed bytes: its name, dtype and number of elements."""
 
     name: str
     dtype: str
@@ -85,14 +85,14 @@ class Compressed(msgspec.Struct, tag="compressed", frozen=True):
 
 
 class FixedPointed(msgspec.Struct, tag="fixed_point", frozen=True):
-    """Values travel as integers that are multiples of a scale; dtype of the values."""
+    """Encoding of values as integer multiples of a scale, with the dtype of the values."""
 
     scale: float
     dtype: str
 
 
 class Sparsified(msgspec.Struct, tag="sparsified", frozen=True):
-    """Only some values travel, with their places; number of all values."""
+    """Encoding that sends only some values, with their places; `numel` counts all values."""
 
     numel: int
 
@@ -101,7 +101,7 @@ Head: TypeAlias = Compressed | FixedPointed | Sparsified
 
 
 class Coding(msgspec.Struct, frozen=True):
-    """A filter of answers that the asker wants.
+    """An encoding that the sender of a request wants for the answers.
 
     Attributes:
         bits: Bits of a fixed-point number; 0 for compression.
@@ -122,11 +122,11 @@ class Transfer(KVRequest, tag="kv.transfer", frozen=True, kw_only=True):
         push: Whether there are values.
         pull: Whether the answer has values.
         ranged: Whether all keys lie in the receiver's range.
-        digest: Digest of the keys if they are to be remembered, or are left out.
+        digest: Digest of the keys, if the server must cache them or has them cached.
         heads: Encodings of the tensors, in the order in which they were applied.
         names: Names of the tensors.
         specs: Shapes and dtypes of the tensors.
-        codings: Encodings that the answer shall have.
+        codings: Encodings for the answer.
     """
 
     cmd: int

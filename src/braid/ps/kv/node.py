@@ -10,12 +10,12 @@
 
 At the end of the block each node waits for all others.
 
-    van ──> Postoffice ──> KVRequest: the app of its number    ──> its handle
-                     └───> answers: the Customer that has asked ──> callback, wait
-                     └───> Here: who is here, who is lost
+    van ──> Postoffice ──> KVRequest: the app with its number   ──> its handle
+                     └───> answers: the Customer of the request ──> callback, wait
+                     └───> Here: the directory of live and lost nodes
 
-One thread of the node receives and runs handles, so that servers serve and callbacks run whatever
-the program does. Threads that wait receive, too, when that one is busy.
+One thread of the node receives messages and runs handles, so that servers serve and callbacks run
+independently of the program. Waiting threads also receive when that thread is busy.
 
 Source: PS-Lite's Postoffice.
 """
@@ -54,7 +54,7 @@ from braid.runtime.wire import Buffer
 
 __all__ = ["KVNode", "join"]
 
-FAREWELL_S = 10.0  # for which the scheduler waits until all links are closed
+FAREWELL_S = 10.0  # time that the scheduler waits for all links to close
 
 
 class KVNode(BaseNode):
@@ -66,12 +66,12 @@ class KVNode(BaseNode):
         number: Number of this server, or of this worker.
         counts: Number of servers and of workers.
         scheduler: Address of the scheduler; empty for itself.
-        resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
+        resend_s: Seconds after which unanswered messages are sent again, on links that lose some.
         unknown_s: Seconds for which a request waits for an app that does not exist yet.
 
     Attributes:
-        executed: Requests of other nodes.
-        lost: Lost nodes, with the reason.
+        executed: Received requests of other nodes.
+        lost: Reason of the loss of each lost node.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class KVNode(BaseNode):
         self._control = KVScheduler(self) if role == SCHEDULER else Control(self)
         self.postoffice.receive_into(Transferred)
 
-    # -- who is who
+    # -- numbers of nodes
 
     @property
     def id(self) -> int:
-        """Number of this node among all: 1, 8, 10, ... for servers, 9, 11, ... for workers."""
+        """Number of this node: scheduler 1, servers 8, 10, ..., workers 9, 11, ..."""
         return id_of(self.name)
 
     def ids(self, group: int) -> list[int]:
@@ -117,16 +117,16 @@ class KVNode(BaseNode):
         return [id_of(node) for node in members_of(group, self.num_servers, self.num_workers)]
 
     def server_key_ranges(self) -> list[tuple[int, int]]:
-        """Return the first key of each server, and the one after its last."""
+        """Return the first key of each server, and the key after its last one."""
         return key_ranges(self.num_servers)
 
     def dead_nodes(self, since_s: float = 0.0) -> list[int]:
-        """Return the numbers of nodes that have been lost for so many seconds."""
+        """Return the numbers of nodes that have been lost for at least `since_s` seconds."""
         before_ns = self.postoffice.van.clock.now_ns() - round(since_s * 1e9)
         return sorted(id_of(node) for node, at in self._lost_ns.items() if at <= before_ns)
 
     def losses(self) -> str:
-        """Return who is lost, as text."""
+        """Return the lost nodes with their reasons as text."""
         return "; ".join(f"{node} is lost: {reason}" for node, reason in sorted(self.lost.items()))
 
     # -- life
@@ -140,8 +140,8 @@ class KVNode(BaseNode):
         """Join, start the node's thread, and wait until all nodes have joined.
 
         Raises:
-            CommTimeout: Some have not come; the scheduler's error names them.
-            CommError: The run has no place for this node.
+            CommTimeout: Some nodes have not joined; the scheduler's error names them.
+            PeerLostError: The scheduler has refused this node, or is lost.
             RendezvousError: The scheduler cannot be reached.
         """
         self.begin()
@@ -156,26 +156,25 @@ class KVNode(BaseNode):
 
     @property
     def is_member(self) -> bool:
-        """Whether all nodes have joined, as far as this one knows."""
+        """Whether all nodes have joined, as far as this node knows."""
         return self.postoffice.directory is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether all others have departed, for the scheduler."""
+        """Whether all other nodes have finished or are lost; False except on the scheduler."""
         return isinstance(self._control, KVScheduler) and self._control.state.is_over
 
     def barrier(self, group: int = ALL, number: int = 0, timeout_s: float | None = None) -> None:
-        """Wait until all nodes of a group have come.
+        """Wait until all nodes of a group have entered the barrier.
 
         Args:
             group: Sum of groups, which contains this node.
-            number: Number of the barrier; those of different numbers have nothing to do with each
-                other.
-            timeout_s: Deadline; 300 s when None.
+            number: Number of the barrier; barriers with different numbers are independent.
+            timeout_s: Deadline in seconds; 300 s when None.
 
         Raises:
-            CommError: A member is lost or has left, and is named; or this node is no member.
-            CommTimeout: Some have not come.
+            CommError: A member is lost or has left, or this node is not a member of the group.
+            CommTimeout: Some nodes have not entered the barrier.
         """
         if not isinstance(self._control, KVScheduler):
             self._control.wait(self._control.enter(group, number), timeout_s)
@@ -194,7 +193,7 @@ class KVNode(BaseNode):
 
         Raises:
             CommError: A request has failed, or a node is lost.
-            CommTimeout: Some nodes did not come.
+            CommTimeout: Some nodes did not enter the final barrier.
         """
         if self._is_closed:
             return
@@ -217,7 +216,7 @@ class KVNode(BaseNode):
                 app.wait_all(timeout_s)
 
     def abort(self, reason: str = "") -> None:
-        """Leave immediately; other nodes lose this one without the reason. Idempotent."""
+        """Leave immediately; other nodes see a loss without the reason. Idempotent."""
         del reason
         self._is_closed = self._is_closing = True
         self.postoffice.close(0.5)
@@ -235,10 +234,10 @@ class KVNode(BaseNode):
     # -- for apps
 
     def register(self, app: App) -> None:
-        """Let an app get the requests for its number.
+        """Register an app for the requests with its number.
 
         Raises:
-            ConfigError: Another app has the number, or it cannot be used.
+            ConfigError: Another app has the number, or a number is negative.
         """
         place = self._place(app.app_id, app.customer_id)
         is_control = app.app_id == CONTROL_APP and not self._apps
@@ -254,7 +253,7 @@ class KVNode(BaseNode):
         self.dispatch_parked()
 
     def dispatch_parked(self) -> None:
-        """Pass on requests that waited for an app, or for its handle."""
+        """Dispatch parked requests again, after a new app or handle."""
         with self.postoffice.lock:
             parked, self._parked = self._parked, []
             for due_ns, delivery in parked:
@@ -262,7 +261,7 @@ class KVNode(BaseNode):
 
     @contextlib.contextmanager
     def in_handle(self) -> Iterator[None]:
-        """Mark that a handle or callback of the program runs in this thread."""
+        """Mark that this thread runs a handle or callback of the program, inside this context."""
         depth = getattr(self._in_handle, "depth", 0)
         self._in_handle.depth = depth + 1
         try:
@@ -297,17 +296,17 @@ class KVNode(BaseNode):
         return any(due_ns <= now_ns for due_ns, _ in self._parked)
 
     def refuse_overdue(self) -> None:
-        """Refuse requests for apps that have not come in time."""
+        """Refuse parked requests for apps or handles that were not registered in time."""
         with self.postoffice.lock:
             now_ns = self.postoffice.van.clock.now_ns()
             late = [delivery for due_ns, delivery in self._parked if due_ns <= now_ns]
-            self._parked = [each for each in self._parked if each[0] > now_ns]
+            self._parked = [parked for parked in self._parked if parked[0] > now_ns]
             known = sorted(place for place in self._apps if place[0] != CONTROL_APP)
             for delivery in late:
                 message = delivery.message
                 assert isinstance(message, KVRequest), "only requests are parked"
                 customer = f" for customer {message.customer}" if self.is_worker else ""
-                apps = ", ".join(str(each if self.is_worker else each[0]) for each in known)
+                apps = ", ".join(str(place if self.is_worker else place[0]) for place in known)
                 text = f"{self.name} has no app {message.app}{customer}; it has {apps or 'none'}"
                 if self._place(message.app, message.customer) in self._apps:
                     text = (
@@ -317,7 +316,7 @@ class KVNode(BaseNode):
                 self.postoffice.send(delivery.sender, RequestRefused(text), answers=delivery.id)
 
     def _note_lost(self, directory: Directory) -> None:
-        """Note the lost nodes of a directory; requests to them fail."""
+        """Record the lost nodes of a directory; requests to them fail."""
         now_ns = self.postoffice.van.clock.now_ns()
         self.lost = directory.lost_nodes
         self._lost_ns = {node: self._lost_ns.get(node, now_ns) for node in self.lost}
@@ -325,7 +324,7 @@ class KVNode(BaseNode):
             self.postoffice.drop_link(node)
 
     def _lose(self, node: str) -> None:
-        """Act on a broken link: workers call servers again, if the scheduler sees those alive."""
+        """Handle a broken link: only a worker reconnects, and only to servers."""
         loss = self.postoffice.losses[node]
         if not self.is_worker or loss.orderly or not node.startswith("server"):
             self.postoffice.drop_link(node)
@@ -362,22 +361,22 @@ def join(
     unknown_s: float = 5.0,
     timeout_s: float | None = None,
 ) -> KVNode:
-    """Become a node; a collective.
+    """Join the ranks of a group as scheduler, servers and workers; a collective.
 
     Args:
         group: All ranks: the scheduler, then the servers, then the workers.
         servers: Number of servers.
         address: Address on which nodes listen; one that all ranks can reach when empty.
-        shared_memory: Whether large tensors between processes of one host pass through shared
-            memory; never where `BRAID_PORTABLE` forbids it.
-        resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
-        drop: Share of arriving messages that each node drops, for tests.
+        shared_memory: Whether large tensors between processes of one host are sent through shared
+            memory; `BRAID_PORTABLE` disables it.
+        resend_s: Seconds after which unanswered messages are sent again, on links that lose some.
+        drop: Fraction of arriving messages that each node drops, for tests.
         unknown_s: Seconds for which a request waits for an app that does not exist yet.
-        timeout_s: Deadline of the start.
+        timeout_s: Deadline for all nodes to join, in seconds.
 
     Raises:
-        ConfigError: There is no server or no worker.
-        CommTimeout: Some nodes have not come.
+        ConfigError: The group has no server or no worker.
+        CommTimeout: Some nodes have not joined.
     """
     if JobEnvironment.from_os().replaces >= 0:
         msg = (

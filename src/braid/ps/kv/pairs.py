@@ -1,13 +1,13 @@
-"""Pairs of keys and values: what a push carries, and a pull returns.
+"""Pairs of keys and values, as pushed by workers and returned to pulls.
 
-    keys    [n]    torch.uint64, sorted, each once
-    vals    [m]    any dtype, the values of all keys, one after the other
+    keys    [n]    torch.uint64, sorted and unique
+    vals    [m]    any dtype, the concatenated values of all keys
     lens    [n]    int64, the number of values of each key; None for m / n values each
 
-Keys travel as they are, so nothing copies them. Those who compute with keys use `ids`: int64 in the
-same order, since torch has few operations for uint64.
+Keys are sent without conversion or copy. To compute with keys, use `ids`: int64 in the same order,
+since torch has few operations for uint64.
 
-Source: PS-Lite's KVPairs. Its errors end the process; these name the first mistake.
+Source: PS-Lite's KVPairs. Its errors end the process; these errors name the first mistake.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class KVPairs:
     """Keys with their values.
 
     Args:
-        keys: Keys, sorted and unique: torch.uint64, torch.int64 without negative ones, numpy arrays
-            of these, or numbers.
-        vals: Values; none when left out.
-        lens: Number of values of each key; the same number for each when None.
+        keys: Keys, sorted and unique: torch.uint64, nonnegative torch.int64, numpy arrays of these,
+            or numbers.
+        vals: Values; an empty tensor when None.
+        lens: Number of values of each key; all keys have the same number when None.
 
     Attributes:
         keys: Keys as torch.uint64.
-        vals: Values, in one dim.
-        lens: Numbers of values in int64, or None.
+        vals: Values, one-dimensional.
+        lens: Number of values of each key in int64, or None.
     """
 
     __slots__ = ("_ids", "keys", "lens", "vals")
@@ -72,10 +72,10 @@ class KVPairs:
 
 
 def as_keys(keys: Keys) -> torch.Tensor:
-    """Return keys as torch.uint64; nothing is copied unless they are numbers.
+    """Return keys as torch.uint64; only Python numbers are copied.
 
     Raises:
-        ConfigError: They are no keys.
+        ConfigError: Dtype, shape or a value is not valid for keys.
     """
     if not isinstance(keys, torch.Tensor):
         array = keys if isinstance(keys, np.ndarray) else _array(keys)
@@ -104,10 +104,10 @@ def _array(keys: Iterable[int]) -> np.ndarray:
 
 
 def as_vals(vals: Vals) -> torch.Tensor:
-    """Return values as a contiguous tensor in one dim, on the CPU.
+    """Return values as a contiguous one-dimensional tensor on the CPU.
 
     Raises:
-        ConfigError: They have another shape.
+        ConfigError: The values are not one-dimensional.
     """
     if not isinstance(vals, torch.Tensor):
         vals = torch.as_tensor(vals)
@@ -121,7 +121,7 @@ def as_lens(lens: Lens) -> torch.Tensor | None:
     """Return lengths as int64; None for empty ones, which mean equal lengths.
 
     Raises:
-        ConfigError: They are not integers in one dim.
+        ConfigError: The lengths are not one-dimensional integers.
     """
     if lens is None or not len(lens):
         return None
@@ -138,11 +138,11 @@ def check_pairs(keys: torch.Tensor, num_vals: int | None, lens: torch.Tensor | N
 
     Args:
         keys: Keys, uint64.
-        num_vals: Number of values; None where there are none to compare with.
+        num_vals: Number of values; None to skip the comparison.
         lens: Number of values of each key.
 
     Raises:
-        ConfigError: Says what is wrong, and where.
+        ConfigError: Keys do not ascend, or lengths do not fit; all problems are named.
     """
     problems = []
     array = keys.numpy()
@@ -161,10 +161,10 @@ def check_pairs(keys: torch.Tensor, num_vals: int | None, lens: torch.Tensor | N
         elif num_vals is not None and int(lens.sum()) != num_vals:
             problems.append(f"lens add up to {int(lens.sum())}, and there are {num_vals} vals")
     elif num_vals is not None and (num_vals % len(keys) if len(keys) else num_vals):
-        problems.append(f"{num_vals} vals are no multiple of {len(keys)} keys, without lens")
+        problems.append(f"{num_vals} vals are not a multiple of {len(keys)} keys, without lens")
     raise_all(problems)
 
 
 def offsets(lens: torch.Tensor) -> torch.Tensor:
-    """Return the place of each key's first value, and the number of values; shape [n + 1]."""
+    """Return the index of each key's first value, and the number of values; shape [n + 1]."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)])

@@ -1,9 +1,9 @@
-"""A parcel is what travels of a request or an answer: tensors by name, and how to decode them.
+"""A parcel contains the tensors of a request or an answer by name, and their encodings.
 
-    keys [n] uint64    vals [m]    lens [n] int64    places [k], where only some values travel
+    keys [n] uint64    vals [m]    lens [n] int64    places [k], if only some values are sent
 
-Filters change the tensors one after the other, and each leaves a head. The receiver undoes the
-heads from the last to the first, and trusts no number in them.
+Filters encode the tensors in turn, and each one appends a head. The receiver undoes the heads in
+reverse order, and checks all numbers in them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from braid.types import TensorSpec, dtype_name
 
 __all__ = ["MAX_BYTES", "Parcel"]
 
-MAX_BYTES = 1 << 30  # of one decoded tensor; that of a message, see VanConfig
+MAX_BYTES = 1 << 30  # largest decoded tensor; the same as VanConfig's largest message
 
 
 @dataclass(slots=True)
@@ -31,8 +31,8 @@ class Parcel:
     Attributes:
         tensors: Tensors by name.
         heads: Encodings, in the order in which they were applied.
-        digest: Digest of the keys, if they are to be remembered.
-        keys: Keys that are left out, since the receiver has them.
+        digest: Digest of the keys, if the receiver must cache them or has them cached.
+        keys: Keys that are not sent, since the receiver has them.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -46,7 +46,7 @@ class Parcel:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def pack(self) -> tuple[list[str], list[TensorSpec], list[memoryview]]:
-        """Return the names and specs for the message, and the buffers to send beside it."""
+        """Return the names and specs for the message, and the buffers to send with it."""
         return [*self.tensors], *as_buffers(list(self.tensors.values()))
 
     @classmethod
@@ -57,10 +57,10 @@ class Parcel:
         buffers: Sequence[memoryview],
         heads: Sequence[Head],
     ) -> Parcel:
-        """Return the parcel that has arrived.
+        """Return the parcel of a received message.
 
         Raises:
-            CommError: It contradicts itself.
+            CommError: Names and specs do not fit each other.
         """
         if len(names) != len(specs) or len({*names}) != len(names):
             msg = f"{len(specs)} tensors with the names {list(names)}"
@@ -71,7 +71,7 @@ class Parcel:
         """Undo all filters.
 
         Args:
-            on_saved: Called with each head, and by how many bytes its filter made the parcel less.
+            on_saved: Called with each head, and the number of bytes that its filter has saved.
 
         Raises:
             CommError: The heads do not fit the tensors.
@@ -81,7 +81,7 @@ class Parcel:
             try:
                 self._undo(head)
             except (KeyError, RuntimeError, ValueError, TypeError, zlib.error) as exc:
-                msg = f"tensors {list(self.tensors)} are not encoded as {head} says: {exc}"
+                msg = f"tensors {list(self.tensors)} are not encoded as in {head}: {exc}"
                 raise CommError(msg) from exc
             if on_saved is not None:
                 on_saved(head, self.nbytes - before)
@@ -104,20 +104,20 @@ class Parcel:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name.
+    """Return the dtype with a name.
 
     Raises:
-        CommError: There is none.
+        CommError: The dtype does not exist.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        msg = f"{name!r} is no dtype"
+        msg = f"{name!r} is not a dtype"
         raise CommError(msg)
     return dtype
 
 
 def compress(name: str, tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, Head]:
-    """Return the compressed bytes of a tensor, and how to undo that."""
+    """Return the compressed bytes of a tensor, and the head with which to decompress them."""
     data = bytearray(zlib.compress(bytes_of(tensor), level))
     dtype = dtype_name(tensor.dtype)
     return torch.frombuffer(data, dtype=torch.uint8), Compressed(name, dtype, tensor.numel())
@@ -148,16 +148,16 @@ def _check_size(numel: int, dtype: torch.dtype) -> int:
 
 
 def refuse_nonfinite(vals: torch.Tensor) -> None:
-    """Raise if a value has no place on a scale.
+    """Check that all values are finite, so that they have a fixed-point form.
 
     Raises:
-        ConfigError: A value is infinite or no number; says where.
+        ConfigError: A value is infinite or nan; the message has its place.
     """
     finite = vals.isfinite()
     if not bool(finite.all()):
         place = int((~finite).nonzero()[0])
         msg = (
-            f"fixed point has no {float(vals[place])}, which is the value at place {place}: check "
-            "the values before the push, or push without the filter"
+            f"FixedPoint cannot encode {float(vals[place])}, the value at place {place}: check the "
+            "values before the push, or push without the filter"
         )
         raise ConfigError(msg)

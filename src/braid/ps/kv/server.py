@@ -1,16 +1,16 @@
-"""`KVServer` answers pushes and pulls by a handle of the program.
+"""`KVServer` answers pushes and pulls with a handle of the program.
 
     server = KVServer(node, app_id=0)
     server.set_request_handle(KVServerDefaultHandle())
 
-    def handle(meta, pairs, server):           # or one of your own
+    def handle(meta, pairs, server):           # or a custom handle
         if meta.push:
             ...                                # pairs.keys, pairs.ids, pairs.vals, pairs.lens
         server.response(meta, KVPairs(pairs.keys, vals) if meta.pull else None)
 
-The handle runs for one request at a time. `response` may come later, and from any thread. A request
-that makes no sense is refused before the handle sees it; one whose handle raises is refused with
-the error's text. The server lives on.
+The handle runs for one request at a time. `response` may be called later, and from any thread. An
+invalid request is refused before the handle is called. If the handle raises, the request is refused
+with the error's text, and the server continues.
 
 Source: PS-Lite's KVServer.
 """
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
 
 __all__ = ["KVMeta", "KVServer", "KVServerDefaultHandle", "RequestHandle"]
 
-NUM_CACHED = 256  # sets of keys that a server remembers for `KeyCache`
+NUM_CACHED = 256  # key sets that a server caches for `KeyCache`
 
 
 @dataclass(frozen=True, slots=True)
 class KVMeta:
-    """Facts about a request beside its pairs.
+    """Properties of a request, in addition to its pairs.
 
     Attributes:
-        cmd: Number that the worker has sent for the handle.
+        cmd: Number that the worker has passed as `cmd`.
         push: Whether the pairs have values.
         pull: Whether the worker waits for values.
         sender: Number of the worker's node.
         timestamp: Number of the request at the worker.
         customer_id: Number of the worker's customer.
         ticket: Address of the answer.
-        codings: Encodings that the answer shall have.
+        codings: Encodings for the answer.
         num_keys: Number of keys.
     """
 
@@ -74,20 +74,20 @@ RequestHandle: TypeAlias = Callable[[KVMeta, KVPairs, "KVServer"], object]
 
 
 class KVServer(SimpleApp):
-    """A server's part of a program with keys.
+    """Answers the pushes and pulls of an app on one server.
 
     Args:
         node: Node of the process, which is a server.
-        app_id: Number of the program's part; workers ask with a `KVWorker` of this number.
-        num_cached: Sets of keys to remember for `KeyCache`.
+        app_id: Number of the app; workers use a `KVWorker` with the same number.
+        num_cached: Number of key sets to cache for `KeyCache`.
 
     Raises:
-        ConfigError: The node is no server, or the number is taken.
+        ConfigError: The node is not a server, or the number is in use.
     """
 
     def __init__(self, node: KVNode, app_id: int = 0, *, num_cached: int = NUM_CACHED) -> None:
         if not node.is_server:
-            msg = f"{node.name} is no server: only servers have a KVServer"
+            msg = f"{node.name} is not a server: only servers have a KVServer"
             raise ConfigError(msg)
         self._kv_handle: RequestHandle | None = None
         self._num_cached = num_cached
@@ -96,12 +96,12 @@ class KVServer(SimpleApp):
         super().__init__(node, app_id)
 
     def set_request_handle(self, handle: RequestHandle) -> None:  # type: ignore[override]
-        """Set the function that answers pushes and pulls, by `response`."""
+        """Set the function that answers pushes and pulls, with `response`."""
         self._kv_handle = handle
         self._node.dispatch_parked()
 
     def is_ready_for(self, message: KVRequest) -> bool:
-        """Whether a request can be executed now: a transfer waits for its handle."""
+        """Whether a request can be executed now: a push or pull needs a handle."""
         return self._kv_handle is not None or not isinstance(message, Transfer)
 
     def set_note_handle(self, handle: Callable[..., object]) -> None:
@@ -112,14 +112,14 @@ class KVServer(SimpleApp):
         """Answer a request.
 
         Args:
-            asked: The request, as the handle got it.
-            pairs: Values for a pull, with lengths if they differ; keys may be left out. They are
-                sent without a copy, perhaps a second time: do not change them any more. Of a note,
-                the text of the answer.
+            asked: The request that the handle was called with.
+            pairs: Values for a pull, with lengths if they differ; keys are optional. They are sent
+                without a copy, perhaps twice: do not change them afterwards. For a note, the text
+                of the answer.
 
         Raises:
-            ConfigError: It was answered before, or has a number of values that cannot be; or a
-                note is answered with pairs, or a request for keys with a text.
+            ConfigError: The request was answered before, the number of values does not fit the
+                keys, a note is answered with pairs, or a push or pull with a text.
         """
         if isinstance(asked, SimpleData):
             super().response(asked, "" if pairs is None else pairs)  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ class KVServer(SimpleApp):
             total = asked.num_keys if lens is None else int(lens.sum())
             count = len(pairs.vals)
             if (count % total if total else count) if lens is None else count != total:
-                msg = f"{count} vals in answer to {asked.num_keys} keys: give each its values"
+                msg = f"{count} vals in answer to {asked.num_keys} keys: return values for each key"
                 raise ConfigError(msg)
             parcel.tensors["vals"] = pairs.vals
             if lens is not None:
@@ -177,10 +177,10 @@ class KVServer(SimpleApp):
         self._kv_handle(meta, pairs, self)
 
     def _pairs(self, message: Transfer, delivery: Delivery) -> KVPairs | None:
-        """Return the keys and values of a request; None if its keys are needed.
+        """Return the keys and values of a request; None if its keys are not cached any more.
 
         Raises:
-            CommError: They make no sense, or do not belong here.
+            CommError: They are invalid, or belong to another server.
         """
         parcel = Parcel.unpack(message.names, message.specs, delivery.buffers, message.heads)
         if not {*message.names} <= {"keys", "vals", "lens", "places"}:
@@ -208,7 +208,7 @@ class KVServer(SimpleApp):
             raise CommError(str(exc)) from exc
         if message.ranged and len(keys):
             first, end = self._range
-            low, high = (int(each) for each in keys.numpy()[[0, -1]])
+            low, high = (int(key) for key in keys.numpy()[[0, -1]])
             if low < first or high >= end:
                 msg = (
                     f"keys {low} to {high} are not in the range of {self._node.name}, "
@@ -219,7 +219,7 @@ class KVServer(SimpleApp):
 
     def _remember(self, digest: bytes, keys: torch.Tensor) -> None:
         if digest != digest_of(keys):
-            msg = "the digest is not that of the keys"
+            msg = "the digest does not fit the keys"
             raise CommError(msg)
         with self._postoffice.lock:
             self._cached[digest] = keys
@@ -229,14 +229,14 @@ class KVServer(SimpleApp):
 
 
 class KVServerDefaultHandle:
-    """Sums what is pushed for each key, and answers pulls with the sums.
+    """Sums the pushed values of each key, and answers pulls with the sums.
 
     Args:
-        length: Number of values that a pull gets for each key before the first push.
-        dtype: Their dtype.
+        length: Number of values per key that a pull returns before the first push.
+        dtype: Dtype of these values.
 
     Attributes:
-        store: The sums.
+        store: The sums by key.
     """
 
     def __init__(self, length: int = 1, dtype: torch.dtype = torch.float32) -> None:
@@ -244,10 +244,10 @@ class KVServerDefaultHandle:
         self._length, self._dtype = length, dtype
 
     def __call__(self, meta: KVMeta, pairs: KVPairs, server: KVServer) -> None:
-        """Handle a request."""
+        """Handle a push, a pull or both."""
         if meta.push and len(pairs):
             if pairs.lens is not None and int(pairs.lens.min()) != int(pairs.lens.max()):
-                msg = "the default handle has values of one length: set a handle of your own"
+                msg = "the default handle needs the same number of values for all keys: set another"
                 raise CommError(msg)
             self.store.add(pairs.ids, pairs.vals.reshape(len(pairs), -1))
         answer = None

@@ -1,4 +1,4 @@
-"""Requests of a number and a text, to any node or group.
+"""Requests with a number and a text, to any node or group.
 
     app = SimpleApp(node, app_id=0)
     app.set_request_handle(lambda asked, app: app.response(asked, "done"))
@@ -30,15 +30,15 @@ __all__ = ["SimpleApp", "SimpleData"]
 
 @dataclass(frozen=True, slots=True)
 class SimpleData:
-    """A request or an answer, as handles get it.
+    """A request or an answer, as passed to handles.
 
     Attributes:
         head: Number of the request.
         body: Text of the request or the answer.
         sender: Number of the node that has sent it.
-        timestamp: Number of the request at the node that asks.
-        customer_id: Number of the customer that asks.
-        ticket: Address of the answer.
+        timestamp: Number of the request at the node that sent the request.
+        customer_id: Number of the customer that sent the request.
+        ticket: Address of the answer; None for an answer.
     """
 
     head: int
@@ -53,7 +53,7 @@ RequestHandle: TypeAlias = Callable[[SimpleData, "SimpleApp"], object]
 
 
 class SimpleApp(App):
-    """A part of a program that sends notes; see `App` for its arguments."""
+    """An app that sends and answers notes; see `App` for its arguments."""
 
     def __init__(self, node: KVNode, app_id: int = 0, customer_id: int = 0) -> None:
         self._note_handle: RequestHandle | None = None
@@ -61,11 +61,11 @@ class SimpleApp(App):
         super().__init__(node, app_id, customer_id)
 
     def set_request_handle(self, handle: RequestHandle) -> None:
-        """Set the function that answers notes, by `response`, at once or later."""
+        """Set the function that answers notes, with `response`, immediately or later."""
         self._note_handle = handle
 
     def set_response_handle(self, handle: RequestHandle) -> None:
-        """Set the function that gets each answer to notes of this app."""
+        """Set the function that is called with each answer to this app's notes."""
         self._response_handle = handle
 
     def request(
@@ -80,24 +80,24 @@ class SimpleApp(App):
         """Send a note.
 
         Args:
-            head: Number that says what is wanted.
-            body: Text.
+            head: Number for the receiver's handle.
+            body: Text for the receiver's handle.
             to: Number of a node, or of a group; see `groups`.
-            callback: Function that runs when all have answered.
+            callback: Function that runs when all nodes have answered.
             priority: Urgency, 0 to 15.
 
         Returns:
             The timestamp to `wait` for.
 
         Raises:
-            ConfigError: There is no such node or group, this node is one of it, or the note is no
-                number with a text.
+            ConfigError: The node or group does not exist or includes this node, `head` is not an
+                int, or `body` is not a string.
         """
         check_type("the head of a note is a whole number", head, int)
         check_type("the body of a note is a text", body, str)
         nodes = members_of(to, self._node.num_servers, self._node.num_workers)
         if self._node.name in nodes:
-            msg = f"{self._node.name} is itself in {to}: a node does not ask itself"
+            msg = f"{self._node.name} is itself in {to}: a node cannot send notes to itself"
             raise ConfigError(msg)
 
         def on_answer(part: int, delivery: Delivery) -> None:
@@ -121,11 +121,11 @@ class SimpleApp(App):
         """Answer a note.
 
         Raises:
-            ConfigError: The note is not one that was received, or was answered before; or the
-                answer is no text.
+            ConfigError: `asked` is not a received note, or was answered before, or the answer is
+                not a string.
         """
         if asked.ticket is None:
-            msg = "this is an answer, and not a request: nobody waits for a response"
+            msg = "this is an answer, and not a request: it cannot be answered"
             raise ConfigError(msg)
         check_type("the answer to a note is a text", body, str)
         self._reply(asked.ticket, NoteReceived((asked.ticket.part,), body))

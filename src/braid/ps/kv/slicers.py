@@ -1,13 +1,14 @@
-"""Slicers divide the keys of a request among servers; a layout says where their values are.
+"""Slicers divide the keys of a request among servers; a layout finds their values.
 
     by_range     each server has a range of keys, of equal size; a slice is a view, and not copied
-    by_hash      the server follows from a hash, for small or consecutive keys
+    by_hash      a hash determines the server, for small or consecutive keys
 
-With ranges, keys below 2^64 / servers all lie on server 0, as in PS-Lite: programs that count keys
-from 0 spread them themselves, or use `by_hash`.
+With ranges, all keys below 2^64 / servers are on server 0, as in PS-Lite: programs that number keys
+from 0 must spread them, or use `by_hash`.
 
-Keys have equal numbers of values, vals[k * i : k * (i + 1)], or offsets say where they are. A range
-of keys has a range of values, which is a view; other places are gathered and scattered.
+The values of key i are vals[k * i : k * (i + 1)] if all keys have k values; otherwise offsets give
+their positions. A range of keys has a range of values, which is a view; other places are gathered
+and scattered.
 
 Source: PS-Lite's DefaultSlicer.
 """
@@ -33,7 +34,7 @@ Slicer: TypeAlias = Callable[[torch.Tensor, int], "dict[int, Places]"]
 
 
 def by_range(keys: torch.Tensor, num_servers: int) -> dict[int, Places]:
-    """Give each server the keys of its range.
+    """Return the keys of each server by equal ranges of keys.
 
     Args:
         keys: Sorted keys, uint64.
@@ -49,7 +50,7 @@ def by_range(keys: torch.Tensor, num_servers: int) -> dict[int, Places]:
 
 
 def by_hash(keys: torch.Tensor, num_servers: int) -> dict[int, Places]:
-    """Spread keys evenly, however they lie; see `by_range`."""
+    """Return the keys of each server by a hash, which spreads them evenly; see `by_range`."""
     servers = shard_of(to_signed(keys), num_servers)
     order = servers.argsort(stable=True)  # stable: the keys of each server stay sorted
     counts = servers.bincount(minlength=num_servers).tolist()
@@ -62,24 +63,25 @@ def by_hash(keys: torch.Tensor, num_servers: int) -> dict[int, Places]:
 
 
 def check_slices(slices: dict[int, Places], num_keys: int, num_servers: int) -> None:
-    """Check what a slicer of the program returns.
+    """Check the result of a program's slicer.
 
     Raises:
-        ConfigError: A key has no server or several, or there is no such server.
+        ConfigError: A key has no server or several servers, a server does not exist, or the places
+            of a server are out of range or do not ascend.
     """
     uses = torch.zeros(num_keys, dtype=torch.int64)
     for server, places in slices.items():
         if not 0 <= server < num_servers:
             msg = f"the slicer sends keys to server {server}, and there are {num_servers}"
             raise ConfigError(msg)
-        own = torch.arange(num_keys)[places] if isinstance(places, slice) else places
-        if len(own) and (int(own.min()) < 0 or int(own.max()) >= num_keys):
+        indices = torch.arange(num_keys)[places] if isinstance(places, slice) else places
+        if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= num_keys):
             msg = f"the slicer sends places beyond the {num_keys} keys to server {server}"
             raise ConfigError(msg)
-        if not bool((own.diff() > 0).all()):
+        if not bool((indices.diff() > 0).all()):
             msg = f"the slicer sends server {server} places that do not ascend"
             raise ConfigError(msg)
-        uses[own] += 1
+        uses[indices] += 1
     if num_keys and (int(uses.min()), int(uses.max())) != (1, 1):
         place = int((uses != 1).nonzero()[0])
         msg = f"the slicer sends the key at place {place} to {int(uses[place])} servers"
@@ -87,12 +89,12 @@ def check_slices(slices: dict[int, Places], num_keys: int, num_servers: int) -> 
 
 
 class KeyLayout:
-    """Places of values by places of keys.
+    """Maps places of keys to places of their values.
 
     Args:
         num_keys: Number of keys.
         num_vals: Number of values.
-        lens: Number of values of each key; the same for each when None.
+        lens: Number of values of each key; all keys have the same number when None.
     """
 
     def __init__(self, num_keys: int, num_vals: int, lens: torch.Tensor | None) -> None:
@@ -121,11 +123,11 @@ class KeyLayout:
             return vals[self.span(places)]
         return vals[self.indices(places)]
 
-    def scatter(self, vals: torch.Tensor, places: Places, own: torch.Tensor) -> None:
-        """Write the values of some keys; does nothing if they are there already.
+    def scatter(self, vals: torch.Tensor, places: Places, new_vals: torch.Tensor) -> None:
+        """Write the values of some keys into `vals`; skip the copy if they are in place already.
 
         Raises:
-            ConfigError: There is another number of them.
+            ConfigError: The number of new values does not fit the keys.
         """
         if isinstance(places, slice):
             target = vals[self.span(places)]
@@ -133,10 +135,10 @@ class KeyLayout:
         else:
             indices = self.indices(places)
             expected = len(indices)
-        if len(own) != expected:
-            msg = f"{len(own)} values came in the place of {expected}"
+        if len(new_vals) != expected:
+            msg = f"expected {expected} values, got {len(new_vals)}"
             raise ConfigError(msg)
         if not isinstance(places, slice):
-            vals[indices] = own.to(vals.device)
-        elif target.data_ptr() != own.data_ptr():
-            target.copy_(own)
+            vals[indices] = new_vals.to(vals.device)
+        elif target.data_ptr() != new_vals.data_ptr():
+            target.copy_(new_vals)

@@ -1,10 +1,10 @@
-"""A store that sums what is pushed for each key: one tensor of rows, and an index of slots.
+"""A store that sums the pushed values of each key, in a tensor of rows with an index of slots.
 
-Keys that were never pushed are zero. All keys have values of one length and one dtype, those of the
-first push. A request whose keys are those of the last one needs no search: training pushes and
-pulls the same keys again and again.
+Keys that were never pushed are zero. The first push determines the length and dtype of the values
+of all keys. A request with the same keys as the previous one needs no search, since training often
+pushes and pulls the same keys repeatedly.
 
-Source: PS-Lite's KVServerDefaultHandle, which has a hash map with one value for each key.
+Source: PS-Lite's KVServerDefaultHandle, which has a hash map with one value per key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FIRST_SLOTS = 64
 
 
 class SumStore:
-    """Rows by id."""
+    """Sums by id."""
 
     def __init__(self) -> None:
         self._index = HashIndex()
@@ -38,7 +38,7 @@ class SumStore:
         return None if self._rows is None else self._rows.dtype
 
     def add(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add rows to those of distinct ids; shapes [n], [n, length].
+        """Add rows to the sums of distinct ids; shapes [n], [n, length].
 
         Raises:
             ConfigError: The values have another length or dtype than before.
@@ -55,7 +55,7 @@ class SumStore:
         self._rows.index_add_(0, slots, rows)
 
     def read(self, ids: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the rows of ids; zeros of this length and dtype if there are none at all.
+        """Return the rows of ids; zeros of this length and dtype before the first push.
 
         Raises:
             ConfigError: The store has values of another dtype.
@@ -63,7 +63,7 @@ class SumStore:
         if self._rows is None:
             return torch.zeros(len(ids), length, dtype=dtype)
         if dtype != self._rows.dtype:
-            msg = f"the store has {self._rows.dtype}, and {dtype} was asked for"
+            msg = f"the store has values of {self._rows.dtype}, and {dtype} was requested"
             raise ConfigError(msg)
         slots = self._slots(ids)
         rows = self._rows.index_select(0, slots.clamp(min=0))

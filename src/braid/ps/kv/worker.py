@@ -7,9 +7,9 @@
     keys ──slicer──> slices by server ──filters──> parcels ──Customer──> servers
     vals <──────── places of each slice <──decode── answers <──────────────┘
 
-`push`, `pull` and `push_pull` copy what they are given. The forms with a z do not: keys and values
-must not change until the request is complete, and what is pulled arrives in the memory of `vals`,
-if its size is known and links lose nothing.
+`push`, `pull` and `push_pull` copy keys and values. With `copy=False` they do not: keys and values
+must not change until the request is complete, and pulled values are received directly into the
+memory of `vals` if its size is known and links do not lose messages.
 
 Source: PS-Lite's KVWorker; M. Li et al., Parameter Server, OSDI 2014, section 3.1.
 """
@@ -42,26 +42,26 @@ if TYPE_CHECKING:
 
 __all__ = ["KVWorker"]
 
-MAX_BYTES = 1 << 30  # of the tensors for one server; that of a message, see VanConfig
+MAX_BYTES = 1 << 30  # tensors for one server; the same as VanConfig's largest message
 Callback = Callable[[], object]
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """A push, a pull or both, under way.
+    """A push, a pull or both in flight.
 
     Attributes:
         pairs: Keys, and values to push.
         slices: Places of each server's keys.
         out: Tensor for pulled values; None for a push.
-        out_lens: Tensor for their lengths, if the program wants them.
+        out_lens: Tensor for the number of values of each key; None if not requested.
         filters: Filters of the request.
         cmd: Number for the servers' handle.
         push: Whether values are pushed.
-        parcels: Request to each server.
-        answers: Values, and lengths if they differ, of each server.
-        sent: Servers that the parcel was sent to, with those keys that were left out.
-        codings: Encodings of the answers.
+        parcels: Encoded request to each server.
+        answers: Values of each server, with lengths if they differ.
+        sent: Servers to which a parcel was sent already.
+        codings: Encodings for the answers.
     """
 
     pairs: KVPairs
@@ -78,16 +78,16 @@ class _Transfer:
 
 
 class KVWorker(SimpleApp):
-    """A worker's requests for keys and values.
+    """Pushes and pulls values by key on a worker.
 
     Args:
         node: Node of the process, which is a worker.
-        app_id: Number of the program's part; servers have a `KVServer` of this number.
-        customer_id: Number among those of this process; one for each thread.
-        filters: Filters of all requests that name none.
+        app_id: Number of the app; servers have a `KVServer` with this number.
+        customer_id: Number among the apps of this process with this `app_id`; one per thread.
+        filters: Filters of requests that do not pass `filters`.
 
     Raises:
-        ConfigError: The node is no worker, or the numbers are taken.
+        ConfigError: The node is not a worker, or the numbers are in use.
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class KVWorker(SimpleApp):
         filters: Sequence[Filter] = (),
     ) -> None:
         if not node.is_worker:
-            msg = f"{node.name} is no worker: only workers push and pull"
+            msg = f"{node.name} is not a worker: only workers push and pull"
             raise ConfigError(msg)
         super().__init__(node, app_id, customer_id)
         self._slicer: Slicer = by_range
         self._filters = tuple(filters)
 
     def set_slicer(self, slicer: Slicer) -> None:
-        """Set the function of keys and the number of servers that says which server has which.
+        """Set the function that divides keys among servers.
 
-        All workers need the same; see `slicers`.
+        It takes keys and the number of servers; see `slicers`. All workers need the same one.
         """
         self._slicer = slicer
 
@@ -128,24 +128,24 @@ class KVWorker(SimpleApp):
 
         Args:
             keys: Keys, sorted and unique; see `KVPairs`.
-            vals: Values of all keys, in one dim.
-            lens: Number of values of each key; the same for each when None or empty.
+            vals: Values of all keys, one-dimensional.
+            lens: Number of values of each key; all keys have the same number when None or empty.
             cmd: Number for the servers' handle.
             callback: Function that runs when all servers have answered.
-            priority: Urgency, 0 to 15; more is more urgent. Equal ones are first in, first out.
-            filters: Filters of this request; those of the worker when None.
-            copy: Whether keys and values may be changed at once; without a copy, not before the
+            priority: Urgency, 0 to 15, most urgent 15. Equal priorities are first in, first out.
+            filters: Filters of this request; the worker's filters when None.
+            copy: Whether to copy keys and values. Without a copy, do not change them before the
                 request is complete.
 
         Returns:
             The timestamp to `wait` for.
 
         Raises:
-            ConfigError: Keys are not sorted or not unique, lengths do not add up, or a server's
-                share is larger than a message may be. Nothing was sent.
-            CommError: An earlier request, for which nobody waited, has failed.
+            ConfigError: Keys are not sorted or not unique, lengths do not add up, or the part for a
+                server exceeds the largest message. Nothing was sent.
+            CommError: An earlier request, for which the program did not wait, has failed.
 
-        Cost: the bytes of keys and values once over the network; an answer of some 100 bytes from
+        Cost: the bytes of keys and values once over the network; an answer of about 100 bytes from
         each server.
         """
         pairs = _copied(keys, vals, lens) if copy else KVPairs(keys, vals, lens)
@@ -163,18 +163,18 @@ class KVWorker(SimpleApp):
         filters: Sequence[Filter] | None = None,
         copy: bool = True,
     ) -> int:
-        """Pull values into `vals`, once the request is complete; see `push`.
+        """Pull values into `vals`, which is valid once the request is complete; see `push`.
 
         Args:
             keys: Keys, sorted and unique.
-            vals: Tensor for the values in one dim; resized if it is empty.
+            vals: One-dimensional tensor for the values; resized if it is empty.
             lens: Tensor for the number of values of each key; resized if it is empty.
             cmd: Number for the servers' handle.
-            callback: Function that runs when all values are there.
-            priority: Urgency.
+            callback: Function that runs when all values have arrived.
+            priority: Urgency, 0 to 15.
             filters: Filters of this request and of the answers.
-            copy: Whether values go to `vals` together, once all are there; without a copy each
-                server's arrive in the memory of `vals`, which nothing may read before.
+            copy: Whether values are copied to `vals` after all have arrived. Without a copy they
+                are received into `vals` directly: do not read it before.
         """
         pairs = _copied(keys, None, None) if copy else KVPairs(keys)
         return self._start(pairs, vals, lens, cmd, callback, priority, filters, direct=not copy)
@@ -192,7 +192,7 @@ class KVWorker(SimpleApp):
         filters: Sequence[Filter] | None = None,
         copy: bool = True,
     ) -> int:
-        """Push `vals` and pull into `outs` in one request; `lens` is of both. See them."""
+        """Push `vals` and pull into `outs` in one request; `lens` is for both. See both methods."""
         pairs = _copied(keys, vals, lens) if copy else KVPairs(keys, vals, lens)
         return self._start(pairs, outs, lens, cmd, callback, priority, filters, direct=not copy)
 
@@ -227,7 +227,7 @@ class KVWorker(SimpleApp):
             for server, places in slices.items():
                 transfer.parcels[server] = self._parcel(transfer, server, places)
             if out is not None:
-                codings = [each.coding() for each in filters]
+                codings = [encoder.coding() for encoder in filters]
                 transfer.codings = [coding for coding in codings if coding is not None]
             timestamp = self._ask(
                 {server: server_node(server) for server in slices},
@@ -238,105 +238,114 @@ class KVWorker(SimpleApp):
                 priority=priority,
             )
         except BaseException:
-            for each in filters:
-                each.undo()
+            for encoder in filters:
+                encoder.undo()
             raise
-        for each in filters:
-            each.keep()
+        for encoder in filters:
+            encoder.keep()
         return timestamp
 
-    def _message_of(self, own: _Transfer, header: KVRequest) -> tuple[Message, Sequence[Buffer]]:
-        """Return the request to the server of the header's part."""
-        parcel = self._parcel_to_send(own, header.part)
+    def _message_of(
+        self, transfer: _Transfer, header: KVRequest
+    ) -> tuple[Message, Sequence[Buffer]]:
+        """Return the request for the server in the header's `part`."""
+        parcel = self._parcel_to_send(transfer, header.part)
         names, specs, buffers = parcel.pack()
         message = Transfer(
             **asdict(header),
-            cmd=own.cmd,
-            push=own.push,
-            pull=own.out is not None,
+            cmd=transfer.cmd,
+            push=transfer.push,
+            pull=transfer.out is not None,
             ranged=self._slicer is by_range,
             digest=parcel.digest,
             heads=parcel.heads,
             names=names,
             specs=specs,
-            codings=own.codings,
+            codings=transfer.codings,
         )
         return message, buffers
 
-    def _parcel(self, own: _Transfer, server: int, places: Places) -> Parcel:
-        """Return what goes to a server, encoded once: filters may remember what they left out."""
-        pairs = own.pairs
+    def _parcel(self, transfer: _Transfer, server: int, places: Places) -> Parcel:
+        """Return the encoded parcel for a server; filters with state must see it only once."""
+        pairs = transfer.pairs
         whole = isinstance(places, slice)
         keys = pairs.keys.view(torch.int64)[places].view(torch.uint64)
         tensors = {"keys": keys}
-        if own.push:
+        if transfer.push:
             layout = KeyLayout(len(pairs), len(pairs.vals), pairs.lens)
             tensors["vals"] = layout.gather(pairs.vals, places)
             if pairs.lens is not None:
                 tensors["lens"] = pairs.lens[places]
-        assert whole or keys.is_contiguous(), "what is gathered lies in one piece"
+        assert whole or keys.is_contiguous(), "gathered keys are contiguous"
         parcel = Parcel(tensors)
-        for each in own.filters:
-            each.encode(parcel, server)
+        for encoder in transfer.filters:
+            encoder.encode(parcel, server)
         if parcel.nbytes > MAX_BYTES:
             msg = (
                 f"{parcel.nbytes} bytes for server {server} are more than a message may have "
-                f"({MAX_BYTES}): push fewer keys at once"
+                f"({MAX_BYTES}): push fewer keys per request"
             )
             raise ConfigError(msg)
         return parcel
 
-    def _parcel_to_send(self, own: _Transfer, server: int) -> Parcel:
-        """Return the parcel, with its keys if it goes to the server for a second time."""
-        parcel = own.parcels[server]
-        if server in own.sent and parcel.keys is not None:
-            for each in own.filters:
-                if isinstance(each, KeyCache):
-                    each.was_missed(parcel)
+    def _parcel_to_send(self, transfer: _Transfer, server: int) -> Parcel:
+        """Return the parcel, with its keys included if it is sent to the server again."""
+        parcel = transfer.parcels[server]
+        if server in transfer.sent and parcel.keys is not None:
+            for encoder in transfer.filters:
+                if isinstance(encoder, KeyCache):
+                    encoder.was_missed(parcel)
             parcel.tensors["keys"] = parcel.keys
             parcel.keys = None
-        own.sent.add(server)
+        transfer.sent.add(server)
         return parcel
 
-    def _memory(self, own: _Transfer) -> Callable[[int], list[memoryview]] | None:
-        """Return where each server's values go, if that is known before they come."""
-        out = own.out
+    def _memory(self, transfer: _Transfer) -> Callable[[int], list[memoryview]] | None:
+        """Return a function from server to memory for its values; None if sizes are not known."""
+        out = transfer.out
         if out is None or not len(out) or out.device.type != "cpu" or not out.is_contiguous():
             return None
-        if not all(isinstance(each, slice) for each in own.slices.values()):
+        if not all(isinstance(places, slice) for places in transfer.slices.values()):
             return None
-        if own.pairs.lens is not None or own.codings or self._postoffice.resend_s is not None:
+        if (
+            transfer.pairs.lens is not None
+            or transfer.codings
+            or self._postoffice.resend_s is not None
+        ):
             return None
-        layout = KeyLayout(len(own.pairs), len(out), None)
+        layout = KeyLayout(len(transfer.pairs), len(out), None)
         views: dict[int, list[memoryview]] = {
-            server: [memory_of(layout.gather(out, places))] for server, places in own.slices.items()
+            server: [memory_of(layout.gather(out, places))]
+            for server, places in transfer.slices.items()
         }
         return views.__getitem__
 
-    def _answered(self, own: _Transfer, server: int, delivery: Delivery) -> None:
-        """Take in the answer of a server; the last one completes the pulled values."""
-        if own.out is None:
+    def _answered(self, transfer: _Transfer, server: int, delivery: Delivery) -> None:
+        """Store the answer of a server; assemble the pulled values after the last answer."""
+        if transfer.out is None:
             return
         message = delivery.message
         assert isinstance(message, Transferred), "pushes and pulls have answers of their own"
         parcel = Parcel.unpack(message.names, message.specs, delivery.buffers, message.heads)
-        parcel.decode(lambda head, nbytes: _count(own.filters, head, nbytes))
+        parcel.decode(lambda head, nbytes: _count(transfer.filters, head, nbytes))
         vals, lens = parcel.tensors.get("vals"), parcel.tensors.get("lens")
         if vals is None or vals.dim() != 1:
-            msg = "it has no values, though they were asked for"
+            msg = "it has no values, though they were requested"
             raise CommError(msg)
-        if vals.dtype != own.out.dtype:
-            msg = f"the server has {vals.dtype}, and vals is a tensor of {own.out.dtype}"
+        if vals.dtype != transfer.out.dtype:
+            msg = f"the server has {vals.dtype}, and vals is a tensor of {transfer.out.dtype}"
             raise CommError(msg)
-        places = own.slices[server]
+        places = transfer.slices[server]
         num_keys = _count_of(places)
-        check_pairs(own.pairs.keys[:0] if lens is None else own.pairs.keys[:num_keys], None, lens)
+        check_pairs(
+            transfer.pairs.keys[:0] if lens is None else transfer.pairs.keys[:num_keys], None, lens
+        )
         if (len(vals) % num_keys) if lens is None else (int(lens.sum()) != len(vals)):
             msg = f"{len(vals)} values came for {num_keys} keys"
             raise CommError(msg)
-        own.answers[server] = vals, lens
-        if len(own.answers) == len(own.slices):
-            _assemble(own, own.out)
+        transfer.answers[server] = vals, lens
+        if len(transfer.answers) == len(transfer.slices):
+            _assemble(transfer, transfer.out)
 
 
 def _copied(keys: Keys, vals: torch.Tensor | None, lens: Lens) -> KVPairs:
@@ -367,57 +376,57 @@ def _check_out(num_keys: int, out: torch.Tensor | None, out_lens: torch.Tensor |
 
 
 def _count(filters: Sequence[Filter], head: Head, nbytes: int) -> None:
-    """Count what a filter of the answer has saved."""
-    for each in filters:
-        if each.head is not None and isinstance(head, each.head):
-            each.saved_bytes += nbytes
+    """Add the bytes saved in an answer to its filter's count."""
+    for encoder in filters:
+        if encoder.head is not None and isinstance(head, encoder.head):
+            encoder.saved_bytes += nbytes
             return
 
 
-def _assemble(own: _Transfer, out: torch.Tensor) -> None:
-    """Write the values of all servers where they belong.
+def _assemble(transfer: _Transfer, out: torch.Tensor) -> None:
+    """Write the values of all servers into `out`.
 
     Raises:
-        ConfigError: There are more or fewer than `vals` has room for.
+        ConfigError: The number of values does not fit `out`.
     """
-    num_keys, width = len(own.pairs), _width(own)
-    lens = None if width is not None else _lens(own)
+    num_keys, width = len(transfer.pairs), _width(transfer)
+    lens = None if width is not None else _lens(transfer)
     total = int(lens.sum()) if lens is not None else num_keys * (width or 0)
     if not len(out):
         out.resize_(total)
     if len(out) != total:
         msg = f"{total} values came for {num_keys} keys, and vals has room for {len(out)}"
         raise ConfigError(msg)
-    out = out.detach()  # such as a parameter: what is pulled has no gradient
+    out = out.detach()  # may be a parameter: the copy must not be recorded by autograd
     layout = KeyLayout(num_keys, total, lens)
-    for server, places in own.slices.items():
-        layout.scatter(out, places, own.answers[server][0])
-    if own.out_lens is not None:
-        if not len(own.out_lens):
-            own.out_lens.resize_(num_keys)
-        own.out_lens.copy_(lens if lens is not None else torch.tensor(width))
+    for server, places in transfer.slices.items():
+        layout.scatter(out, places, transfer.answers[server][0])
+    if transfer.out_lens is not None:
+        if not len(transfer.out_lens):
+            transfer.out_lens.resize_(num_keys)
+        transfer.out_lens.copy_(lens if lens is not None else torch.tensor(width))
 
 
-def _width(own: _Transfer) -> int | None:
+def _width(transfer: _Transfer) -> int | None:
     """Return the number of values of each key; None if keys have different numbers."""
     widths = set()
-    for server, places in own.slices.items():
-        vals, given = own.answers[server]
-        if given is None:
+    for server, places in transfer.slices.items():
+        vals, lens = transfer.answers[server]
+        if lens is None:
             widths.add(len(vals) // _count_of(places))
-        elif bool((given == given[0]).all()):
-            widths.add(int(given[0]))
+        elif bool((lens == lens[0]).all()):
+            widths.add(int(lens[0]))
         else:
             return None
     return widths.pop() if len(widths) == 1 else None
 
 
-def _lens(own: _Transfer) -> torch.Tensor:
+def _lens(transfer: _Transfer) -> torch.Tensor:
     """Return the number of values of each key."""
-    lens = torch.zeros(len(own.pairs), dtype=torch.int64)
-    for server, places in own.slices.items():
-        vals, given = own.answers[server]
-        lens[places] = len(vals) // _count_of(places) if given is None else given
+    lens = torch.zeros(len(transfer.pairs), dtype=torch.int64)
+    for server, places in transfer.slices.items():
+        vals, answer_lens = transfer.answers[server]
+        lens[places] = len(vals) // _count_of(places) if answer_lens is None else answer_lens
     return lens
 
 

@@ -1,11 +1,11 @@
-"""The samples of a run in shards that workers ask for, as a state machine.
+"""Assignment of shards of samples to workers, as a state machine.
 
-    next(worker)    a shard that nobody has; waits if all are issued and some may come back
+    next(worker)    a shard that no worker has; waits if all are issued and some may come back
     done(shards)    finished: never issued again
-    lost(worker)    what it had not finished is issued again
+    lost(worker)    its unfinished shards are issued again
 
-So fast workers get more, and a dead worker's samples are trained by others: each shard is finished
-once, and may be begun several times.
+Fast workers get more shards, and other workers train the samples of a dead one: each shard is
+finished once, and may be begun several times.
 
 Source: M. Li et al., Parameter Server, OSDI 2014, section 3.1 (the scheduler assigns workloads).
 """
@@ -22,17 +22,17 @@ Request = tuple[str, int]
 
 
 class Issue(NamedTuple):
-    """Answer a request with a shard; with none when all are finished."""
+    """Answer a request with a shard, or with None when all shards are finished."""
 
     request: Request
     shard: int | None
 
 
 class DataState:
-    """State of one set of samples.
+    """Assignment of one set of samples.
 
     Args:
-        num_shards: Number of shards, of all epochs.
+        num_shards: Number of shards, over all epochs.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -42,14 +42,14 @@ class DataState:
         self._waiting: dict[str, Request] = {}
 
     def next(self, node: str, request: Request, done: Iterable[int]) -> list[Issue]:
-        """Give a worker its next shard, which has finished some; a request may come twice."""
+        """Record the finished shards of a worker, and issue its next one; requests may repeat."""
         for shard in done:
             self._issued.pop(shard, None)
         self._waiting[node] = request
         return self._issue()
 
     def lost(self, node: str) -> list[Issue]:
-        """Issue again what a worker has not finished."""
+        """Issue the unfinished shards of a lost worker again."""
         self._waiting.pop(node, None)
         for shard in sorted(s for s, owner in self._issued.items() if owner == node):
             del self._issued[shard]
@@ -58,22 +58,22 @@ class DataState:
 
     @property
     def num_left(self) -> int:
-        """Shards that are not finished."""
+        """Number of shards that are not finished."""
         return len(self._free) + len(self._issued)
 
     def _issue(self) -> list[Issue]:
-        done = []
+        issues = []
         for node, request in list(self._waiting.items()):
             held = [shard for shard, owner in self._issued.items() if owner == node]
-            if held:  # the answer was lost: the same one again
-                done.append(Issue(request, held[0]))
+            if held:  # the answer was lost: issue the same shard again
+                issues.append(Issue(request, held[0]))
             elif self._free:
                 shard = self._free.popleft()
                 self._issued[shard] = node
-                done.append(Issue(request, shard))
+                issues.append(Issue(request, shard))
             elif not self._issued:
-                done.append(Issue(request, None))
+                issues.append(Issue(request, None))
             else:
-                continue  # another's may come back
+                continue  # a shard of another worker may come back
             del self._waiting[node]
-        return done
+        return issues

@@ -1,19 +1,19 @@
-"""Names of nodes, the directory of shards, and its changes after deaths, arrivals and load.
+"""Names of nodes, the directory of shards, and its changes after losses, joins and load reports.
 
-Tables are divided into shards; shard i of a table lies on the chain of virtual shard
+Tables are divided into shards; shard i of a table is on the chain of virtual shard
 (place of the table + i) mod 64. There are many more virtual shards than servers, so that a new
-server relieves all others a little, and the shards of a dead one go to all.
+server takes a few shards from every other, and the shards of a dead one are spread over all.
 
     chain of a virtual shard     2 -> 0 -> 1      head first: it decides; the others have copies
     server 2 is lost             0 -> 1
-    a copy is wanted again       0 -> 1 -> 3*     3 joins: it gets the state of 1
+    server 3 joins the chain     0 -> 1 -> 3*     1 sends it the state
     3 has the state              0 -> 1 -> 3
 
 Each change is a new directory with the next epoch. All functions are pure.
 
-Source: M. Li et al., Parameter Server, OSDI 2014, sections 4.2 and 4.3; consistent hashing with
-virtual nodes: D. Karger et al., STOC 1997, in place of which chains are moved one by one, so that
-no more moves than needed.
+Source: M. Li et al., Parameter Server, OSDI 2014, sections 4.2 and 4.3. Instead of consistent
+hashing with virtual nodes (D. Karger et al., STOC 1997), chains are moved one by one, so that only
+the necessary shards move.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Role: TypeAlias = Literal["scheduler", "server", "worker", "spare"]
 SCHEDULER: Final = "scheduler"
 SPARE: Final = "spare"
 NUM_VIRTUAL = 64
-UNEVEN = 0.25  # part of the mean load by which measured loads must differ before shards move
+UNEVEN = 0.25  # fraction of the mean load by which measured loads must differ before shards move
 
 
 def server_node(number: int) -> str:
@@ -62,7 +62,7 @@ def name_of(role: Role, number: int) -> str:
 
 
 def virtual_shard(table: str, shard: int, count: int = NUM_VIRTUAL) -> int:
-    """Return the virtual shard on which a shard of a table lies; the same on all nodes."""
+    """Return the virtual shard that a shard of a table belongs to; the same on all nodes."""
     return (zlib.crc32(table.encode()) + shard) % count
 
 
@@ -71,14 +71,14 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         epoch: Number of the directory.
-        replicas: Copies of each shard beside the head's.
-        servers: Servers that are alive, with their addresses.
-        chains: Servers of each virtual shard, the head first; nobody when it is lost.
-        joining: Servers among them that have no state yet, with the epoch since which they join.
-        workers: Workers for which a clock waits, with the first clock of each.
-        leaving: Servers that get no shards, and leave when they have none.
-        lives: Process of each worker, as the incarnation of its van; a worker whose process was
-            lost has none until another process takes its place.
+        replicas: Number of copies of each shard, in addition to the head's.
+        servers: Address of each live server.
+        chains: Servers of each virtual shard, the head first; empty when the shard is lost.
+        joining: For each chain, the servers without state yet, with the epoch of their joining.
+        workers: First clock of each worker that clocks wait for.
+        leaving: Servers that receive no more shards, and leave once they have none.
+        lives: Process of each worker, as the incarnation of its van; has no entry for a worker
+            with a lost process, until another process takes its place.
         nodes: Addresses of nodes that are alive, by name, in a run without tables.
         lost_nodes: Lost nodes of a run without tables, with the reason.
     """
@@ -118,7 +118,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         *,
         lives: Mapping[int, int] = {},
     ) -> Directory:
-        """Return the first directory; chains begin at each server in turn.
+        """Return the first directory; the heads of the chains are the servers in turn.
 
         Raises:
             ConfigError: There are not enough servers for the copies.
@@ -146,7 +146,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Virtual shards whose last copy is gone."""
+        """Virtual shards without any copy."""
         return tuple(shard for shard, chain in enumerate(self.chains) if not chain)
 
     def address_of(self, node: str) -> str | None:
@@ -159,20 +159,20 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def head(self, shard: int) -> int | None:
-        """Return the server that decides on a virtual shard; None when it is lost."""
+        """Return the number of the server that decides on a virtual shard; None if it is lost."""
         return next(iter(self.chains[shard]), None)
 
     def head_node(self, virtual: int) -> str | None:
-        """Return the server that decides on a virtual shard; None when the shard is lost."""
+        """Return the name of the server that decides on a virtual shard; None if it is lost."""
         chain = self.chains[virtual]
         return server_node(chain[0]) if chain else None
 
     def heads(self) -> Counter[int]:
-        """Return of how many virtual shards each server is the head."""
+        """Return the number of virtual shards with each server as their head."""
         return Counter(chain[0] for chain in self.chains if chain)
 
     def loads(self) -> Counter[int]:
-        """Return of how many chains each server is a member."""
+        """Return the number of chains that each server is a member of."""
         loads = Counter(dict.fromkeys(self.servers, 0))
         loads.update(server for chain in self.chains for server in chain)
         return loads
@@ -180,36 +180,36 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     # -- changes
 
     def with_workers(self, workers: Mapping[int, int], lives: Mapping[int, int]) -> Directory:
-        """Return it with other workers, or other processes of them."""
+        """Return the directory with new workers and processes."""
         return self._next(workers=dict(workers), lives=dict(lives))
 
     def without(self, server: int) -> Directory:
-        """Return it after the loss of a server; a shard without a copy that is whole is lost."""
+        """Return the directory after the loss of a server; shards without a full copy are lost."""
         chains, joining = [], []
         for chain, new in zip(self.chains, self.joining, strict=True):
-            rest = tuple(each for each in chain if each != server)
-            if all(each in new for each in rest):
+            rest = tuple(member for member in chain if member != server)
+            if all(member in new for member in rest):
                 rest = ()
             chains.append(rest)
-            joining.append({each: since for each, since in new.items() if each in rest})
+            joining.append({member: since for member, since in new.items() if member in rest})
         servers = {number: where for number, where in self.servers.items() if number != server}
         return self._next(
             servers=servers,
             chains=tuple(chains),
             joining=tuple(joining),
-            leaving=tuple(each for each in self.leaving if each != server),
+            leaving=tuple(member for member in self.leaving if member != server),
         )
 
     def with_server(self, server: int, address: str) -> Directory:
-        """Return it with one more server, which has no shards yet."""
+        """Return the directory with one more server, which has no shards yet."""
         return self._next(servers={**self.servers, server: address})
 
     def drained(self, server: int) -> Directory:
-        """Return it with a server that is to leave: `moves` takes its shards from it."""
+        """Return the directory with a server marked as leaving: `moves` then takes its shards."""
         return self._next(leaving=tuple(sorted({*self.leaving, server})))
 
     def with_copies(self, moves: Iterable[tuple[int, int]]) -> Directory:
-        """Return it with servers that join chains: virtual shard and server of each."""
+        """Return the directory with servers added to chains: (virtual shard, server) of each."""
         chains, joining = list(self.chains), list(self.joining)
         for shard, server in moves:
             assert server not in chains[shard], "a server is in a chain once"
@@ -218,34 +218,34 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         return self._next(chains=tuple(chains), joining=tuple(joining))
 
     def installed(self, shard: int, server: int, since: int) -> Directory:
-        """Return it after a server that joins has got a virtual shard's state.
+        """Return the directory after a joining server has received a virtual shard's state.
 
-        A chain that is now too long loses its most loaded server, one that leaves before others.
+        If the chain is now too long, it loses a leaving server, else its most loaded one.
         """
         if self.joining[shard].get(server) != since:
             return self
         chains, joining = list(self.chains), list(self.joining)
-        joining[shard] = {each: at for each, at in joining[shard].items() if each != server}
+        joining[shard] = {other: at for other, at in joining[shard].items() if other != server}
         if len(chains[shard]) > self.length:
             loads = self.loads()
-            others = [each for each in chains[shard] if each != server]
-            surplus = max(others, key=lambda each: (each in self.leaving, loads[each], -each))
-            chains[shard] = tuple(each for each in chains[shard] if each != surplus)
+            others = [other for other in chains[shard] if other != server]
+            surplus = max(others, key=lambda other: (other in self.leaving, loads[other], -other))
+            chains[shard] = tuple(other for other in chains[shard] if other != surplus)
         return self._next(chains=tuple(chains), joining=tuple(joining))
 
     @property
     def length(self) -> int:
-        """Servers that a chain should have."""
+        """Number of servers that a chain should have."""
         return min(self.replicas + 1, len(self.servers) - len(self.leaving))
 
     def moves(self, weights: Sequence[float] | None = None) -> list[tuple[int, int]]:
-        """Return which servers should join which virtual shards: for copies, then for balance.
+        """Return the (virtual shard, server) pairs to add: for missing copies, then for balance.
 
         Args:
-            weights: Load of each virtual shard, such as its requests; equal when None.
+            weights: Load of each virtual shard, such as its number of requests; equal when None.
         """
         weight = [1.0] * len(self.chains) if weights is None else list(weights)
-        staying = [each for each in self.servers if each not in self.leaving]
+        staying = [server for server in self.servers if server not in self.leaving]
         loads = dict.fromkeys(staying, 0.0)
         for shard, chain in enumerate(self.chains):
             for server in chain:
@@ -254,15 +254,15 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         moves: list[tuple[int, int]] = []
         busy = {shard for shard, new in enumerate(self.joining) if new}
         for shard, chain in enumerate(self.chains):
-            missing = self.length - sum(each in loads for each in chain)
-            outside = [each for each in staying if each not in chain]
+            missing = self.length - sum(server in loads for server in chain)
+            outside = [server for server in staying if server not in chain]
             if chain and missing > 0 and outside and shard not in busy:
-                target = min(outside, key=lambda each: (loads[each], each))
+                target = min(outside, key=lambda server: (loads[server], server))
                 loads[target] += weight[shard]
                 moves.append((shard, target))
                 busy.add(shard)
-        # the servers that moves under way will relieve are chosen when they end: until then, loads
-        # show servers too busy, and moves for balance would be undone by later ones
+        # a move under way takes load from a server that is chosen only when the move ends: until
+        # then that server's load is too high, and later moves would undo a move for balance
         if any(self.joining):
             return moves
         enough = 0.0 if weights is None else UNEVEN * sum(loads.values()) / max(len(loads), 1)
@@ -271,11 +271,11 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     def _balance(
         self, loads: dict[int, float], weight: list[float], busy: set[int], enough: float
     ) -> list[tuple[int, int]]:
-        """Return moves from the most to the least loaded servers, while they differ enough."""
+        """Return moves from the most to the least loaded server until their gap is `enough`."""
         moves: list[tuple[int, int]] = []
         while len(loads) > 1:
-            source = max(loads, key=lambda each: (loads[each], each))
-            target = min(loads, key=lambda each: (loads[each], each))
+            source = max(loads, key=lambda server: (loads[server], server))
+            target = min(loads, key=lambda server: (loads[server], server))
             gap = loads[source] - loads[target]
             if gap <= enough:
                 return moves
@@ -287,7 +287,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
             ]
             if not fits:
                 return moves
-            shard = min(fits, key=lambda each: abs(gap / 2 - weight[each]))
+            shard = min(fits, key=lambda fit: abs(gap / 2 - weight[fit]))
             loads[source] -= weight[shard]
             loads[target] += weight[shard]
             moves.append((shard, target))

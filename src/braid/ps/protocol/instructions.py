@@ -27,13 +27,13 @@ Request: TypeAlias = tuple[str, int]  # node that asks, and number of its reques
 
 
 class View(NamedTuple):
-    """A shard's chain, as one epoch of the directory says.
+    """A shard's chain in one epoch of the directory.
 
     Attributes:
-        epoch: The epoch.
-        chain: Servers, the head first.
-        joining: Servers among them that have no state yet, with the epoch since which they join.
-        members: Workers for which a clock waits, with the first clock of each.
+        epoch: Number of the epoch.
+        chain: Servers of the chain, the head first.
+        joining: Servers of the chain without state yet, with the epoch of their joining.
+        members: First clock of each worker that clocks wait for.
     """
 
     epoch: int
@@ -43,20 +43,20 @@ class View(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Keep the value of this push."""
+    """Keep the value of a push until it is summed."""
 
     worker: int
     clock: int
 
 
 class DropPushes(NamedTuple):
-    """Forget the values of these pushes."""
+    """Delete the kept values of pushes."""
 
     pushes: tuple[Push, ...]
 
 
 class Merge(NamedTuple):
-    """Add up the kept values of a record."""
+    """Sum the kept values of a record's pushes."""
 
     record: ShardRecord
 
@@ -68,19 +68,19 @@ class SendOn(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Let the optimizer step with the sum of a record."""
+    """Step the optimizer with the sum of a record."""
 
     record: ShardRecord
 
 
 class Confirm(NamedTuple):
-    """Inform the predecessor that all servers from here on have the records up to this one."""
+    """Report to the predecessor that this and all later servers have the records up to a number."""
 
     number: int
 
 
 class Accept(NamedTuple):
-    """Answer a push: it will not be lost."""
+    """Answer a push or a change: the whole chain has it."""
 
     request: Request
 
@@ -92,13 +92,13 @@ class AnswerPull(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Answer a request: another server is the head, as a later directory says."""
+    """Answer a request: this server is not the head of the shard."""
 
     request: Request
 
 
 class Install(NamedTuple):
-    """Send the whole state to a server that has none."""
+    """Send the whole state to a server that joins the chain."""
 
     server: int
 

@@ -1,4 +1,4 @@
-"""The pushes that the head of a shard keeps until a record has them."""
+"""The pushes that the head of a shard keeps until they are in a record."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["KeptPushes", "TaskKey"]
 
 
 class TaskKey(NamedTuple):
-    """Identity of a push that several workers may send; servers add it once.
+    """Identity of a push that several workers may send; servers apply it once.
 
     Attributes:
-        task: Number of the task, which is run again elsewhere if its worker is lost.
-        number: Number of the push among those of the task to this table.
-        oldest: First task that is not over: servers remember no task before it.
+        task: Number of the task, which another worker repeats if its worker is lost.
+        number: Number of the push among the task's pushes to this table.
+        oldest: First task that is not finished: servers forget all tasks before it.
     """
 
     task: int
@@ -30,8 +30,8 @@ class KeptPushes:
     """Pushes by worker and clock, with the requests that wait for their answers.
 
     Attributes:
-        requests: Request of each push.
-        eligible: Pushes without a gap before them, as they came.
+        requests: Last request of each push.
+        eligible: Pushes without a missing clock before them, in order of arrival.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class KeptPushes:
         self._lrs: dict[Push, float] = {}  # learning rates that pushes name
 
     def add(self, push: Push, request: Request, key: TaskKey | None, lr: float | None) -> bool:
-        """Keep a push; return whether it is new. The last request for it is answered."""
+        """Keep a push, and its last request, to be answered; return whether the push is new."""
         is_new = push not in self.requests
         self.requests[push] = request
         if is_new and key is not None:
@@ -51,7 +51,7 @@ class KeptPushes:
         return is_new
 
     def keys(self, pushes: Sequence[Push]) -> list[TaskKey]:
-        """Return the keys of those pushes that have one."""
+        """Return the keys of the pushes that have one."""
         return [self._keys[push] for push in pushes if push in self._keys]
 
     def lr(self, pushes: Sequence[Push]) -> float | None:
@@ -59,7 +59,7 @@ class KeptPushes:
         return next((self._lrs[push] for push in pushes if push in self._lrs), None)
 
     def repeated(self, pushes: Sequence[Push], progress: ShardProgress) -> tuple[Push, ...]:
-        """Return pushes of tasks that are in the progress already, or twice among these."""
+        """Return the pushes of tasks that were applied before, or come twice in `pushes`."""
         repeated, seen = [], set()
         for push in pushes:
             key = self._keys.get(push)
@@ -72,14 +72,14 @@ class KeptPushes:
         return tuple(repeated)
 
     def clocks_after(self, clocks: dict[int, int]) -> dict[int, int]:
-        """Return the clock of each worker after the pushes that are kept for it."""
+        """Return the next clock of each worker after its kept pushes."""
         return {
             worker: next(c for c in count(clock) if (worker, c) not in self.requests)
             for worker, clock in clocks.items()
         }
 
     def take(self, pushes: Sequence[Push]) -> list[Request]:
-        """Remove pushes that a record has; return their requests."""
+        """Remove pushes that are now in a record; return their requests."""
         taken = set(pushes)
         self.eligible = [push for push in self.eligible if push not in taken]
         for push in pushes:

@@ -1,7 +1,7 @@
-"""Nodes that have joined a run, and barriers at which they wait: the part of both schedulers.
+"""Nodes that have joined a run, and their barriers: the common base of both schedulers.
 
-tables             `scheduler_state`: a policy says how the run goes on without a lost node
-keys and values    `kv/protocol/members_state`: lost nodes are named, and nobody replaces them
+tables             `scheduler_state`: a policy decides how the run continues after a loss
+keys and values    `kv/protocol/members_state`: lost nodes are named, and not replaced
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PublishDirectory(NamedTuple):
 
 
 class ReleaseNodes(NamedTuple):
-    """Answer requests: the barrier is reached, or the node may go."""
+    """Answer requests: all members have entered the barrier, or a server may leave."""
 
     requests: tuple[Any, ...]
 
@@ -32,13 +32,14 @@ class MembersState(Generic[BarrierName, BarrierRequest]):
     """Nodes and barriers of a scheduler.
 
     Args:
-        num_servers: Number of servers for which the first directory waits.
-        num_workers: Number of workers for which it waits.
-        directory: The last directory of an earlier life.
+        num_servers: Number of servers that must join before the first directory.
+        num_workers: Number of workers that must join before the first directory.
+        directory: Last directory of an earlier scheduler, from its journal.
 
     Attributes:
         directory: The directory; None until all nodes have joined.
-        addresses: Addresses of servers and workers that have joined; empty for one without.
+        addresses: Addresses of servers and workers that have joined; empty for a node that does
+            not listen.
     """
 
     def __init__(
@@ -60,20 +61,20 @@ class MembersState(Generic[BarrierName, BarrierRequest]):
     def _arrive(
         self, name: BarrierName, node: str, request: BarrierRequest, members: frozenset[str]
     ) -> None:
-        """Hold a node at a barrier until all members have come."""
+        """Record that a node has entered a barrier of some members."""
         self._arrived.setdefault(name, {})[node] = request
         self._expected[name] = members & self._expected.get(name, members)
 
     def _close(self, name: BarrierName) -> dict[str, BarrierRequest]:
-        """End a barrier; return the nodes that wait there, with their requests."""
+        """Remove a barrier; return the nodes in it, with their requests."""
         del self._expected[name]
         return self._arrived.pop(name)
 
     @property
     def _reached(self) -> list[BarrierName]:
-        """Barriers to which all expected nodes have come."""
+        """Barriers that all expected nodes have entered."""
         return [name for name in self._arrived if not self._lacks(name)]
 
     def _lacks(self, name: BarrierName) -> frozenset[str]:
-        """Return the nodes that have not come to a barrier."""
+        """Return the expected nodes that have not entered a barrier."""
         return self._expected[name] - self._arrived[name].keys()

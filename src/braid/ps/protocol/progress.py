@@ -1,7 +1,7 @@
-"""Progress of a shard: records, and the clocks that follow from them.
+"""Progress of a shard: its records, and the clocks that result from them.
 
-A shard changes by records only, numbered 1, 2, 3, ... Each replica that has the same records has
-the same values, clocks and rules, whichever server decided on them.
+A shard changes only through records, numbered 1, 2, 3, ... All replicas with the same records have
+the same values, clocks and rules, no matter which servers decided on the records.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ __all__ = ["ConsistencySchedule", "Push", "ShardProgress", "ShardRecord", "TaskU
 Push = tuple[int, int]  # worker and clock
 TaskUpdate = tuple[int, int]  # number of a task, and of its push to this shard
 BEFORE = -1  # clock of the first learning rate
-MAX_RATES = 1000  # where each clock has one, by so many clocks may a worker be late
+MAX_RATES = 1000  # if the rate changes every clock, a worker may be this number of clocks late
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One change of a shard.
 
     Attributes:
-        number: Its place among all changes of the shard.
-        pushes: Worker and clock of the gradients that were added up, in this order.
+        number: Index among all changes of the shard, from 1.
+        pushes: Worker and clock of each summed gradient, in the order of summation.
         scale: Factor of the sum.
-        dropped: Pushes that came too late.
-        completed: Number of clocks that are complete from now on.
-        clock: Clock from which another consistency or learning rate holds.
-        consistency: That consistency, if it changes.
-        lr: That learning rate, if it changes.
-        lr_before: Learning rate of the clocks before, if it changes for the first time.
+        dropped: Pushes that are not applied: they came too late, or repeat a task's push.
+        completed: Number of complete clocks after this record.
+        clock: First clock of the new consistency or learning rate.
+        consistency: New consistency, if it changes.
+        lr: New learning rate, if it changes.
+        lr_before: Learning rate of the earlier clocks, if it changes for the first time.
         updates: Pushes of tasks that are in the sum.
         oldest_task: First task that may still push.
-        step_lr: Learning rate that the first of the pushes has named.
+        step_lr: Learning rate of the first push that sets one.
     """
 
     number: int
@@ -60,8 +60,8 @@ class ConsistencySchedule:
     """Consistency of a table by clock.
 
     Attributes:
-        begins: Clocks at which one begins, ascending from 0.
-        values: Consistency from there on.
+        begins: First clock of each consistency, ascending from 0.
+        values: Each consistency, in the same order.
     """
 
     begins: list[int]
@@ -69,36 +69,36 @@ class ConsistencySchedule:
 
     @classmethod
     def always(cls, consistency: Consistency) -> ConsistencySchedule:
-        """Return rules that never change."""
+        """Return a schedule with one consistency for all clocks."""
         return cls([0], [consistency])
 
     def at(self, clock: int) -> Consistency:
-        """Return what holds at a clock."""
+        """Return the consistency at a clock."""
         return self.values[bisect.bisect_right(self.begins, max(clock, 0)) - 1]
 
     def begin(self, clock: int) -> int:
-        """Return the clock at which that began."""
+        """Return the first clock of the consistency that holds at a clock."""
         return self.begins[bisect.bisect_right(self.begins, max(clock, 0)) - 1]
 
     def change(self, clock: int, consistency: Consistency) -> None:
-        """Let another consistency hold from a clock on."""
+        """Set the consistency from a clock on."""
         keep = bisect.bisect_left(self.begins, clock)
         self.begins[keep:], self.values[keep:] = [clock], [consistency]
 
 
 @dataclass
 class ShardProgress:
-    """State of a shard apart from its values; the same on all replicas.
+    """State of a shard without its values; the same on all replicas.
 
     Attributes:
         rules: Consistency by clock.
         number: Number of the last record.
         clocks: Next clock of each worker that has pushed.
         completed: Number of complete clocks.
-        num_dropped: Pushes that came too late.
-        rates: Learning rates, by the clock from which they hold, ascending. Old ones are kept for
-            a while: workers that are late, or send again what was accepted, ask for the same ones.
-        tasks: Number of pushes of each task that have been added, from `oldest_task` on.
+        num_dropped: Number of dropped pushes.
+        rates: Learning rates by their first clock, ascending. Old ones are kept for late workers,
+            and to recognize a repeated request for a change.
+        tasks: Number of applied pushes of each task, from `oldest_task` on.
         oldest_task: First task that may still push.
     """
 
@@ -112,23 +112,23 @@ class ShardProgress:
     oldest_task: int = 0
 
     def has(self, update: TaskUpdate) -> bool:
-        """Whether a task's push has been added before, by whichever worker."""
+        """Whether a task's push has been applied before, from any worker."""
         task, number = update
         return task < self.oldest_task or number < self.tasks.get(task, 0)
 
     def clocks_of(self, members: Mapping[int, int]) -> dict[int, int]:
-        """Return the next clock of each worker, from its first clock."""
+        """Return the next clock of each member; its first clock if it has not pushed."""
         return {worker: self.clocks.get(worker, start) for worker, start in members.items()}
 
     def slowest(self, members: Mapping[int, int], pushes: Sequence[Push] = ()) -> int:
-        """Return the least clock of the members after some pushes, up to where rules change."""
+        """Return the least clock of the members after `pushes`, at most the next rule change."""
         clocks = self.clocks_of(members)
         clocks.update({worker: clock + 1 for worker, clock in pushes if worker in clocks})
         slowest = min(clocks.values(), default=self.completed)
         return min([slowest, *(b for b in self.rules.begins if b > self.completed)])
 
     def advance(self, record: ShardRecord) -> None:
-        """Let a record, the next one, have happened."""
+        """Update the progress by the next record."""
         assert record.number == self.number + 1, "records have no gaps"
         self.number = record.number
         for worker, clock in (*record.pushes, *record.dropped):
@@ -148,7 +148,7 @@ class ShardProgress:
             self._change_rate(record.clock, record.lr)
 
     def _change_rate(self, clock: int, lr: float) -> None:
-        """Let a learning rate hold from a clock on; forget the oldest of many."""
+        """Set the learning rate from a clock on; remove the oldest above `MAX_RATES`."""
         is_last = clock > next(reversed(self.rates), BEFORE)
         self.rates[clock] = lr
         if not is_last:
@@ -156,7 +156,7 @@ class ShardProgress:
         while len(self.rates) > MAX_RATES:
             first, second = itertools.islice(self.rates, 2)
             if second > self.completed:
-                return  # the first one holds still
+                return  # the first one is still in use
             del self.rates[first]
 
     def copy(self) -> ShardProgress:

@@ -1,17 +1,17 @@
-"""A request to several nodes, as a state machine: who has answered, and who must be asked again.
+"""Requests to several nodes, as a state machine: which parts are answered or must be sent again.
 
-A request has parts, such as the shards of a table. A route says which node has a part now. Parts
-with the same node travel in one message. A part is asked for again, at the node that the route then
-says, when its node has been lost, or answers that it has it no longer. Requests are sent again in
-the order in which they were made.
+A request has parts, such as the shards of a table. A route maps each part to the node that has it
+now. Parts with the same node are sent in one message. If the node of a part is lost, or answers
+that it does not have the part any more, the part is sent again to the node that the route then
+returns. Requests are sent again in the order in which they were made.
 
     begin      SendParts for each node
     answered   Done after the last part
-    moved      SendParts again, as soon as the route says another node; with the next route at
-               least, which may say the same node, since routes can be missed
+    moved      SendParts again as soon as the route returns another node; at the latest with the
+               next directory, even to the same node, since a directory can be missed
     again      SendParts again to the same node
-    rerouted   SendParts for all parts that wait for another node than the route says
-    lost       nothing: the next route will say another node, or `linked` the same one again
+    rerouted   SendParts for all parts with a new route
+    lost       nothing: the next directory gives another node, or `linked` sends to the same one
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ OnAnswer: TypeAlias = Callable[[Delivery, tuple[int, ...]], None]
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """A request under way.
+    """A request in flight.
 
     Attributes:
-        parts: Its parts, such as shards.
-        route: Function that returns the node that has a part; None if there is none.
-        build: Function of parts that returns the message for them, with buffers. It runs again
-            when parts must be sent again.
+        parts: Parts of the request, such as shards.
+        route: Function that returns the node that has a part; None if no node has it.
+        build: Function of parts that returns the message for them, with buffers. It is called
+            again when parts are sent again.
         on_answer: Called with each answer, and the parts that it answers.
         on_done: Called when all parts are answered. It may wait for other requests.
-        on_failed: Called at once when the request fails.
+        on_failed: Called immediately when the request fails.
         memory: Function that returns the memory for the answer of a part; new memory when None.
         priority: Urgency of the messages.
-        is_write: Whether the request goes on after a `wait` that has timed out, as a push does;
-            others are forgotten then.
+        is_write: Whether the request stays in flight after a `wait` has timed out, as a push does;
+            other requests are cancelled then.
         timestamp: Number of the request, which its customer assigns.
-        asked: Node that each unanswered part was sent to last; empty before that.
-        stuck: Parts that must go elsewhere: their node was lost, or does not have them.
-        ids: Numbers of the messages.
+        asked: Node that each unanswered part was last sent to; an empty string before that.
+        stuck: Parts to send to another node: their node was lost, or does not have them.
+        ids: Numbers of the request's messages.
         message: The last message.
-        due_ns: Time at which to send it again, on links that lose messages.
+        due_ns: Time at which to send the request again, on links that lose messages.
         pause_ns: Time between the last two repetitions.
     """
 
@@ -88,30 +88,30 @@ class Done(NamedTuple):
 
 
 class PartsLost(NamedTuple):
-    """These parts of a request are nowhere."""
+    """No node has these parts of a request any more."""
 
     request: PendingRequest
     parts: tuple[int, ...]
 
 
 class RequestsState:
-    """Requests of one customer that are under way.
+    """Requests of one customer that are in flight.
 
     Attributes:
-        requests: The requests by timestamp, in their order.
+        requests: The requests by timestamp, in ascending order.
     """
 
     def __init__(self) -> None:
         self.requests: dict[int, PendingRequest] = {}
 
     def begin(self, request: PendingRequest) -> list[SendParts | Done | PartsLost]:
-        """Begin a request."""
+        """Add a request, and send all of its parts."""
         self.requests[request.timestamp] = request
         request.asked = dict.fromkeys(request.parts, "")
         return [*self._send(request)] if request.asked else [Done(request)]
 
     def answered(self, request: PendingRequest, parts: Iterable[int]) -> list[Done]:
-        """Record the answer to some parts; answers may come twice."""
+        """Record the answer to some parts; an answer may come twice."""
         for part in parts:
             request.asked.pop(part, None)
             request.stuck.discard(part)
@@ -120,28 +120,28 @@ class RequestsState:
     def moved(
         self, request: PendingRequest, node: str, parts: Iterable[int]
     ) -> list[SendParts | PartsLost]:
-        """Ask again for parts that a node does not have; the route may know where they are."""
+        """Mark parts that a node does not have; send them again if the route has changed."""
         request.stuck.update(part for part in parts if request.asked.get(part) == node)
         return self._send(request)
 
     def again(self, request: PendingRequest, parts: Iterable[int]) -> list[SendParts | PartsLost]:
-        """Ask again for parts whose node wants to be asked in another way."""
+        """Send parts again for which a node has answered with `Repeat`."""
         request.asked.update(dict.fromkeys([part for part in parts if part in request.asked], ""))
         return self._send(request)
 
     def rerouted(self) -> list[SendParts | PartsLost]:
-        """Ask again for all parts whose route has changed, or that had to go elsewhere."""
+        """Send all parts again that are stuck, or have a new route."""
         for request in self.requests.values():
             request.asked.update(dict.fromkeys(request.stuck, ""))
-        return [each for request in self.requests.values() for each in self._send(request)]
+        return [sent for request in self.requests.values() for sent in self._send(request)]
 
     def lost(self, node: str) -> None:
-        """Record that messages to a node may not have arrived."""
+        """Mark the parts that were sent to a lost node: the messages may not have arrived."""
         for request in self.requests.values():
             request.stuck.update(part for part, asked in request.asked.items() if asked == node)
 
     def linked(self, node: str) -> list[SendParts | PartsLost]:
-        """Ask a node again that was lost, and can be reached again."""
+        """Send parts again to a node that is connected again."""
         for request in self.requests.values():
             for part in [part for part in request.stuck if request.asked[part] == node]:
                 request.stuck.discard(part)
@@ -149,13 +149,13 @@ class RequestsState:
         return self.rerouted()
 
     def resend(self, request: PendingRequest) -> list[SendParts | PartsLost]:
-        """Ask again for all parts of a request, on links that lose messages."""
+        """Send all unanswered parts of a request again, on links that lose messages."""
         request.asked = dict.fromkeys(request.asked, "")
         request.stuck.clear()
         return self._send(request)
 
     def forget(self, timestamp: int) -> PendingRequest | None:
-        """Remove a request that is over, or for which nobody waits any more."""
+        """Remove a request that is over or cancelled; return None if it was removed before."""
         return self.requests.pop(timestamp, None)
 
     def _send(self, request: PendingRequest) -> list[SendParts | PartsLost]:

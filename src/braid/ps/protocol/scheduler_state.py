@@ -1,19 +1,19 @@
-"""The decisions of the scheduler, as a state machine: who is here, where shards lie, who waits.
+"""The decisions of the scheduler, as a state machine: members, chains of shards, and barriers.
 
-    event            what follows
-    join             the first directory when all are here; then a server gets shards, a worker its
-                     place back
-    lost server      its chains go on without it; copies are made elsewhere; a shard without any
-                     copy fails the run
+    event            result
+    join             the first directory once all nodes have joined; later a server gets shards,
+                     and a worker gets its place back
+    lost server      its chains continue without it; copies are made on other servers; a shard
+                     without any copy fails the run
     lost worker      by policy: fail, wait for a new process of its number, shrink, or call a spare
-    removed worker   is refused: the others have gone on without it, or another has its place
+    removed worker   is refused: the run continues without it, or another process has its place
     installed        the next directory
-    leave            a worker is waited for no longer; a server's shards go to others first
-    barrier          released when all of its group have come; one of a step does not wait for the
-                     successor of a lost worker, which may go on behind the step or before it
+    leave            clocks do not wait for the worker any more; a server's shards move first
+    barrier          released when all members have entered; a barrier of a step does not wait for
+                     the replacement of a lost worker, which may continue before or after the step
 
-The scheduler has no part in pushes and pulls. While it is gone, they go on; its journal is its last
-directory.
+The scheduler takes no part in pushes and pulls, which continue while it is gone. Its journal
+contains its last directory.
 
 Source: M. Li et al., Parameter Server, OSDI 2014, sections 4.2 to 4.5; PS-Lite's scheduler.
 """
@@ -42,20 +42,20 @@ OnWorkerLoss: TypeAlias = Literal["fail", "wait", "shrink", "replace"]
 
 
 class FailRun(NamedTuple):
-    """Inform all nodes that the run cannot go on."""
+    """Send all nodes the error that ends the run."""
 
     text: str
 
 
 class CallSpare(NamedTuple):
-    """Let a spare take the place of a worker."""
+    """Order a spare to replace a lost worker."""
 
     spare: int
     worker: int
 
 
 class StopWorkers(NamedTuple):
-    """Inform all workers of the clock before which they stop."""
+    """Send all workers the clock before which they stop."""
 
     clock: int
 
@@ -67,11 +67,11 @@ class SchedulerState(MembersState[str, int]):
     """State of the scheduler.
 
     Args:
-        num_servers: Servers that the first directory waits for.
-        num_workers: Workers that it waits for.
-        replicas: Copies of each shard beside the head's.
+        num_servers: Number of servers that must join before the first directory.
+        num_workers: Number of workers that must join before the first directory.
+        replicas: Number of copies of each shard, in addition to the head's.
         on_worker_loss: Policy for the loss of a worker.
-        directory: The last one of an earlier life, from its journal.
+        directory: Last directory of an earlier scheduler, from its journal.
 
     Raises:
         ConfigError: There are not enough servers for the copies.
@@ -90,8 +90,8 @@ class SchedulerState(MembersState[str, int]):
         self._replicas = replicas
         self._on_worker_loss = on_worker_loss
         self.failure = ""
-        self._spares: list[int] = []  # that are here, and not called
-        self._vacant: list[int] = []  # workers that were lost, and wait for a spare or a process
+        self._spares: list[int] = []  # have joined, and are not called yet
+        self._vacant: list[int] = []  # lost workers that wait for a spare or a new process
         self._gone: set[int] = set()  # workers that have left
         self._lives: dict[int, int] = {}  # process of each worker, as its incarnation
         self._removed: dict[tuple[int, int], str] = {}  # worker and process, with the reason
@@ -105,24 +105,24 @@ class SchedulerState(MembersState[str, int]):
             self._lives = dict(directory.lives)
             self.missing = {("server", number) for number in directory.servers}
             self.missing |= {("worker", number) for number in directory.workers}
-        self._tables: dict[str, tuple[str, str]] = {}  # who declared it first, and its form
-        self._firsts: dict[str, tuple[str, int]] = {}  # who declared it, and its checksum
+        self._tables: dict[str, tuple[str, str]] = {}  # first node that declared it, and its form
+        self._firsts: dict[str, tuple[str, int]] = {}  # first server that did, and its checksum
         self._stop = 0
         self._weights: list[float] | None = None
         self._counts: dict[int, list[int]] = {}
-        self._leaving: dict[int, tuple[str, int]] = {}  # servers, with who waits for it
+        self._leaving: dict[int, tuple[str, int]] = {}  # request of each leaving server
         Directory.begin(dict.fromkeys(range(num_servers), ""), (), replicas)  # checks the numbers
 
     # -- events
 
     def check_tables(self, node: str, tables: Mapping[str, tuple[str, int]]) -> list[Instruction]:
-        """Fail the run if a node declares a table in another way than a node before it did.
+        """Fail the run if a node's declaration of a table differs from an earlier node's.
 
-        Servers must agree on first values, too, until there is a directory: a server that comes
-        later gets the values of another one.
+        Before the first directory, servers must also agree on first values. A server that joins
+        later receives its values from another server.
 
         Raises:
-            CommError: The run has begun, and this node alone is refused.
+            CommError: The run has begun already: only this node is refused.
         """
         is_server = node.startswith("server:")
         for name, (form, first) in tables.items():
@@ -146,7 +146,7 @@ class SchedulerState(MembersState[str, int]):
         return []
 
     def server_joins(self, server: int, address: str) -> list[Instruction]:
-        """Take in a server; the first ones become the first directory."""
+        """Add a server; return the first directory once all nodes have joined."""
         self.missing.discard(("server", server))
         if self.directory is None:
             self.addresses[server_node(server)] = address
@@ -156,10 +156,10 @@ class SchedulerState(MembersState[str, int]):
         return self._change(self.directory.with_server(server, address))
 
     def check_worker(self, worker: int, life: int) -> None:
-        """Refuse a process that was a worker, and was removed.
+        """Refuse a worker process that was removed from the run.
 
         Raises:
-            StaleError: It was removed; says why.
+            StaleError: The process was removed; the message has the reason.
         """
         if reason := self._removed.get((worker, life)):
             msg = f"worker {worker} was removed from the run, which goes on without it: {reason}"
@@ -168,11 +168,11 @@ class SchedulerState(MembersState[str, int]):
     def worker_joins(
         self, worker: int, start: int = 0, life: int = 0, *, was_member: bool = False
     ) -> list[Instruction]:
-        """Take in a worker; one that comes later begins at the clock `start`.
+        """Add a worker; one that joins a running job begins at the clock `start`.
 
         Args:
-            worker: Its number.
-            start: Its first clock.
+            worker: Number of the worker.
+            start: First clock of the worker.
             life: Incarnation of its process.
             was_member: Whether this process has been a worker of the run before.
 
@@ -182,7 +182,7 @@ class SchedulerState(MembersState[str, int]):
         self.check_worker(worker, life)
         known = None if self.directory is None else self.directory.lives.get(worker)
         if self.directory is not None and life != known:
-            if was_member:  # removed by an earlier life of the scheduler
+            if was_member:  # removed by an earlier scheduler
                 self._removed[worker, life] = "it was lost for too long"
                 self.check_worker(worker, life)
             if known is not None:
@@ -201,18 +201,18 @@ class SchedulerState(MembersState[str, int]):
         return self._change(self.directory.with_workers(workers, self._lives))
 
     def spare_joins(self, spare: int) -> list[Instruction]:
-        """Take in a process that may take the place of a worker."""
+        """Add a spare process, which can replace a lost worker; call it if a worker is missing."""
         if spare not in self._spares:
             self._spares.append(spare)
         return self._call_spare(self._vacant.pop(0)) if self._vacant else []
 
     def spare_lost(self, spare: int) -> list[Instruction]:
-        """Forget a spare, which was lost or has been called."""
-        self._spares = [each for each in self._spares if each != spare]
+        """Remove a spare that was lost, or has been called."""
+        self._spares = [other for other in self._spares if other != spare]
         return []
 
     def worker_leaves(self, worker: int, life: int = 0) -> list[Instruction]:
-        """Wait for a worker no longer, since it is done."""
+        """Remove a worker that has finished."""
         if life != self._lives.get(worker):
             return []  # another process has its place
         self._gone.add(worker)
@@ -220,7 +220,7 @@ class SchedulerState(MembersState[str, int]):
         return [*self._deal_again(worker), *self._remove(worker)]
 
     def worker_lost(self, worker: int, reason: str, life: int = 0) -> list[Instruction]:
-        """Act on the loss of a worker's process as the policy says."""
+        """Handle the loss of a worker's process by the policy `on_worker_loss`."""
         if worker in self._gone or worker_node(worker) not in self.addresses or self.failure:
             return []
         if life != self._lives.get(worker):
@@ -246,16 +246,16 @@ class SchedulerState(MembersState[str, int]):
         return [*again, *self._remove(worker)]
 
     def release_lost(self) -> list[Instruction]:
-        """Wait no longer for new processes of workers that were lost."""
+        """Stop waiting for new processes of lost workers: remove these workers."""
         workers = [] if self.directory is None else list(self.directory.workers)
         lost = [number for number in workers if worker_node(number) not in self.addresses]
-        return [each for number in lost for each in self._remove(number)]
+        return [instruction for number in lost for instruction in self._remove(number)]
 
     def server_leaves(self, server: int, request: tuple[str, int]) -> list[Instruction]:
-        """Move a server's shards to others, then let it go.
+        """Move a server's shards to other servers, then remove it.
 
         Raises:
-            CommError: No server would be left.
+            CommError: The first directory does not exist yet, or no other server would remain.
         """
         if self.directory is None:
             msg = f"server {server} cannot leave before all servers and workers have joined"
@@ -267,11 +267,10 @@ class SchedulerState(MembersState[str, int]):
         return self._change(self.directory.drained(server))
 
     def server_lost(self, server: int, reason: str) -> list[Instruction]:
-        """Go on without a server, where its shards have copies."""
+        """Remove a lost server; fail the run if a shard has no other copy."""
         directory = self.directory
-        self.addresses.pop(
-            server_node(server), None
-        )  # it counts no longer, if not all have come yet
+        # if the first directory does not exist yet, it waits for another server
+        self.addresses.pop(server_node(server), None)
         if directory is None or server not in directory.servers or self.failure:
             return []
         before = set(directory.lost)
@@ -287,14 +286,14 @@ class SchedulerState(MembersState[str, int]):
         return self._change(directory)
 
     def installed(self, shard: int, server: int, since: int) -> list[Instruction]:
-        """Record that a server that joins a chain has the state."""
+        """Record that a server that joins a chain has received the state."""
         if self.directory is None:
             return []
         directory = self.directory.installed(shard, server, since)
         return [] if directory is self.directory else self._change(directory)
 
     def balance(self, server: int, counts: list[int]) -> list[Instruction]:
-        """Take in the requests that a server had; move hot shards to servers with little load."""
+        """Record a server's request counts; once all have reported, move hot shards."""
         directory = self.directory
         if directory is None or len(counts) != len(directory.chains):
             return []
@@ -310,32 +309,32 @@ class SchedulerState(MembersState[str, int]):
         return self._change(directory) if directory.moves(self._weights) else []
 
     def stop_at(self, clock: int) -> list[Instruction]:
-        """Let all workers stop before a clock; the first one that is asked for holds."""
+        """Stop all workers before a clock; the first request determines the clock."""
         self._stop = self._stop or clock
         return [StopWorkers(self._stop)]
 
     def barrier(
         self, name: str, node: str, request: int, members: frozenset[str], step: int = -1
     ) -> list[Instruction]:
-        """Let a node wait at a barrier until all `members` have come.
+        """Add a node to a barrier, which is released once all `members` have entered.
 
-        A barrier of a `step` cannot wait for the successor of a lost worker: it goes on at the
-        clock of its tables, which may lie behind the step or before it. It passes the steps that
-        were released without it, and is a member again from the first step that was not.
+        A barrier of a `step` cannot wait for the replacement of a lost worker, which continues at
+        the clock of its tables, before or after the step. The replacement passes the steps that
+        were released without it, and is a member again from the first later step on.
         """
         if step >= 0:
             if self._since.get(node) == math.inf:
                 if step <= self._passed.get(name, -1):
                     return [ReleaseNodes(((node, request),))]
                 self._since[node] = step
-            members = frozenset(each for each in members if self._since.get(each, 0) <= step)
+            members = frozenset(member for member in members if self._since.get(member, 0) <= step)
             at, name = (name, step), f"{name} {step}"
             self._steps[name] = at
         self._arrive(name, node, request, members)
         return self._released()
 
     def _released(self) -> list[Instruction]:
-        """Release the barriers to which all have come that are still here."""
+        """Release the barriers that all remaining members have entered."""
         out: list[Instruction] = []
         for name in self._reached:
             out.append(ReleaseNodes(tuple(self._close(name).items())))
@@ -350,19 +349,19 @@ class SchedulerState(MembersState[str, int]):
         """Deal out the next shard of samples.
 
         Raises:
-            CommError: Workers divide the samples in different ways.
+            CommError: Workers divide the samples differently.
         """
         data = self._data.setdefault(name, DataState(num_shards))
         if data.num_shards != num_shards:
             msg = (
                 f"{request[0]} divides {name!r} into {num_shards} shards, another worker into "
-                f"{data.num_shards}: give all the same numbers of samples, size and epochs"
+                f"{data.num_shards}: pass the same num_samples, shard_size and epochs on all"
             )
             raise CommError(msg)
         return [*data.next(request[0], request, done)]
 
     def drop_missing(self) -> list[Instruction]:
-        """Treat nodes of an earlier life of the scheduler that did not come back as lost."""
+        """Treat nodes that did not reconnect to the restarted scheduler as lost."""
         missing, self.missing = sorted(self.missing), set()
         reason = "it did not come back to the scheduler, which was started again"
         out: list[Instruction] = []
@@ -374,7 +373,7 @@ class SchedulerState(MembersState[str, int]):
         return out
 
     def waiting(self) -> list[str]:
-        """Return who has not joined, and for whom barriers wait, as text."""
+        """Return lines of text with the nodes that have not joined, or are missing in barriers."""
         absent = ", ".join(self.absent).replace(":", " ")
         lines = [f"{absent} did not join"] if self.directory is None else []
         return lines + [
@@ -383,7 +382,7 @@ class SchedulerState(MembersState[str, int]):
         ]
 
     def awaited(self) -> frozenset[str]:
-        """Return the nodes that have not joined, or have not come to a barrier."""
+        """Return the nodes that have not joined, or are missing in a barrier."""
         if self.directory is None:
             return frozenset(self.absent)
         return frozenset().union(*map(self._lacks, self._arrived))
@@ -391,7 +390,7 @@ class SchedulerState(MembersState[str, int]):
     # -- inside
 
     def _deal_again(self, worker: int) -> list[Instruction]:
-        return [each for data in self._data.values() for each in data.lost(f"worker:{worker}")]
+        return [issue for data in self._data.values() for issue in data.lost(f"worker:{worker}")]
 
     def _begin(self) -> list[Instruction]:
         nodes = [(*split_node(node), address) for node, address in self.addresses.items()]
@@ -406,7 +405,7 @@ class SchedulerState(MembersState[str, int]):
         return [*self._vacate(worker), CallSpare(self._spares.pop(0), worker)]
 
     def _vacate(self, worker: int) -> list[Instruction]:
-        """Let servers refuse the lost process of a worker until another one takes its place."""
+        """Remove a worker's process, which servers then refuse, until another takes its place."""
         self._lives.pop(worker, None)
         if self.directory is None:
             return []
@@ -423,7 +422,7 @@ class SchedulerState(MembersState[str, int]):
         return [*self._change(directory.with_workers(rest, self._lives)), *self._released()]
 
     def _change(self, directory: Directory) -> list[Instruction]:
-        """Publish a directory with the copies and moves that it calls for."""
+        """Publish a directory, after adding the copies and moves that it needs."""
         if moves := directory.moves(self._weights):
             directory = directory.with_copies(moves)
         self.directory = directory

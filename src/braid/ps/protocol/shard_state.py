@@ -1,26 +1,26 @@
 """The decisions about one shard on one server, as a state machine: events in, instructions out.
 
-A shard lies on a chain of servers. The first, its head, decides; each change goes down the chain as
-a record, and its confirmation comes back up. What is confirmed lies on all servers of the chain.
+A shard is stored on a chain of servers. The first one, the head, decides. Each change goes down the
+chain as a record, and its confirmation back up: all servers of the chain have confirmed records.
 
     worker                head                    successor ... tail
       push ───────────────> Keep
       push (another) ─────> Keep, Merge, SendOn ──> Apply, SendOn ──> Apply, Confirm
                             Apply, Accept, AnswerPull <── Confirm <──────┘
 
-    event                   at the head                                elsewhere
+    event                   at the head                                on other servers
     push, pull              keep or park; decide                       Moved: ask the head
-    record                  (has none before it)                       Apply; SendOn or Confirm
+    record                  (has no predecessor)                       Apply; SendOn or Confirm
     confirmed               Apply; Accept pushes, AnswerPull           Confirm
-    configure               new chain: send what is unconfirmed again; a new head begins with the
-                            records that it has; who left the chain answers Moved to all
+    configure               new chain: send unconfirmed records again; a new head begins with its
+                            own records; a server outside the chain answers Moved to all
 
-Replication comes after aggregation: a clock of all workers is one record. A head changes its values
-when a record is confirmed, so no pull shows what could be lost. What has not been accepted is the
-worker's, which sends it again; a push that is in a record is never in another one. Messages of an
-earlier epoch mean nothing: a head that was replaced cannot confirm anything more.
+Replication comes after aggregation: a clock of all workers is one record. A head applies a record
+once it is confirmed, so no pull returns values that could be lost. Workers send pushes again until
+they are accepted; a push is never in two records. Messages of an earlier epoch are ignored: a head
+that was replaced cannot confirm records.
 
-No tensors, threads, sockets or clocks of the host: values are named by worker and clock.
+No tensors, threads, sockets or system clocks: values are named by worker and clock.
 
 Sources: M. Li et al., Parameter Server, OSDI 2014, sections 3.4, 4.3 (replication after
 aggregation); R. van Renesse, F. Schneider, Chain Replication, OSDI 2004; Q. Ho et al., SSP, 2013.
@@ -56,13 +56,13 @@ class ShardState:
 
     Args:
         server: Number of the server.
-        consistency: When pushes are applied, and pulls answered, at first.
+        consistency: Initial consistency: when pushes are applied, and pulls answered.
 
     Attributes:
-        applied: Progress of the values.
-        decided: Progress that a head has decided on, confirmed or not.
+        applied: Progress of the applied records.
+        decided: Progress of all records that the head has decided on, confirmed or not.
         confirmed: Number of the last record that the whole chain has.
-        log: Records that wait to be confirmed.
+        log: Records that are not confirmed yet.
         is_installed: Whether the server has the shard's state.
     """
 
@@ -74,18 +74,18 @@ class ShardState:
         self.confirmed = 0
         self.log: dict[int, ShardRecord] = {}
         self.is_installed = False
-        self._early: dict[int, ShardRecord] = {}  # records that came before their predecessor
+        self._early: dict[int, ShardRecord] = {}  # records that arrived before an earlier record
         self._kept = KeptPushes()
-        self._accepts: list[tuple[int, Request]] = []  # number of a record, who waits for it
+        self._accepts: list[tuple[int, Request]] = []  # number of a record, request to accept
         self._parked: dict[Request, tuple[int, int]] = {}  # worker and clock of pulls
-        self._since = -1  # epoch since which this server joins, or has joined
-        self._sent_to: tuple[int, int] | None = None  # whom the state was sent to, and its `since`
+        self._since = -1  # epoch in which this server joined, or began to join
+        self._sent_to: tuple[int, int] | None = None  # server with the state, and its `since`
 
-    # -- what the place in the chain means
+    # -- place in the chain
 
     @property
     def is_head(self) -> bool:
-        """Whether this server decides."""
+        """Whether this server is the head, which decides."""
         return self.view.chain[:1] == (self._server,) and self.is_installed
 
     @property
@@ -108,12 +108,12 @@ class ShardState:
     # -- events
 
     def configure(self, view: View) -> list[Instruction]:
-        """Continue as a later epoch says; nothing happens for an earlier one."""
+        """Continue with the chain of a later epoch; ignore an earlier one."""
         if view.epoch <= self.view.epoch:
             return []
         was_head, is_first = self.is_head, self.view.epoch < 0
         self.view = view
-        self._early.clear()  # of another head, perhaps; the predecessor sends its log again
+        self._early.clear()  # perhaps from another head; the predecessor sends its log again
         if self._server not in view.chain:
             return self._discard()
         since = view.joining.get(self._server)
@@ -124,18 +124,18 @@ class ShardState:
         elif is_first:
             self.is_installed = True
         if not self.is_installed:
-            return self._redirect()  # it may have been the head in an epoch before those it missed
-        done: list[Instruction] = []
+            return self._redirect()  # it may have been the head before it missed some epochs
+        instructions: list[Instruction] = []
         if self.is_head and not was_head:
             self.decided = self.applied.copy()
-        done += self._install_successor()
+        instructions += self._install_successor()
         if self.successor is None:
-            done += self._confirm(max(self.decided.number, self.applied.number))
+            instructions += self._confirm(max(self.decided.number, self.applied.number))
         else:
-            done += [SendOn(number) for number in self.log]
+            instructions += [SendOn(number) for number in self.log]
         if not self.is_head:
-            return [*done, *self._redirect()]
-        return [*done, *self._decide(), *self._freed()]
+            return [*instructions, *self._redirect()]
+        return [*instructions, *self._decide(), *self._freed()]
 
     def push(
         self,
@@ -145,10 +145,10 @@ class ShardState:
         key: TaskKey | None = None,
         lr: float | None = None,
     ) -> list[Instruction]:
-        """Decide on a push; one of a task that another worker has sent before is dropped.
+        """Decide on a push; drop a task's push that another worker has sent before.
 
         Raises:
-            CommError: The worker is not of this table, or the clock is over without a quorum.
+            CommError: The worker is not a worker of this table, or the clock is over.
         """
         if not self.is_head:
             return [Moved(request)]
@@ -171,7 +171,7 @@ class ShardState:
         """Decide on a pull of the values before a worker's clock.
 
         Raises:
-            CommError: The worker is not of this table.
+            CommError: The worker is not a worker of this table.
         """
         if not self.is_head:
             return [Moved(request)]
@@ -188,9 +188,9 @@ class ShardState:
         *,
         lr_before: float | None = None,
     ) -> list[Instruction]:
-        """Let another consistency or learning rate hold from a clock on.
+        """Change the consistency or learning rate from a clock on.
 
-        Slower workers may push for clocks before it: those have `lr_before`, if it never changed.
+        Pushes of slower workers for earlier clocks use `lr_before` if the rate never changed.
 
         Raises:
             CommError: The clock is over.
@@ -202,7 +202,7 @@ class ShardState:
             consistency = None
         if lr == rates.get(clock):
             lr = None
-        if consistency is None and lr is None:  # another worker has said so
+        if consistency is None and lr is None:  # another worker has requested the same
             return self._accept_from(self.decided.number, request)
         latest = max([self.decided.completed, *(c for _, c in self._kept.requests)], default=0)
         if clock < latest:
@@ -220,7 +220,7 @@ class ShardState:
         return epoch == self.view.epoch and self.predecessor is not None and not self.is_head
 
     def record(self, record: ShardRecord, epoch: int) -> list[Instruction]:
-        """Take a record of the predecessor, whose sum the driver keeps under its number."""
+        """Handle a record from the predecessor; the driver keeps its sum by number."""
         if not self.follows(epoch):
             return []
         if record.number <= self.applied.number and self.is_installed:
@@ -229,41 +229,41 @@ class ShardState:
         return self._follow()
 
     def install(self, progress: ShardProgress, since: int) -> list[Instruction]:
-        """Begin with the state of the predecessor."""
+        """Begin with the state that the predecessor has sent."""
         if self.is_installed or since != self.view.joining.get(self._server):
             return []
         self.applied, self.decided = progress.copy(), progress.copy()
         self.is_installed = True
-        self._early = {n: each for n, each in self._early.items() if n > progress.number}
+        self._early = {n: record for n, record in self._early.items() if n > progress.number}
         self.confirmed = 0
-        done = self._install_successor()
+        instructions = self._install_successor()
         if self.successor is None:
-            done += self._confirm(progress.number)
-        return [*done, *self._follow()]
+            instructions += self._confirm(progress.number)
+        return [*instructions, *self._follow()]
 
     def confirm(self, number: int, epoch: int) -> list[Instruction]:
-        """Learn that the successor, and all after it, have the records up to this one."""
+        """Record that all servers after this one have the records up to `number`."""
         if epoch != self.view.epoch or number <= self.confirmed or not self.is_installed:
             return []
         return [*self._confirm(number), *(self._freed() if self.is_head else [])]
 
     def resend(self) -> list[Instruction]:
-        """Send what is unconfirmed again, on links that lose messages."""
-        done: list[Instruction] = []
+        """Send unconfirmed records again, on links that lose messages."""
+        instructions: list[Instruction] = []
         if not self.is_installed:
-            return done
+            return instructions
         if self.successor is not None:
             self._sent_to = None
-            done += self._install_successor()
-            done += [SendOn(number) for number in self.log]
+            instructions += self._install_successor()
+            instructions += [SendOn(number) for number in self.log]
         if self.predecessor is not None:
-            done.append(Confirm(self.confirmed))
-        return done
+            instructions.append(Confirm(self.confirmed))
+        return instructions
 
     def clock(self, worker: int) -> int:
-        """Return the next clock of a worker, of which all records so far are confirmed.
+        """Return the next clock of a worker, by the applied records.
 
-        Clocks that a quorum has completed without it are over for it, too.
+        Clocks that a quorum has completed without the worker are skipped.
         """
         clock = self.applied.clocks.get(worker, self.view.members.get(worker, 0))
         while clock < self.applied.completed and self._is_over(clock):
@@ -271,7 +271,7 @@ class ShardState:
         return clock
 
     def waiting(self) -> list[str]:
-        """Return who waits for whom, as text."""
+        """Return the pending waits of pulls as lines of text."""
         lines, pushed = [], self._pushed()
         for worker, clock in self._parked.values():
             reached = clock - self.applied.rules.at(clock).staleness
@@ -286,7 +286,7 @@ class ShardState:
         return lines
 
     def awaited(self) -> set[int]:
-        """Return the workers for whose pushes requests wait here."""
+        """Return the workers with missing pushes that requests here wait for."""
         pushed = self._pushed()
         needed = [
             clock - self.applied.rules.at(clock).staleness for _, clock in self._parked.values()
@@ -299,11 +299,11 @@ class ShardState:
     # -- inside
 
     def _pushed(self) -> dict[int, int]:
-        """Return the clock of each worker after its pushes that are kept."""
+        """Return the next clock of each worker after its kept pushes."""
         return self._kept.clocks_after(self.applied.clocks_of(self.view.members))
 
     def _install_successor(self) -> list[Instruction]:
-        """Send the state to a successor that joins, once."""
+        """Send the state once to a successor that joins the chain."""
         successor = self.successor
         since = None if successor is None else self.view.joining.get(successor)
         if successor is None or since is None or self._sent_to == (successor, since):
@@ -312,26 +312,26 @@ class ShardState:
         return [Install(successor)]
 
     def _discard(self) -> list[Instruction]:
-        """Leave the chain: nothing here counts any more."""
-        done = self._redirect()
+        """Leave the chain, and discard the state."""
+        instructions = self._redirect()
         self.is_installed = False
         self._since, self._sent_to = -1, None
         self.log.clear()
         self._early.clear()
-        return done
+        return instructions
 
     def _redirect(self) -> list[Instruction]:
-        """Send all who wait here to the head."""
+        """Answer all pending requests with `Moved`, and drop the kept pushes."""
         kept, self._kept = self._kept.requests, KeptPushes()
         requests = [*kept.values(), *self._parked]
         requests += [request for _, request in self._accepts]
         self._parked.clear()
         self._accepts.clear()
-        done: list[Instruction] = [Moved(request) for request in requests]
-        return [*done, DropPushes(tuple(kept))] if kept else done
+        instructions: list[Instruction] = [Moved(request) for request in requests]
+        return [*instructions, DropPushes(tuple(kept))] if kept else instructions
 
     def _admit(self, worker: int) -> None:
-        """Let the worker's next pushes count, as far as there is no gap."""
+        """Mark the worker's kept pushes as eligible, up to the first missing clock."""
         clock = self.decided.clocks.get(worker, self.view.members.get(worker, 0))
         known = {c for w, c in self._kept.eligible if w == worker}
         clock = max([clock, *(c + 1 for c in known)])
@@ -341,16 +341,16 @@ class ShardState:
             clock += 1
 
     def _is_over(self, clock: int) -> bool:
-        """Whether a quorum has completed a clock, so that a worker may leave it out."""
+        """Whether a quorum has completed a clock, so that workers need not push for it."""
         rule = self.decided.rules.at(clock)
         return clock < self.decided.completed and rule.quorum is not None and rule.late == "drop"
 
     def _decide(self) -> list[Instruction]:
-        """Make records of the pushes that need not wait any more."""
-        done: list[Instruction] = []
+        """Make records of the pushes that are complete under the consistency."""
+        instructions: list[Instruction] = []
         while (record := self._next_record()) is not None:
-            done += self._begin(record)
-        return done
+            instructions += self._begin(record)
+        return instructions
 
     def _next_record(self) -> ShardRecord | None:
         completed = self.decided.completed
@@ -372,7 +372,7 @@ class ShardState:
         if rule.by_clock:
             workers = sorted(worker for worker, clock in self._kept.eligible if clock == completed)
             needed = self._needed(rule, completed)
-            if not needed and self.view.members:  # all who are here began later
+            if not needed and self.view.members:  # all members began at a later clock
                 return self._record(completed=min(self.view.members.values()))
             if len(set(workers) & self.view.members.keys()) >= needed > 0:
                 arrived = [(worker, completed) for worker in workers]
@@ -419,58 +419,58 @@ class ShardState:
         )
 
     def _begin(self, record: ShardRecord) -> list[Instruction]:
-        """Decide on a record: it happens once the chain has it."""
+        """Decide on a record and send it down the chain; it is applied once confirmed."""
         self.decided.advance(record)
         self.log[record.number] = record
         requests = self._kept.take((*record.pushes, *record.dropped))
         self._accepts += [(record.number, request) for request in requests]
-        done: list[Instruction] = [Merge(record)]
+        instructions: list[Instruction] = [Merge(record)]
         if record.dropped:
-            done.append(DropPushes(record.dropped))
+            instructions.append(DropPushes(record.dropped))
         if self.successor is not None:
-            return [*done, SendOn(record.number)]
-        return [*done, *self._confirm(record.number)]
+            return [*instructions, SendOn(record.number)]
+        return [*instructions, *self._confirm(record.number)]
 
     def _follow(self) -> list[Instruction]:
-        """Apply the records of the predecessor, as far as there is no gap."""
-        done: list[Instruction] = []
+        """Apply the received records of the predecessor, up to the first missing one."""
+        instructions: list[Instruction] = []
         while self.is_installed and self.applied.number + 1 in self._early:
             record = self._early.pop(self.applied.number + 1)
             self.applied.advance(record)
             self.log[record.number] = record
-            done.append(Apply(record))
+            instructions.append(Apply(record))
             if self.successor is not None:
-                done.append(SendOn(record.number))
+                instructions.append(SendOn(record.number))
         if self.is_installed and self.successor is None and self.applied.number > self.confirmed:
-            done += self._confirm(self.applied.number)
-        return done
+            instructions += self._confirm(self.applied.number)
+        return instructions
 
     def _confirm(self, number: int) -> list[Instruction]:
-        """Let all records up to this one be confirmed."""
-        done: list[Instruction] = []
-        for record in [each for n, each in self.log.items() if n <= number]:
+        """Mark all records up to `number` as confirmed; accept the requests that wait for them."""
+        instructions: list[Instruction] = []
+        for record in [logged for n, logged in self.log.items() if n <= number]:
             del self.log[record.number]
             if record.number > self.applied.number:  # at the head
                 self.applied.advance(record)
-                done.append(Apply(record))
+                instructions.append(Apply(record))
         self.confirmed = max(self.confirmed, number)
         if self.predecessor is not None:
-            done.append(Confirm(self.confirmed))
+            instructions.append(Confirm(self.confirmed))
         ready = [request for n, request in self._accepts if n <= self.confirmed]
-        self._accepts = [each for each in self._accepts if each[0] > self.confirmed]
-        return [*done, *(Accept(request) for request in ready)]
+        self._accepts = [accept for accept in self._accepts if accept[0] > self.confirmed]
+        return [*instructions, *(Accept(request) for request in ready)]
 
     def _accept_from(self, number: int, request: Request) -> list[Instruction]:
-        """Accept a request once a record is confirmed."""
+        """Accept a request, now or once the record `number` is confirmed."""
         if number <= self.confirmed:
             return [Accept(request)]
         self._accepts.append((number, request))
         return []
 
     def _freed(self) -> list[Instruction]:
-        """Return the answers to pulls that need not wait any more."""
+        """Return answers for pulls that are now fresh enough."""
         if self.applied.number > self.confirmed:
-            return []  # a new head shows nothing that its successors may lack
+            return []  # a new head must not return values that its successors may lack
         freed = [r for r, (worker, clock) in self._parked.items() if self._shows(worker, clock)]
         for request in freed:
             del self._parked[request]
@@ -492,7 +492,7 @@ class ShardState:
     def _check(self, worker: int) -> None:
         if worker not in self.view.members:
             known = ", ".join(map(str, self.view.members)) or "none"
-            msg = f"worker {worker} is not of this table, whose workers are {known}"
+            msg = f"worker {worker} is not a worker of this table: its workers are {known}"
             raise CommError(msg)
 
 

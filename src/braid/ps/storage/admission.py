@@ -1,10 +1,10 @@
-"""Admission of ids to a sparse table: a row only for ids that come back.
+"""Admission of ids to a sparse table: only ids that occur repeatedly get a row.
 
-Problem: most ids of logs are seen once or twice. Their rows fill the memory and learn nothing.
+Problem: most ids of logs are seen once or twice. Their rows fill the memory and are hardly trained.
 
-Idea: count the updates that have an id, and create its row with the n-th. Gradients before are
-dropped. Counts are exact and kept by id, at 40 bytes each, so they move with the shard; a sketch
-with fewer bytes would give other counts for each number of shards.
+Idea: count the updates with an id, and create its row in the n-th one. Earlier gradients are
+dropped. Counts are exact and kept by id, at 40 bytes each, so they move with the shard; the counts
+of a smaller sketch would depend on the number of shards.
 
     update      1    2    3    4          min_pushes 3
     id 17       x         x    x          row created by update 4, which is applied to it
@@ -35,10 +35,10 @@ class Admission:
     """Condition on which an id gets a row.
 
     Attributes:
-        min_pushes: Number of updates with the id, the last of which creates its row. Pushes of one
-            id that are merged into one update count once.
-        max_candidates: Number of ids of a shard that are counted at the same time; those that were
-            pushed least recently are forgotten first.
+        min_pushes: Number of updates with the id until its row is created, including the one that
+            creates it. Pushes that are merged into one update count once.
+        max_candidates: Largest number of ids without a row that a shard counts; the least recently
+            pushed ids are removed first.
 
     Raises:
         ConfigError: A value is not positive.
@@ -60,7 +60,7 @@ class Candidates:
     """Counts of ids that have no row yet.
 
     Args:
-        admission: Condition on which ids get rows; each does at once when None.
+        admission: Condition on which ids get rows; their first update creates them when None.
     """
 
     def __init__(self, admission: Admission | None) -> None:
@@ -77,7 +77,7 @@ class Candidates:
         return self._table.num_bytes
 
     def admit(self, ids: torch.Tensor, update: int) -> torch.Tensor:
-        """Count distinct ids without rows, and forget those that get one.
+        """Count distinct ids without rows, and remove ids that get a row now.
 
         Args:
             ids: Ids, ascending.
@@ -104,7 +104,7 @@ class Candidates:
         return admitted
 
     def forget(self, before: int) -> None:
-        """Forget ids whose last update is not after the given one."""
+        """Remove ids with a last update at or before `before`."""
         self._table.remove(stale_slots(self._table, before))
 
     def export(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -112,7 +112,7 @@ class Candidates:
         return self._table.export()
 
     def load(self, ids: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
-        """Replace all counts; none are kept where every id gets a row at once."""
+        """Replace all counts; without an `Admission`, keep none."""
         if self._admission is None:
-            ids, columns = ids[:0], {name: each[:0] for name, each in columns.items()}
+            ids, columns = ids[:0], {name: column[:0] for name, column in columns.items()}
         self._table.load(ids, columns)

@@ -18,8 +18,8 @@ class Expected(NamedTuple):
 
     Attributes:
         name: Name of the tensor in messages.
-        dtype: Its dtype; any when None.
-        shape: Its shape; a None in it fits any length.
+        dtype: Expected dtype; any when None.
+        shape: Expected shape; None stands for any length.
     """
 
     name: str
@@ -29,7 +29,8 @@ class Expected(NamedTuple):
     def differs(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has another dtype, shape or layout."""
         fits = tensor.dim() == len(self.shape) and all(
-            length in {None, own} for length, own in zip(self.shape, tensor.shape, strict=True)
+            length in {None, actual}
+            for length, actual in zip(self.shape, tensor.shape, strict=True)
         )
         same = self.dtype in {None, tensor.dtype} and tensor.layout == torch.strided
         return not (fits and same)
@@ -59,24 +60,24 @@ def check_tensors(
         table: Name of the table.
         kind: Noun for the tensors as a whole, such as "a push".
         tensors: Tensors to check.
-        expected: Expectation for each.
+        expected: Expected dtype and shape of each tensor.
         advice: Advice at the end of the message.
 
     Raises:
         ConfigError: Something differs; all differences are named.
     """
     if len(tensors) != len(expected):
-        wanted = ", ".join(f"{each.name} {each}" for each in expected)
-        own = ", ".join(map(described, tensors)) or "none"
+        wanted = ", ".join(f"{one.name} {one}" for one in expected)
+        actual = ", ".join(map(described, tensors)) or "none"
         msg = (
             f"table {table!r}: {kind} has {len(expected)} tensors ({wanted}), "
-            f"got {len(tensors)} ({own}). {advice}"
+            f"got {len(tensors)} ({actual}). {advice}"
         )
         raise ConfigError(msg)
     problems = [
-        f"expected {each.name} {each}, got {described(tensor)}"
-        for each, tensor in zip(expected, tensors, strict=True)
-        if each.differs(tensor)
+        f"expected {one.name} {one}, got {described(tensor)}"
+        for one, tensor in zip(expected, tensors, strict=True)
+        if one.differs(tensor)
     ]
     if problems:
         msg = f"table {table!r}: {kind} does not fit: {'; '.join(problems)}. {advice}"
@@ -84,10 +85,10 @@ def check_tensors(
 
 
 def check_floating(table: str, dtype: torch.dtype) -> None:
-    """Check that a table's dtype is a floating one.
+    """Check that a table's dtype is a floating-point dtype.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The dtype is not floating-point.
     """
     if not dtype.is_floating_point:
         msg = f"table {table!r}: values must have a floating dtype, got {dtype_name(dtype)}"

@@ -1,14 +1,14 @@
 """Storage of dense shards: a flat vector that is stepped, or replaced by a sum.
 
 Problem: each pull needs values that do not change while they are sent. A copy for each pull costs
-as much memory traffic as the sending, with w workers w times in each clock.
+the same memory traffic as sending, w times per clock with w workers.
 
-Idea: copy on write. A read lends the live vector; the next step first moves to a copy if it has
-been lent since the last one. So one copy serves all readers between two steps, and memory that was
-lent is freed with its last reader.
+Idea: copy on write. A read returns the live vector without a copy; the next step first copies the
+vector if it was read since the last step. So there is one copy for all readers between two steps,
+and the old memory is freed with its last reader.
 
     apply   read  read  read   apply             apply
-      │       └─────┴─────┴──── copy, step         └ step in place: nobody has read
+      │       └─────┴─────┴──── copy, step         └ step in place: not read since
 
 Sources: M. Li et al., OSDI 2014; Y. Jiang et al., BytePS, OSDI 2020 (servers that only sum).
 """
@@ -31,9 +31,9 @@ __all__ = ["DenseStorage", "SumStorage", "sum_of"]
 
 
 def sum_of(grads: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
-    """Add gradients in the given order, and scale the sum once, in the first one's memory.
+    """Add gradients in the given order, and scale the sum once, in the first gradient's memory.
 
-    Sums of 16-bit numbers are in float32 and rounded once, as those over a group of ranks.
+    16-bit gradients are summed in float32 and rounded once, as in collectives of a group.
     """
     total = grads[0].detach().contiguous()
     parts = [total, *(grad.detach() for grad in grads[1:])]
@@ -42,7 +42,7 @@ def sum_of(grads: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
 
 
 class _Vector(Storage):
-    """Storage of a flat vector, which pushes and reads have the shape of."""
+    """Storage of a flat vector; pushes and reads have its shape."""
 
     def __init__(self, values: torch.Tensor, table: str) -> None:
         check_floating(table, values.dtype)
@@ -58,7 +58,7 @@ class _Vector(Storage):
 
     @property
     def values(self) -> torch.Tensor:
-        """The live vector; `read` returns what later calls of `apply` do not change."""
+        """The live vector, which `apply` may change in place; see `read` for stable values."""
         return self._values
 
     def check(self, push: Tensors) -> None:
@@ -93,8 +93,8 @@ class _Vector(Storage):
         if expected.differs(state["values"]):
             msg = (
                 f"table {self.table!r}: the state does not fit: expected values {expected}, got "
-                f"{described(state['values'])}. Split a table's state into as many shards as the "
-                "table has"
+                f"{described(state['values'])}. Split a table's state with the table's number of "
+                "shards"
             )
             raise ConfigError(msg)
 
@@ -102,20 +102,21 @@ class _Vector(Storage):
 class DenseStorage(_Vector):
     """A shard of a dense table, stepped by an optimizer.
 
-    A push is `(grad,)`, a query is `()`, and a read gives `(values,)`, of shape [n] each.
+    A push is `(grad,)`, a query is `()`, and a read returns `(values,)`, of shape [n] each.
 
     Args:
         values: First values of the shard; copied.
-        rule: A rule whose update changes each element by itself, or a function that makes such an
-            optimizer of torch, such as `partial(torch.optim.SGD, lr=0.1)`.
+        rule: An elementwise rule, or a function that returns an elementwise torch optimizer, such
+            as `partial(torch.optim.SGD, lr=0.1)`.
         table: Name of the table, for messages.
 
     Shape:
-        values: [n], of any floating dtype. Rules step half precision in float32; optimizers of
-        torch step in the dtype of the values.
+        values: [n], of any floating dtype. Rules step half precision in float32; torch optimizers
+        step in the dtype of the values.
 
     Raises:
-        ConfigError: The values are no vector of floats, or the optimizer needs a whole parameter.
+        ConfigError: The values are not a floating-point vector, or the optimizer needs a whole
+            parameter.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class DenseStorage(_Vector):
 
     @torch.no_grad()
     def apply(self, update: Tensors) -> None:
-        """Take one step; a vector that has been lent is copied first."""
+        """Take one step; copy the vector first if it was read since the last step."""
         (grad,) = update
         if self._lent:
             self._values = self._values.clone()
@@ -142,7 +143,7 @@ class DenseStorage(_Vector):
     def read(self, query: Tensors) -> Tensors:  # noqa: ARG002 - empty
         """Return the live vector, which the next `apply` replaces by a copy.
 
-        Cost: none here; one copy of the shard in the next `apply`, however many reads there were.
+        Cost: nothing here; the next `apply` copies the shard once, for any number of reads.
         """
         self._lent = True
         return (self._values,)
@@ -156,7 +157,7 @@ class DenseStorage(_Vector):
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """See `Storage`."""
         self._check_values(state)
-        rest = {name: each for name, each in state.items() if name not in {"values", "updates"}}
+        rest = {name: value for name, value in state.items() if name not in {"values", "updates"}}
         self._stepper.check(rest)
         self._stepper.load(rest)
         self._values = state["values"].detach().clone(memory_format=torch.contiguous_format)
@@ -178,17 +179,17 @@ class DenseStorage(_Vector):
 
 
 class SumStorage(_Vector):
-    """A shard of a table of sums: values are those of the last merged update.
+    """A shard of a table of sums: its values are the last merged update.
 
-    A push is `(grad,)`, a query is `()`, and a read gives `(sum,)`, of shape [n] each. Workers run
-    the optimizer.
+    A push is `(grad,)`, a query is `()`, and a read returns `(sum,)`, of shape [n] each. Workers
+    run the optimizer.
 
     Args:
-        values: First values, until the first update; copied.
+        values: Values before the first update; copied.
         table: Name of the table, for messages.
 
     Raises:
-        ConfigError: The values are no vector of floats.
+        ConfigError: The values are not a floating-point vector.
     """
 
     def __init__(self, values: torch.Tensor, *, table: str) -> None:
@@ -200,7 +201,7 @@ class SumStorage(_Vector):
         self._updates += 1
 
     def read(self, query: Tensors) -> Tensors:  # noqa: ARG002 - empty
-        """Return the values of the last update, which nothing writes to."""
+        """Return the last update, which is never written to."""
         return (self._values,)
 
     def export(self) -> State:

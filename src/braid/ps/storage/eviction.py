@@ -1,11 +1,10 @@
-"""Eviction of rows that updates have not touched for long.
+"""Eviction of rows that have not been updated for a long time.
 
-Problem: ids come and go, and a table that keeps each row grows for ever.
+Problem: ids come and go, and a table that keeps every row grows without bound.
 
-Idea: each row keeps the number of the update that touched it last. Rows are chosen by this number
-and, where it is equal, by id, so that all replicas choose the same. Reads do not count, since
-replicas do not see them. Choosing takes a pass over all rows, so it is done rarely, for several at
-a time.
+Idea: each row stores the number of its last update. Rows are selected by this number, and by id if
+it is equal, so that all replicas select the same rows. Reads do not count, since replicas do not
+see them. A selection passes over all rows, so it happens rarely, and removes several rows.
 
 Source: B. Jiang et al., XDL, DLP-KDD 2019 (feature eviction).
 """
@@ -21,28 +20,29 @@ from braid.ps.storage.row_table import RowTable
 
 __all__ = ["Eviction", "oldest_slots", "stale_slots"]
 
-PARTS = 16  # a pass is made for a 16th of the rows, or after a 16th of the updates
+PARTS = 16  # a pass removes 1/16 of the rows, or happens every 1/16 of `unused_updates`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eviction:
-    """Condition on which rows are removed; an id that returns begins anew, as if never pushed.
+    """Condition on which rows are removed; a removed id begins again with its initial values.
 
     Attributes:
-        unused_updates: Updates of the shard without the row, after which it is removed: at the
-            latest when a 16th as many more have passed.
-        max_rows: Number of rows of a shard. When an update exceeds it, the least recently touched
-            rows are removed until a 16th below it is free.
+        unused_updates: Number of updates of the shard without the row after which it is removed,
+            at most 1/16 later.
+        max_rows: Largest number of rows of a shard. When an update exceeds it, the least recently
+            updated rows are removed until 1/16 of `max_rows` is free.
 
     Raises:
-        ConfigError: A value is not positive, or none is given.
+        ConfigError: A value is not positive, or both are None.
     """
 
     unused_updates: int | None = None
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
-        numbers = [each for each in (self.unused_updates, self.max_rows) if each is not None]
+        limits = self.unused_updates, self.max_rows
+        numbers = [limit for limit in limits if limit is not None]
         if not numbers or min(numbers) < 1:
             msg = (
                 "Eviction: unused_updates or max_rows must be given, and be at least 1, got "
@@ -51,24 +51,24 @@ class Eviction:
             raise ConfigError(msg)
 
     def unused_since(self, update: int) -> int | None:
-        """Return the last update that is too long ago; None if this update makes no pass."""
+        """Return the latest update that is too old; None if no pass is due at this update."""
         if self.unused_updates is None or update % max(1, self.unused_updates // PARTS):
             return None
         return update - self.unused_updates
 
 
 def stale_slots(table: RowTable, before: int) -> torch.Tensor:
-    """Return the slots of rows whose last update is not after the given one."""
+    """Return the slots of rows with a last update at or before `before`."""
     slots = table.slots()
     return slots.masked_select(table.columns["last_update"].index_select(0, slots)[:, 0] <= before)
 
 
 def oldest_slots(table: RowTable, max_rows: int | None) -> torch.Tensor:
-    """Return the slots of rows to remove from a table that has more than a number of rows.
+    """Return the slots of the rows to remove from a table with more than `max_rows` rows.
 
     Returns:
-        Those of the least recent updates, and of equal ones those of the lowest ids; none if the
-        table has no more rows than that.
+        Slots of the least recently updated rows, ties broken by the lowest id; empty if the table
+        is not larger.
     """
     if max_rows is None or len(table) <= max_rows:
         return torch.empty(0, dtype=torch.int64)

@@ -1,17 +1,17 @@
-"""A hash table from ids to slots, for whole batches of ids at once.
+"""A hash table from ids to slots, for whole batches of ids.
 
-Problem: a dict needs a Python object and some 100 ns for each id, and holds the interpreter.
+Problem: a dict needs a Python object and some 100 ns for each id, and holds the interpreter lock.
 
-Idea: open addressing in a tensor of buckets. A round looks at one bucket for each id that is still
-open; after the first round few are left. Buckets hold slots, and slots have ids, so each int64 is a
-legal id: -1 in a bucket says that it is empty, -2 that its id was removed.
+Idea: open addressing in a tensor of buckets. A round probes one bucket for each unresolved id; only
+few ids remain after the first round. A bucket contains a slot, and the owner knows the id of each
+slot, so every int64 is a valid id. A bucket of -1 is empty; -2 means that its id was removed.
 
     id ── mix ──> bucket ── slot ──> ids[slot] == id ?   next bucket: 1, 3, 6, 10, ... further on
 
 Steps that grow by one reach each of 2^k buckets. At most half of the buckets are in use.
 
-Ids that want the same empty bucket all write to it, and then read it: the one that is there has it.
-Which one that is depends on torch, and shows nowhere outside.
+Several ids that probe the same empty bucket all write to it and then read it: the id that is stored
+there wins. The winner depends on torch, but results of `find` do not.
 
 Source: D. Knuth, The art of computer programming 3, section 6.4 (open addressing).
 """
@@ -29,7 +29,7 @@ SMALLEST = 64  # buckets
 
 
 class HashIndex:
-    """Slots of ids. The owner keeps the ids of slots, and hands them in."""
+    """Slots of ids. The owner stores the id of each slot, and passes these ids to the methods."""
 
     def __init__(self) -> None:
         self._buckets = torch.full((SMALLEST,), EMPTY)
@@ -41,25 +41,25 @@ class HashIndex:
         return len(self._buckets)
 
     def find(self, ids: torch.Tensor, ids_of_slots: torch.Tensor) -> torch.Tensor:
-        """Return the slots of ids, and -1 for those that have none.
+        """Return the slots of ids, and -1 for ids without a slot.
 
         Args:
-            ids: Ids in any order, also repeated.
+            ids: Ids in any order; may repeat.
             ids_of_slots: Ids by slot; at least two.
 
         Shape:
             ids: [n]; ids_of_slots: [capacity]; result: [n].
 
-        Cost: some 50 ns for each id if tables do not fit in caches, plus 20 us for each round.
+        Cost: about 50 ns per id if the tables do not fit in caches, plus 20 us per round.
         """
         return self._probe(ids, ids_of_slots)[0]
 
     def has_room(self, count: int) -> bool:
-        """Return whether as many new ids can be inserted without a rebuild."""
+        """Return whether `count` new ids can be inserted without a rebuild."""
         return 2 * (self._num_used + count) <= self.num_buckets
 
     def insert(self, ids: torch.Tensor, slots: torch.Tensor) -> None:
-        """Enter distinct ids that have no slot, for which there is room; shape [n] each."""
+        """Insert distinct new ids with their slots; needs `has_room`; shape [n] each."""
         self._num_used += len(ids)
         mask = self.num_buckets - 1
         positions = mix(ids).bitwise_and_(mask)
@@ -73,9 +73,9 @@ class HashIndex:
             positions = positions.masked_select(lost).add_(step).bitwise_and_(mask)
 
     def rebuild(self, ids: torch.Tensor, slots: torch.Tensor) -> None:
-        """Forget all, and enter distinct ids in a table of which at most a quarter is in use.
+        """Replace all contents by distinct ids, in a table that is at most a quarter full.
 
-        So as many ids again can be inserted before the next rebuild.
+        So the number of ids can double before the next rebuild.
         """
         size = max(SMALLEST, 1 << (4 * len(ids) - 1).bit_length())
         self._buckets = torch.full((size,), EMPTY)
@@ -90,7 +90,7 @@ class HashIndex:
     def _probe(
         self, ids: torch.Tensor, ids_of_slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return slots, and the buckets where the search has ended."""
+        """Return slots, and the bucket at which the search for each id has ended."""
         mask = self.num_buckets - 1
         positions = mix(ids).bitwise_and_(mask)
         slots = self._buckets.take(positions)

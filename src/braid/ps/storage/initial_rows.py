@@ -1,12 +1,12 @@
 """Initial rows of a sparse table, each a pure function of seed, table, id and element.
 
-Problem: rows come into being on whichever server has their shard, in any order, and again on
-replicas. A generator with a state would give them other values with each number of servers.
+Problem: rows are created on the server that has their shard, in any order, and again on replicas.
+With a stateful generator, their values would depend on the number of servers.
 
 Idea: Philox computes random bits from a key (seed and table) and a counter (id and element). Normal
-numbers are quantiles of uniform ones, computed in float64 by additions, products, quotients and
-square roots alone: these round alike on every machine, which logarithms of different libraries do
-not.
+numbers are quantiles of uniform ones, computed in float64 only with additions, products, quotients
+and square roots: these round identically on every machine, unlike the logarithms of different
+libraries.
 
 Sources: J. Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011; M. Wichura,
 Algorithm AS 241 (PPND7), Applied Statistics 37, 1988.
@@ -27,7 +27,7 @@ from braid.runtime.seeding import key_of, random_words
 __all__ = ["Constant", "GivenRows", "Init", "Normal", "Uniform", "initial_rows"]
 
 BITS = 24  # of randomness for each element
-CHUNK = 1024  # rows at a time, so that what is computed stays in caches
+CHUNK = 1024  # rows at a time, so that intermediate results stay in caches
 Fraction: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 # coefficients of AS 241 PPND7, highest power first
 CENTRAL: Fraction = (
@@ -103,7 +103,7 @@ class Normal(Init):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenRows(Init):
-    """Rows that are given, such as those of a model; ids are their numbers."""
+    """Initial rows from a tensor, such as a model's embedding; ids are indices into it."""
 
     rows: torch.Tensor
 
@@ -111,11 +111,11 @@ class GivenRows(Init):
         """See `Init`.
 
         Raises:
-            ConfigError: There is no such row.
+            ConfigError: An id is out of range.
         """
         wrong = ids[(ids < 0) | (ids >= len(self.rows))]
         if len(wrong):
-            msg = f"there is no row {int(wrong[0])}: the table has {len(self.rows)}"
+            msg = f"row {int(wrong[0])} does not exist: the table has {len(self.rows)} rows"
             raise ConfigError(msg)
         return self.rows[ids].to(torch.float64)
 
@@ -131,12 +131,12 @@ def initial_rows(
         table: Name of the table.
         ids: Ids, int64, in any order.
         dim: Number of elements of a row.
-        dtype: Dtype of the rows, to which float64 is rounded.
+        dtype: Dtype of the rows; they are computed in float64 and rounded to it.
 
     Shape:
         ids: [n]; result: [n, dim].
 
-    Cost: about 40 ns for each element of a random row.
+    Cost: about 40 ns per element of a random row.
     """
     key = key_of("initial rows", seed, table)
     rows = torch.empty((len(ids), dim), dtype=dtype)
@@ -147,7 +147,7 @@ def initial_rows(
 
 
 def normal_quantiles(p: torch.Tensor) -> torch.Tensor:
-    """Return the numbers below which a standard normal number lies with probability p.
+    """Return the quantiles of the standard normal distribution at probabilities p.
 
     Args:
         p: Probabilities in float64, in [2^-25, 1 - 2^-25]; any shape.
@@ -170,12 +170,12 @@ def _fractions(key: int, ids: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _ratio(fraction: Fraction, x: torch.Tensor) -> torch.Tensor:
-    above, below = (_polynomial(each, x) for each in fraction)
+    above, below = (_polynomial(coefficients, x) for coefficients in fraction)
     return above.div_(below)
 
 
 def _polynomial(coefficients: tuple[float, ...], x: torch.Tensor) -> torch.Tensor:
-    """Horner's rule, with a rounding after each product and each sum."""
+    """Evaluate a polynomial by Horner's rule, rounding after each product and each sum."""
     total = torch.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
         total.mul_(x).add_(coefficient)
@@ -183,7 +183,7 @@ def _polynomial(coefficients: tuple[float, ...], x: torch.Tensor) -> torch.Tenso
 
 
 def _log(x: torch.Tensor) -> torch.Tensor:
-    """Natural logarithm: exponent, and the series of atanh of the mantissa, to 1e-10."""
+    """Return the natural logarithm, from the exponent and a series of the mantissa, to 1e-10."""
     mantissa, exponent = torch.frexp(x)  # mantissa in [1/2, 1)
     small = mantissa < math.sqrt(0.5)
     mantissa = torch.where(small, mantissa * 2, mantissa)

@@ -1,10 +1,10 @@
 """Ids of rows: all 64-bit integers, and the shard of each.
 
-Problem: torch's tensors of uint64 have few operations, and keys of parameter servers are uint64.
-Ids that are used are often small and consecutive, so ranges of ids would put them on one server.
+Problem: keys of parameter servers are uint64, for which torch has few operations. Ids are often
+small and consecutive, so that division by ranges of ids would put all of them on one server.
 
 Idea: flipping the top bit maps uint64 to int64 and keeps the order. A hash that mixes all bits
-spreads ids evenly; its high bits choose the shard, its low bits the bucket of a hash table.
+spreads ids evenly; its high bits select the shard, its low bits the bucket of a hash table.
 
 Source: G. Steele, D. Lea, C. Flood, Fast splittable pseudorandom number generators, OOPSLA 2014
 (finalizer of splitmix64, after D. Stafford's variant 13).
@@ -35,9 +35,9 @@ def to_unsigned(ids: torch.Tensor) -> torch.Tensor:
 
 
 def mix(ids: torch.Tensor) -> torch.Tensor:
-    """Return 64 well-mixed bits for each id (int64); a bijection, and the same everywhere.
+    """Return a 64-bit hash of each id (int64); a bijection, and the same on all machines.
 
-    Products and sums wrap round, as two's complement.
+    Products and sums wrap around, as in two's complement.
     """
     mixed = ids + GOLDEN
     for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):

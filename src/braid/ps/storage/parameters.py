@@ -1,17 +1,18 @@
-"""Storage of a dense shard that consists of several parameters, each stepped by itself.
+"""Storage of a dense shard that consists of several parameters, which are stepped separately.
 
-Problem: a parameter server puts many small parameters into one table. An optimizer leaves a
-parameter without a gradient as it is, with its state and its count of steps. One vector that is
-stepped as a whole cannot do so: weight decay and momentum would move what no worker has used.
+Problem: a parameter server stores many small parameters in one table. An optimizer does not change
+a parameter without a gradient, nor its state and step count. A single vector that is stepped as a
+whole cannot do so: weight decay and momentum would change parameters that no worker has used.
 
-Idea: one `DenseStorage` for each parameter, from the first update on that lacks one; until then all
-have the same count of steps, and one storage serves them at a fifth of the time. A push says which
-parameters have a gradient, if some have none; an update has those that some push has.
+Idea: use one `DenseStorage` per parameter, from the first update with a missing gradient on. Until
+then all parameters have the same step count, and a single storage is five times as fast. A push has
+flags for the parameters with a gradient if some lack one; an update includes a parameter if any
+push has a gradient for it.
 
     grad   |-- weight --|- bias -|-- head --|       has   1 0 1     the bias is not stepped
 
-State, as exported: numbers of each element lie along the vector, numbers of a whole parameter, such
-as its count of steps, in `param.*`, in the order of `sizes`.
+Exported state: elementwise values are vectors like the parameters; values of a whole parameter,
+such as its step count, are in `param.*`, in the order of `sizes`.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ HAS_STATE = f"{PARAM}has_state"
 class ParameterStorage(Storage):
     """A shard of a dense table of several parameters, stepped by an optimizer.
 
-    A push is `(grad,)` or `(grad, has)`, a query is `()`, and a read gives `(values,)`.
+    A push is `(grad,)` or `(grad, has)`, a query is `()`, and a read returns `(values,)`.
 
     Args:
         values: First values of the shard; copied.
         rule: See `DenseStorage`.
-        sizes: Lengths of the parts of parameters that the shard consists of.
+        sizes: Number of elements of each parameter in the shard.
         table: Name of the table, for messages.
 
     Shape:
@@ -64,7 +65,7 @@ class ParameterStorage(Storage):
         self._rule = rule
         self._sizes = list(sizes) or [0]
         self._updates = 0
-        self._lengths = [sum(self._sizes)]  # of the parts: all in one, or each its own
+        self._lengths = [sum(self._sizes)]  # one part for all parameters, later one for each
         self._parts = self._made(values, self._lengths)
         self._whole: torch.Tensor | None = None
 
@@ -87,7 +88,7 @@ class ParameterStorage(Storage):
         self._parts[0].check_query(query)
 
     def merge(self, pushes: Sequence[Tensors], scale: float) -> Tensors:
-        """Add pushes in the given order; the update has the parameters that some push has."""
+        """Add pushes in the given order; combine their flags with a logical or."""
         total = sum_of([push[0] for push in pushes], scale)
         if any(len(push) == 1 for push in pushes):
             return (total,)
@@ -96,7 +97,7 @@ class ParameterStorage(Storage):
 
     @torch.no_grad()
     def apply(self, update: Tensors) -> None:
-        """Take one step with the parameters that have a gradient."""
+        """Step the parameters that have a gradient."""
         if len(update) > 1 and self._lengths != self._sizes:
             self._load(self.export(), self._sizes)
         grads = torch.split(update[0], self._lengths)
@@ -123,7 +124,7 @@ class ParameterStorage(Storage):
             "sizes": torch.tensor(self._lengths),
             HAS_STATE: torch.tensor([int(export.keys() > COMMON) for export in exports]),
         }
-        examples = {name: each for export in exports for name, each in export.items()}
+        examples = {name: value for export in exports for name, value in export.items()}
         for name, example in examples.items():
             if name in COMMON:
                 continue
@@ -145,15 +146,15 @@ class ParameterStorage(Storage):
         """See `Storage`."""
         dtype, length = self._parts[0].values.dtype, sum(self._sizes)
         expected = [Expected("values", dtype, (length,)), Expected("sizes", torch.int64, (None,))]
-        given = [state[name] for name in ("values", "sizes") if name in state]
-        advice = "Split a table's state into as many shards as the table has"
-        check_tensors(self.table, "the state", given, expected, advice)
-        numbers = [each for name, each in state.items() if name.startswith(PARAM)]
-        alike = all(bool((each == each[:1]).all()) for each in numbers)
+        tensors = [state[name] for name in ("values", "sizes") if name in state]
+        advice = "Split a table's state with the table's number of shards"
+        check_tensors(self.table, "the state", tensors, expected, advice)
+        numbers = [value for name, value in state.items() if name.startswith(PARAM)]
+        alike = all(bool((value == value[:1]).all()) for value in numbers)
         self._load(state, [length] if alike else self._sizes)
 
     def _load(self, state: Mapping[str, torch.Tensor], lengths: list[int]) -> None:
-        """Replace the state, and have parts of these lengths from now on."""
+        """Replace the state, and divide the shard into parts of these lengths."""
         parts, sizes = self._made(state["values"], lengths), state["sizes"].tolist()
         ends = torch.tensor([*accumulate(sizes)])
         starts = [*accumulate(lengths, initial=0)]
@@ -183,20 +184,20 @@ class ParameterStorage(Storage):
         self._parts[0].check_lr(lr)
 
 
-def _part_of(state: Mapping[str, torch.Tensor], own: slice, index: int) -> State:
-    """Return the state of one parameter, as `DenseStorage` has it.
+def _part_of(state: Mapping[str, torch.Tensor], elements: slice, index: int) -> State:
+    """Return the state of one parameter, in the form of `DenseStorage`.
 
     Args:
         state: State of the shard.
-        own: Elements of the parameter.
-        index: Number of the parameter in the state's `sizes`.
+        elements: Elements of the parameter.
+        index: Index of the parameter in the state's `sizes`.
     """
     has_state = bool(state[HAS_STATE][index])
     part: State = {}
     for name, value in state.items():
         if name in COMMON:
-            part[name] = value[own] if value.dim() else value
+            part[name] = value[elements] if value.dim() else value
         elif has_state and name not in {"sizes", HAS_STATE}:
             whole = name.startswith(PARAM)
-            part[name.removeprefix(PARAM)] = value[index] if whole else value[own]
+            part[name.removeprefix(PARAM)] = value[index] if whole else value[elements]
     return part

@@ -1,20 +1,21 @@
-"""The state of a whole table from those of its shards, and back, for any number of shards.
+"""Conversion of shard states to the state of a whole table and back, for any number of shards.
 
-Snapshots then do not depend on how many servers wrote them.
+So snapshots do not depend on the number of servers that wrote them.
 
     shard 0  [0, 4)  ─┐                      ┌─ shard 0  [0, 6)
     shard 1  [4, 8)  ─┼─ join ── [0, 12) ── split
     shard 2  [8, 12) ─┘                      └─ shard 1  [6, 12)
 
-A dense table has a range of elements on each shard; a sparse one the ids that `shard_of` gives it.
+A shard of a dense table has a range of elements; a shard of a sparse table has the ids that
+`shard_of` assigns to it.
 
     name                      dense               sparse
     values, state.*           [n]                 [rows, width], in the order of ids
     ids, last_update                              [rows], [rows, 1]
     candidate.*                                   [candidates], [candidates, 1]
     sizes, param.*            [parameters]
-    updates                   the same            the largest; last_update keeps its distance
-    num_*                                         added up; a split leaves them on shard 0
+    updates                   the same            the largest; last_update shifts by the difference
+    num_*                                         summed; a split leaves them on shard 0
     lr, scalars               the same            the same
 """
 
@@ -32,7 +33,7 @@ from braid.ps.storage.storage import State
 __all__ = ["PARAM", "join_shards", "parts_in", "ranges_of_shards", "split_state"]
 
 CANDIDATE = "candidate."
-PARAM = "param."  # numbers of whole parameters, such as counts of steps
+PARAM = "param."  # prefix of values per parameter, such as step counts
 LAST_UPDATES = ("last_update", f"{CANDIDATE}last_update")
 
 
@@ -41,23 +42,23 @@ def ranges_of_shards(numel: int, num_shards: int, lengths: Sequence[int] = ()) -
 
     Args:
         numel: Number of elements of the table.
-        num_shards: Number of its shards.
-        lengths: Number of elements of each shard; they differ by one at most when empty.
+        num_shards: Number of shards.
+        lengths: Number of elements of each shard; when empty, lengths differ by at most one.
     """
     ends = [*accumulate(lengths)] or [k * numel // num_shards for k in range(1, num_shards + 1)]
     return [slice(begin, end) for begin, end in pairwise([0, *ends])]
 
 
-def parts_in(sizes: Sequence[int], own: slice) -> list[tuple[int, int]]:
-    """Return the parameters that a range has elements of: their numbers, and how many elements.
+def parts_in(sizes: Sequence[int], elements: slice) -> list[tuple[int, int]]:
+    """Return the index of each parameter in a range, with its number of elements there.
 
     Args:
         sizes: Lengths of all parameters of a table, in their order.
-        own: Elements of a shard.
+        elements: Elements of a shard.
     """
     ends = [*accumulate(sizes)]
     lengths = [
-        min(end, own.stop) - max(end - size, own.start)
+        min(end, elements.stop) - max(end - size, elements.start)
         for end, size in zip(ends, sizes, strict=True)
     ]
     return [(number, length) for number, length in enumerate(lengths) if length > 0]
@@ -73,7 +74,7 @@ def join_shards(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
         State of the table, as if it had one shard; new memory.
 
     Raises:
-        ConfigError: Shards have other names, numbers of updates, rates, or an id in common.
+        ConfigError: Shards differ in names, number of updates or rate, or share an id.
     """
     if not states:
         msg = "a table has at least one shard, got the states of none"
@@ -94,12 +95,12 @@ def join_shards(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
 def split_state(
     state: Mapping[str, torch.Tensor], num_shards: int, lengths: Sequence[int] = ()
 ) -> list[State]:
-    """Split the state of a table into those of its shards.
+    """Split the state of a table into the states of its shards.
 
     Args:
         state: State of the table, such as `join_shards` returns.
         num_shards: Number of shards.
-        lengths: Number of elements of each shard of a dense table; equal ones when empty.
+        lengths: Number of elements of each shard of a dense table; equal lengths when empty.
 
     Returns:
         States for `Storage.load`, in the order of shards; new memory.
@@ -112,7 +113,7 @@ def split_state(
         raise ConfigError(msg)
     if "ids" not in state:
         ranges = ranges_of_shards(len(state["values"]), num_shards, lengths)
-        return [_range_of(state, own) for own in ranges]
+        return [_range_of(state, elements) for elements in ranges]
     shards_of_rows = shard_of(state["ids"], num_shards)
     shards_of_candidates = shard_of(state[f"{CANDIDATE}ids"], num_shards)
     parts: list[State] = []
@@ -120,25 +121,25 @@ def split_state(
         rows = (shards_of_rows == shard).nonzero().flatten()
         candidates = (shards_of_candidates == shard).nonzero().flatten()
         part: State = {}
-        for name, each in state.items():
-            if each.dim():
-                own = candidates if name.startswith(CANDIDATE) else rows
-                part[name] = each.index_select(0, own)
+        for name, value in state.items():
+            if value.dim():
+                places = candidates if name.startswith(CANDIDATE) else rows
+                part[name] = value.index_select(0, places)
             else:
-                part[name] = each.clone() if shard == 0 else _without_counts(name, each)
+                part[name] = value.clone() if shard == 0 else _without_counts(name, value)
         parts.append(part)
     return parts
 
 
-def _range_of(state: Mapping[str, torch.Tensor], own: slice) -> State:
+def _range_of(state: Mapping[str, torch.Tensor], elements: slice) -> State:
     """Return the state of a range of elements of a dense table."""
     part = {
-        name: (each[own] if each.dim() else each).clone()
-        for name, each in state.items()
+        name: (value[elements] if value.dim() else value).clone()
+        for name, value in state.items()
         if name != "sizes" and not name.startswith(PARAM)
     }
     if "sizes" in state:
-        parts = parts_in(state["sizes"].tolist(), own) or [(0, 0)]
+        parts = parts_in(state["sizes"].tolist(), elements) or [(0, 0)]
         numbers = [number for number, _ in parts]
         part["sizes"] = torch.tensor([length for _, length in parts])
         part |= {name: state[name][numbers] for name in state if name.startswith(PARAM)}
@@ -146,8 +147,8 @@ def _range_of(state: Mapping[str, torch.Tensor], own: slice) -> State:
 
 
 def _with_same_names(states: Sequence[Mapping[str, torch.Tensor]]) -> list[State]:
-    """Return states in which parameters that were never stepped have zeros, too."""
-    examples = {name: each for state in states for name, each in state.items() if each.dim()}
+    """Return the states with zeros for parameters that were never stepped."""
+    examples = {name: value for state in states for name, value in state.items() if value.dim()}
     return [
         {
             name: state[name]
@@ -155,7 +156,7 @@ def _with_same_names(states: Sequence[Mapping[str, torch.Tensor]]) -> list[State
             else example.new_zeros(len(state["sizes" if name.startswith(PARAM) else "values"]))
             for name, example in examples.items()
         }
-        | {name: each for name, each in state.items() if not each.dim()}
+        | {name: value for name, value in state.items() if not value.dim()}
         for state in states
     ]
 
@@ -163,20 +164,20 @@ def _with_same_names(states: Sequence[Mapping[str, torch.Tensor]]) -> list[State
 def _joined_ranges(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
     return {
         name: torch.cat([state[name] for state in states])
-        if each.dim()
+        if value.dim()
         else _common(name, states).clone()
-        for name, each in states[0].items()
+        for name, value in states[0].items()
     }
 
 
 def _joined_rows(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
     updates = max(int(state["updates"]) for state in states)
     joined: State = {}
-    for name, each in states[0].items():
+    for name, value in states[0].items():
         if name in LAST_UPDATES:
             ages = [state[name] + (updates - int(state["updates"])) for state in states]
             joined[name] = torch.cat(ages)
-        elif each.dim():
+        elif value.dim():
             joined[name] = torch.cat([state[name] for state in states])
         elif name == "updates":
             joined[name] = torch.tensor(updates)
@@ -188,16 +189,16 @@ def _joined_rows(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
         ids, order = joined[f"{prefix}ids"].sort()
         if bool((ids[1:] == ids[:-1]).any()):
             twice = int(ids[1:][ids[1:] == ids[:-1]][0])
-            msg = f"id {twice} is on several shards: give the states of all shards of one table"
+            msg = f"id {twice} is on several shards: pass the states of all shards of one table"
             raise ConfigError(msg)
-        for name, each in joined.items():
-            if each.dim() and name.startswith(CANDIDATE) == bool(prefix):
-                joined[name] = each.index_select(0, order)
+        for name, value in joined.items():
+            if value.dim() and name.startswith(CANDIDATE) == bool(prefix):
+                joined[name] = value.index_select(0, order)
     return joined
 
 
 def _common(name: str, states: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """Return a number that is the same on all shards."""
+    """Return a value, after checking that it is the same on all shards."""
     values = [state[name].item() for state in states]
     if any(value != values[0] for value in values):
         listed = ", ".join(f"{value:g} on shard {shard}" for shard, value in enumerate(values))

@@ -5,8 +5,8 @@
     columns  [capacity, width] each: values, optimizer state, counts
     free                          3            slots of removed rows are used again first
 
-Slots show nowhere outside: whatever is returned by id does not depend on them, so tables with the
-same rows are the same, however they came about.
+Results by id do not depend on slots, so that tables with the same rows behave identically, however
+they were filled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALLEST = 16  # rows
 
 
 class Width(NamedTuple):
-    """Width, dtype and first value of a column."""
+    """Width, dtype and initial value of a column."""
 
     width: int
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class RowTable:
         widths: Columns, by name.
 
     Attributes:
-        columns: Tensor of each column, by slot; replaced when the table grows.
+        columns: Tensor of each column, indexed by slot; replaced when the table grows.
     """
 
     def __init__(self, widths: Mapping[str, Width]) -> None:
@@ -51,8 +51,8 @@ class RowTable:
         self._ids = torch.zeros(SMALLEST, dtype=torch.int64)
         self._live = torch.zeros(SMALLEST, dtype=torch.bool)
         self.columns = {
-            name: torch.empty((SMALLEST, each.width), dtype=each.dtype)
-            for name, each in self._widths.items()
+            name: torch.empty((SMALLEST, width.width), dtype=width.dtype)
+            for name, width in self._widths.items()
         }
         self._size = 0  # slots that have been used
         self._free = torch.empty(0, dtype=torch.int64)
@@ -62,16 +62,16 @@ class RowTable:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, also of slots that are free."""
-        own = [self._ids, self._live, *self.columns.values()]
-        return sum(each.nbytes for each in own) + 8 * self._index.num_buckets
+        """Bytes of all tensors, including free slots."""
+        tensors = [self._ids, self._live, *self.columns.values()]
+        return sum(tensor.nbytes for tensor in tensors) + 8 * self._index.num_buckets
 
     def find(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the slot of each id, and -1 for ids without a row; shape [n] each."""
         return self._index.find(ids, self._ids)
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
-        """Create rows with the columns' first values.
+        """Create rows with the columns' initial values.
 
         Args:
             ids: Distinct ids without rows.
@@ -80,13 +80,13 @@ class RowTable:
             ids and result: [n].
 
         Returns:
-            Their slots.
+            Slots of the rows.
         """
         slots = self._next_slots(len(ids))
         self._ids.index_copy_(0, slots, ids)
         self._live.index_fill_(0, slots, value=True)
-        for name, each in self._widths.items():
-            self.columns[name].index_fill_(0, slots, each.fill)
+        for name, width in self._widths.items():
+            self.columns[name].index_fill_(0, slots, width.fill)
         if self._index.has_room(len(ids)):
             self._index.insert(ids, slots)
         else:
@@ -113,17 +113,17 @@ class RowTable:
         slots = self.slots()
         ids, order = self.ids(slots).sort()
         slots = slots.index_select(0, order)
-        return ids, {name: each.index_select(0, slots) for name, each in self.columns.items()}
+        return ids, {name: column.index_select(0, slots) for name, column in self.columns.items()}
 
     def load(self, ids: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
-        """Replace all rows by distinct ids with their columns."""
+        """Replace all rows by rows of distinct ids with these columns."""
         self.clear()
         slots = self.insert(ids)
         for name, column in self.columns.items():
             column.index_copy_(0, slots, columns[name])
 
     def _next_slots(self, count: int) -> torch.Tensor:
-        """Return free slots, of removed rows first."""
+        """Return free slots, first the slots of removed rows."""
         reused, self._free = self._free[:count], self._free[count:]
         begin, self._size = self._size, self._size + count - len(reused)
         capacity = len(self._ids)
@@ -132,13 +132,13 @@ class RowTable:
             self._ids = _grown(self._ids, begin, capacity)
             self._live = _grown(self._live, begin, capacity)
             self.columns = {
-                name: _grown(each, begin, capacity) for name, each in self.columns.items()
+                name: _grown(column, begin, capacity) for name, column in self.columns.items()
             }
         return torch.cat([reused, torch.arange(begin, self._size)])
 
 
 def _grown(tensor: torch.Tensor, used: int, capacity: int) -> torch.Tensor:
-    """Return a longer tensor with the rows that are used; others are zeros."""
+    """Return a longer tensor with the used rows copied, and zeros after them."""
     grown = tensor.new_zeros((capacity, *tensor.shape[1:]))
     grown[:used] = tensor[:used]
     return grown

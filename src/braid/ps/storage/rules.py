@@ -1,17 +1,17 @@
 """Optimizers of a server, as immutable objects that step rows of a table.
 
-Problem: optimizers of torch own their parameters and hold one state for all of a parameter. A
-sparse table steps some rows of a matrix that grows, and needs a state for each row.
+Problem: torch optimizers own their parameters and have one state for a whole parameter. A sparse
+table steps some rows of a growing matrix, and needs a state for each row.
 
-Idea: a rule names the columns of its state, and steps a matrix of rows with their columns in place.
-The storage gathers and scatters rows. Tables of half precision are stepped in float32, with states
-in float32, and rounded once at the end.
+Idea: a rule declares the columns of its state, and steps rows and their columns in place. The
+storage gathers and scatters rows. Tables in half precision are stepped in float32, with state in
+float32, and rounded once at the end.
 
     rows   [n, d]     grads  [n, d]     a column per element [n, d], or per row [n, 1]
 
-A row that is touched by each update has the bits of `torch.optim.SGD`, `Adagrad`, `Adam` or
-`AdamW`. A row that an update does not touch keeps values, moments and step count. So momentum and
-weight decay rest in between, and the bias correction counts a row's own updates;
+A row that is in every update is bitwise equal to `torch.optim.SGD`, `Adagrad`, `Adam` or `AdamW`.
+An update does not change other rows, nor their moments and step counts. So momentum and weight
+decay pause for them, and the bias correction counts the updates of each row;
 `torch.optim.SparseAdam` counts all updates of the parameter instead.
 
 Sources: J. Duchi et al., Adagrad, JMLR 2011; D. Kingma and J. Ba, Adam, ICLR 2015; I. Loshchilov
@@ -42,9 +42,9 @@ class Column(NamedTuple):
     """A named part of the state of rows.
 
     Attributes:
-        per_element: Whether each element has a value, or each row has one.
-        fill: Value of rows that are new.
-        counts: Whether values are whole numbers (int64), or have the dtype of computation.
+        per_element: Whether there is a value per element, instead of one per row.
+        fill: Value for new rows.
+        counts: Whether values are int64, instead of the dtype of computation.
     """
 
     per_element: bool
@@ -53,11 +53,10 @@ class Column(NamedTuple):
 
 
 class Rule(ABC):
-    """An optimizer that steps rows in place, each by its own gradient and state.
+    """An optimizer that steps rows in place, each with its gradient and state.
 
     Attributes:
-        by_elements: Whether each element changes by its own gradient and state, so that a dense
-            table may be cut anywhere.
+        by_elements: Whether the rule is elementwise, so that a dense table may be cut anywhere.
     """
 
     __slots__ = ()
@@ -95,7 +94,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Rated(Rule):
-    """A rule whose learning rate is called `lr`."""
+    """A rule with a learning rate called `lr`."""
 
     lr: float
 
@@ -144,7 +143,7 @@ class SGD(_Rated):
 
 @dataclass(frozen=True, slots=True)
 class Adagrad(_Rated):
-    """Adagrad: each element's rate falls with the sum of its squared gradients.
+    """Adagrad: the rate of each element decreases with the sum of its squared gradients.
 
     Raises:
         ConfigError: A value is out of range.
@@ -175,9 +174,10 @@ class Adagrad(_Rated):
 
 @dataclass(frozen=True, slots=True)
 class RowWiseAdagrad(Adagrad):
-    """Adagrad with one sum for each row, to which the mean of the squared gradients is added.
+    """Adagrad with one accumulator per row, which sums the means of the squared gradients.
 
-    Its state is 1/d of Adagrad's. A row must not be cut, so it serves sparse tables only.
+    Its state has 1/d of the size of Adagrad's. Rows must not be cut, so it is for sparse tables
+    only.
 
     Raises:
         ConfigError: A value is out of range.
@@ -260,12 +260,12 @@ class AdamW(Adam):
 
 @dataclass(frozen=True, slots=True)
 class FTRL(Rule):
-    """Follow the regularised leader, by coordinate, with sparse weights through `l1`.
+    """FTRL-Proximal (follow the regularized leader), per coordinate; `l1` makes weights sparse.
 
         sigma = (sqrt(n + g^2) - sqrt(n)) / alpha        z += g - sigma w        n += g^2
         w = 0 where |z| <= l1, else -(z - sign(z) l1) / ((beta + sqrt(n)) / alpha + l2)
 
-    Weights are a function of z and n from the first update on, so tables begin at 0 as a rule.
+    Weights are a function of z and n from the first update on, so tables usually begin at 0.
 
     Attributes:
         alpha: Learning rate.
@@ -316,7 +316,7 @@ class FTRL(Rule):
         z.add_(grads).sub_(sigma.mul_(rows))
         shrunk = z.sign().mul_(self.l1).sub_(z)
         rate = new_root.add_(self.beta).div_(self.alpha).add_(self.l2)
-        # 0/0 of an element without gradients at beta 0 is 0, too
+        # an element without gradients at beta 0 has 0/0, which also becomes 0
         rows.copy_(shrunk.div_(rate).masked_fill_(z.abs() <= self.l1, 0.0))
 
 
@@ -325,9 +325,9 @@ def _decayed(rows: torch.Tensor, grads: torch.Tensor, weight_decay: float) -> to
 
 
 def _powers(beta: float, steps: torch.Tensor) -> torch.Tensor:
-    """Return beta ** steps in float64, with the bits of Python's floats.
+    """Return beta ** steps in float64, bitwise equal to Python's floats.
 
-    Powers below 2^-54 are taken as one such power, since 1 minus them is 1 either way.
+    All powers below 2^-54 are replaced by one such power, since 1 minus any of them is 1.
     """
     vanishes = 1 if beta == 0 else math.ceil(54 * math.log(2) / -math.log(beta)) + 1
     largest = min(int(steps.max()), vanishes)
@@ -341,10 +341,10 @@ def _table_of_powers(beta: float, size: int) -> torch.Tensor:
 
 
 def _check_ranges(rule: Rule, **ranges: tuple[float, float]) -> None:
-    """Check that fields lie in half-open ranges.
+    """Check that fields are in half-open ranges.
 
     Raises:
-        ConfigError: Some do not; all are named.
+        ConfigError: Fields are out of range; all of them are named.
     """
     problems = []
     for name, (low, high) in ranges.items():

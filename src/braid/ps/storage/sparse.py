@@ -1,16 +1,16 @@
-"""Storage of sparse shards: rows by id, which come into being when they are first pushed.
+"""Storage of sparse shards: rows by id, created by their first push.
 
-Problem: tables of embeddings have more ids than memory, of which a batch touches few. Python
-objects for ids or rows cost 10 to 50 times as much as the arithmetic on them.
+Problem: embedding tables have more possible ids than memory, and a batch uses only few of them.
+Python objects for ids or rows would cost 10 to 50 times as much as the arithmetic on them.
 
-Idea: rows lie in growing tensors below a hash index that looks up whole batches. An update gathers
-its rows, steps them with the table's rule, and scatters them, a chunk at a time. A row that is not
-there has its initial values, which are computed from its id; reading creates nothing.
+Idea: rows are stored in growing tensors, with a hash index that looks up whole batches. An update
+gathers its rows, steps them with the table's rule, and scatters them, a chunk at a time. A missing
+row has its initial values, which are computed from its id; reading never creates a row.
 
     push (ids, grads) ─┐ merge: ids distinct and ascending, gradients added in the order of pushes
     push (ids, grads) ─┴──> (ids, grads) ── find, create ── gather ── step ── scatter
 
-Rows that are rare or stale may be kept out: see `braid.ps.storage.admission` and `eviction`.
+Rare or stale rows can be excluded: see `braid.ps.storage.admission` and `eviction`.
 
 Sources: M. Li et al., OSDI 2014; B. Jiang et al., XDL, DLP-KDD 2019 (admission and eviction).
 """
@@ -38,7 +38,7 @@ from braid.ps.storage.storage import State, Storage, Tensors
 
 __all__ = ["SparseStorage"]
 
-CHUNK_BYTES = 1 << 18  # of gradients, so that rows and state of a chunk stay in a core's cache
+CHUNK_BYTES = 1 << 18  # gradients per chunk: its rows and state stay in a core's cache
 COUNTS = ("num_admitted", "num_dropped", "num_evicted")
 ADVICE = "Give workers and servers the same table"
 
@@ -46,20 +46,20 @@ ADVICE = "Give workers and servers the same table"
 class SparseStorage(Storage):
     """A shard of a sparse table.
 
-    A push is `(ids, grads)`, a query is `(ids,)`, and a read gives `(rows,)`.
+    A push is `(ids, grads)`, a query is `(ids,)`, and a read returns `(rows,)`.
 
     Args:
         dim: Number of elements of a row.
         init: Distribution of initial rows.
         rule: Optimizer of the rows.
         seed: Seed of initial rows.
-        table: Name of the table, on which initial rows depend, too.
-        admit: Condition on which an id gets a row; at once when None.
+        table: Name of the table; initial rows depend on it.
+        admit: Condition on which an id gets a row; its first update creates the row when None.
         evict: Condition on which rows are removed; never when None.
         dtype: Dtype of rows and gradients; half precision is stepped in float32.
 
     Shape:
-        ids: [n], int64, any values, also repeated; grads and rows: [n, dim].
+        ids: [n], int64, any values, may repeat; grads and rows: [n, dim].
 
     Raises:
         ConfigError: `dim` is not positive, or the dtype is not a floating one.
@@ -125,14 +125,14 @@ class SparseStorage(Storage):
     def merge(self, pushes: Sequence[Tensors], scale: float) -> Tensors:
         """Add gradients of the same id in the order of pushes, and scale the sums once.
 
-        A single push whose ids are distinct and ascending is scaled in its own memory. Tables of
-        half precision are summed and scaled in float32, and rounded once.
+        A single push with distinct, ascending ids is scaled in place. Tables in half precision are
+        summed and scaled in float32, and rounded once.
 
         Returns:
             Distinct ids, ascending, and their gradients.
 
-        Cost: one sort of the ids and one pass over the gradients; neither for a single push in
-        order.
+        Cost: one sort of the ids and one pass over the gradients; neither for a single push with
+        distinct, ascending ids.
         """
         ids, grads = pushes[0]
         if len(pushes) > 1:
@@ -147,9 +147,9 @@ class SparseStorage(Storage):
 
     @torch.no_grad()
     def apply(self, update: Tensors) -> None:
-        """Take one step; ids without rows get theirs, if they are admitted.
+        """Take one step; create rows for admitted ids that have none.
 
-        Cost: about 300 ns for each row at dim 32 with Adagrad, on one core.
+        Cost: about 300 ns per row at dim 32 with Adagrad, on one core.
         """
         ids, grads = update
         self._updates += 1
@@ -217,7 +217,7 @@ class SparseStorage(Storage):
     def read(self, query: Tensors) -> Tensors:
         """Return a copy of rows; an id without a row has its initial values.
 
-        Cost: about 70 ns for each row at dim 32, on one core; 1 us for one that is not there.
+        Cost: about 70 ns per row at dim 32, on one core; 1 us per missing row.
         """
         (ids,) = query
         ids = ids.contiguous()
@@ -230,7 +230,7 @@ class SparseStorage(Storage):
 
     @torch.no_grad()
     def export(self) -> State:
-        """Return rows and candidates by ascending ids, and the numbers of the shard.
+        """Return rows and candidates by ascending ids, and the counts of the shard.
 
         Returns:
             `ids` [rows]; `values`, `state.*`, `last_update` [rows, width]; `candidate.ids` [m],
@@ -242,7 +242,7 @@ class SparseStorage(Storage):
             "ids": ids,
             **columns,
             "candidate.ids": others,
-            **{f"candidate.{name}": each for name, each in counts.items()},
+            **{f"candidate.{name}": column for name, column in counts.items()},
             "updates": torch.tensor(self._updates),
             "lr": torch.tensor(self.lr, dtype=torch.float64),
             **{name: torch.tensor(count) for name, count in self._counts.items()},
@@ -254,8 +254,8 @@ class SparseStorage(Storage):
         self._check_state(state)
         rule = self._rule.with_learning_rate(float(state["lr"]))
         counts = {
-            name.removeprefix("candidate."): each
-            for name, each in state.items()
+            name.removeprefix("candidate."): column
+            for name, column in state.items()
             if name.startswith("candidate.")
         }
         self._rows.load(state["ids"], state)
@@ -268,10 +268,10 @@ class SparseStorage(Storage):
         check_names(self.table, state, list(self._empty))
         rows, others = len(state["ids"]), len(state["candidate.ids"])
         problems = []
-        for name, own in self._empty.items():
+        for name, empty in self._empty.items():
             length = others if name.startswith("candidate.") else rows
-            shape = (length, *own.shape[1:]) if own.dim() else ()
-            expected = Expected(name, own.dtype, shape)
+            shape = (length, *empty.shape[1:]) if empty.dim() else ()
+            expected = Expected(name, empty.dtype, shape)
             if expected.differs(state[name]):
                 problems.append(f"expected {name} {expected}, got {described(state[name])}")
         if problems:
@@ -292,11 +292,11 @@ class SparseStorage(Storage):
         self._rule.with_learning_rate(lr)
 
     def statistics(self) -> dict[str, int]:
-        """Return numbers of rows, candidates, bytes, and what became of ids and gradients.
+        """Return counts of rows, candidates, bytes and events by name.
 
         Returns:
-            `num_admitted` counts rows that were created, `num_dropped` gradients of ids that were
-            not admitted yet, `num_evicted` rows that were removed.
+            `num_admitted` counts created rows, `num_dropped` counts dropped gradients of ids that
+            were not admitted yet, and `num_evicted` counts removed rows.
         """
         return {
             "num_updates": self._updates,

@@ -1,10 +1,10 @@
-"""Optimizers of a dense shard behind one interface: a rule, or an optimizer of torch.
+"""Optimizers of a dense shard behind one interface: a rule, or a torch optimizer.
 
-A stepper owns the optimizer's state, not the values, which the storage may move to other memory.
-Its state by name is one table for both kinds:
+A stepper owns the optimizer's state but not the values, which the storage may move to other memory.
+Both kinds export their state under the same names:
 
-    state.<name>     of each element, shape [n]; or one for the shard, shape []
-    scalar.<name>    number that an optimizer of torch keeps as int or float, shape []
+    state.<name>     a value per element, shape [n]; or one for the shard, shape []
+    scalar.<name>    a value that a torch optimizer keeps as int or float, shape []
     lr               learning rate, shape []
 """
 
@@ -44,7 +44,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def step(self, values: torch.Tensor, grad: torch.Tensor) -> None:
-        """Step values in place with a gradient, which is not changed; both have shape [n]."""
+        """Step values in place with a gradient, which is not modified; both have shape [n]."""
 
     @abstractmethod
     def export(self) -> State:
@@ -52,7 +52,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Check a state before anything is changed.
+        """Check a state for `load`.
 
         Raises:
             ConfigError: Names, dtypes or shapes do not fit.
@@ -77,14 +77,14 @@ class Stepper(ABC):
 
     @abstractmethod
     def check_lr(self, lr: float) -> None:
-        """Check a learning rate before anybody counts on it; see `set_lr`."""
+        """Check a learning rate before it is announced to other nodes; see `set_lr`."""
 
 
 def stepper_of(table: str, values: torch.Tensor, rule: Rule | MakeOptimizer) -> Stepper:
-    """Return the stepper for a rule, or for a function that makes an optimizer of torch.
+    """Return the stepper for a rule, or for a function that returns a torch optimizer.
 
     Raises:
-        ConfigError: Its update does not change each element by itself.
+        ConfigError: The optimizer is not elementwise.
     """
     if isinstance(rule, Rule):
         return RuleStepper(table, values, rule)
@@ -92,12 +92,12 @@ def stepper_of(table: str, values: torch.Tensor, rule: Rule | MakeOptimizer) -> 
 
 
 def allocate(rule: Rule, shape: tuple[int, int], dtype: torch.dtype) -> State:
-    """Return the columns of a rule's state for rows that are new.
+    """Return the columns of a rule's state for new rows.
 
     Args:
         rule: The rule.
         shape: Number of rows, and elements of a row.
-        dtype: Dtype of columns that are no counts.
+        dtype: Dtype of columns other than counts.
     """
     rows, dim = shape
     return {
@@ -115,11 +115,11 @@ class RuleStepper(Stepper):
 
     Args:
         table: Name of the table, for messages.
-        values: Vector, whose length and dtype count.
+        values: Vector with the length and dtype to step.
         rule: The rule.
 
     Raises:
-        ConfigError: The rule does not change each element by itself.
+        ConfigError: The rule is not elementwise.
     """
 
     def __init__(self, table: str, values: torch.Tensor, rule: Rule) -> None:
@@ -152,8 +152,8 @@ class RuleStepper(Stepper):
         check_names(self._table, state, [*(f"state.{name}" for name in self._state), "lr"])
         problems = []
         for name in self._state:
-            own, tensor = self._part(name), state[f"state.{name}"]
-            expected = Expected(f"state.{name}", own.dtype, tuple(own.shape))
+            part, tensor = self._part(name), state[f"state.{name}"]
+            expected = Expected(f"state.{name}", part.dtype, tuple(part.shape))
             if expected.differs(tensor):
                 problems.append(f"expected {expected.name} {expected}, got {described(tensor)}")
         if problems:
@@ -181,21 +181,21 @@ class RuleStepper(Stepper):
         self._rule.with_learning_rate(lr)
 
     def _part(self, name: str) -> torch.Tensor:
-        """Return a view of a column: [n] for elements, [] for a row."""
+        """Return a view of a column: shape [n] for a value per element, [] for one per row."""
         column = self._state[name]
         return column[0] if self._rule.columns[name].per_element else column[0, 0]
 
 
 class TorchStepper(Stepper):
-    """Steps a flat vector with an optimizer of torch.
+    """Steps a flat vector with a torch optimizer.
 
     Args:
         table: Name of the table, for messages.
-        values: Vector, whose length and dtype count.
-        make: Makes the optimizer of a list of one parameter.
+        values: Vector with the length and dtype to step.
+        make: Returns the optimizer of a list with one parameter.
 
     Raises:
-        ConfigError: The optimizer is not known to, or has several parameter groups.
+        ConfigError: The optimizer is not known to be elementwise, or has several parameter groups.
     """
 
     def __init__(self, table: str, values: torch.Tensor, make: MakeOptimizer) -> None:
@@ -269,16 +269,16 @@ class TorchStepper(Stepper):
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """See `Stepper`."""
-        own: dict[str, Any] = {}
+        optimizer_state: dict[str, Any] = {}
         for key, value in state.items():
             kind, _, name = key.partition(".")
             if kind == "state":
-                own[name] = value.detach().clone()
+                optimizer_state[name] = value.detach().clone()
             elif kind == "scalar":
-                own[name] = value.item()
+                optimizer_state[name] = value.item()
         self._optimizer.state.clear()
-        if own:
-            self._optimizer.state[self._param] = own
+        if optimizer_state:
+            self._optimizer.state[self._param] = optimizer_state
         self.set_lr(float(state["lr"]))
 
     @property

@@ -1,14 +1,14 @@
 """Interface of a server's storage for one shard of a table.
 
-A shard is the part of a table that lies on one server. It moves between servers and is replicated
-as a whole. A protocol decides when pushes are applied, and by whom; a storage decides nothing: it
-checks, adds, steps, reads and exports tensors.
+A shard is a part of a table that is moved and replicated as a whole. The protocol decides when
+pushes are applied, and on which servers; a storage only checks, adds, steps, reads and exports
+tensors.
 
     push ── check ──┐
-    push ── check ──┴─ merge ── update ─┬─ apply       on the primary
+    push ── check ──┴─ merge ── update ─┬─ apply       on the head of the chain
                                         └─ apply       on each replica: the same bits
 
-Only merged updates travel to replicas, so that each push is added once.
+Only merged updates are sent to replicas, so that each push is added once.
 
 Source: M. Li et al., Scaling distributed machine learning with the parameter server, OSDI 2014
 (section 4.3: replication after aggregation).
@@ -33,7 +33,7 @@ State: TypeAlias = dict[str, torch.Tensor]
 class Storage(ABC):
     """Values, optimizer state and counts of one shard of a table.
 
-    Methods other than `check` and `check_query` take tensors that have been checked.
+    Methods other than `check` and `check_query` require checked tensors.
 
     Attributes:
         table: Name of the table, for messages.
@@ -43,7 +43,7 @@ class Storage(ABC):
 
     @abstractmethod
     def check(self, push: Tensors) -> None:
-        """Check the tensors of a push before anything is changed.
+        """Check the tensors of a push.
 
         Raises:
             ConfigError: Number, dtypes or shapes of the tensors do not fit the table.
@@ -62,44 +62,44 @@ class Storage(ABC):
         """Add pushes in the given order, and scale the sum once.
 
         Args:
-            pushes: At least one push. The first one must not be used afterwards, since the result
-                may lie in its memory.
+            pushes: At least one push. Do not use the first one afterwards, since the result may
+                share its memory.
             scale: Factor of the sum.
 
         Returns:
-            An update for `apply`, with the same bits whenever the arguments are the same.
+            An update for `apply`, bitwise the same for the same arguments.
         """
 
     @abstractmethod
     def apply(self, update: Tensors) -> None:
         """Take one step of the optimizer with a merged update.
 
-        The update is not written to, then or later, but may be kept and read: do not change it.
-        The same updates in the same order give the same bits on all replicas.
+        The storage never writes to the update, but may keep it: do not change it afterwards. The
+        same updates in the same order give bitwise the same values on all replicas.
         """
 
     @abstractmethod
     def read(self, query: Tensors) -> Tensors:
         """Return values to send.
 
-        Later calls of `apply` do not change them; nor may the caller.
+        Later calls of `apply` do not change them, and the caller must not change them.
         """
 
     @abstractmethod
     def export(self) -> State:
-        """Return a copy of the whole state, by name: values, optimizer state, counts."""
+        """Return a copy of the whole state by name: values, optimizer state and counts."""
 
     @abstractmethod
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Replace the whole state by a copy of an exported one.
+        """Replace the whole state by a copy of an exported state.
 
         Raises:
-            ConfigError: Names, dtypes or shapes do not fit the table; nothing has been changed.
+            ConfigError: Names, dtypes or shapes do not fit the table. The old state is unchanged.
         """
 
     @abstractmethod
     def statistics(self) -> dict[str, int]:
-        """Return counts by name, among them `num_updates` and `num_bytes`."""
+        """Return counts by name, including `num_updates` and `num_bytes`."""
 
     @property
     def lr(self) -> float | None:
@@ -115,6 +115,6 @@ class Storage(ABC):
         self.check_lr(lr)
 
     def check_lr(self, lr: float) -> None:
-        """Check a learning rate before anybody counts on it; see `set_lr`."""
-        msg = f"table {self.table!r} has no optimizer whose learning rate could become {lr}"
+        """Check a learning rate before it is announced to other nodes; see `set_lr`."""
+        msg = f"table {self.table!r} has no optimizer, so its learning rate cannot become {lr}"
         raise ConfigError(msg)

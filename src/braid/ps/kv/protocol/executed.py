@@ -1,13 +1,14 @@
-"""Requests that have been received, so that each is executed once.
+"""Received requests, so that each one is executed once.
 
-Problem: a request is sent again when its answer does not come, so it may arrive several times. A
-receiver that remembers all requests grows without end; one that remembers the last thousand
-guesses. PS-Lite makes the number of a message out of the sender's id and a counter, and two senders
-can have the same numbers.
+Problem: a request is sent again if its answer does not come, so it may arrive several times. A
+receiver that remembers all requests grows without bound; one that remembers the last thousand is
+not reliable. PS-Lite builds message numbers from the sender's id and a counter, and two senders can
+have the same numbers.
 
-Idea: the sender counts its requests, and each request says below which number all are answered.
-What lies below needs no memory: if it arrives again, the sender drops the answer. A stream is one
-customer in one life of one node, and a new life ends the streams of the one before.
+Idea: the sender numbers its requests, and each request carries the number `seen` below which all
+requests are answered. The receiver need not remember those: if one arrives again, the sender drops
+the answer. A stream is one customer in one process of a node; a new process of the node ends the
+streams of the previous one.
 
     arrives            below `seen`    executed          under way    else
     begin returns      Over            its answer        UnderWay     New
@@ -28,7 +29,7 @@ Reply = TypeVar("Reply")
 
 
 class RequestStream(NamedTuple):
-    """Requests that are counted together."""
+    """Key of requests that are numbered together."""
 
     sender: str
     incarnation: int
@@ -37,7 +38,7 @@ class RequestStream(NamedTuple):
 
 
 class RequestProgress(Enum):
-    """State of a request that has no answer."""
+    """State of a request without a recorded answer."""
 
     NEW = "execute it"
     UNDER_WAY = "it is being executed"
@@ -53,61 +54,61 @@ class _Requests(Generic[Reply]):
 
 
 class Executed(Generic[Reply]):
-    """Requests of all streams, with the answers that may be wanted again."""
+    """Received requests of all streams, with the answers that may be requested again."""
 
     def __init__(self) -> None:
         self._streams: dict[RequestStream, _Requests[Reply]] = {}
         self._lives: dict[str, int] = {}
 
     def begin(self, stream: RequestStream, timestamp: int, seen: int) -> RequestProgress | Reply:
-        """Record that a request has arrived; return its answer if it has one."""
+        """Record that a request has arrived; return its answer, or its progress without one."""
         life = self._lives.setdefault(stream.sender, stream.incarnation)
         if stream.incarnation < life:
             return RequestProgress.OVER
         if stream.incarnation > life:
             self._lives[stream.sender] = stream.incarnation
-            for other in [each for each in self._streams if each.sender == stream.sender]:
-                del self._streams[other]
-        own = self._streams.setdefault(stream, _Requests())
-        if seen > own.seen:
-            own.seen = seen
-            for number in [each for each in own.replies if each < seen]:
-                del own.replies[number]
-        if timestamp < own.seen:
+            for old in [other for other in self._streams if other.sender == stream.sender]:
+                del self._streams[old]
+        requests = self._streams.setdefault(stream, _Requests())
+        if seen > requests.seen:
+            requests.seen = seen
+            for number in [number for number in requests.replies if number < seen]:
+                del requests.replies[number]
+        if timestamp < requests.seen:
             return RequestProgress.OVER
-        if timestamp not in own.replies:
-            own.replies[timestamp] = None
+        if timestamp not in requests.replies:
+            requests.replies[timestamp] = None
             return RequestProgress.NEW
-        reply = own.replies[timestamp]
+        reply = requests.replies[timestamp]
         return RequestProgress.UNDER_WAY if reply is None else reply
 
     def cancel(self, stream: RequestStream, timestamp: int) -> None:
-        """Forget a request that was not executed, so that it is new when it comes again."""
-        own = self._streams.get(stream)
-        if own is not None and own.replies.get(timestamp, self) is None:
-            del own.replies[timestamp]
+        """Forget a request that was not executed, so that its repetition counts as new."""
+        requests = self._streams.get(stream)
+        if requests is not None and requests.replies.get(timestamp, self) is None:
+            del requests.replies[timestamp]
 
     def finish(self, stream: RequestStream, timestamp: int, reply: Reply) -> bool:
         """Record the answer of a request; False if it has one already."""
-        own = self._streams.get(stream)
-        if own is None or timestamp not in own.replies:
-            return True  # nobody waits for it any more
-        if own.replies[timestamp] is not None:
+        requests = self._streams.get(stream)
+        if requests is None or timestamp not in requests.replies:
+            return True  # the sender does not wait for it any more
+        if requests.replies[timestamp] is not None:
             return False
-        own.replies[timestamp] = reply
+        requests.replies[timestamp] = reply
         return True
 
     def replace(self, stream: RequestStream, timestamp: int, reply: Reply) -> None:
-        """Record another answer, since the first could not be sent."""
-        own = self._streams.get(stream)
-        if own is not None and timestamp in own.replies:
-            own.replies[timestamp] = reply
+        """Replace the answer of a request, since the first one could not be sent."""
+        requests = self._streams.get(stream)
+        if requests is not None and timestamp in requests.replies:
+            requests.replies[timestamp] = reply
 
     def waiting(self) -> list[str]:
-        """Return whose requests no handle has answered, as text."""
+        """Return lines of text about the requests that handles have not answered."""
         counts = {
-            stream: sum(reply is None for reply in own.replies.values())
-            for stream, own in self._streams.items()
+            stream: sum(reply is None for reply in requests.replies.values())
+            for stream, requests in self._streams.items()
         }
         return [
             f"the handle of app {stream.app} has {count} requests of {stream.sender} unanswered"
@@ -118,4 +119,4 @@ class Executed(Generic[Reply]):
     @property
     def num_remembered(self) -> int:
         """Number of requests in memory."""
-        return sum(len(own.replies) for own in self._streams.values())
+        return sum(len(requests.replies) for requests in self._streams.values())

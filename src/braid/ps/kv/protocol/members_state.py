@@ -1,13 +1,13 @@
-"""The scheduler's decisions: who is here, who is lost, who waits at which barrier.
+"""The scheduler's decisions: live nodes, lost nodes and barriers.
 
-    event         what follows
-    number        a number for a process that has none; the same again if it asks again
-    joins         PublishDirectory, when all are here; a node whose link was cut is here again
-    lost          PublishDirectory; barriers that wait for it are refused, and name it
-    enters        ReleaseNodes of all when the last of the group comes
-    departs       nobody waits for it any more
+    event         result
+    number        a number for a process without one; the same number if it asks again
+    joins         PublishDirectory, once all nodes have joined, or when a lost node is back
+    lost          PublishDirectory; barriers that wait for the node are refused, and name it
+    enters        ReleaseNodes, once all members of the group have entered
+    departs       barriers that wait for the node are refused
 
-A new process in the place of a lost node is refused: the keys of a server went with it.
+A new process in the place of a lost node is refused, since the keys of a lost server are gone.
 
 Source: PS-Lite's Postoffice and the control messages of its Van.
 """
@@ -44,8 +44,8 @@ class KVMembersState(MembersState[tuple[int, int], Ticket]):
         num_workers: Number of workers of the run.
 
     Attributes:
-        lost: Lost nodes, with the reason.
-        departed: Nodes that are done.
+        lost: Reason of the loss of each lost node.
+        departed: Nodes that have finished.
     """
 
     def __init__(self, num_servers: int, num_workers: int) -> None:
@@ -58,14 +58,14 @@ class KVMembersState(MembersState[tuple[int, int], Ticket]):
 
     @property
     def is_over(self) -> bool:
-        """Whether all nodes but the scheduler are done or lost."""
+        """Whether all nodes except the scheduler have finished or are lost."""
         return self._all <= self.departed | self.lost.keys()
 
     def number(self, candidate: str, role: str) -> int:
-        """Return the number of a process in its role.
+        """Return the number of a process in its role; assign one to a new process.
 
         Raises:
-            CommError: There are enough of this role already, or there is no such role.
+            CommError: All numbers of the role are assigned, or the role does not exist.
         """
         counts = {"server": self._num_servers, "worker": self._num_workers}
         if role not in counts:
@@ -73,7 +73,7 @@ class KVMembersState(MembersState[tuple[int, int], Ticket]):
             raise CommError(msg)
         asked = candidate, role
         if asked not in self._numbers:
-            number = sum(each == role for _, each in self._numbers)
+            number = sum(other == role for _, other in self._numbers)
             if number >= counts[role]:
                 msg = f"the run has {counts[role]} {role}s already, and this is one more"
                 raise CommError(msg)
@@ -81,7 +81,7 @@ class KVMembersState(MembersState[tuple[int, int], Ticket]):
         return self._numbers[asked]
 
     def joins(self, node: str, incarnation: int, address: str) -> list[KVInstruction]:
-        """Take in a node.
+        """Add a node, or mark a lost one as alive again.
 
         Raises:
             CommError: The run has no such node, or another process is or was this node.
@@ -100,22 +100,22 @@ class KVMembersState(MembersState[tuple[int, int], Ticket]):
         return [] if is_known else self._publish()
 
     def loses(self, node: str, reason: str) -> list[KVInstruction]:
-        """Record the loss of a node; barriers that wait for it are refused."""
+        """Record the loss of a node; refuse the barriers that wait for it."""
         if node in self.departed or node not in self._lives or node in self.lost:
             return []
         self.lost[node] = reason
         return [*self._refuse_all(node), *self._publish()]
 
     def enters(self, node: str, customer: int, group: int, ticket: Ticket) -> list[KVInstruction]:
-        """Let a node wait until all of a group have come to the barrier of a customer.
+        """Add a node to a group's barrier, which is released once all members have entered.
 
         Raises:
-            ConfigError: There is no such group.
-            CommError: The node is no member.
+            ConfigError: The group does not exist.
+            CommError: The node is not a member of the group.
         """
         members = frozenset(members_of(group, self._num_servers, self._num_workers))
         if node not in members:
-            msg = f"{node} is no member of group {group} ({', '.join(sorted(members))})"
+            msg = f"{node} is not a member of group {group} ({', '.join(sorted(members))})"
             raise CommError(msg)
         if members & (self.lost.keys() | self.departed):
             return [self._refuse(group, members, [ticket])]
@@ -123,19 +123,19 @@ class KVMembersState(MembersState[tuple[int, int], Ticket]):
         return [ReleaseNodes(tuple(self._close(name).values())) for name in self._reached]
 
     def departs(self, node: str) -> list[KVInstruction]:
-        """Record that a node is done."""
+        """Record that a node has finished; refuse the barriers that wait for it."""
         self.departed.add(node)
         return self._refuse_all(node)
 
     def waiting(self) -> list[str]:
-        """Return who is waited for at which barrier, as text."""
+        """Return lines of text with the missing nodes of each barrier."""
         return [
             f"barrier of group {name[1]} lacks {', '.join(sorted(self._lacks(name)))}"
             for name in self._arrived
         ]
 
     def _refuse_all(self, node: str) -> list[KVInstruction]:
-        """Refuse the barriers that wait for a node; a lost one gets no answer."""
+        """Refuse the barriers that wait for a node; a lost node gets no answer."""
         refusals: list[KVInstruction] = []
         for name, members in list(self._expected.items()):
             if node in members:
@@ -150,7 +150,7 @@ class KVMembersState(MembersState[tuple[int, int], Ticket]):
         return Refuse(tuple(tickets), f"the barrier of group {group} cannot open: {reasons[0]}")
 
     def _publish(self) -> list[KVInstruction]:
-        """Publish a directory without the lost nodes, so that nobody calls them."""
+        """Publish a directory without the addresses of lost nodes, once all nodes have joined."""
         if self.absent:
             return []
         alive = {node: self.addresses[node] for node in self.addresses if node not in self.lost}
