@@ -86,8 +86,8 @@ def test_a_negative_field_is_refused():
 def test_a_name_that_is_not_known_is_noted_with_the_closest_one():
     found = HorovodEnvironment.of({"HOROVOD_FUSION_TRESHOLD": "1", "HOROVOD_XYZZY": "1"})
     assert found.notes == (
-        "HOROVOD_FUSION_TRESHOLD is no variable of Horovod's and changes nothing: did you mean HOROVOD_FUSION_THRESHOLD?",
-        "HOROVOD_XYZZY is no variable of Horovod's and changes nothing",
+        "HOROVOD_FUSION_TRESHOLD is not a variable of Horovod and has no effect: did you mean HOROVOD_FUSION_THRESHOLD?",
+        "HOROVOD_XYZZY is not a variable of Horovod and has no effect",
     )
 
 
@@ -119,7 +119,7 @@ def test_the_first_rank_alone_warns_of_notes(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     HorovodEnvironment.from_os()
     monkeypatch.setenv("RANK", "0")
-    with pytest.warns(UserWarning, match="HOROVOD_XYZZY is no variable"):
+    with pytest.warns(UserWarning, match="HOROVOD_XYZZY is not a variable"):
         HorovodEnvironment.from_os()
 
 

@@ -216,7 +216,7 @@ def test_what_has_no_meaning_here_is_said_once():
     assert found.notes == (
         "--mpi, --mpi-args: without meaning here, changes nothing",
         "--start-timeout: changes nothing, since no hosts are named",
-        "HOROVOD_CYCEL_TIME is no variable of Horovod's and changes nothing: did you mean HOROVOD_CYCLE_TIME?",
+        "HOROVOD_CYCEL_TIME is not a variable of Horovod and has no effect: did you mean HOROVOD_CYCLE_TIME?",
     )
 
 

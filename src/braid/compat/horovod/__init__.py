@@ -1,4 +1,4 @@
-"""The face of Horovod: `import braid.compat.horovod.torch as hvd`, and `run`."""
+"""Horovod's API: `import braid.compat.horovod.torch as hvd`, and `run`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["run"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "run":  # loaded when used: a rank has no need of the launcher
+    if name == "run":  # loaded when used: a rank does not need the launcher
         return import_module("braid.compat.horovod.launcher.run_function").run
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)

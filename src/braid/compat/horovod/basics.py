@@ -1,4 +1,4 @@
-"""Facts about the job: `init`, `rank`, `size` and Horovod's other questions."""
+"""Start, shutdown and properties of the job: `init`, `rank`, `size`, `local_rank` and others."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def init(
     comm: Any = None,
     process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
 ) -> None:
-    """Become a rank. Calling it again does nothing.
+    """Start Horovod's session on this rank. Calling it again has no effect.
 
     Args:
-        comm: None, a `braid.Group`, or all ranks; for operations among some of the started ranks
-            use process sets.
+        comm: None, a `braid.Group`, or the list of all ranks; for operations among some ranks use
+            process sets.
         process_sets: Sets that exist from the beginning, the same on all ranks; "dynamic" is
-            accepted: sets can always be added.
+            accepted, since sets can always be added.
 
     Raises:
-        ConfigError: `comm` is something else, or a set repeats or has ranks that do not exist.
+        ConfigError: `comm` has another value, or a set repeats or has ranks that do not exist.
     """
     if started():
         return
@@ -80,7 +80,7 @@ def init(
 
 
 def shutdown() -> None:
-    """Stop being a rank; operations in flight fail on all ranks."""
+    """End the session; operations in flight fail on all ranks."""
     stop()
 
 
@@ -100,7 +100,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's number among those of this host."""
+    """Return this rank's number among the ranks of this host."""
     return session().job.local_rank
 
 
@@ -110,12 +110,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the number of this host among those that have a rank of this local rank."""
+    """Return the number of this host among all hosts with this local rank."""
     return session().cross[0]
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank of this local rank."""
+    """Return the number of hosts with this local rank."""
     return session().cross[1]
 
 
@@ -125,10 +125,10 @@ def is_homogeneous() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record what becomes of each tensor from now on; all ranks call this.
+    """Record the operations on each tensor from now on; all ranks call this.
 
     Args:
-        file_path: Path where `stop_timeline` writes it, on rank 0.
+        file_path: Path where `stop_timeline` writes the timeline, on rank 0.
         mark_cycles: Whether to record each exchange as well.
     """
     current = session()
@@ -149,22 +149,22 @@ def stop_timeline() -> None:
 
 
 def mpi_threads_supported() -> bool:
-    """Return False: there is no MPI below."""
+    """Return False: MPI is not used."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """Return False: there is no MPI below."""
+    """Return False: MPI is not used."""
     return False
 
 
 def mpi_built() -> bool:
-    """Return False: there is no MPI below."""
+    """Return False: MPI is not used."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Return True: ranks meet and negotiate without MPI, which is why scripts ask for Gloo."""
+    """Return True: ranks communicate without MPI, which is what scripts check with this."""
     return True
 
 
@@ -174,7 +174,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return NCCL's version as one number where torch has it, 0 otherwise."""
+    """Return NCCL's version as one number, such as 22703; 0 if torch has no NCCL or no GPU."""
     if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
         return 0
     version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -183,12 +183,12 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """Return False: there is no DDL below."""
+    """Return False: DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False: there is no oneCCL below."""
+    """Return False: oneCCL is not used."""
     return False
 
 

@@ -1,7 +1,7 @@
 """Environment variables HOROVOD_* of a rank as one frozen value, read once.
 
-`variables` has the table of names. This module makes the options of the engine of it, and so needs
-torch.
+`variables` has the table of names. This module converts their values to options of the engine, and
+so needs torch.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ class HorovodEnvironment:
     """Values of HOROVOD_*, with Horovod's defaults.
 
     Attributes:
-        fusion_threshold_bytes: Limit of a batch; 0 carries out each tensor alone. The engine's own
-            when None.
-        cycle_time_ms: Time for which operations are collected while no thread waits for one; when
-            None it depends on the free cores (`collecting_s`).
+        fusion_threshold_bytes: Largest batch in bytes; 0 carries out each tensor alone. The
+            engine's default when None.
+        cycle_time_ms: Milliseconds for which operations are collected while no thread waits for
+            one; when None it depends on the free cores (`collecting_s`).
         cache_capacity: Number of operations that ranks remember; 0 for none.
-        disable_group_fusion: Whether explicit groups are divided by the limit, too.
+        disable_group_fusion: Whether the limit also divides explicit groups.
         timeline: Path of the timeline; empty for none.
-        timeline_mark_cycles: Whether it shows exchanges as well.
-        stall_check: Whether operations are reported that wait for ranks.
-        stall_check_s: Seconds until they are reported.
-        stall_shutdown_s: Seconds until everything ends for that; 0 for never.
-        elastic_timeout_s: Seconds that members of an elastic run wait for enough others.
-        reset_limit: Number of changes of the members after which a lost one ends the run; None for
-            no limit.
-        hierarchical_allreduce: Whether all_reduce goes by hosts; None leaves that to measured
-            costs.
-        hierarchical_allgather: Whether allgather does; braid's does so on several hosts in any
-            case.
-        autotune: Whether the limit and the time are searched for
-            (`braid.compat.horovod.fusion.autotune`); a value that is set stays as it is.
+        timeline_mark_cycles: Whether the timeline also shows exchanges.
+        stall_check: Whether to report operations that wait for ranks.
+        stall_check_s: Seconds until such an operation is reported.
+        stall_shutdown_s: Seconds until such an operation ends the job; 0 for never.
+        elastic_timeout_s: Seconds to wait for enough members of an elastic run.
+        reset_limit: Number of changes of the members after which a lost member ends the run; None
+            for no limit.
+        hierarchical_allreduce: Whether all_reduce is hierarchical over hosts; decided by measured
+            costs when None.
+        hierarchical_allgather: Accepted without effect: on several hosts allgather is always
+            hierarchical.
+        autotune: Whether to search for the batch limit and the cycle time
+            (`braid.compat.horovod.fusion.autotune`); values that are set are not searched.
         autotune_log: Path of the search's log; empty for none.
-        autotune_warmup_samples: Number of samples that are thrown away.
+        autotune_warmup_samples: Number of first samples to discard.
         autotune_steps_per_sample: Number of steps in a sample.
         autotune_bayes_opt_max_samples: Number of samples in the search.
         autotune_gaussian_process_noise: Noise in the search.
         log_level: Level: trace, debug, info, warning, error or fatal.
-        notes: Sentences for the user: names that are not known, wishes that cannot be met yet.
+        notes: Sentences for the user about unknown names.
 
     Raises:
         ConfigError: A number is negative, or the level is unknown.
@@ -109,7 +109,7 @@ class HorovodEnvironment:
 
     @classmethod
     def from_os(cls) -> HorovodEnvironment:
-        """Read this process's environment; the first rank warns of variables without meaning here.
+        """Read this process's environment; the first rank shows `notes` as warnings.
 
         Raises:
             ConfigError: As for `of`.
@@ -134,9 +134,9 @@ class HorovodEnvironment:
         """Return the options of an engine.
 
         Args:
-            spans_hosts: Whether its ranks are on several hosts: only there can all_reduce go by
-                hosts.
-            free_cores: Whether hosts have cores that no rank computes on.
+            spans_hosts: Whether its ranks are on several hosts, so that all_reduce can be
+                hierarchical.
+            free_cores: Whether hosts have cores on which no rank computes.
         """
         ms, most = self.cycle_time_ms, self.fusion_threshold_bytes
         searches = self.autotune and None in {ms, most}
@@ -160,7 +160,7 @@ def write_search(path: Path, tuner: Autotuner) -> None:
 
     Args:
         path: Path of the file.
-        tuner: The search; it has fewer samples if it is not over.
+        tuner: The search, which may be unfinished.
     """
     rows = [(*settings, score) for settings, score in tuner.samples]
     lines = ["threshold_bytes,cycle_time_ms,bytes_per_s"]
@@ -173,11 +173,11 @@ def write_search(path: Path, tuner: Autotuner) -> None:
 def collecting_s(spans_hosts: bool, free_cores: bool) -> float:
     """Return the seconds for which operations are collected while no thread waits for one.
 
-    Sums in shared memory are work for the cores that compute gradients meanwhile. Where there are
-    no others, sums that begin early end no sooner, and drive the gradients' data out of the caches.
+    Sums in shared memory run on the cores. If all cores compute gradients, a sum that begins early
+    does not end sooner, and evicts the gradients' data from the caches.
 
     Args:
-        spans_hosts: Whether there is a network, which works beside the cores.
-        free_cores: Whether there are cores that no rank computes on, or devices.
+        spans_hosts: Whether ranks communicate over a network, which works in parallel to the cores.
+        free_cores: Whether there are devices, or cores on which no rank computes.
     """
     return HOROVODS_S if spans_hosts or free_cores else UNTIL_WAITED_FOR_S

@@ -1,7 +1,7 @@
-"""Session: what `hvd.init()` makes and `hvd.shutdown()` removes, the one state of this face.
+"""The session, which `hvd.init()` creates and `hvd.shutdown()` removes: the only global state.
 
-Horovod's functions take no group: they mean the process that they run in. So there must be a global
-state; it is here, and nowhere else.
+Horovod's functions do not take a group but use the process in which they run. So they need a global
+state, which is in this module only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SessionMember:
     Args:
         number: Number of the set.
         ranks: Global ranks.
-        engine: Engine for its operations; None on ranks that are not in it.
+        engine: Engine for the set's operations; None on ranks outside of the set.
     """
 
     def __init__(self, number: int, ranks: Sequence[int], engine: Fusion | None) -> None:
@@ -53,7 +53,7 @@ class SessionMember:
 
     @property
     def included(self) -> bool:
-        """Whether this rank is in it."""
+        """Whether this rank is in the set."""
         return self._engine is not None
 
     @property
@@ -72,10 +72,12 @@ class SessionMember:
         return self._engine
 
     def name(self, kind: str, given: Any) -> str:
-        """Return a name for an operation: ranks that give none must start them in one order.
+        """Return the full name of an operation; without a name from the program, a running number.
+
+        All ranks must start operations without a name in the same order.
 
         Raises:
-            ConfigError: The name is no text, or cannot be written as UTF-8, and so not be sent.
+            ConfigError: The name is not a string, or cannot be encoded as UTF-8.
         """
         if not isinstance(given, str | None):
             msg = f"name of {kind} must be text or None, got {given!r}"
@@ -89,17 +91,16 @@ class SessionMember:
         return f"{kind}.{given}" if given else f"{kind}.noname.{next(self._counts[kind])}"
 
     def restart_names(self) -> None:
-        """Number operations without a name from 0 again; ranks do so together."""
+        """Number operations without a name from 0 again; all ranks do so together."""
         self._counts.clear()
 
 
 class Session:
-    """Engines of all process sets of this rank, and requests that are submitted together.
+    """Engines of all process sets of this rank, and gradients that are collected for them.
 
     Args:
         group: Group of all ranks.
-        environment: Values of HOROVOD_*; the first rank's are used by all, as ranks must work
-            alike.
+        environment: Values of HOROVOD_*; all ranks use the first rank's values.
     """
 
     def __init__(self, group: Group, environment: HorovodEnvironment) -> None:
@@ -120,13 +121,13 @@ class Session:
         free = torch.cuda.is_available() or self.job.local_world_size < (cores or 1)
         self.free_cores = min(group.objects.all_gather(free))
         self.homogeneous = len(set(Counter(node for _, node in places).values())) == 1
-        self.collected: set[Callable[[], None]] = set()  # each submits what has been collected
+        self.collected: set[Callable[[], None]] = set()  # functions that submit collected requests
         self._members: dict[int, SessionMember] = {}
         self.added_sets: list[Any] = []  # by the program, in order; see `process_sets`
         self._next_number = GLOBAL
         direct = group.split(0)
-        assert direct is not None  # this rank is one of all
-        self.direct = direct  # for what is not negotiated
+        assert direct is not None  # the group has all ranks
+        self.direct = direct  # for messages that are not negotiated
         whole = self._add(group, range(group.size))
         whole.engine.operations.prefer(_NewSet(self))
         if environment.timeline:
@@ -135,7 +136,7 @@ class Session:
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether this process is alone until the members of an elastic run take it in."""
+        """Whether this process is new, and the members of an elastic run have not accepted it."""
         return self.job.elastic == "newcomer" and context.membership().is_newcomer
 
     @property
@@ -144,10 +145,10 @@ class Session:
         return self._members[GLOBAL]
 
     def member(self, number: int) -> SessionMember:
-        """Return one process set.
+        """Return this rank's state in the process set with a number.
 
         Raises:
-            ConfigError: There is none of this number.
+            ConfigError: The process set does not exist.
         """
         if number not in self._members:
             msg = f"process set {number} does not exist: there are {sorted(self._members)}"
@@ -162,7 +163,7 @@ class Session:
         """Add a process set; all ranks call this.
 
         Raises:
-            CommError: Ranks pass different ones.
+            CommError: Ranks pass different sets.
         """
         text = ",".join(map(str, ranks))
         engine = self.whole.engine
@@ -171,7 +172,7 @@ class Session:
         return self._members[number]
 
     def refuse_set(self, reason: str) -> None:
-        """Refuse the next process set on all ranks, since this rank cannot add its own."""
+        """Refuse the next process set on all ranks, since this rank's call has failed."""
         with contextlib.suppress(CommError):  # the engine has ended
             refused = Request(NEW_SET, NEW_SET, refusal=reason[:1000])
             self.whole.engine.refuse(refused)
@@ -185,7 +186,7 @@ class Session:
 
     def close(self) -> None:
         """End all engines."""
-        members = [each for each in reversed(self._members.values()) if each.included]
+        members = [member for member in reversed(self._members.values()) if member.included]
         for member in members:
             self._end(member)
         for group in (*(member.engine.group for member in members), self.direct):
@@ -193,14 +194,14 @@ class Session:
         self._members.clear()
 
     def _end(self, member: SessionMember, reason: str = "") -> None:
-        """End an engine; write the log of a search that is not over."""
+        """End an engine; write the log of an unfinished search."""
         member.engine.close(reason)
         tuner = member.engine.tuner
         if tuner is not None and tuner.samples:
             self._write_search(member.number, tuner)
 
     def _add(self, parent: Group, ranks: Sequence[int]) -> SessionMember:
-        """Add a set of ranks of `parent`, whose members all call this."""
+        """Add a set of ranks of `parent`; all ranks of `parent` call this."""
         number = self._next_number
         self._next_number += 1
         engine = None
@@ -219,13 +220,13 @@ class Session:
         return self._members[number]
 
     def _submit_collected(self) -> None:
-        """Submit requests that were kept back, of all sets, since other ranks may wait for them."""
+        """Submit the collected requests of all sets, since other ranks may wait for them."""
         for submit in tuple(self.collected):
             self.collected.discard(submit)
             submit()
 
     def _restart_names(self, number: int) -> None:
-        """Number operations alike again: a rank that has joined has started fewer than others."""
+        """Restart numbering: a rank that has joined has started fewer operations than others."""
         if number in self._members:
             self._members[number].restart_names()
 
@@ -238,11 +239,11 @@ class Session:
         self._write_search(number, tuner)
 
     def _write_search(self, number: int, tuner: Autotuner) -> None:
-        """Write the log of a search if it is wanted; training goes on if it cannot be written."""
+        """Write the log of a search if requested; print a message if it cannot be written."""
         if not self.environment.autotune_log:
             return
         path = Path(self.environment.autotune_log)
-        if number != GLOBAL:  # which searches for itself
+        if number != GLOBAL:  # each process set has a separate search
             path = path.with_name(f"{path.stem}.{number}{path.suffix}")
         try:
             write_search(path, tuner)
@@ -257,7 +258,7 @@ class Session:
 
 
 class _NewSet:
-    """Adds a process set in the engine's thread, where its turn is the same on all ranks."""
+    """Operation that adds a process set in the engine's thread, in the same order on all ranks."""
 
     name = kind = NEW_SET
 
@@ -265,7 +266,7 @@ class _NewSet:
         self._session = session
 
     def suits(self, batch: FusedBatch) -> bool:
-        """Return whether the request is of its kind."""
+        """Return whether the request adds a process set."""
         return batch.request.kind == NEW_SET
 
     # the operation has no tensors
@@ -289,7 +290,7 @@ def session() -> Session:
     """Return the session.
 
     Raises:
-        NotInitializedError: There is none.
+        NotInitializedError: `hvd.init()` has not been called.
     """
     if _HOLDER.session is None:
         msg = "hvd.init() has not been called: call it once at the start of the program"
@@ -303,10 +304,10 @@ def started() -> bool:
 
 
 def start(group: Group | None = None, environment: HorovodEnvironment | None = None) -> Session:
-    """Return the session; make it if there is none.
+    """Return the session; create it if it does not exist.
 
     Args:
-        group: Group of all ranks; that of `braid.init()` when None.
+        group: Group of all ranks; the group of `braid.init()` when None.
         environment: Values of HOROVOD_*; read when None.
     """
     if _HOLDER.session is None:
@@ -317,10 +318,10 @@ def start(group: Group | None = None, environment: HorovodEnvironment | None = N
 
 
 def renew(num_commits: int, timeout_s: float, limit_s: float | None) -> NewEpoch:
-    """Join the next epoch of an elastic run, with a session of its members; all of them call this.
+    """Join the next epoch of an elastic run, with a new session; all members call this.
 
     Args:
-        num_commits: Number of commits that the state of this process has seen; -1 without state.
+        num_commits: Number of commits of this process's state; -1 without state.
         timeout_s: Seconds to wait for the members of the epoch.
         limit_s: Seconds to wait for its beginning; None for no limit.
 
@@ -336,7 +337,7 @@ def renew(num_commits: int, timeout_s: float, limit_s: float | None) -> NewEpoch
 
 
 def stop() -> None:
-    """Remove the session."""
+    """End the session, if there is one."""
     session, _HOLDER.session = _HOLDER.session, None
     if session is not None:
         atexit.unregister(stop)
@@ -344,11 +345,11 @@ def stop() -> None:
 
 
 def _print(text: str) -> None:
-    """Write a line for people."""
+    """Print a line to stderr."""
     print(f"braid.compat.horovod: {text}", file=sys.stderr, flush=True)
 
 
 def _report(rank: int, stall: Stall) -> None:
-    """Print a stall, which all ranks know, on the first rank."""
+    """Print a stall on the first rank; all ranks receive it."""
     if rank == 0:
         _print(str(stall))

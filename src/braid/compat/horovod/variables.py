@@ -1,9 +1,9 @@
-"""Environment variables of Horovod: names, types, and which have no meaning here. Pure.
+"""Environment variables of Horovod: names, types, and which have no effect here. Pure.
 
-Problem: a variable that is misspelt, or that holds text where a number belongs, changes nothing
-without notice; the job is then slow in a way that nobody looks for. Idea: one table. Names that are
-not in it are reported with the closest one that is. Everything that is wrong is reported at once,
-by the launcher before anything starts and by a rank that was started otherwise.
+Problem: a misspelt variable, or one with text instead of a number, is silently ignored, and the job
+may be slow for a reason that is hard to find. Idea: one table of all variables. Unknown names are
+reported with the closest known name. All errors are reported together, by the launcher before a
+process starts, or by ranks that were started without it.
 
 Source: the documentation of horovodrun and of its tensor fusion, timeline, stall check and
 autotune.
@@ -21,7 +21,7 @@ from braid.errors import raise_all
 __all__ = ["PREFIX", "WITHOUT_MEANING", "VariablesRead", "closest", "read_variables"]
 
 PREFIX = "HOROVOD_"
-DYNAMIC = "DYNAMIC"  # a timeline that the program starts itself, which it always can here
+DYNAMIC = "DYNAMIC"  # the program starts the timeline itself, which is always possible here
 LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 YES, NO = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 Value = int | float | bool | str
@@ -33,7 +33,7 @@ class Variable(NamedTuple):
     Attributes:
         field: Field of `HorovodEnvironment`.
         expected: Description of its values.
-        read: Function that makes a value of text; raises ValueError.
+        read: Function that converts text to a value; raises ValueError.
     """
 
     field: str
@@ -45,8 +45,8 @@ class VariablesRead(NamedTuple):
     """Values of an environment.
 
     Attributes:
-        values: Values by field of `HorovodEnvironment`; those that are not set are missing.
-        notes: Sentences for the user: names that are not known, wishes that cannot be met yet.
+        values: Values by field of `HorovodEnvironment`; unset fields are missing.
+        notes: Sentences for the user about unknown names.
     """
 
     values: Mapping[str, Value]
@@ -54,7 +54,7 @@ class VariablesRead(NamedTuple):
 
 
 def read_variables(environ: Mapping[str, str]) -> VariablesRead:
-    """Read variables that begin with HOROVOD_; an empty variable is one that is not set.
+    """Read variables that begin with HOROVOD_; an empty variable counts as unset.
 
     Args:
         environ: Environment, such as `os.environ`.
@@ -76,7 +76,7 @@ def read_variables(environ: Mapping[str, str]) -> VariablesRead:
                 problems.append(f"{name} must be {variable.expected}, got {text!r}")
         elif name not in WITHOUT_MEANING and not name.startswith(BUILDING):
             hint = closest(name, [*VARIABLES, *WITHOUT_MEANING])
-            notes.append(f"{name} is no variable of Horovod's and changes nothing{hint}")
+            notes.append(f"{name} is not a variable of Horovod and has no effect{hint}")
     raise_all(problems)
     return VariablesRead(values, tuple(notes))
 
@@ -152,7 +152,7 @@ VARIABLES: Mapping[str, Variable] = {
     "HOROVOD_LOG_LEVEL": Variable("log_level", f"one of {', '.join(LEVELS)}", _level),
 }
 
-BUILDING = (  # read while Horovod is compiled
+BUILDING = (  # used only when Horovod is compiled
     "HOROVOD_WITH_",
     "HOROVOD_WITHOUT_",
     "HOROVOD_GPU",
@@ -167,35 +167,35 @@ BUILDING = (  # read while Horovod is compiled
 WITHOUT_MEANING: Mapping[str, str] = {
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "Adasum is not sent through MPI",
     "HOROVOD_BATCH_D2D_MEMCOPIES": "copies into the fusion buffer are torch's",
-    "HOROVOD_CCL_BGT_AFFINITY": "there is no oneCCL",
-    "HOROVOD_CCL_CACHE": "there is no oneCCL",
-    "HOROVOD_CONTROLLER": "ranks agree in one way",
+    "HOROVOD_CCL_BGT_AFFINITY": "oneCCL is not used",
+    "HOROVOD_CCL_CACHE": "oneCCL is not used",
+    "HOROVOD_CONTROLLER": "there is only one controller",
     "HOROVOD_CPU_OPERATIONS": "the engine of a group chooses its operations",
     "HOROVOD_CROSS_RANK": "set by horovodrun, for scripts",
     "HOROVOD_CROSS_SIZE": "set by horovodrun, for scripts",
-    "HOROVOD_DISABLE_NVTX_RANGES": "there are no ranges; see the timeline",
+    "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges; see the timeline",
     "HOROVOD_DYNAMIC_PROCESS_SETS": "sets can always be added",
-    "HOROVOD_ELASTIC": "the launcher says whether members may change",
+    "HOROVOD_ELASTIC": "the launcher decides whether members may change",
     "HOROVOD_ENABLE_ASYNC_COMPLETION": "operations on GPUs are always asynchronous",
-    "HOROVOD_ENABLE_XLA_OPS": "there is no TensorFlow front",
+    "HOROVOD_ENABLE_XLA_OPS": "TensorFlow is not supported",
     "HOROVOD_GLOO_IFACE": "see --network-interfaces",
     "HOROVOD_GLOO_RENDEZVOUS_ADDR": "ranks meet at the launcher",
     "HOROVOD_GLOO_RENDEZVOUS_PORT": "ranks meet at the launcher",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "every operation has its deadline",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "every operation has a deadline",
     "HOROVOD_HOSTNAME": "set by horovodrun, for scripts",
     "HOROVOD_LOCAL_RANK": "set by horovodrun, for scripts",
     "HOROVOD_LOCAL_SIZE": "set by horovodrun, for scripts",
-    "HOROVOD_LOG_HIDE_TIME": "messages carry no time",
-    "HOROVOD_LOG_TIMESTAMP": "messages carry no time",
-    "HOROVOD_MLSL_BGT_AFFINITY": "there is no MLSL",
-    "HOROVOD_MPI_THREADS_DISABLE": "there is no MPI",
+    "HOROVOD_LOG_HIDE_TIME": "messages have no timestamp",
+    "HOROVOD_LOG_TIMESTAMP": "messages have no timestamp",
+    "HOROVOD_MLSL_BGT_AFFINITY": "MLSL is not used",
+    "HOROVOD_MPI_THREADS_DISABLE": "MPI is not used",
     "HOROVOD_NUM_NCCL_STREAMS": "torch's NCCL group has one stream",
     "HOROVOD_NUM_STREAMS": "torch's NCCL group has one stream",
-    "HOROVOD_OP_TIMEOUT": "every operation has its deadline",
+    "HOROVOD_OP_TIMEOUT": "every operation has a deadline",
     "HOROVOD_RANK": "set by horovodrun, for scripts",
     "HOROVOD_SIZE": "set by horovodrun, for scripts",
-    "HOROVOD_SPARK_PYTHONPATH": "there is no Spark front",
+    "HOROVOD_SPARK_PYTHONPATH": "Spark is not supported",
     "HOROVOD_SSH_IDENTITY_FILE": "see -i",
-    "HOROVOD_START_TIMEOUT": "of horovodrun, not of ranks",
-    "HOROVOD_THREAD_AFFINITY": "the thread in the background goes where its rank may",
+    "HOROVOD_START_TIMEOUT": "for horovodrun, not for ranks",
+    "HOROVOD_THREAD_AFFINITY": "the background thread has its rank's CPU affinity",
 }

@@ -1,4 +1,4 @@
-"""The exceptions of Horovod's functions, and the translation of braid's into them."""
+"""Exceptions of Horovod's functions, and the translation of braid's exceptions into them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ __all__ = [
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation was refused on all ranks, or could not be carried out."""
+    """Error of an operation that was refused on all ranks, or could not be carried out."""
 
 
 class NotInitializedError(StaleError, ValueError):
-    """`hvd.init()` was not called. Horovod raises a ValueError, so this is one, too."""
+    """Error if `hvd.init()` was not called; a ValueError, as in Horovod."""
 
 
 class UnsupportedArgumentError(ConfigError, NotImplementedError):
-    """An operation is not defined for an argument; Horovod's is a NotImplementedError."""
+    """Error if an operation does not support an argument; a NotImplementedError, as in Horovod."""
 
 
 class HostsUpdatedInterrupt(Exception):
-    """Members of an elastic run are about to change; the state of this rank stays as it is.
+    """Interrupt before the members of an elastic run change; this rank keeps its state.
 
     Args:
-        skip_sync: Whether this rank needs no other state; members that disagree synchronize.
+        skip_sync: Whether this rank's state needs no synchronization; if members differ in this,
+            they synchronize.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -42,10 +43,10 @@ class HostsUpdatedInterrupt(Exception):
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Translate errors of braid inside the context into errors of Horovod's operations.
+    """Translate braid's errors inside the context into Horovod's.
 
     Raises:
-        HorovodInternalError: In place of CommError, which is its cause.
+        HorovodInternalError: Raised from a CommError.
     """
     try:
         yield

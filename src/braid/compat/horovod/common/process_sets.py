@@ -27,7 +27,7 @@ class ProcessSet:
         ranks: Global ranks, each once.
 
     Raises:
-        ConfigError: A rank is repeated, or there is none.
+        ConfigError: A rank is repeated or negative, or the list is empty.
 
     Attributes:
         process_set_id: Number of the set; None until it is added, and after it has been removed.
@@ -52,7 +52,7 @@ class ProcessSet:
 
     @property
     def member(self) -> SessionMember:
-        """This rank as a member of the set.
+        """This rank's state in the set.
 
         Raises:
             ConfigError: The set has not been added.
@@ -70,12 +70,12 @@ class ProcessSet:
         return len(self.member.ranks)
 
     def rank(self) -> int:
-        """This rank's position; -1 on ranks that are not in it."""
+        """This rank's position in the set; -1 on other ranks."""
         member = self.member
         return member.engine.group.rank if member.included else -1
 
     def included(self) -> bool:
-        """Whether this rank is in it."""
+        """Whether this rank is in the set."""
         return self.member.included
 
     def __eq__(self, other: object) -> bool:
@@ -89,7 +89,7 @@ class ProcessSet:
 
 
 class _Global(ProcessSet):
-    """The set of all ranks, whatever their number."""
+    """The set of all ranks of the current session."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -106,10 +106,10 @@ global_process_set = _Global()
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a process set usable; all ranks call this, in the same order.
 
-    A newcomer of an elastic run can use the set from the time when the others take it in.
+    A new member of an elastic run can use the set once the other members have accepted it.
 
     Raises:
-        ConfigError: The set has ranks that do not exist, or there is one of these ranks already.
+        ConfigError: The set has ranks that do not exist, or a set of the same ranks exists.
         HorovodInternalError: Ranks pass different sets.
     """
     try:
@@ -131,10 +131,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def renew_process_sets(sets: Sequence[ProcessSet]) -> None:
     """Add the process sets of rank 0 to the session of a new epoch; all members call this.
 
-    A set with ranks that do not exist now is added when there are as many members again.
+    A set with ranks that do not exist now is added in a later epoch that has these ranks.
 
     Args:
-        sets: Sets that the program of this rank has added before.
+        sets: Sets that this rank's program has added before.
 
     Raises:
         HorovodInternalError: A member was lost.
@@ -165,7 +165,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
-    """Return the process set of a number."""
+    """Return the process set with a number."""
     if process_set_id == GLOBAL:
         return global_process_set
     added = ProcessSet(session().member(process_set_id).ranks)
@@ -174,13 +174,13 @@ def process_set_by_id(process_set_id: int) -> ProcessSet:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return the ranks of all process sets, by number."""
+    """Return the ranks of each process set, by number."""
     return {number: list(session().member(number).ranks) for number in session().numbers()}
 
 
 def check_sets(sets: Iterable[ProcessSet | Sequence[int]]) -> list[ProcessSet]:
-    """Check and return the sets that exist from the beginning."""
-    return [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in sets]
+    """Return the process sets for `init`, after checking their ranks."""
+    return [item if isinstance(item, ProcessSet) else ProcessSet(item) for item in sets]
 
 
 def _check_new(added: ProcessSet, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Questions of `horovod.common.util` about what is built, and its small tools."""
+"""Functions of `horovod.common.util`: checks of the build, and small tools."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _cache = functools.cache  # a decorator that programs import
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether there is a front for a library, such as "torch"."""
+    """Return whether a library such as "torch" is supported."""
     del verbose
     return ext_base_name == "torch"
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether the front for a library works on GPUs of this host."""
+    """Return whether a library is supported on the GPUs of this host."""
     return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Return False: there is no MPI below."""
+    """Return False: MPI is not used."""
     del verbose
     return basics.mpi_built()
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Return True: ranks meet and negotiate without MPI."""
+    """Return True: ranks communicate without MPI."""
     del verbose
     return basics.gloo_built()
 
@@ -62,13 +62,13 @@ def nccl_built(verbose: bool = False) -> bool:
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """Return False: there is no DDL below."""
+    """Return False: DDL is not used."""
     del verbose
     return basics.ddl_built()
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """Return False: there is no oneCCL below."""
+    """Return False: oneCCL is not used."""
     del verbose
     return basics.ccl_built()
 
@@ -87,7 +87,7 @@ def rocm_built(verbose: bool = False) -> bool:
 
 @contextlib.contextmanager
 def env(**kwargs: str) -> Iterator[None]:
-    """Set environment variables inside of the context."""
+    """Set environment variables inside the context, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in kwargs}
     os.environ.update(kwargs)
     try:
@@ -106,7 +106,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: Sequence[Any], n: int) -> list[list[Any]]:  # noqa: E741 - Horovod's name
-    """Divide a list into at most `n` lists of about the same length; none is empty."""
+    """Divide a list into at most `n` non-empty lists of nearly equal length."""
     size, more = divmod(len(l), n)
     ends = [number * size + min(number, more) for number in range(n + 1)]
     return [list(l[a:b]) for a, b in itertools.pairwise(ends) if b > a]

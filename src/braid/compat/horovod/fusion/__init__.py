@@ -1,4 +1,4 @@
-"""Operations by name, in any order, agreed on in the background and carried out together."""
+"""Collective operations by name, submitted in any order and carried out by a background thread."""
 
 from braid.compat.horovod.fusion.autotune import Autotuner, Settings, TuneOptions
 from braid.compat.horovod.fusion.batching import FusedBatch

@@ -1,14 +1,13 @@
 """Search for the limit of a batch and the time for which requests are collected. Pure.
 
-Problem: how large batches should be depends on the network, on the model and on how busy the cores
-are; nobody knows it beforehand.
+Problem: the best size of batches depends on the network, on the model and on the load of the cores;
+it is not known beforehand.
 
-Idea: try settings while training goes on, each for some steps, and score them by bytes a second. A
-step is over when a name comes again; parts of steps say nothing, as nothing is sent in some. From
-the settings tried so far, a Gaussian process predicts every other one. The setting with the largest
-expected improvement is tried next, and in the end the best is kept. The grid contains the settings
-that one starts with, so the search never ends with something worse than those for want of having
-looked.
+Idea: try settings during training, each for some steps, and score them in bytes per second. A step
+ends when a name is repeated; parts of a step are not scored, since some send nothing. From the
+settings tried so far, a Gaussian process predicts the scores of all others. The setting with the
+largest expected improvement is tried next, and the best one is kept at the end. The grid contains
+the initial settings, which are also tried.
 
 Source: Jones, Schonlau & Welch, "Efficient Global Optimization of Expensive Black-Box Functions",
 1998 (expected improvement); Rasmussen & Williams, "Gaussian Processes for Machine Learning", 2006,
@@ -35,9 +34,9 @@ LOG = logging.getLogger(__name__)
 MIB = 1 << 20
 THRESHOLDS = (0, 1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB)
 CYCLE_TIMES_S = (0.0, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025)
-LENGTH = 0.3  # length scale of the kernel, as a share of the range
-XI = 0.01  # improvement that is not worth a trial
-MAX_NAMES = 10_000  # in a step; names with a running number never come again
+LENGTH = 0.3  # length scale of the kernel, as a fraction of the range
+XI = 0.01  # smaller improvements are not worth a trial
+MAX_NAMES = 10_000  # per step; names with a running number are never repeated
 
 Array = npt.NDArray[np.float64]
 
@@ -61,10 +60,10 @@ class TuneOptions:
     Attributes:
         threshold: Whether the limit of a batch is searched.
         cycle_time: Whether the time for which requests are collected is searched.
-        warmup_samples: Number of samples that are thrown away at the beginning.
+        warmup_samples: Number of first samples to discard.
         steps_per_sample: Number of training steps in a sample.
-        max_samples: Number of settings that are tried.
-        noise: Noise of a score, as a share of the scores' deviation.
+        max_samples: Number of samples to measure.
+        noise: Noise of a score, relative to the scores' standard deviation.
 
     Raises:
         ConfigError: A number is out of range.
@@ -103,15 +102,15 @@ def grid_around(start: Settings, options: TuneOptions | None = None) -> list[Set
 
 
 class Autotuner:
-    """The search, on one rank.
+    """Search for the best settings, on one rank.
 
     Args:
-        start: Settings that are in use.
+        start: Initial settings.
         options: Parameters of the search.
 
     Attributes:
         done: Whether the search is over.
-        samples: Settings that were tried, with bytes a second.
+        samples: Tried settings, with their bytes per second.
     """
 
     def __init__(self, start: Settings, options: TuneOptions | None = None) -> None:
@@ -129,7 +128,7 @@ class Autotuner:
 
     @property
     def best(self) -> Settings:
-        """Settings with the best mean score of those that were tried."""
+        """Tried settings with the best mean score."""
         scores: dict[Settings, list[float]] = {}
         for settings, score in self.samples:
             scores.setdefault(settings, []).append(score)
@@ -138,12 +137,12 @@ class Autotuner:
         return max(scores, key=lambda settings: sum(scores[settings]) / len(scores[settings]))
 
     def note(self, names: Collection[str], nbytes: int, now_s: float) -> Settings | None:
-        """Record an exchange that has led to work.
+        """Record the operations of one exchange.
 
         Args:
             names: Names of the operations that were carried out.
-            nbytes: Their bytes.
-            now_s: Current time.
+            nbytes: Number of bytes of these operations.
+            now_s: Current time in seconds.
 
         Returns:
             Settings to continue with, if they change.
@@ -193,7 +192,7 @@ class Autotuner:
 
 
 def _scaled(grid: list[Settings]) -> Array:
-    """Return settings in the unit square, by their order: they are spaced by factors."""
+    """Return settings as points in the unit square, equally spaced by rank in each direction."""
     thresholds = sorted({settings.threshold_bytes for settings in grid})
     times = sorted({settings.cycle_time_s for settings in grid})
     return np.array(

@@ -1,16 +1,16 @@
-"""Batches of tensors that travel together: many small messages become few large ones. Pure.
+"""Batches of tensors that are sent together: many small messages become few large ones. Pure.
 
-Problem: each message pays a latency, so two hundred small ones take as long as one of hundreds of
-megabytes.
+Problem: each message has a latency, so two hundred small ones take the time of a message of
+hundreds of megabytes.
 
-Idea: tensors that are reduced in the same way are laid behind each other and reduced at once, up to
-a limit. Tensors of another dtype or operation in between do not end a batch: it *looks ahead*, past
-them. Requests of one explicit group stay in one batch, whatever the limit.
+Idea: tensors with the same reduction are concatenated and reduced together, up to a limit. Tensors
+of another dtype or operation in between do not end a batch: it *looks ahead* past them. Requests of
+one explicit group stay in one batch, regardless of the limit.
 
     ready        f32 a  f32 b  i64 c  f32 d  f16 e  i64 f      limit: three
     batches      [a b d]  [c f]  [e]
 
-Source: Sergeev & Del Balso 2018, sec. 4 (tensor fusion); look-ahead and groups came later.
+Source: Sergeev & Del Balso 2018, sec. 4 (tensor fusion); look-ahead and groups were added later.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["FusedBatch", "batches"]
 
 
 class FusedBatch(NamedTuple):
-    """Operations that are carried out at once.
+    """Operations that are carried out together.
 
     Attributes:
-        responses: Responses of one kind, dtype, reduction, scale and device.
+        responses: Responses with the same kind, dtype, reduction, scale and device.
     """
 
     responses: tuple[Response, ...]
 
     @property
     def request(self) -> Request:
-        """Request of the first response, for what all have in common."""
+        """Request of the first response, for the fields that all have in common."""
         return self.responses[0].request
 
     @property
@@ -50,9 +50,8 @@ def batches(
 
     Args:
         responses: Responses in the order agreed on.
-        threshold_bytes: Limit of a batch; at 0 only explicit groups are batched.
-        split_groups: Whether explicit groups share batches with others, and with the limit between
-            them.
+        threshold_bytes: Largest size of a batch; at 0 only explicit groups are batched.
+        split_groups: Whether members of explicit groups are batched like other responses.
     """
     divided: list[list[Response]] = []
     filling: dict[object, tuple[list[Response], int]] = {}

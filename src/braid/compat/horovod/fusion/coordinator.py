@@ -1,12 +1,12 @@
-"""Table of requests: a name is ready when all ranks have submitted it, with the same meaning. Pure.
+"""Table of requests: a name is ready once all ranks have submitted matching requests. Pure.
 
-Problem: ranks submit tensors from hooks and threads, each in its own order. Had they to start
-collectives in one order, the first two that cross would hang both; and a tensor that has another
-shape elsewhere would be an abort on one rank and silence on another.
+Problem: each rank submits tensors from hooks and threads in a different order. If two ranks started
+two collectives in opposite orders, both would hang; if a tensor had different shapes on two ranks,
+one would abort and the other would wait.
 
-Idea: one rank records which ranks have submitted each *name*. Requests of a name that all have
-submitted are compared field by field. They are carried out on all ranks in the order in which they
-became ready, or refused on all of them, with the ranks that differ.
+Idea: rank 0 records which ranks have submitted each *name*. Once all ranks have submitted a name,
+its requests are compared field by field. They are carried out on all ranks in the order of their
+first submission, or refused on all ranks with an error that names the differing ranks.
 
 Source: Sergeev & Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018,
 sec. 3.
@@ -38,8 +38,8 @@ class _Group:
 
     Attributes:
         by_rank: Names by position of the rank.
-        sizes: Number of names in the group, as each rank sees it.
-        error: Reason why the group is refused, if ranks put different names into it.
+        sizes: Number of names in the group, as submitted by each rank.
+        error: Reason why the group is refused, if its names differ between ranks.
     """
 
     by_rank: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -58,7 +58,7 @@ class Coordinator:
     """Table of the requests of one set of ranks.
 
     Args:
-        ranks: Global ranks, for messages; elsewhere ranks are positions in it.
+        ranks: Global ranks, for messages; all other ranks here are positions in this list.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -79,7 +79,7 @@ class Coordinator:
                 group.sizes[rank] = request.group_size
 
     def join(self, rank: int) -> None:
-        """Record that a rank submits nothing more until all have joined."""
+        """Record that a rank submits no more requests until all ranks have joined."""
         self._joined[rank] = None
 
     @property
@@ -88,7 +88,7 @@ class Coordinator:
         return list(self._joined)
 
     def all_joined(self) -> int | None:
-        """Return the rank that joined last once all have, and forget who has joined; else None."""
+        """Return the last rank to join once all have joined, and reset the list; otherwise None."""
         if len(self._joined) < len(self._ranks):
             return None
         last = list(self._joined)[-1]
@@ -135,17 +135,17 @@ class Coordinator:
         return len(names) >= size and names <= full
 
     def _is_whole_elsewhere(self, name: str, groups: set[tuple[str, int]]) -> bool:
-        """Return whether all ranks without this name have submitted the whole of one of its groups.
+        """Return whether all ranks without this name have submitted one of its groups completely.
 
-        Each rank's own view of the group is what counts.
+        The size that each rank has submitted for the group determines completeness.
         """
         absent = set(range(len(self._ranks))).difference(self._table[name], self._joined)
         return all(any(self._groups[group].has_all(rank) for group, _ in groups) for rank in absent)
 
     def _forget(self, groups: set[str]) -> None:
-        """Forget groups that were carried out or refused.
+        """Remove groups that were carried out or refused.
 
-        A refused group is kept while a part of it is still to come.
+        A refused group is kept until all ranks have submitted all of its members.
         """
         here = {r.group for by_rank in self._table.values() for r in by_rank.values()}
         for group in groups:
@@ -154,14 +154,14 @@ class Coordinator:
                 del self._groups[group]
 
     def waiting(self) -> dict[str, tuple[list[int], float]]:
-        """Return names that some ranks have submitted and others have not.
+        """Return names that only some ranks have submitted.
 
-        Each comes with the positions of the ranks that have, and the time of the first request.
+        Each name maps to the positions of these ranks, and the time of the first request.
         """
         return {
             name: (sorted(by_rank), self._since_s[name])
             for name, by_rank in self._table.items()
-            if not all(request.refusal for request in by_rank.values())  # nobody waits for these
+            if not all(request.refusal for request in by_rank.values())  # no caller waits for these
         }
 
     def __repr__(self) -> str:
@@ -172,7 +172,7 @@ class Coordinator:
 
 
 def _refuse_groups(responses: list[Response]) -> list[Response]:
-    """Refuse all responses of a group of which one is refused."""
+    """Refuse all responses of a group if one of them is refused."""
     refused = {
         r.request.group: _group_error(r.request.group, r.name, r.error)
         for r in reversed(responses)
@@ -217,9 +217,9 @@ def agree(name: str, by_rank: Mapping[int, Request], ranks: Sequence[int]) -> Re
         )
     if error:
         return Response(name, first, error=error)
-    lies = first.place, first.strides
-    if any((request.place, request.strides) != lies for request in by_rank.values()):
-        first = msgspec.structs.replace(first, place=-1)  # laid out otherwise on some rank
+    layout = first.place, first.strides
+    if any((request.place, request.strides) != layout for request in by_rank.values()):
+        first = msgspec.structs.replace(first, place=-1)  # the layout differs between ranks
     rows: tuple[tuple[int, ...], ...] = ()
     if first.kind == "all_gather":
         rows = tuple((request.shape[0],) for request in by_rank.values())
@@ -260,13 +260,13 @@ def _difference(by_rank: Mapping[int, Request], ranks: Sequence[int]) -> str:
 
 
 def _impossible(by_rank: Mapping[int, Request], ranks: Sequence[int]) -> str:
-    """Return why requests that are the same everywhere cannot be carried out; empty if they can."""
+    """Return why matching requests cannot be carried out; an empty string if they can."""
     first = next(iter(by_rank.values()))
     size = len(ranks)
     if first.kind in NEEDS_ROWS and not first.shape:
         return f"{first.name!r} is a scalar, but {first.kind} needs a dim 0"
-    own = first.kind in REDUCTIONS and first.op in DEFINED_OPS  # others, such as Adasum, refuse
-    if own and (refused := refusal(first.op, first.dtype)):
+    is_reduction = first.kind in REDUCTIONS and first.op in DEFINED_OPS  # others, such as Adasum, refuse
+    if is_reduction and (refused := refusal(first.op, first.dtype)):
         return f"{first.name!r} cannot be reduced: {refused}"
     if first.kind == "broadcast" and not 0 <= first.root < size:
         return f"root of {first.name!r} must be one of {size} ranks, got {first.root}"

@@ -1,9 +1,9 @@
-"""Entries: a tensor on its way, its request, the place of its result, its caller's handle.
+"""Entries: a submitted tensor with its request, the memory for its result and the caller's handle.
 
-CUDA streams: a tensor that is submitted may still be computed on the submitter's stream, and the
-engine's thread has another stream. The engine's stream waits for an event on the submitter's
-stream before it reads, and the stream of a waiting thread for an event on the engine's stream. No
-thread waits for a device. On the CPU there are no events.
+CUDA streams: a submitted tensor may still be computed on the submitter's stream, and the engine's
+thread has a different stream. The engine's stream waits for an event on the submitter's stream
+before it reads. The stream of a waiting thread waits for an event on the engine's stream. No thread
+blocks for a device. On the CPU there are no events.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | int | None
 
 
 class Waiters:
-    """Threads that wait for handles of one engine; a shared condition makes a handle cost little.
+    """Threads that wait for handles of one engine, with a condition that all handles share.
 
     Args:
-        hurry: Function called before a wait that is not over at once.
+        hurry: Function called before a wait that blocks.
 
     Attributes:
-        number: Number of threads that wait now.
+        number: Number of threads that are waiting.
     """
 
     def __init__(self, hurry: Callable[[], None]) -> None:
@@ -54,13 +54,13 @@ class Waiters:
                 self.number -= 1
 
     def wake(self) -> None:
-        """Wake all waiters, since some handles are done."""
+        """Wake all waiting threads after some handles are done."""
         with self._changed:
             self._changed.notify_all()
 
 
 class FusionHandle:
-    """Handle that `Fusion` returns for an operation that it carries out later.
+    """Handle of an operation that `Fusion` carries out later.
 
     Args:
         name: Name of the operation.
@@ -78,7 +78,7 @@ class FusionHandle:
         self._point: torch.cuda.Event | None = None
 
     def done(self) -> bool:
-        """Return whether the operation has been carried out, or has failed."""
+        """Return whether the operation has finished or failed."""
         if not self._done:
             self._waiters.hurry()
         return self._done
@@ -111,19 +111,19 @@ class FusionHandle:
             self._done = True
 
     def __repr__(self) -> str:
-        return f"FusionHandle({self.name!r}, {'done' if self._done else 'under way'})"
+        return f"FusionHandle({self.name!r}, {'done' if self._done else 'in flight'})"
 
 
 class TensorTableEntry(NamedTuple):
     """One operation of this rank.
 
     Attributes:
-        request: Request that is sent to the ranks.
+        request: Request that is sent to the other ranks.
         tensor: Input; None for operations without one.
-        out: Place of the result if its shape is known before; may be `tensor`.
+        out: Memory for the result if its shape is known before; may be `tensor`.
         handle: Handle of the caller.
         submitted_ns: Time of submission; 0 for a stand-in.
-        point: Event behind the work that computes `tensor`.
+        point: CUDA event after the work that computes `tensor`; None on the CPU.
     """
 
     request: Request
@@ -135,7 +135,7 @@ class TensorTableEntry(NamedTuple):
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether this rank has joined, and the entry only has a neutral tensor."""
+        """Whether this rank has joined, so that the entry has a neutral tensor."""
         return not self.submitted_ns
 
     @classmethod
@@ -148,21 +148,21 @@ class TensorTableEntry(NamedTuple):
         now_ns: int,
     ) -> TensorTableEntry:
         """Return the entry of a caller's request."""
-        given = tensor if tensor is None or not tensor.is_inference() else _plain(tensor)
+        source = tensor if tensor is None or not tensor.is_inference() else _plain(tensor)
         if out is tensor:
-            place = given
+            place = source
         else:
             place = out if out is None or not out.is_inference() else _plain(out)
-        return cls(request, given, place, FusionHandle(request.name, waiters), now_ns, mark(tensor))
+        return cls(request, source, place, FusionHandle(request.name, waiters), now_ns, mark(tensor))
 
     @classmethod
     def stand_in(cls, response: Response, waiters: Waiters, device: int = 0) -> TensorTableEntry:
-        """Return an entry that does not change the result, for a rank that has joined.
+        """Return an entry with neutral values, for a rank that has joined.
 
         Args:
-            response: Response that is carried out; a refused one needs no tensor.
+            response: Response to carry out; without a tensor if it is refused.
             waiters: Waiters of the engine.
-            device: Number of this rank's device: the request's is another rank's.
+            device: Number of this rank's device, since the request has another rank's device.
         """
         request = response.request
         handle = FusionHandle(request.name, waiters)
@@ -183,7 +183,7 @@ def _first(result: Result) -> torch.Tensor | None:
 
 
 def neutral(op: str, dtype: torch.dtype) -> float:
-    """Return the number that leaves a reduction as it is; for Adasum that is zero."""
+    """Return the neutral element of a reduction; zero for Adasum."""
     if op == "product":
         return 1
     if op not in {"min", "max"}:
@@ -197,10 +197,7 @@ def neutral(op: str, dtype: torch.dtype) -> float:
 
 
 def mark(tensor: torch.Tensor | None) -> torch.cuda.Event | None:
-    """Return an event behind the work that computes `tensor` on this thread's stream.
-
-    There is none on the CPU.
-    """
+    """Record a CUDA event after the queued work of this thread's stream; None on the CPU."""
     if tensor is None or tensor.device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -211,12 +208,12 @@ def mark(tensor: torch.Tensor | None) -> torch.cuda.Event | None:
 def wait_for_points(
     events: Iterable[torch.cuda.Event | None], tensors: Iterable[torch.Tensor | None]
 ) -> None:
-    """Make this thread's stream wait for points on other streams.
+    """Make this thread's stream wait for events on other streams.
 
     Args:
-        events: Points on other streams.
-        tensors: Tensors that are used from then on; their memory is not reused before this stream
-            is through with it.
+        events: Events on other streams.
+        tensors: Tensors that this stream uses afterwards; the allocator does not reuse their memory
+            before this stream has finished with it.
     """
     for event, tensor in zip(events, tensors, strict=True):
         if event is not None and tensor is not None:
@@ -226,9 +223,9 @@ def wait_for_points(
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor that the engine's thread may write to.
+    """Return a tensor with the same memory that the engine's thread may write to.
 
-    Tensors that were made in inference mode refuse to be written to outside of it.
+    Tensors from inference mode cannot be written to outside of it.
     """
     with torch.inference_mode(mode=False):
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

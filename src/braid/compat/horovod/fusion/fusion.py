@@ -1,12 +1,12 @@
-"""Operations by name, from any thread and in any order, carried out by a thread in the background.
+"""Operations by name, from any thread and in any order, carried out by a background thread.
 
-Problem: collectives must be started in one order on all ranks. Hooks of autograd, several threads
-and data-dependent models do not start them in one order.
+Problem: collectives must be started in the same order on all ranks. Autograd hooks, several threads
+and data-dependent models start them in different orders.
 
-Idea: `submit` only puts a request into a table. A thread agrees with its peers on what all have
-submitted (`fusion_state`), and carries it out in that order, many small tensors at once. It sleeps
-while there is nothing to agree on: a rank enters an exchange when it has something new, and now and
-then while something waits. Threads that wait for an exchange sleep as well.
+Idea: `submit` only adds a request to a table. A thread agrees with the other ranks on the requests
+that all have submitted (`fusion_state`), and carries them out in that order, many small tensors
+together. It sleeps while there are no requests: a rank enters an exchange when it has a new one,
+and periodically while requests are pending. Threads that wait for an exchange also sleep.
 
     caller      submit a   submit b                         wait
     thread      ......>| agree | carry out [a b] | .....     ^ woken
@@ -49,34 +49,34 @@ from braid.errors import CommError, ConfigError, PeerLostError
 
 __all__ = ["Fusion"]
 
-# between exchanges of a rank that waits for something, and has nothing new; grows
+# between exchanges of a rank with pending but without new requests; grows
 MIN_PAUSE_S = 0.001
 MAX_PAUSE_S = 0.008
 STOP_TIMELINE = "stop timeline"
-HEARTBEAT_S = 1.0  # between exchanges of a rank that waits for nothing
-# from here on ranks agree on whether all have the memory: the agreement costs little beside it
+HEARTBEAT_S = 1.0  # between exchanges of a rank without pending requests
+# from this size on, ranks first check that all have the memory, at a small relative cost
 LARGE_BYTES = 64 << 20
-BROKEN_LIMIT_S = 2.0  # until all ranks have said that they could not carry out an operation
+BROKEN_LIMIT_S = 2.0  # for all ranks to report that an operation has failed on them
 
 
 class Fusion:
     """The engine of one rank. Use it as a context manager, or `close` it.
 
     Args:
-        group: Ranks that agree; nobody else uses it. Make one by `group.split(0)`.
+        group: Group of the ranks, for the engine's exclusive use, such as `group.split(0)`.
         options: Options of the engine.
         on_stall: Called on each rank with a stall.
         on_choice: Called with a kind and the name of the operation that carries it out, the first
             time.
         on_tuned: Called on the first rank when a search is over.
-        on_wait: Called in threads that are about to wait for an operation; requests that were kept
-            back until then can be submitted there.
-        on_joined: Called when all ranks have joined, before anything is accepted from them again.
+        on_wait: Called in threads that are about to wait for an operation; it can submit requests
+            that were collected until then.
+        on_joined: Called when all ranks have joined, before they can submit requests again.
 
-    Cost: an exchange is one all_reduce of a quarter KiB; with something new also two gathers and
-        broadcasts of the news.
+    Cost: an exchange is one all_reduce of a quarter KiB; with new requests also a gather and a
+        broadcast of objects.
 
-    On failure: operations in flight end with the error, and so do later ones.
+    On failure: operations in flight and later ones fail with the error.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Fusion:
         self._pause_s = MIN_PAUSE_S
         self._cycle_time_s = self.options.cycle_time_s
         self.tuner: Autotuner | None = None
-        if self.options.autotune is not None and group.rank == 0:  # the rank that answers
+        if self.options.autotune is not None and group.rank == 0:  # the rank that decides
             start = Settings(self.options.state.threshold_bytes, self._cycle_time_s)
             self.tuner = Autotuner(start, self.options.autotune)
         self._stop_path: Path | None = None
@@ -139,15 +139,15 @@ class Fusion:
     def submit(
         self, request: Request, tensor: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> FusionHandle:
-        """Let an operation be carried out when all ranks have submitted it.
+        """Submit an operation, which is carried out once all ranks have submitted it.
 
         Args:
-            request: Request.
-            tensor: Input; not to be changed until the operation is done.
-            out: Place of the result, for kinds whose result has the shape of `tensor`.
+            request: Request that describes the operation.
+            tensor: Input; do not change it until the operation is done.
+            out: Memory for the result, for kinds with a result in the shape of `tensor`.
 
         Raises:
-            ConfigError: Its name is in flight on this rank, this rank has joined, or the request
+            ConfigError: The name is in flight on this rank, this rank has joined, or the request
                 cannot be sent.
             CommError: The engine has ended.
         """
@@ -156,7 +156,7 @@ class Fusion:
     def submit_all(
         self, wanted: Iterable[tuple[Request, torch.Tensor | None, torch.Tensor | None]]
     ) -> list[FusionHandle]:
-        """Submit several operations at once; see `submit`. All or none of them are accepted."""
+        """Submit several operations, all or none; see `submit`."""
         now_ns = self._clock.now_ns()
         made = [
             TensorTableEntry.of(request, tensor, out, self._waiters, now_ns)
@@ -171,9 +171,9 @@ class Fusion:
         return [entry.handle for entry in made]
 
     def refuse(self, request: Request) -> None:
-        """Let requests of a name on the other ranks end with `request.refusal` as their error.
+        """Refuse a name: its requests on the other ranks fail with `request.refusal` as the error.
 
-        This rank has no handle: its caller has been told.
+        This rank has no handle, since its caller has already received the error.
 
         Raises:
             CommError: The engine has ended.
@@ -186,7 +186,7 @@ class Fusion:
     def reserve(self, numel: int) -> int:
         """Return the first place (`Request.place`) for a flat tensor of `numel` elements.
 
-        No other flat tensor has these places, or the ones next to them.
+        Other flat tensors get different places, with a gap between them.
         """
         with self._lock:
             first = self._num_places
@@ -194,22 +194,24 @@ class Fusion:
         return first
 
     def join(self, device: int | None = None) -> FusionHandle:
-        """Stand in for operations of other ranks until all have joined; return a handle.
+        """Take part in other ranks' operations with neutral values until all ranks have joined.
 
-        Its result is the rank that joined last. A stand-in changes nothing: zeros in sums and
-        averages, ones in products, the least in maxima, the greatest in minima. Averages are over
-        all ranks.
+        The values are zeros for sums and averages, ones for products, and the extremes for minima
+        and maxima. Averages are over all ranks.
 
         Args:
-            device: Number of the device for stand-ins of tensors on devices; this thread's current
-                one when None.
+            device: Number of the device for tensors on devices; this thread's current device when
+                None.
+
+        Returns:
+            A handle with the rank that joined last as its result.
 
         Raises:
-            ConfigError: This rank has joined, and waits for others that have not.
+            ConfigError: This rank has joined already, and other ranks have not.
             CommError: The engine has ended.
         """
         handle = FusionHandle("join", self._waiters)
-        if device is None:  # the engine's thread has a current device of its own
+        if device is None:  # the engine's thread has a different current device
             known = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             device = torch.cuda.current_device() if known else 0
         with self._lock:
@@ -226,12 +228,13 @@ class Fusion:
         return handle
 
     def stop_timeline(self, path: Path | None) -> FusionHandle:
-        """Write the timelines of all ranks, which all call this.
-
-        The file is on the first rank when the handle is done.
+        """Stop recording, and write the timelines of all ranks; all ranks call this.
 
         Args:
             path: Path on the first rank; nothing is written when None.
+
+        Returns:
+            A handle that is done once the file is written.
         """
         self._stop_path = path
         return self.submit(Request(STOP_TIMELINE, STOP_TIMELINE), None)
@@ -262,7 +265,7 @@ class Fusion:
             raise _failure(msg, self._error) from self._error
 
     def _hurry(self) -> None:
-        """End the collecting of requests, since a thread waits."""
+        """Start the next exchange immediately, since a thread waits."""
         self._on_wait()
         with self._lock:
             self._urgent = True
@@ -277,13 +280,13 @@ class Fusion:
                 self._sleep()
                 reason = self._cycle()
             if self.timeline.path_at_end is not None:
-                self.timeline.write(self.timeline.path_at_end)  # all ranks have come to this end
-        except BaseException as exc:  # noqa: BLE001 - every thread that waits must get it
+                self.timeline.write(self.timeline.path_at_end)  # all ranks end in the same cycle
+        except BaseException as exc:  # noqa: BLE001 - every waiting thread must receive it
             reason, error = str(exc) or type(exc).__name__, exc
         self._end(reason, error)
 
     def _sleep(self) -> None:
-        """Block until there is a reason for an exchange."""
+        """Block until the next exchange is due."""
         state, pause_s = self._state, self._pause_s
         with self._lock:
             if not (state.num_pending or self._joining):
@@ -298,7 +301,7 @@ class Fusion:
             self._pause_s = MIN_PAUSE_S if state.has_new else min(2 * pause_s, MAX_PAUSE_S)
 
     def _cycle(self) -> str:
-        """Do one exchange, and what follows from it; return why everything ends, if it does."""
+        """Do one exchange and carry out its batches; return the reason to end, empty for none."""
         state = self._state
         start_ns = self._clock.now_ns()
         with self._lock:
@@ -330,16 +333,16 @@ class Fusion:
         return outcome.stop
 
     def _combine(self, bitmask: bytes, timeout_s: float | None = None) -> bytes:
-        """Return the bits that are set in the bitmasks of all ranks."""
+        """Return the bitwise "and" of the bitmasks of all ranks."""
         self._bitmask.copy_(torch.frombuffer(bytearray(bitmask), dtype=torch.int64))
         self._exchange.start().wait(timeout_s)
         return self._bitmask.numpy().tobytes()
 
     def _ask(self) -> bytes:
-        """Send the news to the first rank; return its answer."""
+        """Send this rank's new requests to the first rank; return its answer."""
         with self._lock:
-            own = self._state.own_list(self._now_s())
-        lists = self.group.objects.gather(own)
+            own_list = self._state.own_list(self._now_s())
+        lists = self.group.objects.gather(own_list)
         answer = None if lists is None else self._state.answer(lists, self._now_s())
         decided: bytes = self.group.objects.broadcast(answer)
         return decided
@@ -347,36 +350,36 @@ class Fusion:
     def _own_entries(
         self, batch: FusedBatch, outcome: CycleOutcome
     ) -> list[TensorTableEntry | None]:
-        """Return this rank's entries of a batch; None where it has joined, or has refused."""
+        """Return this rank's entries of a batch; None for names that it has not submitted."""
         refused, entries = outcome.refused_here, self._entries
         names = [response.name for response in batch.responses]
         return [None if name in refused else entries.pop(name, None) for name in names]
 
     def _try(
-        self, batch: FusedBatch, own: Sequence[TensorTableEntry | None], agreed_ns: int
+        self, batch: FusedBatch, known: Sequence[TensorTableEntry | None], agreed_ns: int
     ) -> None:
-        """Carry out a batch, or let it fail on all ranks."""
+        """Carry out a batch, or fail its entries on all ranks."""
         error = batch.responses[0].error or self._missing_memory(batch)
         if error:
-            self._refuse(own, error)
+            self._refuse(known, error)
             return
         try:
             entries = [
                 entry or TensorTableEntry.stand_in(response, self._waiters, self._joined_on)
-                for entry, response in zip(own, batch.responses, strict=True)
+                for entry, response in zip(known, batch.responses, strict=True)
             ]
             self._carry_out(batch, entries, agreed_ns)
-        except CommError:  # of the group, which all ranks see
+        except CommError:  # an error of the group, which all ranks raise
             raise
         except Exception as exc:
             what = f"{batch.request.kind} of {batch.request.name!r}"
             error = f"{what} could not be carried out: {type(exc).__name__}: {exc}"
             if not self._all_broken():
                 raise CommError(error) from exc
-            self._refuse(own, error, exc)
+            self._refuse(known, error, exc)
 
     def _missing_memory(self, batch: FusedBatch) -> str:
-        """Return which ranks have no memory for a large batch; the same on all ranks."""
+        """Return the ranks without memory for a large batch as text; the same on all ranks."""
         if needed_bytes(batch) < LARGE_BYTES:
             return ""
         missing = self.group.objects.all_gather(missing_memory(batch, self.group.rank))
@@ -384,10 +387,10 @@ class Fusion:
         return "; ".join(named)
 
     def _all_broken(self) -> bool:
-        """Return whether no rank could carry out what this one could not."""
+        """Return whether the operation has failed on all ranks."""
         try:
             bitmask = self._combine(self._state.broken(), BROKEN_LIMIT_S)
-        except CommError:  # others wait for this rank, or have ended
+        except CommError:  # other ranks wait for this rank, or have ended
             return False
         return self._state.all_broken(bitmask)
 
@@ -427,7 +430,7 @@ class Fusion:
         self._waiters.wake()
 
     def _tune(self, outcome: CycleOutcome) -> None:
-        """Apply new settings, and look for better ones."""
+        """Apply new settings, and record the cycle for the search."""
         if outcome.cycle_time_s is not None:
             self._cycle_time_s = outcome.cycle_time_s
         if self.tuner is not None and outcome.batches:
@@ -442,9 +445,9 @@ class Fusion:
                 self.tuner = None
 
     def _end(self, reason: str, error: BaseException | None) -> None:
-        """End the engine with an error for every thread that waits."""
+        """End the engine, and fail all pending operations."""
         if error is not None:
-            with contextlib.suppress(Exception):  # its memory may have been given back
+            with contextlib.suppress(Exception):  # its memory may have been released
                 self.group.abort(f"rank {self.group.context.rank}: {reason}")
         with self._lock:
             self._ended, self._error = reason, error
@@ -467,7 +470,7 @@ class Fusion:
 
 
 def _failure(msg: str, error: BaseException | None) -> CommError:
-    """Return the error for users of an ended engine; it names a lost rank, if there is one."""
+    """Return the error for callers of an ended engine; PeerLostError if a rank was lost."""
     return (
         PeerLostError(msg, rank=error.rank) if isinstance(error, PeerLostError) else CommError(msg)
     )

@@ -1,4 +1,4 @@
-"""Memory in which the tensors of a batch lie behind each other; grows when more is needed."""
+"""Memory for the concatenated tensors of a batch; grows on demand."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class _BatchPlace(NamedTuple):
 
 
 class FusionBuffer:
-    """One buffer for each device.
+    """One buffer per device.
 
     Args:
-        group: Group whose members read it.
+        group: Group with the ranks that read the buffer.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._memory: dict[str, torch.Tensor] = {}
-        # batches that come back in every step are the same objects
+        # batches that repeat in every step are the same objects
         self._known: dict[int, _BatchPlace] = {}
 
     def views(
         self, batch: FusedBatch, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return memory for a batch: one flat tensor, and a part of it for each of its tensors.
+        """Return memory for a batch: a flat tensor, and a view of it for each tensor of the batch.
 
-        Between the parts are gaps with arbitrary content.
+        The gaps between the views have arbitrary content.
         """
         known = self._known.get(id(batch))
         if known is not None and known.batch is batch:
@@ -58,9 +58,9 @@ class FusionBuffer:
         return buffer.tensor, buffer.views
 
     def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor of the dtype and on the device of `like`.
+        """Return a flat tensor with the dtype and device of `like`.
 
-        Another call may return the same memory.
+        Different calls may return the same memory.
         """
         device = str(like.device)
         nbytes = numel * like.element_size()

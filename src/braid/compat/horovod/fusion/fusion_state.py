@@ -1,28 +1,28 @@
-"""Agreement on what to carry out next, cycle by cycle: one machine, on every rank. Pure.
+"""Agreement on the next operations, cycle by cycle: a state machine on every rank. Pure.
 
-It has no tensors, threads, clocks or messages. A cycle has at most two exchanges, and mostly one:
+It has no tensors, threads, clocks or messages. A cycle has at most two exchanges, and usually one:
 
-    all ranks   open()        one bitmask: known operations that this rank is ready for,
-                              and whether it has something new
+    all ranks   open()        one bitmask: cached operations that this rank is ready for,
+                              and whether it has new requests
                               ---- "and" over all ranks ----
-    all ranks   combined()    what all are ready for; does any rank have something new?
-                              no: conclude(None)
+    all ranks   combined()    operations that all ranks are ready for
+                              if no rank has new requests: conclude(None)
     all ranks   own_list()    this rank's new requests            ---- to rank 0 ----
     rank 0      answer()      compares them, by name              ---- to all ----
     all ranks   conclude()    batches, in the same order on all ranks
 
-In steady state rank 0 does what every rank does. What ranks hold in common (cache, order) changes
-in `combined` and `conclude` only, by what all ranks have received alike; so it stays equal without
-being compared.
+In steady state rank 0 has no special role. The common state of the ranks (cache, order) changes
+only in `combined` and `conclude`, by data that all ranks have received; so it is equal on all ranks
+without being compared.
 
 The bitmask, from its lowest bit: quiet, working, joined, sound, broken, then for each position of
 the cache whether this rank is ready for it, then whether it is still valid for this rank. A rank
-that could not carry out an operation sends `BROKEN` alone before it goes on: what all ranks could
-not carry out does no harm; what only some could not ends the engine on all of them.
+on which an operation has failed next sends only `BROKEN`. If all ranks do so, only the operation
+fails; if some do not, the engine ends on all ranks.
 
-A rank whose caller passed what cannot work sends a *refusal* in place of the request, so that the
-other ranks get that error instead of waiting. Calls count: later requests of the name on this rank
-wait until the refusal has met the other ranks' requests.
+If a caller passes invalid arguments, its rank sends a *refusal* instead of the request, so that the
+other ranks raise that error instead of waiting. The refused call counts as a call: later requests
+of the name on this rank wait until the refusal has met the other ranks' requests.
 
 Source: Sergeev & Del Balso 2018, sec. 3; the response cache of Horovod 0.16.
 """
@@ -64,15 +64,15 @@ MAX_PLANS = 64
 
 @dataclass(frozen=True, slots=True)
 class CycleOutcome:
-    """Result of a cycle, the same on all ranks but for `refused_here`.
+    """Result of a cycle, the same on all ranks except for `refused_here`.
 
     Attributes:
-        batches: Batches to be carried out in this order; those with an error are refused.
-        last_joined: Position of the rank that joined last, when all have; -1 otherwise.
+        batches: Batches to carry out in this order; batches with an error are refused.
+        last_joined: Position of the rank that joined last, when all have joined; -1 otherwise.
         stalls: Names that wait for ranks that have not submitted them.
-        stop: Reason why everything ends now; empty to go on.
-        refused_here: Names whose responses answer refusals of this rank, not requests that wait.
-        cycle_time_s: Time for which requests are collected from now on, if that changes.
+        stop: Reason to end the engine now; empty to continue.
+        refused_here: Names that this rank has refused, so that their responses have no entry here.
+        cycle_time_s: New time for which requests are collected, if it changes.
     """
 
     batches: Sequence[FusedBatch] = ()
@@ -85,16 +85,16 @@ class CycleOutcome:
 
 @dataclass(slots=True)
 class _Mine:
-    """A request of this rank that is not carried out yet."""
+    """A pending request of this rank."""
 
     request: Request
     since_s: float
-    position: int = -1  # in the cache, when it was found there
+    position: int = -1  # in the cache, if it was found there
     sent: bool = False  # to rank 0
 
 
 class _Planned(NamedTuple):
-    """Batches for a set of positions that are ready."""
+    """Batches for a set of ready positions."""
 
     positions: tuple[int, ...]
     bits: int
@@ -110,7 +110,7 @@ class _Cycle(NamedTuple):
 
 
 class FusionState:
-    """One rank's half of the agreement.
+    """State of one rank in the agreement.
 
     Args:
         rank: Position of this rank.
@@ -127,9 +127,9 @@ class FusionState:
         self._mine: dict[str, _Mine] = {}
         self._unsent: dict[str, _Mine] = {}
         self._refused: set[str] = set()  # names of refusals that have not met all ranks
-        self._behind: list[tuple[Sequence[Request], float]] = []  # calls that wait for others
+        self._behind: list[tuple[Sequence[Request], float]] = []  # calls that wait for earlier ones
         self._hits = 0  # bits of positions that this rank is ready for
-        self._changed = 0  # bits of positions that are not valid for this rank any more
+        self._changed = 0  # bits of positions that are no longer valid for this rank
         self._joined = False
         self._join_notice_due = False
         self._join_notice_sent = False  # by the last word
@@ -137,7 +137,7 @@ class FusionState:
         self._proposed: Settings | None = None
         self._threshold_bytes = self.options.threshold_bytes
         self._cache = ResponseCache(self.options.cache_capacity)
-        self._announced = 0  # bits of positions that the last bitmask has said to be ready
+        self._announced = 0  # bits of ready positions in the last bitmask
         self._plans: dict[int, _Planned] = {}
         self._cycle = _Cycle(self._plan(0), all_work=True)
         self._coordinator = Coordinator(ranks) if rank == 0 else None
@@ -147,18 +147,18 @@ class FusionState:
         self._num_words = -(-(NUM_FLAGS + 2 * self.options.cache_capacity) // (8 * WORD_BYTES))
         self._all = (1 << self.options.cache_capacity) - 1
 
-    # What happens here.
+    # Events of this rank.
 
     def submit(self, request: Request, now_s: float) -> None:
-        """Enter a request of this rank; see `submit_all`."""
+        """Add a request of this rank; see `submit_all`."""
         self.submit_all([request], now_s)
 
     def submit_all(self, requests: Sequence[Request], now_s: float) -> None:
-        """Enter requests of one call on this rank: all or none.
+        """Add the requests of one call on this rank, all or none.
 
         Raises:
-            ConfigError: This rank has submitted one of the names, which is not carried out yet; it
-                has joined; or a request cannot be sent.
+            ConfigError: One of the names is in flight on this rank, this rank has joined, or a
+                request cannot be sent.
         """
         self._check(requests)
         if any(request.name in self._refused for request in requests):
@@ -169,9 +169,9 @@ class FusionState:
             self._enter(request, now_s)
 
     def refuse(self, request: Request, now_s: float) -> None:
-        """Enter a refusal: requests of its name on the other ranks end with `request.refusal`.
+        """Add a refusal: requests of its name on the other ranks fail with `request.refusal`.
 
-        Nothing happens where this rank has joined.
+        It has no effect if this rank has joined.
         """
         check_sendable(request)
         if self._joined:
@@ -197,7 +197,7 @@ class FusionState:
         self._unsent[request.name] = mine
         if lookup is Lookup.CHANGED:
             self._changed |= 1 << position
-        for member in self._cache.members(request.group):  # it has other members now
+        for member in self._cache.members(request.group):  # the group's members have changed
             self._changed |= 1 << member
 
     def _check(self, requests: Sequence[Request]) -> None:
@@ -205,7 +205,7 @@ class FusionState:
         where = f"on rank {self._ranks[self._rank]}"
         seen: set[str] = set()
         for request in requests:
-            name: Any = request.name  # callers pass anything
+            name: Any = request.name  # callers may pass any type
             if not isinstance(name, str) or self._cache.look_up(request)[0] is not Lookup.HIT:
                 check_sendable(request)
             if name in self._mine or name in seen:
@@ -223,35 +223,35 @@ class FusionState:
             raise ConfigError(msg)
 
     def join(self) -> None:
-        """Record that this rank has nothing more to submit until all have joined."""
+        """Record that this rank submits no more requests until all ranks have joined."""
         self._joined = self._join_notice_due = True
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to end."""
+        """Request the end of the engine on all ranks."""
         self._stopping = reason
 
     def propose(self, settings: Settings) -> None:
-        """On rank 0: let all continue with other settings from the next cycle on."""
+        """Set new settings for all ranks from the next cycle on; for rank 0."""
         self._proposed = settings
 
     @property
     def has_new(self) -> bool:
-        """Whether this rank has something that the others do not know yet."""
+        """Whether this rank has news that the other ranks have not received."""
         unannounced = self._hits & ~self._announced
         other = self._join_notice_due or self._stopping or self._proposed
         return bool(self._unsent or other or unannounced)
 
     @property
     def num_pending(self) -> int:
-        """Number of this rank's requests that are not carried out yet."""
+        """Number of pending requests of this rank."""
         return len(self._mine)
 
     def broken(self) -> bytes:
-        """Return the bitmask of a rank that could not carry out an operation."""
+        """Return the bitmask of a rank on which an operation has failed."""
         return BROKEN.to_bytes(self._num_words * WORD_BYTES, "little")
 
     def all_broken(self, bitmask: bytes) -> bool:
-        """Return whether all ranks could not carry out an operation, by their combined bitmask."""
+        """Return whether the combined bitmask shows that an operation has failed on all ranks."""
         return bool(int.from_bytes(bitmask, "little") & BROKEN)
 
     # One cycle.
@@ -260,7 +260,7 @@ class FusionState:
         """Return this rank's bitmask as the bytes of whole 64-bit numbers."""
         self._renegotiate_stalled(now_s)
         self._join_notice_sent = self._joined
-        if self._join_notice_due:  # bits cannot say what a rank has and all others stand in for
+        if self._join_notice_due:  # a hit of this rank only, with all others joined, has no bit
             self._changed |= self._hits
         quiet = not (self._unsent or self._join_notice_due or self._stopping or self._changed)
         if self._coordinator is not None and quiet:
@@ -275,10 +275,10 @@ class FusionState:
         return bitmask.to_bytes(self._num_words * WORD_BYTES, "little")
 
     def combined(self, bitmask: bytes) -> bool:
-        """Read the bitmask of all ranks; return whether lists are to be exchanged.
+        """Process the combined bitmask; return whether ranks must exchange lists.
 
         Raises:
-            CommError: Another rank could not carry out what this one has.
+            CommError: An operation has failed on another rank but not on this one.
         """
         number = int.from_bytes(bitmask, "little")
         if not number & SOUND:
@@ -289,20 +289,20 @@ class FusionState:
         if invalid:
             self._renegotiate(self._cache.erase(_positions(invalid)))
             self._changed &= ~invalid
-        nobody = number & JOINED  # all have joined, and each says that it would stand in
-        ready = self._plan(0 if nobody else fields & self._cache.bits)
+        all_joined = number & JOINED  # all ranks set all bits then
+        ready = self._plan(0 if all_joined else fields & self._cache.bits)
         self._cycle = _Cycle(ready, all_work=bool(number & WORKING))
         return not number & QUIET
 
     def own_list(self, now_s: float) -> bytes:
-        """Return the news of this rank, for rank 0."""
+        """Return the encoded news of this rank, for rank 0."""
         new = list(self._unsent.values())
         for mine in new:
             mine.sent = True
         self._unsent.clear()
         joined = (
             self._join_notice_due and self._join_notice_sent
-        )  # after what it had submitted before
+        )  # after the requests that it submitted before
         self._join_notice_due = self._join_notice_due and not joined
         ages = [now_s - mine.since_s for mine in new]
         return msgspec.msgpack.encode(
@@ -310,7 +310,7 @@ class FusionState:
         )
 
     def answer(self, lists: Sequence[bytes], now_s: float) -> bytes:
-        """On rank 0: compare the lists of all ranks, in their order."""
+        """Compare the lists of all ranks, in rank order, and return the answer; for rank 0."""
         table = self._coordinator
         if table is None:
             msg = f"answer() was called on position {self._rank}: only rank 0 answers"
@@ -333,10 +333,10 @@ class FusionState:
         return msgspec.msgpack.encode(decided)
 
     def conclude(self, answer: bytes | None = None) -> CycleOutcome:
-        """Return what is to be done now.
+        """Return the outcome of the cycle.
 
         Args:
-            answer: Answer of rank 0, if lists were exchanged.
+            answer: Answer of rank 0, if ranks have exchanged lists.
         """
         ready, all_work = self._cycle
         self._remove(ready)
@@ -347,12 +347,12 @@ class FusionState:
         new = NOTHING if answer is None else read_answer(answer)
         behind = self._waiting_names()
         refused = {r.name for r in new.responses if r.name in self._refused or r.name in behind}
-        own = [
+        requests = [
             None if response.name in refused else self._mine.pop(response.name, None)
             for response in new.responses
         ]
         self._refused -= refused
-        asked = [None if mine is None else mine.request for mine in own]
+        asked = [None if mine is None else mine.request for mine in requests]
         self._renegotiate(self._cache.put(new.responses, asked))
         if new.last_joined >= 0:
             self._joined = False
@@ -366,13 +366,13 @@ class FusionState:
 
     @property
     def digest(self) -> int:
-        """Digest of what ranks hold in common, for tests."""
+        """Digest of the common state of the ranks, for tests."""
         return self._cache.digest
 
     # Parts.
 
     def _enter_waiting(self) -> None:
-        """Enter calls that have waited behind others of their names, in their order."""
+        """Add the calls that waited for earlier calls of the same names, in their order."""
         if not self._behind:
             return
         blocked = self._refused | (self._mine.keys() - self._waiting_names())
@@ -390,11 +390,13 @@ class FusionState:
                     self._enter(request, since_s)
 
     def _waiting_names(self) -> set[str]:
-        """Return names of requests that wait behind refusals."""
-        return {each.name for call, _ in self._behind for each in call if not each.refusal}
+        """Return the names of requests that wait behind refusals."""
+        return {
+            request.name for call, _ in self._behind for request in call if not request.refusal
+        }
 
     def _plan(self, bits: int) -> _Planned:
-        """Return the batches for these positions; the same ones come back in every step."""
+        """Return the batches for these positions, cached since they repeat in every step."""
         planned = self._plans.get(bits)
         if planned is None:
             if len(self._plans) >= MAX_PLANS:
@@ -414,7 +416,7 @@ class FusionState:
         return batches(responses, self._threshold_bytes, split_groups=options.split_groups)
 
     def _cached(self, position: int, *, all_work: bool) -> Response:
-        """Return a cached response, refused if a rank has joined that cannot take part in it."""
+        """Return a cached response; a refused one if it needs all ranks and one has joined."""
         response = self._cache.response(position)
         if all_work or response.request.kind in JOINABLE:
             return response
@@ -425,7 +427,7 @@ class FusionState:
         return Response(response.name, response.request, error=error)
 
     def _whole(self, ready: list[int]) -> list[int]:
-        """Return the positions without explicit groups of which some are not ready."""
+        """Return the positions without those of incomplete explicit groups."""
         groups = {self._cache.response(p).request.group for p in ready} - {""}
         if not groups:
             return ready
@@ -438,7 +440,7 @@ class FusionState:
         return [position for position in ready if position not in partial]
 
     def _remove(self, ready: _Planned) -> None:
-        """Remove positions that are carried out now."""
+        """Remove this rank's requests at positions that are carried out now."""
         for name in ready.names:
             self._mine.pop(name, None)
         self._hits &= ~ready.bits
@@ -446,7 +448,7 @@ class FusionState:
         self._cache.use(ready.positions)
 
     def _renegotiate(self, names: Sequence[str]) -> None:
-        """Send requests to rank 0 that this rank waits for, as their names left the cache."""
+        """Mark pending requests of names that left the cache, to be sent to rank 0."""
         if names:
             self._plans.clear()
         for name in names:
@@ -461,9 +463,9 @@ class FusionState:
                     self._unsent[name] = mine
 
     def _renegotiate_stalled(self, now_s: float) -> None:
-        """Negotiate anew what has waited long in the cache.
+        """Negotiate long-pending cached requests by name again.
 
-        Only then rank 0 knows which ranks have submitted it.
+        Only then does rank 0 know which ranks have submitted them.
         """
         limits = {self.options.stall_check_s, self.options.stall_shutdown_s} - {0}
         limit = min(limits, default=0)
@@ -471,7 +473,7 @@ class FusionState:
             return
         for mine in self._mine.values():
             if now_s - mine.since_s < limit:
-                break  # they are in the order of submission
+                break  # requests are in the order of submission
             if mine.position >= 0 and not mine.sent:
                 self._changed |= 1 << mine.position
 
@@ -480,7 +482,7 @@ class FusionState:
 
 
 def _positions(bits: int) -> list[int]:
-    """Return the positions of the bits that are set, from the lowest."""
+    """Return the positions of the set bits, from the lowest."""
     positions = []
     while bits:
         low = bits & -bits

@@ -1,11 +1,11 @@
-"""Operations that carry out batches: several for each kind, of which the first that suits is used.
+"""Operations that carry out batches: the first suitable operation of a list is used.
 
-Problem: one kind of operation has several good implementations, by size, device and hosts, and
-users want to know which one they got, and to add their own.
+Problem: one kind of operation has several good implementations, depending on size, device and
+hosts. Users want to know which one is used, and to add their own.
 
-Idea: a list. Each operation says which batches it suits; `Operations.choose` uses the first and
-reports it once a kind. Tensors that are reduced together go through one buffer in memory that all
-ranks of the host can read.
+Idea: a list of operations, each with a method `suits` for batches. `Operations.choose` uses the
+first suitable one, and reports each choice once. Tensors that are reduced together are copied into
+one buffer in memory that all ranks of the host can read.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["BatchOperation", "Operations", "default_operations", "missing_memory
 
 
 class BatchOperation(Protocol):
-    """One way of carrying out some batches.
+    """Implementation of an operation for some batches.
 
     Attributes:
-        name: Name for people.
+        name: Descriptive name.
         kind: Kind of request.
     """
 
@@ -41,16 +41,16 @@ class BatchOperation(Protocol):
     kind: str
 
     def suits(self, batch: FusedBatch) -> bool:
-        """Return whether it can carry out this batch; the same on all ranks."""
+        """Return whether it can carry out this batch; must be the same on all ranks."""
         ...
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
-        """Carry out the batch, and return the results in its order."""
+        """Carry out the batch; return the results in its order."""
         ...
 
 
 class Operations:
-    """List of operations.
+    """List of operations in the order of preference.
 
     Args:
         operations: Operations in the order of preference.
@@ -68,14 +68,14 @@ class Operations:
         self._chosen: set[str] = set()
 
     def prefer(self, operation: BatchOperation) -> None:
-        """Ask this operation before all others."""
+        """Add an operation at the front of the list."""
         self._operations.insert(0, operation)
 
     def choose(self, batch: FusedBatch) -> BatchOperation:
         """Return the first operation that suits a batch.
 
         Raises:
-            CommError: None suits.
+            CommError: No operation suits the batch.
         """
         kind = batch.request.kind
         for operation in self._operations:
@@ -121,7 +121,7 @@ class _AllReduceBase(_Base):
     Args:
         group: Ranks that take part.
         timeline: Record of copies and transfers.
-        buffer: Buffer in which tensors are laid behind each other.
+        buffer: Buffer for the concatenated tensors of a batch.
         algorithm: Algorithm, see `Group.all_reduce`.
     """
 
@@ -134,7 +134,7 @@ class _AllReduceBase(_Base):
 
 
 class BufferedAllReduce(_AllReduceBase):
-    """all_reduce of several tensors in one message, through a buffer."""
+    """all_reduce of several tensors in one message, through the fusion buffer."""
 
     name = "all_reduce through the fusion buffer"
     kind = "all_reduce"
@@ -160,7 +160,7 @@ class BufferedAllReduce(_AllReduceBase):
 
 
 class PlacedAllReduce(_AllReduceBase):
-    """all_reduce without copies of tensors that lie side by side, in runs as long as possible."""
+    """all_reduce without copies for adjacent tensors, in runs of maximal length."""
 
     name = "all_reduce in place, side by side"
     kind = "all_reduce"
@@ -170,7 +170,7 @@ class PlacedAllReduce(_AllReduceBase):
         return batch.request.op in REDUCTIONS and batch.request.place >= 0
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
-        """Reduce run by run."""
+        """Reduce each run of adjacent tensors as one flat tensor."""
         requests = [response.request for response in batch.responses]
         for run in runs(requests):
             first, last = requests[run[0]], requests[run[-1]]
@@ -183,21 +183,21 @@ class PlacedAllReduce(_AllReduceBase):
                 self._group.all_reduce(flat, first.op, algorithm=self._algorithm)
                 scale(flat, first.postscale)
             if assembled:
-                for own, part in _parts(members, flat):
-                    own.copy_(part)
+                for tensor, part in _parts(members, flat):
+                    tensor.copy_(part)
         return [_out(entry) for entry in entries]
 
     def _assembled(self, members: Sequence[TensorTableEntry], numel: int) -> torch.Tensor:
-        """Return a run on a rank that has joined: its earlier tensors amidst neutral numbers."""
+        """Return a run on a rank that has joined: its submitted tensors, and neutral values."""
         x = _given(members[0])
         flat = self._buffer.scratch(numel, x).fill_(neutral(members[0].request.op, x.dtype))
-        for own, part in _parts(members, flat):
-            part.copy_(own)
+        for tensor, part in _parts(members, flat):
+            part.copy_(tensor)
         return flat
 
 
 class AllReduce(_AllReduceBase):
-    """all_reduce of one tensor, where it lies."""
+    """all_reduce of one tensor, in the memory of the result."""
 
     name = "all_reduce in place"
     kind = "all_reduce"
@@ -207,7 +207,7 @@ class AllReduce(_AllReduceBase):
         return batch.request.op in REDUCTIONS and len(batch.responses) == 1
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
-        """Reduce in the place of the result."""
+        """Reduce in the memory of the result."""
         (entry,) = entries
         out = _filled_out(entry)
         scale(out, batch.request.prescale)
@@ -227,7 +227,7 @@ class AdasumReduce(_Base):
     kind = "all_reduce"
 
     def suits(self, batch: FusedBatch) -> bool:
-        """Return whether the request asks for Adasum."""
+        """Return whether the reduction is Adasum."""
         return batch.request.op == "adasum"
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
@@ -245,13 +245,13 @@ class AdasumReduce(_Base):
 
 
 class Broadcast(_Base):
-    """broadcast from one rank to all."""
+    """broadcast from one rank to all ranks."""
 
     name = "broadcast"
     kind = "broadcast"
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
-        """Broadcast in the place of the result."""
+        """Broadcast in the memory of the result."""
         (entry,) = entries
         out = _filled_out(entry) if self._group.rank == batch.request.root else _out(entry)
         with self._timeline.span("transfer", batch.nbytes):
@@ -260,7 +260,7 @@ class Broadcast(_Base):
 
 
 class AllGather(_Base):
-    """all_gather of rows; each rank may have another number of them."""
+    """all_gather of rows; ranks may have different numbers of rows."""
 
     name = "all_gather"
     kind = "all_gather"
@@ -278,7 +278,7 @@ class AllGather(_Base):
 
 
 class AllToAll(_Base):
-    """all_to_all of rows for each rank, from each rank."""
+    """all_to_all of rows: each rank sends some rows to each rank."""
 
     name = "all_to_all"
     kind = "all_to_all"
@@ -301,7 +301,7 @@ class AllToAll(_Base):
 
 
 class ReduceScatter(_Base):
-    """reduce_scatter of rows; the first ranks get one more where they do not divide."""
+    """reduce_scatter of rows; if they do not divide evenly, the first ranks get one more."""
 
     name = "reduce_scatter"
     kind = "reduce_scatter"
@@ -318,20 +318,20 @@ class ReduceScatter(_Base):
         rows = [x.shape[0] // size + (rank < x.shape[0] % size) for rank in range(size)]
         out = x.new_empty((rows[self._group.rank], *x.shape[1:]))
         if x.numel():
-            given = x
+            scaled = x
             if batch.request.prescale != 1.0:
-                given = x.clone()
-                scale(given, batch.request.prescale)
+                scaled = x.clone()
+                scale(scaled, batch.request.prescale)
             with self._timeline.span("transfer", batch.nbytes):
                 self._group.reduce_scatter(
-                    list(torch.split(given.contiguous(), rows)), batch.request.op, out=out
+                    list(torch.split(scaled.contiguous(), rows)), batch.request.op, out=out
                 )
             scale(out, batch.request.postscale)
         return [out]
 
 
 class Nothing:
-    """Operation that is over when all have agreed: barrier, agree."""
+    """Operation that is done once all ranks have agreed: barrier, agree."""
 
     def __init__(self, kind: str) -> None:
         self.name = self.kind = kind
@@ -383,7 +383,7 @@ def default_operations(
 
 
 def needed_bytes(batch: FusedBatch) -> int:
-    """Return a limit of the bytes that a rank allocates for a batch; the same on all ranks."""
+    """Return an upper bound of the bytes that a rank allocates for a batch; same on all ranks."""
     response = batch.responses[0]
     if not response.rows:
         return batch.nbytes
@@ -392,7 +392,7 @@ def needed_bytes(batch: FusedBatch) -> int:
 
 
 def missing_memory(batch: FusedBatch, rank: int) -> str:
-    """Return why this rank has not the memory for a batch; empty if it has.
+    """Return an error if this rank does not have the memory for a batch; empty if it has.
 
     Args:
         batch: Batch.
@@ -405,13 +405,13 @@ def missing_memory(batch: FusedBatch, rank: int) -> str:
         nbytes = num_rows * prod(request.shape[1:]) * request.itemsize
     try:
         torch.empty(nbytes, dtype=torch.uint8, device=request.device.partition(":")[0])
-    except (RuntimeError, TypeError, OverflowError, MemoryError):  # the last of ints beyond 64 bits
+    except (RuntimeError, TypeError, OverflowError, MemoryError):  # some for ints beyond 64 bits
         return f"no memory for {nbytes} bytes of {request.name!r}"
     return ""
 
 
 def runs(requests: Sequence[Request]) -> list[list[int]]:
-    """Return positions of requests in runs whose tensors lie side by side, ordered by place.
+    """Return the positions of requests in runs of adjacent tensors, ordered by place.
 
     Gaps of less than a cache line do not end a run.
 
@@ -435,7 +435,8 @@ def runs(requests: Sequence[Request]) -> list[list[int]]:
 def scale(x: torch.Tensor, factor: float) -> None:
     """Multiply in place.
 
-    Integers are multiplied in 64-bit floats and cut off, 16-bit floats in 32 bits and rounded once.
+    Integers are multiplied in float64 and truncated; 16-bit floats are multiplied in float32 and
+    rounded once.
     """
     if factor == 1.0:
         return
@@ -446,19 +447,19 @@ def scale(x: torch.Tensor, factor: float) -> None:
 
 
 def _row(x: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return `numel` elements as they lie in memory, from the first of `x` on."""
+    """Return `numel` elements in memory order, beginning with the first element of `x`."""
     return x.as_strided((numel,), (1,), x.storage_offset())
 
 
 def _parts(
     members: Sequence[TensorTableEntry], flat: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield tensors that this rank has submitted as they lie in memory, with parts of a run."""
+    """Yield this rank's submitted tensors in memory order, with their parts of a run."""
     for entry in members:
         if not entry.is_stand_in:
             start = entry.request.place - members[0].request.place
-            own = _row(_given(entry), _given(entry).numel())
-            yield own, flat[start : start + own.numel()]
+            row = _row(_given(entry), _given(entry).numel())
+            yield row, flat[start : start + row.numel()]
 
 
 def _given(entry: TensorTableEntry) -> torch.Tensor:
@@ -473,7 +474,7 @@ def _out(entry: TensorTableEntry) -> torch.Tensor:
 
 
 def _filled_out(entry: TensorTableEntry) -> torch.Tensor:
-    """Return the place of the result, which holds the input."""
+    """Return the memory of the result, filled with the input."""
     out = _out(entry)
     if entry.tensor is not None and entry.tensor is not out:
         out.copy_(entry.tensor)

@@ -15,12 +15,12 @@ class StateOptions:
     """Options that must be the same on all ranks.
 
     Attributes:
-        threshold_bytes: Limit of a batch.
-        cache_capacity: Number of responses that are remembered.
-        split_groups: Whether explicit groups share batches with others.
-        stall_check_s: Seconds until the ranks are reported that have not submitted what others
-            have; 0 never reports.
-        stall_shutdown_s: Seconds until everything ends for that; 0 never ends.
+        threshold_bytes: Largest size of a batch.
+        cache_capacity: Number of responses in the cache.
+        split_groups: Whether members of explicit groups are batched like other requests.
+        stall_check_s: Seconds until a name that some ranks have not submitted is reported; 0 for
+            never.
+        stall_shutdown_s: Seconds until such a name ends the engine; 0 for never.
 
     Raises:
         ConfigError: A number is negative.
@@ -53,7 +53,7 @@ class FusionOptions:
         cycle_time_s: Time for which requests are collected before an exchange, while no thread
             waits for one.
         algorithm: Algorithm of all_reduce, see `Group.all_reduce`.
-        autotune: Search for the limit of a batch and the cycle time; fixed when None.
+        autotune: Search for the limit of a batch and the cycle time; they are fixed when None.
 
     Raises:
         ConfigError: A time is negative.

@@ -22,16 +22,16 @@ __all__ = [
     "read_list",
 ]
 
-BATCHED = frozenset({"all_reduce"})  # kinds that share a message with others of their kind
-# kinds that can go on without a rank that has joined
+BATCHED = frozenset({"all_reduce"})  # kinds that are combined into one message
+# kinds that work after a rank has joined
 JOINABLE = frozenset({"all_reduce", "barrier"})
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """One operation on one tensor, as one rank asks for it.
+    """One rank's request for one operation on one tensor.
 
     Attributes:
-        name: Name by which requests of several ranks belong together.
+        name: Name that matches the requests of all ranks.
         kind: all_reduce, all_gather, broadcast, all_to_all, reduce_scatter, barrier, or agree (on
             `text`).
         dtype: Data type by torch's name.
@@ -42,14 +42,14 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         prescale: Factor before the reduction.
         postscale: Factor after it.
         splits: Number of rows for each rank of an all_to_all.
-        group: Name of requests that are carried out together or not at all.
-        group_size: Number of these requests.
+        group: Name of an explicit group, which is carried out or refused as a whole.
+        group_size: Number of requests in the group.
         text: Text that must be the same on all ranks.
         device: Type and number of the tensor's device.
-        place: Place of the tensor among others in one flat tensor of this rank, in elements; -1
-            without one. Operations that are carried out together and lie side by side need no
-            copies. Places of several flat tensors differ: see `Fusion.reserve`.
-        strides: Strides of a tensor with a place that does not lie row by row.
+        place: Offset of the tensor in a flat tensor of this rank, in elements; -1 without one.
+            Adjacent tensors are reduced together without copies. Different flat tensors have
+            different places: see `Fusion.reserve`.
+        strides: Strides of a tensor with a place, if it is not contiguous.
         refusal: Reason why this rank cannot take part; the operation is then refused on all ranks.
     """
 
@@ -78,12 +78,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
-    """Decision on the tensors of one name, the same on all ranks.
+    """Decision on the requests of one name, the same on all ranks.
 
     Attributes:
         name: Name of the requests.
-        request: One of the requests, for what they have in common; of no meaning with an error.
-        rows: Extent of dim 0 by rank, of an all_gather; by sender, then receiver, of an all_to_all.
+        request: One of the requests, for their common fields; not meaningful with an error.
+        rows: Size of dim 0 by rank for an all_gather; by sender, then receiver for an all_to_all.
         error: Reason why the requests are refused.
     """
 
@@ -93,7 +93,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-# made here: msgspec (0.22) crashes where two threads make the first decoder of a type at once
+# made here: msgspec (0.22) crashes if two threads create the first decoder of a type concurrently
 _REQUESTS = msgspec.msgpack.Decoder(Request)
 
 
@@ -101,8 +101,8 @@ def check_sendable(request: Request) -> None:
     """Check that the other ranks can read a request.
 
     Raises:
-        ConfigError: A field has another type than its own, a number of more than 64 bits, or text
-            that cannot be written as UTF-8.
+        ConfigError: A field has a wrong type, a number of more than 64 bits, or text that cannot be
+            encoded as UTF-8.
     """
     try:
         _REQUESTS.decode(msgspec.msgpack.encode(request))
@@ -118,7 +118,7 @@ class RankList(msgspec.Struct, array_like=True):
         requests: New requests.
         ages_s: Seconds since the submission of each request.
         joined: Whether the rank has joined.
-        stopping: Reason why everything should end; empty to go on.
+        stopping: Reason to end the engine; empty to continue.
     """
 
     requests: list[Request]
@@ -132,10 +132,10 @@ class ResponseList(msgspec.Struct, array_like=True):
 
     Attributes:
         responses: Responses in the order in which they are carried out.
-        last_joined: Position of the rank that joined last, when all have; -1 otherwise.
+        last_joined: Position of the rank that joined last, when all have joined; -1 otherwise.
         stalls: Names that wait for ranks.
-        stop: Reason why everything ends; empty to go on.
-        settings: Limit of a batch in bytes and cycle time in seconds, when they change.
+        stop: Reason to end the engine; empty to continue.
+        settings: New limit of a batch in bytes and cycle time in seconds, if they change.
     """
 
     responses: list[Response]
@@ -147,6 +147,6 @@ class ResponseList(msgspec.Struct, array_like=True):
 
 NOTHING = ResponseList([], -1, [], "")
 
-# made here: msgspec (0.22) crashes where two threads make the first decoder of a type at once
+# made here: msgspec (0.22) crashes if two threads create the first decoder of a type concurrently
 read_list = msgspec.msgpack.Decoder(RankList).decode
 read_answer = msgspec.msgpack.Decoder(ResponseList).decode

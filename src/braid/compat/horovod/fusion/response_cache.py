@@ -1,17 +1,17 @@
-"""Cache of earlier responses: the second time, one bit stands for a request. Pure.
+"""Cache of earlier responses, so that a repeated request is sent as one bit. Pure.
 
-Problem: training submits the same tensors in every step, and negotiating by name costs the
+Problem: training submits the same tensors in every step, and negotiation by name costs the
 coordinator work for each rank and tensor.
 
-Idea: responses have *positions*, the same on all ranks, since all put, use and evict in the same
-order. A rank that submits what it submitted last time sets the bit of its position. The bits that
-all ranks have set (one small "and") are ready, without a coordinator. A rank whose request has
-changed clears the position's validity, and everybody negotiates that name anew.
+Idea: responses have *positions*, the same on all ranks, since all ranks put, use and evict in the
+same order. A rank that repeats a request sets the bit of its position. Positions with the bits of
+all ranks set (one small "and") are ready, without a coordinator. A rank with a changed request
+clears the validity bit of its position, and all ranks negotiate that name again.
 
-Explicit groups come and go as one. The least recently used goes first.
+Explicit groups are added and evicted as a whole, the least recently used first.
 
-Source: Horovod's response cache (2019). There, a rank's position of eviction follows its own use;
-here it is agreed on like everything else.
+Source: Horovod's response cache (2019). There, a rank evicts by its local order of use; here all
+ranks evict in the same order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Lookup", "ResponseCache"]
 
 
 class Lookup(enum.Enum):
-    """Result of a look into the cache."""
+    """Result of a lookup in the cache."""
 
     HIT = enum.auto()
     MISS = enum.auto()
@@ -35,7 +35,7 @@ class Lookup(enum.Enum):
 
 class _Entry(NamedTuple):
     response: Response
-    own: Request | None  # what this rank submitted; None if it had joined
+    request: Request | None  # this rank's request; None if it had joined
 
 
 class ResponseCache:
@@ -46,7 +46,7 @@ class ResponseCache:
 
     Attributes:
         capacity: Number of positions.
-        bits: Bits of the positions that are taken.
+        bits: Bits of the occupied positions.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -60,11 +60,11 @@ class ResponseCache:
         self._free = list(range(capacity - 1, -1, -1))
 
     def look_up(self, request: Request) -> tuple[Lookup, int]:
-        """Return whether a request was agreed on before, and its position; -1 without."""
+        """Return whether a request is cached, and its position; -1 if it is not."""
         position = self._positions.get(request.name, -1)
         if position < 0:
             return Lookup.MISS, -1
-        same = self._entries[position].own == request
+        same = self._entries[position].request == request
         return (Lookup.HIT if same else Lookup.CHANGED), position
 
     def response(self, position: int) -> Response:
@@ -76,7 +76,7 @@ class ResponseCache:
         return self._members.get(group, set())
 
     def put(self, responses: Sequence[Response], own: Sequence[Request | None]) -> list[str]:
-        """Keep responses that have been agreed on now; return names that were evicted for them.
+        """Add responses; return the names that were evicted for them.
 
         Args:
             responses: Responses in the order agreed on; an explicit group as a whole.
@@ -111,11 +111,11 @@ class ResponseCache:
         self._used.update(dict.fromkeys(positions, self._num_uses))
 
     def erase(self, positions: Iterable[int]) -> list[str]:
-        """Forget positions, and explicit groups that they are in; return the names."""
+        """Remove positions, and the explicit groups that they are in; return the names."""
         names = []
         for position in positions:
             entry = self._entries.get(position)
-            if entry is None:  # went with its group
+            if entry is None:  # removed with its group
                 continue
             together = self._members.pop(entry.response.request.group, {position})
             for member in sorted(together):
@@ -128,7 +128,7 @@ class ResponseCache:
 
     @property
     def digest(self) -> int:
-        """Number that is the same on all ranks at the same point, for tests."""
+        """Hash of the contents, equal on all ranks after the same cycle, for tests."""
         known = [(p, self._used[p], self._entries[p].response) for p in sorted(self._entries)]
         return hash((tuple(known), tuple(self._free)))
 

@@ -1,4 +1,4 @@
-"""Stalls: names that some ranks have not submitted, reported and in the end fatal. Pure."""
+"""Stalls: names that some ranks have not submitted, which are reported and then fatal. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Stall(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         name: Name of the requests.
-        waited_s: Seconds since the first of them.
-        present: Global ranks that have submitted it.
-        missing: Global ranks that have not.
+        waited_s: Seconds since the first request.
+        present: Global ranks that have submitted the name.
+        missing: Global ranks that have not submitted it.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Stall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StallInspector:
-    """Looks for stalls, each `check_s` seconds.
+    """Finds stalls, and reports each one every `check_s` seconds.
 
     Args:
-        check_s: Seconds of waiting that are reported; 0 never reports.
-        shutdown_s: Seconds of waiting that are fatal; 0 for none.
+        check_s: Seconds of waiting until a report; 0 never reports.
+        shutdown_s: Seconds of waiting until a shutdown; 0 for never.
         ranks: Global ranks by position.
     """
 
@@ -56,12 +56,12 @@ class StallInspector:
     def inspect(
         self, waiting: Waiting, joined: Collection[int], now_s: float
     ) -> tuple[list[Stall], str]:
-        """Return the stalls to report now, and the reason for a shutdown, if there is one.
+        """Return the stalls to report now, and the reason for a shutdown; empty for none.
 
         Args:
-            waiting: By name, the ranks that have submitted it and the time of the first.
-            joined: Positions of ranks that stand in with zeros.
-            now_s: Current time.
+            waiting: For each name, the ranks that have submitted it and the time of the first one.
+            joined: Positions of ranks that have joined.
+            now_s: Current time in seconds.
         """
         self._reported_s = {
             name: reported_s for name, reported_s in self._reported_s.items() if name in waiting

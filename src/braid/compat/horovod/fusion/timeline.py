@@ -1,11 +1,11 @@
 """Timeline of every tensor in the engine, on every rank, for Chrome's trace viewer or Perfetto.
 
-    negotiate   submitted here, until all ranks have submitted it
-    queue       until it is its turn
+    negotiate   from submission on this rank until all ranks have submitted it
+    queue       until its batch begins
     copy in, transfer, copy out
 
-One process per rank, one thread per name. The times are those of each rank's clock: ranks of one
-host share it.
+One process per rank, one thread per name. Times are from each rank's clock, which ranks of one host
+share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CYCLES = "cycles"
 
 
 class _Activity(NamedTuple):
-    """Span of time with a name, such as "copy in", on the rank's clock."""
+    """Named time span on the rank's clock, such as "copy in"."""
 
     name: str
     start_ns: int
@@ -58,7 +58,7 @@ class _Recording:
             self.add(request.name, activity, about)
 
     def add(self, thread: str, activity: _Activity, about: dict[str, str]) -> None:
-        """Record an activity in the line of a thread."""
+        """Record an activity in the row of a thread."""
         number = self._threads.setdefault(thread, len(self._threads))
         start_us, duration_us = activity.start_ns / 1e3, (activity.end_ns - activity.start_ns) / 1e3
         self._events.append(
@@ -68,7 +68,7 @@ class _Recording:
         )
 
     def encode(self) -> bytes:
-        """Return all events as JSON, for the rank that writes."""
+        """Return all events as JSON, for the first rank, which writes them."""
         heads = [trace_format.metadata("process_name", self.rank, 0, name=f"rank {self.rank}")]
         for name, number in self._threads.items():
             heads.append(trace_format.metadata("thread_name", self.rank, number, name=name))
@@ -82,7 +82,7 @@ class Timeline:
         group: Ranks of the engine.
 
     Attributes:
-        path_at_end: Path where it is written when the engine ends; None for nowhere.
+        path_at_end: Path to write to when the engine ends; not written when None.
     """
 
     def __init__(self, group: Group) -> None:
@@ -93,7 +93,7 @@ class Timeline:
         self.path_at_end: Path | None = None
 
     def start(self, *, mark_cycles: bool = False) -> None:
-        """Record from now on; exchanges as well if `mark_cycles`."""
+        """Begin to record operations, and exchanges if `mark_cycles`."""
         self._recording = _Recording(self._group.context.rank, mark_cycles=mark_cycles)
 
     def cycle(self, start_ns: int, end_ns: int) -> None:
@@ -118,20 +118,20 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, name: str, nbytes: int) -> Iterator[None]:
-        """Record the context as one activity, in the rank's trace in any case."""
+        """Record the context as one activity, and always in the rank's event trace."""
         start_ns = self._now_ns()
         with self._group.context.events.span(name, nbytes=nbytes):
             yield
         self._activities.append(_Activity(name, start_ns, self._now_ns()))
 
     def write(self, path: Path | None) -> str:
-        """Stop recording, gather what all ranks have recorded and write it on the first rank.
+        """Stop recording, gather the recordings of all ranks, and write them on the first rank.
 
         Args:
             path: Path on the first rank; nothing is written when None.
 
         Returns:
-            Reason why it cannot be written; empty if it has been.
+            Reason why the file cannot be written; empty on success.
         """
         recording, self._recording = self._recording, None
         parts = self._group.objects.gather(b"[]" if recording is None else recording.encode())
@@ -140,6 +140,6 @@ class Timeline:
             try:
                 with path.open("wb") as file:
                     trace_format.write(file, events)
-            except (OSError, ValueError) as error:  # the latter of a path with a null byte
+            except (OSError, ValueError) as error:  # ValueError for a path with a null byte
                 return f"timeline cannot be written to {str(path)!r}: {error}"
         return ""
