@@ -252,7 +252,7 @@ def test_a_torch_state_restores_objects_in_place():
 
 
 def test_a_name_of_the_states_own_is_refused():
-    with pytest.raises(ConfigError, match="an attribute 'commit' of its own"):
+    with pytest.raises(ConfigError, match="'commit' is an attribute of states"):
         TorchState(commit=1)
 
 

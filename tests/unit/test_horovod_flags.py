@@ -197,14 +197,14 @@ def test_the_hostfile_has_a_short_name_too():
 
 
 def test_an_interpreter_without_a_program_is_refused():
-    with pytest.raises(ConfigError, match="python has no program behind it"):
+    with pytest.raises(ConfigError, match="python has no program after it"):
         program(("python",), lambda _word: True)
 
 
 def test_another_interpreter_is_told():
     found = planned("-np", "1", *TRAIN, is_own_python=lambda _word: False)
     assert found.notes == (
-        "python train.py ...: runs as it stands, in an interpreter that must have braid, too",
+        "python train.py ...: runs unchanged, in an interpreter that must also have braid",
     )
 
 
@@ -214,8 +214,8 @@ def test_what_has_no_meaning_here_is_said_once():
         environ={"HOROVOD_CYCEL_TIME": "1", "HOROVOD_CONTROLLER": "mpi"},
     )  # fmt: skip
     assert found.notes == (
-        "--mpi, --mpi-args: without meaning here, changes nothing",
-        "--start-timeout: changes nothing, since no hosts are named",
+        "--mpi, --mpi-args: no effect here",
+        "--start-timeout: no effect, since no hosts are named",
         "HOROVOD_CYCEL_TIME is not a variable of Horovod and has no effect: did you mean HOROVOD_CYCLE_TIME?",
     )
 

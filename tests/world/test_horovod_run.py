@@ -105,7 +105,7 @@ def test_the_exit_code_is_that_of_the_causing_rank(capfd):
     ("arguments", "problem"),
     [
         (["-np", "2", "--config-file", "no", "x.py"], "configuration file no cannot be read: No such"),
-        (["-np", "2", "--config-file", "bad", "x.py"], "bad is no YAML: "),
+        (["-np", "2", "--config-file", "bad", "x.py"], "bad is not valid YAML: "),
         (["-np", "2", "--hostfile", "no", "x.py"], "file of hosts no cannot be read: No such"),
         (["-np", "2", "x.py"], "cannot read the script x.py"),
         (["-np", "2", "./x"], "no program ./x on PATH"),
@@ -247,7 +247,7 @@ def test_without_cloudpickle_a_function_without_a_module_is_refused(monkeypatch)
     import pickle
 
     monkeypatch.setattr(run_function, "dumps", pickle.dumps)
-    with pytest.raises(ConfigError, match="is no function at the top level of a module"):
+    with pytest.raises(ConfigError, match="is not a function at the top level of a module"):
         horovod.run(lambda: 1)
     with pytest.raises(ConfigError, match=r"its arguments cannot be pickled.*brings cloudpickle"):
         horovod.run(jobs.told, (lambda: 1,))

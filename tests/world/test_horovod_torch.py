@@ -279,7 +279,7 @@ EXPECTED = {
     "both": "ConfigError: op=",
     "strange root": "ConfigError: root_rank must be one of the ranks [0, 1], got 7",
     "twice waited": "ConfigError: Pending(",
-    "no handle": "ConfigError: got 5 in place of a handle",
+    "no handle": "ConfigError: got 5 instead of a handle",
     "average of logic": "HorovodInternalError: 'allreduce.logic' cannot be reduced: ",
     "sparse": "ConfigError: tensor of shape [2, 2] is a torch.sparse_coo one, which cannot be sent",
     "expanded": "ConfigError: elements of an expanded tensor",

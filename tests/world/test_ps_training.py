@@ -229,7 +229,7 @@ def test_mistakes_with_modules_and_rows_are_named(world):
     assert "got num_shards 0" in worker[1]
     assert "workers save; servers serve()" in server[2]
     assert "Tanh has no parameter that requires a gradient" in worker[3]
-    assert "workers step with an optimizer of torch" in worker[4]
+    assert "workers step with a torch optimizer" in worker[4]
     assert "table 'words' takes int64 ids, got torch.float32" in worker[5]
     assert "of shape [3, 4] for these ids, got torch.float32[3]" in worker[6]
     assert "with where='workers' staleness must be 0" in worker[7]

@@ -265,7 +265,8 @@ def _impossible(by_rank: Mapping[int, Request], ranks: Sequence[int]) -> str:
     size = len(ranks)
     if first.kind in NEEDS_ROWS and not first.shape:
         return f"{first.name!r} is a scalar, but {first.kind} needs a dim 0"
-    is_reduction = first.kind in REDUCTIONS and first.op in DEFINED_OPS  # others, such as Adasum, refuse
+    # operations such as Adasum refuse dtypes themselves
+    is_reduction = first.kind in REDUCTIONS and first.op in DEFINED_OPS
     if is_reduction and (refused := refusal(first.op, first.dtype)):
         return f"{first.name!r} cannot be reduced: {refused}"
     if first.kind == "broadcast" and not 0 <= first.root < size:

@@ -153,7 +153,9 @@ class TensorTableEntry(NamedTuple):
             place = source
         else:
             place = out if out is None or not out.is_inference() else _plain(out)
-        return cls(request, source, place, FusionHandle(request.name, waiters), now_ns, mark(tensor))
+        return cls(
+            request, source, place, FusionHandle(request.name, waiters), now_ns, mark(tensor)
+        )
 
     @classmethod
     def stand_in(cls, response: Response, waiters: Waiters, device: int = 0) -> TensorTableEntry:

@@ -391,9 +391,7 @@ class FusionState:
 
     def _waiting_names(self) -> set[str]:
         """Return the names of requests that wait behind refusals."""
-        return {
-            request.name for call, _ in self._behind for request in call if not request.refusal
-        }
+        return {request.name for call, _ in self._behind for request in call if not request.refusal}
 
     def _plan(self, bits: int) -> _Planned:
         """Return the batches for these positions, cached since they repeat in every step."""

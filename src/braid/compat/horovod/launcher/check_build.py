@@ -1,7 +1,7 @@
-"""The table that `--check-build` prints, in horovodrun's form.
+"""The table that `--check-build` prints, in horovodrun's format.
 
-torch is asked in a process of its own: the launcher does not load it, and a broken one must not
-break the answer.
+A separate process imports torch: the launcher does not import it, and a broken installation must
+not break the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIMIT_S = 120.0  # a cold start of torch from a shared file system
 
 
 def check_build() -> str:
-    """Return the table of what this installation can do."""
+    """Return the table of frameworks and operations of this installation."""
     facts: dict[str, object] = {}
     try:
         answer = subprocess.run(
@@ -39,17 +39,17 @@ def check_build() -> str:
         )
         facts = json.loads(answer.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        pass  # no torch that works
+        pass  # torch is missing or broken
     return build_table(facts, has_front=find_spec(FRONT) is not None)
 
 
 def build_table(facts: Mapping[str, object], *, has_front: bool) -> str:
-    """Return the table for given facts.
+    """Return the table for the properties of torch.
 
     Args:
         facts: `torch` is its version, `nccl` whether it can use NCCL, `cuda` whether it sees a GPU;
             empty without torch.
-        has_front: Whether the front for torch is installed.
+        has_front: Whether `braid.compat.horovod.torch` is installed.
     """
     torch = facts.get("torch", "")
     nccl = bool(facts.get("nccl"))

@@ -1,4 +1,4 @@
-"""Sections of horovodrun's configuration file, as options below those of the command line.
+"""Sections of horovodrun's configuration file; options of the command line take precedence.
 
 params:
   fusion-threshold-mb: 32
@@ -27,16 +27,16 @@ SECTIONS = sorted({section for section, _ in PATHS if section})
 
 
 def with_config(flags: Flags, content: object, name: str) -> Flags:
-    """Return the options of a file, where the command line does not say otherwise.
+    """Return the options of the command line, with missing ones from a file.
 
     Args:
         flags: Options of the command line.
-        content: Content of the file, as plain values.
+        content: Parsed content of the file.
         name: Name of the file in errors.
 
     Raises:
-        ConfigError: Sections or keys are not known, or values are of a wrong kind; the message
-            names all of them.
+        ConfigError: Sections or keys are unknown, or values have a wrong type; the message names
+            all of them.
     """
     if not isinstance(content, Mapping | None):
         msg = f"{name} must have sections such as `params:`, got {type(content).__name__}"

@@ -1,10 +1,10 @@
-"""From horovodrun's elastic options to the limits of an elastic run on this host. Pure.
+"""Conversion of horovodrun's elastic options to the limits of an elastic run on this host. Pure.
 
     --min-np 2 --max-np 4 --host-discovery-script ./discover.sh      at least 2 ranks, at most 4
-    --blacklist-cooldown-range 10 100                                a slot rests 10 s, 20 s, ...
+    --blacklist-cooldown-range 10 100                                slot blocked 10 s, 20 s, ...
 
-Horovod leaves out a whole host in which a rank has died. All ranks are on one host here, so its
-place is taken by a slot: for good, or for the seconds of the cool-down range.
+Horovod blocks the whole host of a rank that has died. All ranks are on one host here, so only a
+slot is blocked: permanently, or for the seconds of the cool-down range.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class ElasticPlan:
     Attributes:
         num_ranks: Number of ranks to begin with.
         limits: Limits of the run.
-        script: Program that lists hosts; empty where the slots stay.
+        script: Program that lists hosts; empty for fixed slots.
         slots_per_host: Slots of a host without a number; 0 to refuse such a line.
-        cooldown_s: Seconds for which a slot is left out after the first death of a rank, and at
-            most; None to leave it out for good.
+        cooldown_s: Seconds for which a slot is blocked after the first death of a rank, and the
+            maximum; None to block it permanently.
     """
 
     num_ranks: int
@@ -69,7 +69,7 @@ def wants_elastic(flags: Flags) -> bool:
     """Return whether options ask for an elastic run.
 
     Raises:
-        ConfigError: Some of them make sense in an elastic run only.
+        ConfigError: Options for elastic runs are used in a run with fixed ranks.
     """
     if any(name in flags.values for name in OPENING):
         return True
@@ -87,12 +87,12 @@ def elastic_plan(
 
     Args:
         flags: Options and command.
-        hosts: Hosts that are named, or that the script has listed.
+        hosts: Hosts from options or from the script.
         is_here: Function that returns whether a name is a name of this host.
 
     Raises:
-        ConfigError: Options cannot work (all of them), hosts are elsewhere, or there are too few
-            slots.
+        ConfigError: Values are invalid (all are named), hosts are not this host, or there are too
+            few slots.
     """
     problems: list[str] = []
     num_ranks, least, most, per_host = (
@@ -128,8 +128,7 @@ def hosts_of_script(text: str, slots_per_host: int) -> tuple[Host, ...]:
         slots_per_host: Slots of a host without a number; 0 to refuse such a line.
 
     Raises:
-        ConfigError: Some lines are none of these; the message lists them. Or there is none, as
-            while a file is written that the script prints.
+        ConfigError: Lines have another form, or there are no lines.
     """
     hosts: dict[str, Host] = {}
     wrong = []
@@ -155,7 +154,7 @@ def local_slots(hosts: Sequence[Host], is_here: Callable[[str], bool]) -> int:
     """Return the number of slots on this host.
 
     Raises:
-        ConfigError: Some hosts are elsewhere.
+        ConfigError: Some hosts are not this host.
     """
     elsewhere = [host.name for host in hosts if host.slots and not is_here(host.name)]
     if elsewhere:

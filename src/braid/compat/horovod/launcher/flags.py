@@ -1,6 +1,6 @@
-"""Parses horovodrun's command line into options and a command. Pure.
+"""Parser of horovodrun's command line into options and a command. Pure.
 
-Everything from the first word that is no option belongs to the command, whatever it looks like.
+The first word that is not an option, and all words after it, belong to the command.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ DESCRIPTION = (
     "braid's launcher: "
     "`horovodrun -np 4 -H a:2,b:2 python train.py --lr 0.1`."
 )
-EPILOG = "HOROVOD_* variables that are set here hold where an option does not say otherwise."
+EPILOG = "HOROVOD_* variables of this environment are used for options that are not given."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flags:
-    """Options and command as given, not yet checked.
+    """Options and command, as typed and not yet checked.
 
     Attributes:
         values: Values by name of the option; `1` and `0` for switches.
@@ -38,23 +38,23 @@ class Flags:
     command: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> str:
-        """Return the value of an option; empty when it was not given."""
+        """Return the value of an option; empty if it is missing."""
         assert name in BY_NAME, name
         return self.values.get(name, "")
 
     def is_on(self, name: str) -> bool:
-        """Return whether a switch was given, and not negated."""
+        """Return whether a switch is present and not negated."""
         return self[name] == "1"
 
 
 def parse_flags(arguments: Sequence[str]) -> Flags:
-    """Read a command line.
+    """Parse a command line.
 
     Args:
         arguments: Arguments of `horovodrun`.
 
     Raises:
-        ConfigError: Options are not known (the message names the closest ones), or a value is
+        ConfigError: Options are unknown (the message names the closest ones), or a value is
             missing.
     """
     parsed, strange = _parser().parse_known_args(list(arguments))

@@ -1,4 +1,4 @@
-"""A rank of `horovod.run`: reads the function, calls it, writes its result."""
+"""A rank of `horovod.run`: it reads the function, calls it and writes the result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 try:
     from cloudpickle import dumps
-except ImportError:  # functions of importable modules travel without it
+except ImportError:  # functions of importable modules do not need it
     from pickle import dumps
 
 FUNCTION = "function.pickle"
@@ -36,11 +36,11 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """End of the function on a rank.
+    """Result of the function on a rank.
 
     Attributes:
-        returned: Whether it returned.
-        value: Its result or exception, pickled; empty when that cannot be.
+        returned: Whether the function returned.
+        value: Pickled result or exception; empty if the exception cannot be pickled.
         summary: The error in one line.
         stack: Traceback of the error.
     """
@@ -52,10 +52,10 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
 
 
 def call(directory: str) -> None:
-    """Call the function that lies in `directory`, and write its result there.
+    """Call the function in the file in `directory`, and write its result there.
 
     Raises:
-        ConfigError: The file is not the user's alone, or the result cannot be pickled.
+        ConfigError: Other users can write the file, or the result cannot be pickled.
     """
     folder = Path(directory)
     target = folder / result_name(JobEnvironment.from_os().rank)
@@ -64,17 +64,17 @@ def call(directory: str) -> None:
         ended = Ended(returned=True, value=_packed(function(*args, **kwargs)))
     except BaseException as exc:
         write_private(target, msgspec.msgpack.encode(_raised(exc)))
-        raise  # the launcher sees who failed first, and ends the others
+        raise  # the launcher finds the first rank that failed, and ends the others
     write_private(target, msgspec.msgpack.encode(ended))
 
 
 def loads(content: bytes) -> Any:
-    """Return the object that `dumps` has packed; only for files that `read_private` has read."""
-    return pickle.loads(content)  # noqa: S301 - nobody else can have written it
+    """Unpickle an object; only for the content of files that `read_private` has read."""
+    return pickle.loads(content)  # noqa: S301 - only this user can have written it
 
 
 def read_ended(path: Path) -> Ended | None:
-    """Return the record that a rank has written; None if there is none."""
+    """Return the record that a rank has written; None if it does not exist."""
     try:
         return msgspec.msgpack.decode(read_private(path), type=Ended)
     except FileNotFoundError:
@@ -82,12 +82,12 @@ def read_ended(path: Path) -> Ended | None:
 
 
 def result_name(rank: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the name of a rank's result file."""
     return f"rank{rank}.pickle"
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only this user can read, whole or not at all.
+    """Write a file atomically that only this user can read.
 
     Raises:
         OSError: The file cannot be written, or exists already.
@@ -103,7 +103,7 @@ def read_private(path: Path) -> bytes:
     """Read a file that only this user can have written.
 
     Raises:
-        ConfigError: Others can write it, or it belongs to somebody else.
+        ConfigError: Others can access it, or it belongs to another user.
         OSError: The file cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

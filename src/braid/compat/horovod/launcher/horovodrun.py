@@ -1,4 +1,4 @@
-"""The command `horovodrun`: reads files, starts the job as `braid run` does, and prints."""
+"""The command `horovodrun`: reads files, and starts the job like `braid run`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 class TimedConsole:
-    """Console that puts the time before lines of ranks.
+    """Console that prefixes the lines of ranks with the time.
 
     Args:
-        inner: Console where lines go.
+        inner: Console that shows the lines.
     """
 
     def __init__(self, inner: Console) -> None:
@@ -55,20 +55,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
     Args:
-        arguments: Arguments of `horovodrun`; those of this process when None.
+        arguments: Arguments of `horovodrun`; the arguments of this process when None.
     """
-    given = sys.argv[1:] if arguments is None else arguments
-    return ending_well(lambda: _answer(given))
+    words = sys.argv[1:] if arguments is None else arguments
+    return ending_well(lambda: _answer(words))
 
 
 def job_of(
     flags: Flags, environ: Mapping[str, str], is_own_python: Callable[[str], bool]
 ) -> Launch:
-    """Return the job of options, whose file of hosts or discovery script is read here; see `plan`.
+    """Return the job for options, after reading the host file or the discovery script; see `plan`.
 
     Raises:
-        ConfigError: As for `plan`; or the file of hosts cannot be read, or names none; or the
-            discovery script fails.
+        ConfigError: As for `plan`; or the host file cannot be read or is empty; or the discovery
+            script fails.
     """
     name, script = flags["hostfile"], flags["host-discovery-script"]
     hosts = parse_hostfile(_read(name, "file of hosts"), name) if name else ()
@@ -84,13 +84,13 @@ def launch(
     """Run a job and show the output of its ranks.
 
     Args:
-        wanted: Job, and hosts where it runs.
+        wanted: Job, and the hosts where it runs.
         verbose: Whether to show the job before it starts.
-        with_times: Whether to put the time before lines of ranks.
+        with_times: Whether to prefix the lines of ranks with the time.
         owns_process: As for `Supervisor`.
 
     Raises:
-        ConfigError: The job cannot work; nothing has been started.
+        ConfigError: The job cannot work; no process has been started.
     """
     prefixed = wanted.hosts is not None or wanted.job.num_ranks > 1
     with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as terminal:
@@ -108,9 +108,9 @@ def launch(
         return HostsSupervisor(console).run(wanted.job, wanted.hosts)
 
 
-def _answer(given: Sequence[str]) -> int:
+def _answer(words: Sequence[str]) -> int:
     try:
-        flags = parse_flags(given)
+        flags = parse_flags(words)
         if flags.is_on("help"):
             print(help_text(), end="")
         elif flags.is_on("version"):
@@ -136,19 +136,19 @@ def _start(flags: Flags) -> int:
         with_times=flags.is_on("prefix-output-with-timestamp"),
         owns_process=True,
     )
-    drop_unwritten()  # the logs have it all; the exit code is that of the job
+    drop_unwritten()  # the logs have all output; the job determines the exit code
     if not outcome.ok:
         print(outcome, file=sys.stderr, flush=True)
     return outcome.exit_code
 
 
 def is_own_python(word: str) -> bool:
-    """Return whether `word` is the interpreter that runs this, in the same environment."""
+    """Return whether `word` is the current interpreter, in the same environment."""
     path = shutil.which(word)
     if path is None:
         return os.sep not in word
-    other, own = Path(path).absolute(), Path(sys.executable).absolute()
-    return other.parent == own.parent and other.resolve() == own.resolve()
+    other, current = Path(path).absolute(), Path(sys.executable).absolute()
+    return other.parent == current.parent and other.resolve() == current.resolve()
 
 
 def _yaml(name: str) -> object:
@@ -161,14 +161,14 @@ def _yaml(name: str) -> object:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as exc:
-        msg = f"{name} is no YAML: {' '.join(str(exc).split())}"
+        msg = f"{name} is not valid YAML: {' '.join(str(exc).split())}"
         raise ConfigError(msg) from exc
 
 
 def _read(name: str, kind: str) -> str:
     try:
-        return Path(name).read_text(encoding="utf-8-sig")  # editors on Windows put a mark before it
+        return Path(name).read_text(encoding="utf-8-sig")  # editors on Windows add a mark
     except (OSError, UnicodeDecodeError) as exc:
-        why = exc.strerror if isinstance(exc, OSError) else "it is no text"
+        why = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
         msg = f"{kind} {name} cannot be read: {why}"
         raise ConfigError(msg) from exc

@@ -1,11 +1,11 @@
-"""From horovodrun's options to a job of braid's launcher. Pure.
+"""Conversion of horovodrun's options to a job of braid's launcher. Pure.
 
     horovodrun -np 4 -H a:2,b:2 --cycle-time-ms 3 python train.py --lr 0.1
 
     HOROVOD_CYCLE_TIME=3 braid run -n 4 -H a:2,b:2 --env HOROVOD_CYCLE_TIME train.py --lr 0.1
 
-horovodrun runs any program. braid's launcher checks Python scripts before it starts them, so its
-own interpreter is left out of the command; every other command is run as it stands.
+horovodrun runs any program. braid's launcher checks Python scripts before it starts them, so the
+current interpreter is removed from the command; every other command is run unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["OF_RANKS", "Launch", "plan", "program", "rsh_command", "with_rank_va
 Kind = Literal["script", "module", "program"]
 PYTHON = re.compile(r"python(?:3(?:\.[0-9]+)?)?")
 HOSTS_LIMIT_S = 60.0  # a cold start of the interpreter from a shared file system
-OF_RANKS = {  # scripts read the former; the launcher sets the latter
+OF_RANKS = {  # variable that scripts read, variable that the launcher sets
     "HOROVOD_RANK": "RANK",
     "HOROVOD_SIZE": "WORLD_SIZE",
     "HOROVOD_LOCAL_RANK": "LOCAL_RANK",
@@ -45,12 +45,12 @@ START_TIMEOUT = "HOROVOD_START_TIMEOUT"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Everything that is going to be started.
+    """A job with its hosts and notes.
 
     Attributes:
         job: Job that each rank runs.
-        hosts: Hosts where it runs; this host alone when None.
-        variables: HOROVOD_* that options have set.
+        hosts: Hosts where it runs; only this host when None.
+        variables: HOROVOD_* variables that options have set.
         notes: Sentences for the user.
         elastic: Elastic part of the job; None if its ranks are fixed.
     """
@@ -77,19 +77,19 @@ def plan(
     is_own_python: Callable[[str], bool] = lambda _word: True,
     is_here: Callable[[str], bool] = lambda word: word == "localhost",
 ) -> Launch:
-    """Make a job of options.
+    """Return the job for options.
 
     Args:
         flags: Options and command.
         environ: Environment that ranks inherit, except for variables that options set.
         hosts: Hosts of --hostfile, or of --host-discovery-script.
-        is_own_python: Function that returns whether a word such as `python` is the interpreter that
-            runs this.
+        is_own_python: Function that returns whether a word such as `python` is the current
+            interpreter.
         is_here: Function that returns whether a name is a name of this host.
 
     Raises:
-        ConfigError: Values that cannot be read (all of them), options that cannot work, or nothing
-            to run.
+        ConfigError: Values cannot be parsed (all are named), options are invalid, or the command is
+            missing.
     """
     is_elastic = wants_elastic(flags)
     problems = _empty(flags)
@@ -126,7 +126,7 @@ def plan(
 
 
 def with_rank_variables(launch: Launch) -> Launch:
-    """Return the same launch, whose ranks also get Horovod's names of their rank and host."""
+    """Return the launch with Horovod's variables of rank and host added for each rank."""
     pairs = " ".join(f"{name}={source}" for name, source in OF_RANKS.items())
     job = replace(launch.job, environ={**launch.job.environ, RANK_VARIABLES: pairs})
     hosts = launch.hosts
@@ -138,7 +138,7 @@ def with_rank_variables(launch: Launch) -> Launch:
 def program(
     command: tuple[str, ...], is_own_python: Callable[[str], bool]
 ) -> tuple[Kind, tuple[str, ...]]:
-    """Return the program that a command runs, and the rest of its words.
+    """Return the kind of program that a command runs, and its words.
 
     Args:
         command: Command as typed.
@@ -152,11 +152,11 @@ def program(
         return ("script" if word.endswith(".py") else "program"), command
     if not rest:
         msg = (
-            f"{word} has no program behind it, and ranks have no standard input: name a script or "
+            f"{word} has no program after it, and ranks have no standard input: name a script or "
             "-m module"
         )
         raise ConfigError(msg)
-    while rest[0] == "-u" and len(rest) > 1:  # output is never kept back
+    while rest[0] == "-u" and len(rest) > 1:  # output is never buffered
         del rest[0]
     if rest[0] == "-m" and len(rest) > 1:
         return "module", tuple(rest[1:])
@@ -166,7 +166,7 @@ def program(
 
 
 def rsh_command(port: int | None, identity_file: str) -> str:
-    """Return the command that reaches a host; see `Hosts.rsh`."""
+    """Return the command to reach a host; see `Hosts.rsh`."""
     options = ["-p", str(port)] if port else []
     options += ["-i", identity_file] if identity_file else []
     if "{" in identity_file:
@@ -178,7 +178,7 @@ def rsh_command(port: int | None, identity_file: str) -> str:
 
 
 def _empty(flags: Flags) -> list[str]:
-    """Return values that are missing, such as those of unset shell variables."""
+    """Return errors for empty values, for example from unset shell variables."""
     rows = [BY_NAME[name] for name, text in flags.values.items() if not text]
     return [
         f"--{row.name} needs a value, {row.metavar} ({row.help}), got ''"
@@ -188,7 +188,7 @@ def _empty(flags: Flags) -> list[str]:
 
 
 def _variables(flags: Flags, problems: list[str]) -> dict[str, str]:
-    """Return HOROVOD_* of options, each value checked under the name that was typed."""
+    """Return the HOROVOD_* variables of options; errors name the options as typed."""
     variables: dict[str, str] = {}
     for name, text in flags.values.items():
         option = BY_NAME[name]
@@ -260,7 +260,7 @@ def _again(flags: Flags, where: Hosts | None, num_ranks: int | None) -> tuple[st
         "--network-interface": ",".join(where.interfaces),
         "--env": ",".join(where.environ),
     }
-    return tuple(word for name, given in options.items() if given for word in (name, given))
+    return tuple(word for name, value in options.items() if value for word in (name, value))
 
 
 def _other_python(flags: Flags, kind: Kind) -> list[str]:
@@ -269,17 +269,17 @@ def _other_python(flags: Flags, kind: Kind) -> list[str]:
         return []
     return [
         (
-            f"{shlex.join(flags.command[:2])} ...: runs as it stands, in an interpreter that must "
-            "have braid, too"
+            f"{shlex.join(flags.command[:2])} ...: runs unchanged, in an interpreter that must "
+            "also have braid"
         )
     ]
 
 
 def _notes(flags: Flags, spans_hosts: bool) -> list[str]:
     empty = [f"--{name}" for name in flags.values if BY_NAME[name].use == "none"]
-    notes = [f"{', '.join(empty)}: without meaning here, changes nothing"] if empty else []
+    notes = [f"{', '.join(empty)}: no effect here"] if empty else []
     names = ("ssh-port", "ssh-identity-file", "network-interfaces", "start-timeout")
     needless = [f"--{name}" for name in names if flags[name]]
     if needless and not spans_hosts:
-        notes.append(f"{', '.join(needless)}: changes nothing, since no hosts are named")
+        notes.append(f"{', '.join(needless)}: no effect, since no hosts are named")
     return notes

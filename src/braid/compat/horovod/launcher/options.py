@@ -3,10 +3,10 @@
     --cycle-time-ms 3.5      params:                     HOROVOD_CYCLE_TIME=3.5
                                cycle-time-ms: 3.5
 
-Problem: an option that is read in one place, named in a file in another and handed on in a third is
-sooner or later missing in one of them. Idea: a row of the table says all three.
+Problem: an option that is parsed, named in the file and passed to ranks in three places is easily
+missing in one of them. Idea: one table row for all three.
 
-Source: the documentation of horovodrun; the words are our own.
+Source: the documentation of horovodrun, in different words.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Option(NamedTuple):
     """One row of the table.
 
     Attributes:
-        flags: Flags as typed; the first long one is its name.
-        help: Effect of the option; `What` of a switch that can be negated is what it switches.
-        metavar: Placeholder of the value in the help; a switch has none.
-        variable: HOROVOD_* that it sets.
-        section: Section in the configuration file; its top level when empty.
+        flags: Flags as typed; the first long one is the option's name.
+        help: Effect of the option.
+        metavar: Placeholder of the value in the help; empty for a switch.
+        variable: HOROVOD_* variable that it sets.
+        section: Section in the configuration file; the top level when empty.
         key: Key in the section; the option's name when empty.
         negated: Whether it is a switch with a `--no-` form.
-        convert: Function from its value, or `1` and `0` of a switch, to that of the variable.
-        use: Use of the option: `here`; `none` for one without meaning here; `ask` for one that is
-            answered at once.
+        convert: Function from the option's value (`1` or `0` for a switch) to the variable's.
+        use: `here` for options with an effect, `none` for options without, `ask` for options that
+            print something and exit.
         num_values: Number of values that it takes.
     """
 
@@ -59,7 +59,7 @@ class Option(NamedTuple):
 
 
 def megabytes(text: str) -> str:
-    """Return megabytes as bytes; text that is no number is left to be refused later."""
+    """Return megabytes as bytes; return invalid text unchanged, to be refused later."""
     try:
         return str(round(float(text) * (1 << 20)))
     except (ValueError, OverflowError):
@@ -71,12 +71,12 @@ def _inverse(text: str) -> str:
 
 
 GROUPS: Mapping[str, tuple[Option, ...]] = {
-    "what to know": (
-        Option(("-h", "--help"), "show this and end", use="ask"),
-        Option(("-v", "--version"), "show the version and end", use="ask"),
-        Option(("-cb", "--check-build"), "show what there is to compute with, and end", use="ask"),
+    "information": (
+        Option(("-h", "--help"), "show this help and exit", use="ask"),
+        Option(("-v", "--version"), "show the version and exit", use="ask"),
+        Option(("-cb", "--check-build"), "show the available frameworks and exit", use="ask"),
     ),
-    "how many ranks, and where": (
+    "ranks and hosts": (
         Option(("-np", "--num-proc"), "number of ranks (default: all slots of the hosts)", "N"),
         Option(("-H", "--hosts"), "hosts with their slots, such as a:2,b:2", "HOSTS"),
         Option(("--hostfile", "-hostfile"), "file that names hosts in lines such as `a "
@@ -90,25 +90,25 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             "NAMES",
         ),
         Option(("--start-timeout",), "how long hosts may take to answer (default: 60)", "SECONDS"),
-        Option(("--disable-cache",), "hosts are looked at anew each time, as they always are"),
+        Option(("--disable-cache",), "check the hosts in each run, which is always done here"),
     ),
-    "what is shown and kept": (
-        Option(("--verbose",), "show first what is going to be started"),
+    "output": (
+        Option(("--verbose",), "show the equivalent `braid run` command first"),
         Option(("--output-filename",), "directory for logs and the record of the run", "DIR"),
-        Option(("--prefix-output-with-timestamp", "-prefix-timestamp"), "put the time before "
-                                                                        "lines"),
-        Option(("--config-file",), "YAML file with options; the command line goes before "
-                                   "it", "FILE"),
+        Option(("--prefix-output-with-timestamp", "-prefix-timestamp"), "prefix lines with the "
+                                                                        "time"),
+        Option(("--config-file",), "YAML file with options; the command line takes "
+                                   "precedence", "FILE"),
     ),
     "tensor fusion": (
         Option(
-            ("--fusion-threshold-mb",), "limit of what travels together; 0 for nothing (default: "
-                                        "128)",
+            ("--fusion-threshold-mb",), "largest batch of tensors that are sent together; 0 for "
+                                        "none (default: 128)",
             "MB", "HOROVOD_FUSION_THRESHOLD", "params", convert=megabytes,
         ),
         Option(
-            ("--cycle-time-ms",), "for how long tensors are collected (default: 1, or until one "
-                                  "is waited for where all cores compute)",
+            ("--cycle-time-ms",), "how long to collect tensors (default: 1, or if all cores "
+                                  "compute, until a rank waits for one)",
             "MS", "HOROVOD_CYCLE_TIME", "params",
         ),
         Option(
@@ -116,29 +116,29 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             "N", "HOROVOD_CACHE_CAPACITY", "params",
         ),
         Option(
-            ("--hierarchical-allreduce",), "all-reduce by hosts (default: as measured)",
+            ("--hierarchical-allreduce",), "hierarchical all-reduce (default: by measured cost)",
             variable="HOROVOD_HIERARCHICAL_ALLREDUCE", section="params", negated=True,
         ),
         Option(
-            ("--hierarchical-allgather",), "allgather by hosts, as it always goes here",
+            ("--hierarchical-allgather",), "hierarchical allgather, which is always used here",
             variable="HOROVOD_HIERARCHICAL_ALLGATHER", section="params", negated=True,
         ),
     ),
     "autotune": (
         Option(
-            ("--autotune",), "search for the best of the above",
+            ("--autotune",), "search for the best threshold and cycle time",
             variable="HOROVOD_AUTOTUNE", section="autotune", key="enabled", negated=True,
         ),
         Option(
-            ("--autotune-log-file",), "what the search has tried, as CSV",
+            ("--autotune-log-file",), "CSV file for the settings that the search has tried",
             "FILE", "HOROVOD_AUTOTUNE_LOG", "autotune", "log-file",
         ),
         Option(
-            ("--autotune-warmup-samples",), "samples to throw away (default: 3)",
+            ("--autotune-warmup-samples",), "first samples to discard (default: 3)",
             "N", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "autotune", "warmup-samples",
         ),
         Option(
-            ("--autotune-steps-per-sample",), "steps of a sample (default: 10)",
+            ("--autotune-steps-per-sample",), "steps per sample (default: 10)",
             "N", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "autotune", "steps-per-sample",
         ),
         Option(
@@ -152,7 +152,7 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
     ),
     "timeline": (
         Option(
-            ("--timeline-filename",), "write the way of every tensor there, on the host of rank 0",
+            ("--timeline-filename",), "file for the timeline of all tensors, on rank 0's host",
             "FILE", "HOROVOD_TIMELINE", "timeline", "filename",
         ),
         Option(
@@ -168,11 +168,11 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             negated=True, convert=_inverse,
         ),
         Option(
-            ("--stall-check-warning-time-seconds",), "after how long (default: 60)",
+            ("--stall-check-warning-time-seconds",), "time until the report (default: 60)",
             "SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS", "stall-check", "warning-time-seconds",
         ),
         Option(
-            ("--stall-check-shutdown-time-seconds",), "end everything after so long; 0 for never "
+            ("--stall-check-shutdown-time-seconds",), "time until the job is ended; 0 for never "
                                                       "(default: 0)",
             "SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall-check",
             "shutdown-time-seconds",
@@ -184,24 +184,24 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             "LEVEL", "HOROVOD_LOG_LEVEL", "logging", "level",
         ),
         Option(
-            ("--log-hide-timestamp", "--log-without-timestamp"), "messages never carry the time "
+            ("--log-hide-timestamp", "--log-without-timestamp"), "messages never have a timestamp "
                                                                  "here",
             variable="HOROVOD_LOG_HIDE_TIME", section="logging", key="hide-timestamp", negated=True,
         ),
         Option(("--log-with-timestamp",), "see --prefix-output-with-timestamp", use="none"),
     ),
-    "known, without meaning here": (
-        Option(("--gloo", "--use-gloo"), "ranks are connected in one way", use="none"),
-        Option(("--mpi", "--use-mpi"), "ranks are started in one way", use="none"),
+    "accepted without effect": (
+        Option(("--gloo", "--use-gloo"), "there is only one kind of connection", use="none"),
+        Option(("--mpi", "--use-mpi"), "MPI is not used", use="none"),
         Option(("--mpi-args",), "options of mpirun", "ARGS", section="library-options", use="none"),
-        Option(("--jsrun", "--use-jsrun"), "another way to start ranks", use="none"),
-        Option(("--tcp",), "of MPI", section="library-options", use="none"),
+        Option(("--jsrun", "--use-jsrun"), "jsrun is not used", use="none"),
+        Option(("--tcp",), "for MPI", section="library-options", use="none"),
         Option(
             ("--binding-args",), "cores of ranks, for MPI", "ARGS",
             section="library-options", use="none",
         ),
         Option(
-            ("--mpi-threads-disable",), "of MPI",
+            ("--mpi-threads-disable",), "for MPI",
             section="library-options", negated=True, use="none",
         ),
         Option(
@@ -209,19 +209,19 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             "HOROVOD_NUM_NCCL_STREAMS", "library-options", use="none",
         ),
         Option(
-            ("--thread-affinity",), "cores of the thread in the background", "CORES",
+            ("--thread-affinity",), "cores of the background thread", "CORES",
             "HOROVOD_THREAD_AFFINITY", "library-options", use="none",
         ),
         Option(
-            ("--gloo-timeout-seconds",), "every operation has its deadline", "SECONDS",
+            ("--gloo-timeout-seconds",), "every operation has a deadline", "SECONDS",
             "HOROVOD_GLOO_TIMEOUT_SECONDS", "library-options", use="none",
         ),
         Option(
-            ("--ccl-bgt-affinity",), "of oneCCL", "CORES", section="library-options", use="none",
+            ("--ccl-bgt-affinity",), "for oneCCL", "CORES", section="library-options", use="none",
         ),
     ),
-    "elastic runs: ranks may die and come, on this host": (
-        Option(("--min-np", "--min-num-proc"), "fewest ranks to go on with (default: -np)", "N"),
+    "elastic runs on this host": (
+        Option(("--min-np", "--min-num-proc"), "fewest ranks to continue with (default: -np)", "N"),
         Option(("--max-np", "--max-num-proc"), "most ranks (default: all slots)", "N"),
         Option(("--host-discovery-script",), "program that prints lines `localhost:SLOTS`; it runs "
                                              "every second", "FILE"),
@@ -236,9 +236,8 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             "N", "HOROVOD_RESET_LIMIT",
         ),
         Option(
-            ("--blacklist-cooldown-range",), "seconds until another rank is started for a dead "
-                                             "one, doubled each time, and the most (default: "
-                                             "never)",
+            ("--blacklist-cooldown-range",), "first and longest delay until a dead rank is "
+                                             "replaced; it doubles each time (default: never)",
             "SECONDS", num_values=2,
         ),
     ),

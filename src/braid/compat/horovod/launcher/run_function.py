@@ -1,11 +1,11 @@
 """`horovod.run(func, args, np=4)`: calls a function on several ranks.
 
-Problem: the function, its arguments and its results must reach other processes, and pickle runs
-whatever it is given. So nobody but this user may write what is read.
+Problem: the function, its arguments and its results must be sent to other processes, and unpickling
+can run any code. So only this user may be able to write the files that are read.
 
-Idea: one directory (0700) with files (0600): the function from here, a result from each rank.
-Nothing travels over the network. For ranks on other hosts the caller names a directory that all
-hosts share, and so says that whoever can write there is trusted.
+Idea: one directory (0700) with files (0600): the function from the caller, a result from each rank.
+Nothing is sent over the network. For ranks on other hosts the caller passes a directory that all
+hosts share; everyone who can write there must be trusted.
 
     caller   write function.pickle, start ranks                  read rank0.pickle, rank1.pickle
     rank r                       read, call, write rank{r}.pickle
@@ -47,7 +47,7 @@ from braid.launch.cluster.remote_shell import is_here
 
 __all__ = ["RunError", "run"]
 
-# how arguments of `run` are called on the command line, where that is not the same
+# arguments of `run` with a different name on the command line
 RENAMED: Mapping[str, str] = {
     "np": "num-proc",
     "min_num_proc": "min-np",
@@ -64,10 +64,10 @@ INSTALL = "pip install 'braid-train[horovod]'"
 
 
 class RunError(BraidError, RuntimeError):
-    """The function failed on a rank; `__cause__` is the exception that it raised there.
+    """Error of the function on a rank; `__cause__` is the exception that it raised there.
 
     Attributes:
-        rank: The rank that failed first, -1 when none is to blame.
+        rank: The rank that failed first; -1 if no rank has failed.
     """
 
     def __init__(self, message: str, *, rank: int = -1) -> None:
@@ -108,12 +108,12 @@ def run(
     """Call `func(*args, **kwargs)` on several ranks. Call this from the main thread.
 
     Args:
-        func: Function; one of `__main__`, a lambda or a closure needs cloudpickle.
+        func: Function; functions of `__main__`, lambdas and closures need cloudpickle.
         args: Positional arguments of the function.
         kwargs: Keyword arguments of the function.
         np: Number of ranks (default: all slots of the hosts, or 1).
         num_proc: Another name of `np`.
-        min_np: Refused, as the next six: members of an elastic run have no fixed results.
+        min_np: Refused, like the next six: an elastic run has no fixed list of results.
         max_np: See `min_np`.
         min_num_proc: See `min_np`.
         max_num_proc: See `min_np`.
@@ -125,23 +125,23 @@ def run(
         start_timeout: Seconds that hosts may take to answer.
         ssh_port: Port of ssh on the hosts.
         ssh_identity_file: Key for ssh.
-        disable_cache: Without effect: hosts are checked anew each time.
+        disable_cache: Without effect: hosts are checked in each run.
         output_filename: Directory for logs and the record of the run.
-        verbose: Whether to print first what is going to be started.
+        verbose: Whether to print the equivalent `braid run` command first.
         use_gloo: Without effect.
         use_mpi: Without effect.
         mpi_args: Without effect.
         network_interface: Interfaces or networks that ranks of several hosts may use, with commas.
         network_interfaces: The same, or a list.
         executable: Interpreter of the ranks; braid must be installed there.
-        shared_directory: Directory that several hosts have under this path, and in which nobody
-            writes who is not trusted. The function and the results pass through it, pickled.
+        shared_directory: Directory that all hosts have under this path, and in which only trusted
+            users can write. The function and the results are pickled into files there.
 
     Returns:
-        Results of the ranks, in their order.
+        Results of the ranks, in rank order.
 
     Raises:
-        ConfigError: Options cannot work, or the function cannot be pickled; nothing has been
+        ConfigError: Options are invalid, or the function cannot be pickled; no process has been
             started.
         RunError: The function failed on a rank.
     """
@@ -160,14 +160,14 @@ def run(
         return _call(packed, wanted, folder, verbose=bool(verbose))
 
 
-def _values(given: Mapping[str, Any]) -> dict[str, str]:
+def _values(arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return arguments of `run` as options of horovodrun.
 
     Raises:
-        ConfigError: One option is given by both of its names.
+        ConfigError: Two names of one option have different values.
     """
     values: dict[str, str] = {}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in NO_OPTIONS or value is None or value is False:
             continue
         option = RENAMED.get(name, name.replace("_", "-"))
@@ -182,18 +182,18 @@ def _values(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _plan(values: Mapping[str, str], folder: Path, executable: str | None) -> Launch:
-    """Return the job whose ranks read the function from `folder`."""
+    """Return the job with ranks that read the function from `folder`."""
     command = (executable or "python", *RUNNER, json.dumps([str(folder)]))
-    paths = _search_path(own=executable is None)
+    paths = _search_path(is_current=executable is None)
     flags = Flags(values=values, command=command)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return job_of(flags, environ, lambda _word: executable is None)
 
 
-def _search_path(*, own: bool) -> list[str]:
-    """Return the search path of a rank; another interpreter has libraries of its own."""
+def _search_path(*, is_current: bool) -> list[str]:
+    """Return the search path of ranks; without this interpreter's libraries for another one."""
     paths = [path or str(Path.cwd()) for path in sys.path]
-    if own:
+    if is_current:
         return paths
     named = sysconfig.get_paths()
     roots = [named[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -219,28 +219,28 @@ def _packed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     by_name = dumps is pickle.dumps
     if by_name and (target.startswith("__main__:") or "<" in target):
         msg = (
-            f"{target} is no function at the top level of a module: move it into a file of its "
-            f"own and import it, or {INSTALL}, which brings cloudpickle"
+            f"{target} is not a function at the top level of a module: move it into a separate "
+            f"file and import it, or {INSTALL}, which installs cloudpickle"
         )
         raise ConfigError(msg)
     try:
         return bytes(dumps((func, tuple(args), dict(kwargs))))
     except Exception as exc:
-        way = f"; {INSTALL} brings cloudpickle, which can do more" if by_name else ""
+        way = f"; {INSTALL} installs cloudpickle, which can pickle more" if by_name else ""
         msg = f"{target} and its arguments cannot be pickled: {exc}{way}"
         raise ConfigError(msg) from exc
 
 
 @contextlib.contextmanager
 def _directory(shared: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """Make a directory for this user alone."""
+    """Create a temporary directory that only this user can access."""
     try:
         folder = tempfile.mkdtemp(prefix="braid-run-", dir=shared)
     except OSError as exc:
         msg = f"directory in {shared or tempfile.gettempdir()} cannot be made: {exc.strerror}"
         raise ConfigError(msg) from exc
     try:
-        yield Path(folder).absolute()  # the function may go elsewhere
+        yield Path(folder).absolute()  # the function may change the working directory
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -259,7 +259,7 @@ def _check_reach(wanted: Launch, shared: str | os.PathLike[str] | None) -> None:
 
 
 def _failure(outcome: Outcome, folder: Path) -> BaseException:
-    """Return the error for a run that has failed."""
+    """Return the exception for a failed run."""
     if outcome.exit_code == 128 + signal.SIGINT and not outcome.cause:
         return KeyboardInterrupt()
     for cause in outcome.cause:
@@ -271,7 +271,7 @@ def _failure(outcome: Outcome, folder: Path) -> BaseException:
 
 def _error(ended: Ended, rank: int) -> RunError:
     error = RunError(f"rank {rank}: {ended.summary}\n\n{ended.stack}", rank=rank)
-    with contextlib.suppress(Exception):  # an exception that cannot be made again
+    with contextlib.suppress(Exception):  # an exception that cannot be unpickled
         error.__cause__ = loads(ended.value) if ended.value else None
     return error
 
@@ -286,5 +286,5 @@ def _result(folder: Path, rank: int) -> Any:
     try:
         return loads(ended.value)
     except Exception as exc:
-        msg = f"what rank {rank} returned cannot be read here: {exc}"
+        msg = f"the result of rank {rank} cannot be unpickled here: {exc}"
         raise RunError(msg, rank=rank) from exc

@@ -1,7 +1,7 @@
-"""Slots of an elastic run of horovodrun: what a discovery script lists, less slots that rest.
+"""Slots of an elastic run of horovodrun: slots from a discovery script, minus blocked slots.
 
-The script runs every second in the background of the launcher. What it does wrong before the ranks
-start is an error; later it is a notice, once, and the slots stay as they were.
+The launcher runs the script every second in the background. If it fails before the ranks start,
+that is an error. Later failures are a notice, once each, and the slots do not change.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from braid.runtime.clock import Clock, MonotonicClock
 __all__ = ["HostSlots", "ScriptRun", "discovered"]
 
 PERIOD_S = 1.0
-LOOK_S = 0.05  # while a script runs
-SCRIPT_LIMIT_S = 30.0  # Horovod's
+LOOK_S = 0.05  # between checks while a script runs
+SCRIPT_LIMIT_S = 30.0  # as in Horovod
 MAX_OUTPUT_BYTES = 1 << 20
 
 
 class ScriptRun(AbstractContextManager["ScriptRun"]):
-    """One run of a discovery script, without its input; closing it ends all of its processes.
+    """One run of a discovery script without standard input; closing it ends all its processes.
 
     Args:
-        script: Command, as for a shell.
+        script: Shell command.
         clock: Time source.
-        limit_s: Seconds that it may take.
+        limit_s: Longest time of the run in seconds.
     """
 
     def __init__(self, script: str, clock: Clock, limit_s: float = SCRIPT_LIMIT_S) -> None:
@@ -55,15 +55,15 @@ class ScriptRun(AbstractContextManager["ScriptRun"]):
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._errors,
-                start_new_session=True,  # so that its children can be ended, too
+                start_new_session=True,  # so that its child processes can also be ended
             )
             self._stack = stack.pop_all()
 
     def poll(self) -> str | None:
-        """Return the output when the script has ended; None while it runs.
+        """Return the output once the script has ended; None while it runs.
 
         Raises:
-            ConfigError: It has failed, takes too long or prints too much.
+            ConfigError: The script has failed, takes too long or prints too much.
         """
         code = self._process.poll()
         if os.fstat(self._output.fileno()).st_size > MAX_OUTPUT_BYTES:
@@ -95,7 +95,7 @@ def discovered(
     """Run a discovery script, and return the hosts that it lists.
 
     Raises:
-        ConfigError: The script fails, takes too long or prints other lines.
+        ConfigError: The script fails, takes too long or prints invalid lines.
     """
     clock = MonotonicClock()
     with ScriptRun(script, clock, limit_s) as run:
@@ -117,7 +117,7 @@ class HostSlots(AbstractContextManager["HostSlots"]):
         self._clock = clock or MonotonicClock()
         self._num_listed = plan.num_ranks
         self._num_given = plan.num_ranks
-        self._resting_ns: list[float] = []  # when slots can be used again
+        self._resting_ns: list[float] = []  # times at which blocked slots can be used again
         self._num_losses = 0
         self._run: ScriptRun | None = None
         self._next_ns = self._clock.after_ns(PERIOD_S)
@@ -129,7 +129,7 @@ class HostSlots(AbstractContextManager["HostSlots"]):
         return self._clock.after_ns(LOOK_S) if self._run is not None else self._next_ns
 
     def lost(self) -> None:
-        """Leave a slot out, for twice as long as the one before."""
+        """Block a slot, for twice the time of the previous one."""
         rests_ns = float("inf")
         if self._plan.cooldown_s is not None:
             low, high = self._plan.cooldown_s
@@ -139,7 +139,7 @@ class HostSlots(AbstractContextManager["HostSlots"]):
         self._resting_ns.append(rests_ns)
 
     def poll(self) -> tuple[int | None, str]:
-        """Return the number of slots if it has changed, and a notice; never block."""
+        """Return the number of slots if it has changed, and a notice; do not block."""
         notice = self._look()
         now_ns = self._clock.now_ns()
         self._resting_ns = [end_ns for end_ns in self._resting_ns if end_ns > now_ns]
@@ -153,7 +153,7 @@ class HostSlots(AbstractContextManager["HostSlots"]):
         return number, notice
 
     def _look(self) -> str:
-        """Start the script when it is due, or read what it has printed; return a new problem."""
+        """Start the script when it is due, or read its output; return a new problem as text."""
         now_ns = self._clock.now_ns()
         if self._run is None and now_ns < self._next_ns:
             return ""

@@ -1,4 +1,4 @@
-"""Horovod's front for torch: `import braid.compat.horovod.torch as hvd`."""
+"""Horovod's API for torch: `import braid.compat.horovod.torch as hvd`."""
 
 from braid.compat.horovod.basics import (
     ccl_built,

@@ -1,7 +1,7 @@
-"""Adasum over the changes of optimizers: each rank takes its own step, the changes are combined.
+"""Adasum of parameter changes: each rank takes a local step, and the changes are combined.
 
-Optimizers with momentum or with a norm of their own change parameters by something that is not
-their gradient; what has to be combined is that change.
+Optimizers with momentum or normalization change parameters by another amount than the gradient; so
+Adasum must combine these changes instead of gradients.
 
     before = p;  step();  change = p - before;  p = before + Adasum(changes of all ranks)
 
@@ -27,12 +27,12 @@ __all__ = ["AdasumSteps"]
 
 
 class AdasumSteps:
-    """Takes the steps of one optimizer.
+    """Takes local steps of one optimizer, and combines their changes over the ranks.
 
     Args:
         names: Names of the optimizer's parameters.
-        compression: Format in which changes travel.
-        passes: Backwards before each step; without effect, since gradients stay local.
+        compression: Format in which changes are sent.
+        passes: Number of backwards before each step; without effect, since gradients stay local.
         process_set: Ranks that take part.
 
     Attributes:
@@ -56,7 +56,7 @@ class AdasumSteps:
         self.process_set = process_set
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Take a step on all ranks together."""
+        """Take a step, and add the Adasum of all ranks' changes to the old parameters."""
         if not self.process_set.included():
             step()
             return

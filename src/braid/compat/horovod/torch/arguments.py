@@ -1,8 +1,8 @@
-"""Checks of arguments of operations; what is wrong is an error on the caller's rank and the others.
+"""Checks of operations' arguments; an invalid argument raises an error on all ranks.
 
-Problem: a rank that raises on its own arguments never starts its operation, and the ranks that
-passed right ones wait for it. Idea: the rank sends the reason in place of the operation, so that
-the other ranks' operation of that name ends with it.
+Problem: if one rank raises because of its arguments, it never starts its operation, and the ranks
+with valid arguments wait for it. Idea: the rank sends the error instead of the operation, so that
+the other ranks' operation of that name fails with the same error.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ __all__ = [
     "splits_of",
 ]
 
-LONGEST_REASON = 1000  # characters that travel
+LONGEST_REASON = 1000  # characters that are sent
 
 
 class CallArguments(NamedTuple):
-    """Arguments of an operation beside its tensors.
+    """Arguments of an operation, in addition to its tensors.
 
     Attributes:
         name: Name that the caller has passed.
         process_set: Ranks that take part.
-        grouped: Whether the operation takes several tensors, which belong together.
+        grouped: Whether the operation takes a group of several tensors.
         op: Reduction; Average when None.
         average: Older form of `op`.
         factors: Factors before and after the reduction.
@@ -55,7 +55,7 @@ class CallArguments(NamedTuple):
 
 @contextlib.contextmanager
 def refused_on_all(kind: str, call: CallArguments) -> Iterator[None]:
-    """Refuse an operation on all ranks of a set if its arguments are refused inside the context.
+    """Refuse an operation on all ranks of a set if the context raises an exception.
 
     Args:
         kind: Kind of operation, as in its name.
@@ -64,7 +64,7 @@ def refused_on_all(kind: str, call: CallArguments) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(BraidError, AttributeError):  # there may be no such set or name
+        with contextlib.suppress(BraidError, AttributeError):  # set or name may be invalid
             member = call.process_set.member
             base = member.name(kind, call.name)
             reason = f"{type(error).__name__}: {error}"
@@ -78,10 +78,10 @@ def refused_on_all(kind: str, call: CallArguments) -> Iterator[None]:
 
 
 def check_tensor(tensor: Any) -> None:
-    """Check that the memory of a tensor can be sent.
+    """Check that a tensor can be sent.
 
     Raises:
-        ConfigError: It is no tensor, or does not lie in memory as ordinary tensors do.
+        ConfigError: It is not a tensor, is not dense, or has no valid memory.
     """
     if not isinstance(tensor, torch.Tensor):
         msg = f"operations work on tensors, got {type(tensor).__name__}: pass torch.tensor(...)"
@@ -101,17 +101,17 @@ def check_tensor(tensor: Any) -> None:
     nbytes = tensor.untyped_storage().nbytes()
     if tensor.numel() and (last + 1) * tensor.element_size() > nbytes:
         msg = (
-            f"tensor of shape {list(tensor.shape)} reaches behind the {nbytes} bytes of its "
-            "memory, which may have been freed"
+            f"tensor of shape {list(tensor.shape)} exceeds the {nbytes} bytes of its memory, "
+            "which may have been freed"
         )
         raise ConfigError(msg)
 
 
 def check_tensors(tensors: Any) -> None:
-    """Check tensors of a grouped operation.
+    """Check the tensors of a grouped operation.
 
     Raises:
-        ConfigError: There is none, or one of them cannot be sent.
+        ConfigError: The list is empty, or one of the tensors cannot be sent.
     """
     if not isinstance(tensors, list | tuple):
         msg = f"grouped operations work on a list of tensors, got {type(tensors).__name__}"
@@ -124,14 +124,14 @@ def check_tensors(tensors: Any) -> None:
 
 
 def factor(value: Any, what: str) -> float:
-    """Return a factor before or after a reduction.
+    """Return a prescale or postscale factor as a float.
 
     Raises:
-        ConfigError: It is no number.
+        ConfigError: The value is not a number.
     """
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of tensors
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError of tensors
         number = math.nan
     if math.isnan(number):
         msg = f"{what} must be a number, got {repr(value)[:100]}"
@@ -156,12 +156,12 @@ def splits_of(tensor: torch.Tensor, splits: Any, size: int) -> tuple[int, ...]:
     """Return the number of rows for each of `size` ranks.
 
     Args:
-        tensor: Tensor whose rows are sent.
-        splits: Numbers that the caller has passed; equal ones when None.
+        tensor: Tensor with the rows to send.
+        splits: Numbers of rows from the caller; equal numbers when None.
         size: Number of ranks.
 
     Raises:
-        ConfigError: The rows cannot be shared so.
+        ConfigError: The splits do not fit the rows or the ranks.
     """
     rows = tensor.shape[0] if tensor.dim() else -1
     if splits is None:
@@ -184,9 +184,9 @@ def splits_of(tensor: torch.Tensor, splits: Any, size: int) -> tuple[int, ...]:
 
 
 def _whole_numbers(splits: Any) -> tuple[int, ...]:
-    given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+    numbers = splits.tolist() if isinstance(splits, torch.Tensor) else splits
     try:
-        shares = tuple(operator.index(share) for share in given)
+        shares = tuple(operator.index(share) for share in numbers)
     except TypeError as error:
         what = type(splits).__name__
         if isinstance(splits, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Compression: gradients are 16-bit floats while they travel."""
+"""Compression: gradients are sent as 16-bit floats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "Non
 
 
 class Compressor:
-    """Base of changes to a tensor before it is sent and after it is received."""
+    """Base of conversions of a tensor before sending and after receiving."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
@@ -22,7 +22,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Compressor that leaves tensors as they are."""
+    """Compressor that does not change tensors."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
@@ -41,7 +41,7 @@ class _Cast(Compressor):
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
-        """Return floats in 16 bits; other dtypes stay."""
+        """Return floating-point tensors in 16 bits, and others unchanged."""
         if tensor.dtype.is_floating_point:
             return tensor.to(cls.dtype), tensor.dtype
         return tensor, None

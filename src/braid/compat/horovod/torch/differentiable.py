@@ -1,7 +1,7 @@
-"""Synchronous operations. Those that return new tensors can be differentiated, on all ranks alike.
+"""Synchronous operations. Operations that return new tensors are differentiable.
 
-Gradients have Horovod's meaning: that of a reduction is reduced in the same way; those of allgather
-and broadcast are averaged, as if the loss were the mean of all ranks' losses.
+Gradients are as in Horovod: the gradient of a reduction is reduced in the same way; gradients of
+allgather and broadcast are averaged, as if the loss were the mean of all ranks' losses.
 
     y = allreduce(x, op, pre, post)   dx = allreduce(dy, op, pre, post)      Sum, Average, Adasum
     y = allgather(x)                  dx = rows of x in the average of dy
@@ -58,8 +58,8 @@ def allreduce(
     Args:
         tensor: Tensor of the same shape and dtype on all ranks.
         average: Older form of `op`.
-        name: Name by which ranks find each other's operation.
-        compression: Format in which the tensor travels.
+        name: Name that matches the operations of all ranks.
+        compression: Format in which the tensor is sent.
         op: Reduction; Average when None.
         prescale_factor: Factor before the reduction.
         postscale_factor: Factor after it.
@@ -80,7 +80,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce in the place of `tensor`, like `allreduce`; cannot be differentiated."""
+    """Reduce `tensor` in place, like `allreduce`; not differentiable."""
     handle = under_way.allreduce_async_(
         tensor, average, name, op, prescale_factor, postscale_factor, process_set
     )
@@ -113,7 +113,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors in their places; cannot be differentiated."""
+    """Reduce several tensors together in place; not differentiable."""
     handle = under_way.grouped_allreduce_async_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set
     )
@@ -124,7 +124,7 @@ def grouped_allreduce_(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Return the rows of all ranks behind each other; see `allgather_async`."""
+    """Return the concatenated rows of all ranks; see `allgather_async`."""
     y: tuple[torch.Tensor]
     y = _AllGather.apply(CallArguments(name, process_set), tensor)  # type: ignore[no-untyped-call]
     return y[0]
@@ -146,7 +146,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the root's tensor as a new one; see `broadcast_async`."""
+    """Return a new tensor with the root's values; see `broadcast_async`."""
     y: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
     return y
 
@@ -157,7 +157,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Broadcast in the place of `tensor`; cannot be differentiated."""
+    """Broadcast into `tensor` in place; not differentiable."""
     y: torch.Tensor = synchronize(under_way.broadcast_async_(tensor, root_rank, name, process_set))
     return y
 
@@ -168,7 +168,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows to each rank, and return those from each rank; see `alltoall_async`.
+    """Send rows to each rank, and return the rows from each rank; see `alltoall_async`.
 
     Returns:
         Received rows; with `splits` also the number of rows from each rank.
@@ -217,7 +217,7 @@ def _reduced(
     compression: type[Compressor],
     call: CallArguments,
 ) -> list[torch.Tensor]:
-    """Return reduced tensors, which travel compressed."""
+    """Return reduced tensors; they are sent in compressed form."""
     with refused_on_all(reduction.kind, call):
         chosen = call._replace(op=chosen_op(call.op, call.average), average=None)
         pairs = [compression.compress(tensor) for tensor in tensors]
@@ -249,8 +249,8 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         _check_linear(ctx.call.op)
-        given = [grad.contiguous() for grad in grads]
-        y = _AllReduce.apply(ctx.call._replace(name=None), *given)  # type: ignore[no-untyped-call]
+        contiguous = [grad.contiguous() for grad in grads]
+        y = _AllReduce.apply(ctx.call._replace(name=None), *contiguous)  # type: ignore[no-untyped-call]
         return None, *y
 
 
@@ -263,10 +263,10 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Return this rank's rows of the averages of the gradients of gathered tensors."""
+        """Return this rank's rows of the averaged gradients of the gathered tensors."""
         process_set = ctx.process_set
-        given = [grad.contiguous() for grad in grads]
-        average = grouped_allreduce(given, op=Average, process_set=process_set)
+        contiguous = [grad.contiguous() for grad in grads]
+        average = grouped_allreduce(contiguous, op=Average, process_set=process_set)
         table = allgather(torch.tensor([ctx.rows]), process_set=process_set)
         before = table[: process_set.rank()].sum(0).tolist()
         places = zip(average, before, ctx.rows, strict=True)
@@ -328,5 +328,5 @@ class _ReduceScatter(torch.autograd.Function):
         op, process_set = ctx.call.op, ctx.call.process_set
         _check_linear(op)
         factor = math.prod(ctx.call.factors) * (process_set.size() if op is Sum else 1)
-        given = [grad.contiguous() * factor for grad in grads]
-        return None, *grouped_allgather(given, process_set=process_set)
+        scaled = [grad.contiguous() * factor for grad in grads]
+        return None, *grouped_allgather(scaled, process_set=process_set)

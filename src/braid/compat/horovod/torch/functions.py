@@ -1,4 +1,4 @@
-"""Equal state on all ranks: parameters, optimizers and objects, from one rank or of all."""
+"""Broadcast of parameters, optimizer states and objects, and allgather of objects."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def broadcast_parameters(
     """Copy the root's tensors to all ranks, in place.
 
     Args:
-        params: A state dict, or named parameters; None values are left out.
+        params: A state dict, or named parameters; None values are skipped.
         root_rank: Global rank of the root.
         process_set: Ranks that take part.
 
     Raises:
-        ConfigError: A value is no tensor.
-        HorovodInternalError: Ranks have other names, or shapes.
+        ConfigError: A value is not a tensor.
+        HorovodInternalError: Names or shapes differ between ranks.
     """
     with refused_on_all("allgather", CallArguments(None, process_set)):
         named = _named(params)
@@ -62,10 +62,10 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Copy the root's optimizer state and options to all ranks, whatever they have.
+    """Copy the root's optimizer state and options to all ranks, replacing theirs.
 
-    As in Horovod, an optimizer without state gets the state that it begins with, and gradients of
-    zeros. Parameters stay as they are.
+    As in Horovod, an optimizer without state first gets its initial state, and zero gradients.
+    Parameters are not changed.
 
     Args:
         optimizer: Optimizer over the same parameters on all ranks.
@@ -74,7 +74,7 @@ def broadcast_optimizer_state(
         process_set: Ranks that take part.
 
     Raises:
-        ConfigError: The optimizer is LBFGS, whose state is not one of parameters.
+        ConfigError: The optimizer is LBFGS, which does not keep its state by parameter.
     """
     del model
     with refused_on_all("broadcast", CallArguments("object.optimizer.size", process_set)):
@@ -104,16 +104,16 @@ def broadcast_object(
     *,
     allow_pickle: bool | None = None,
 ) -> Any:
-    """Return the root's object, on all ranks.
+    """Return the root's object on all ranks.
 
-    None, numbers, text, bytes, lists, tuples, sets and dictionaries of them travel as they are.
-    Anything else is pickled, if that is allowed: whoever can send to this job could then run code
-    in it.
+    None, numbers, text, bytes, lists, tuples, sets and dictionaries of these are sent as plain
+    data. Other objects are pickled if that is allowed: everyone who can send to this job can then
+    run code in it.
 
     Args:
-        obj: Object on the root; ignored elsewhere.
+        obj: Object on the root; ignored on other ranks.
         root_rank: Global rank of the root.
-        name: Name by which ranks find each other's operation.
+        name: Name that matches the operations of all ranks.
         process_set: Ranks that take part.
         allow_pickle: Whether pickling is allowed, on all ranks; when None, whether
             BRAID_HOROVOD_ALLOW_PICKLE is 1.
@@ -146,15 +146,15 @@ def allgather_object(
     *,
     allow_pickle: bool | None = None,
 ) -> list[Any]:
-    """Return the objects of all ranks, in their order; see `broadcast_object`."""
+    """Return the objects of all ranks, in rank order; see `broadcast_object`."""
     allowed = _allowed(allow_pickle)
     member = process_set.member
     base = member.name("objects", name)
     data, error = _packed(obj, allowed)
     size = torch.tensor([len(data) if error is None else -len(data)])
     sizes = allgather(size, f"{base}.size", process_set).tolist()
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    whole = allgather(own, f"{base}.data", process_set)
+    local = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    whole = allgather(local, f"{base}.data", process_set)
     if error is not None:
         raise error
     parts = torch.split(whole, [abs(size) for size in sizes])
@@ -165,23 +165,23 @@ def allgather_object(
 
 
 def _named(params: Named) -> list[tuple[str, torch.Tensor]]:
-    """Return tensors by name; None values are left out.
+    """Return (name, tensor) pairs; None values are skipped.
 
     Raises:
-        ConfigError: A value is no tensor.
+        ConfigError: A value is not a tensor.
     """
     try:
         pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
         named = [(str(name), value) for name, value in pairs if value is not None]
     except (TypeError, ValueError) as error:
-        msg = f"tensors must come by name, as a state dict or pairs of name and tensor: {error}"
+        msg = f"tensors must be a state dict, or pairs of name and tensor: {error}"
         raise ConfigError(msg) from error
     wrong = [
         f"{name!r} ({type(x).__name__})" for name, x in named if not isinstance(x, torch.Tensor)
     ]
     if wrong:
         msg = (
-            "tensors must come by name, as state_dict() and named_parameters() have them, got "
+            "tensors must have names, as in state_dict() and named_parameters(), got "
             f"{', '.join(wrong[:5])}"
         )
         raise ConfigError(msg)
@@ -189,22 +189,22 @@ def _named(params: Named) -> list[tuple[str, torch.Tensor]]:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Check that the state of an optimizer is one of parameters.
+    """Check that an optimizer keeps its state by parameter.
 
     Raises:
-        ConfigError: It is that of LBFGS.
+        ConfigError: The optimizer is LBFGS.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         msg = (
             "LBFGS does not keep its state by parameter: use another optimizer, or broadcast "
-            "what you need by broadcast_object"
+            "its state with broadcast_object"
         )
         raise ConfigError(msg)
 
 
 @torch.no_grad()
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer's state by a step that leaves parameters unchanged."""
+    """Create an optimizer's state with a step that does not change parameters."""
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"] if p.requires_grad]
     values = [param.clone() for param in params]
@@ -241,13 +241,13 @@ def _allowed(allow_pickle: bool | None) -> bool:
 
 
 def _packed(obj: Any, allowed: bool) -> tuple[bytes, ConfigError | None]:
-    """Return an object's bytes, or the reason why there are none."""
+    """Return an object's bytes; or an error's text as bytes, and the error."""
     try:
         return encode(obj, allow_pickle=allowed), None
     except ConfigError as error:
-        why = f"{error}; scripts that cannot say so: set {PICKLE_SWITCH}=1 for all ranks"
+        why = f"{error}; or set {PICKLE_SWITCH}=1 for all ranks"
         return why.encode(), ConfigError(why)
-    except Exception as error:  # noqa: BLE001 - of pickle and of the object; the others must know
+    except Exception as error:  # noqa: BLE001 - any error must reach the other ranks
         why = f"object of type {type(obj).__name__} cannot be sent: {type(error).__name__}: {error}"
         return encodable(why).encode(), ConfigError(why)
 
@@ -261,15 +261,15 @@ def _unpacked(data: torch.Tensor, failed: bool, rank: int, allowed: bool) -> Any
 
 
 def _compare(names: list[str], process_set: ProcessSet) -> None:
-    """Refuse names that differ between ranks, which otherwise wait for each other for ever."""
+    """Refuse names that differ between ranks, since their operations would never match."""
     digests = allgather(torch.tensor([text_digest("\n".join(names))]), process_set=process_set)
     if len(set(digests.tolist())) == 1:
         return
     everybody = allgather_object(names, process_set=process_set)
     common = set.intersection(*map(set, everybody))
     extra = [
-        f"rank {rank} has {', '.join(map(repr, sorted(set(own) - common)[:5])) or 'another order'}"
-        for rank, own in zip(process_set.member.ranks, everybody, strict=True)
+        f"rank {rank} has {', '.join(map(repr, sorted(set(listed) - common)[:5])) or 'another order'}"
+        for rank, listed in zip(process_set.member.ranks, everybody, strict=True)
     ]
     msg = f"tensors must have the same names, in one order, on all ranks, but {'; '.join(extra)}"
     raise HorovodInternalError(msg)
@@ -279,14 +279,14 @@ _TENSOR = "tensor number"
 
 
 def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the state with numbers in place of tensors, which are added to `tensors`."""
+    """Return the state with tensors replaced by numbers; append the tensors to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {_TENSOR: len(tensors) - 1}
     if isinstance(value, Mapping):
-        return {key: _outline(each, tensors) for key, each in value.items()}
+        return {key: _outline(item, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_outline(each, tensors) for each in value)
+        return type(value)(_outline(item, tensors) for item in value)
     return value
 
 
@@ -294,7 +294,7 @@ def _filled(outline: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(outline, dict):
         if set(outline) == {_TENSOR}:
             return tensors[outline[_TENSOR]]
-        return {key: _filled(each, tensors) for key, each in outline.items()}
+        return {key: _filled(item, tensors) for key, item in outline.items()}
     if isinstance(outline, list | tuple):
-        return type(outline)(_filled(each, tensors) for each in outline)
+        return type(outline)(_filled(item, tensors) for item in outline)
     return outline

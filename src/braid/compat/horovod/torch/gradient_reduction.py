@@ -1,10 +1,10 @@
-"""Gradients of an optimizer, reduced by name through the engine while backward goes on.
+"""Gradients of an optimizer, reduced by name through the engine during backward.
 
     backward    hook of p: submit "gradient.p"          (any order, any thread)
-    finish      submit what no hook has submitted, wait for all
+    finish      submit the remaining gradients, wait for all
 
-The parts of `braid.parallel.gradients` serve here as far as they fit an engine that agrees on names
-instead of buckets: `GradientHooks`, and gradients that live in memory that all ranks read
+The engine agrees on names instead of buckets. So this module uses only a part of
+`braid.parallel.gradients`: `GradientHooks`, and gradients in memory that all ranks can read
 (`shared_grads`).
 """
 
@@ -33,9 +33,9 @@ from braid.parallel.gradients.gradient_hooks import GradientListener
 
 __all__ = ["TOO_EARLY", "GradientReduction"]
 
-COLLECTED_BYTES = 1 << 20  # of gradients that are submitted at once
+COLLECTED_BYTES = 1 << 20  # gradients that are submitted together
 TOO_EARLY = (
-    "zero_grad() was called between backward and step, while gradients are under way: call it "
+    "zero_grad() was called between backward and step, while gradients are in flight: call it "
     "before backward, or after step() or synchronize()"
 )
 IS_SPARSE = "the gradient is sparse on this rank"
@@ -47,16 +47,17 @@ class GradientReduction(GradientListener):
 
     Args:
         names: Names of the parameters.
-        compression: Format in which gradients travel.
+        compression: Format in which gradients are sent.
         op: Average or Sum.
-        predivide: Part of the division of an average that happens before the sum.
-        groups: Parameters whose gradients are reduced together.
-        sparse_as_dense: Reduce sparse gradients as dense ones, and make the results sparse.
+        predivide: Factor of an average's division that is applied before the sum.
+        groups: Groups of parameters with gradients that are reduced together.
+        sparse_as_dense: Whether to reduce sparse gradients as dense ones, and return sparse ones.
         process_set: Ranks that take part.
-        only_sparse: Whether the optimizer takes sparse gradients alone.
+        only_sparse: Whether the optimizer accepts only sparse gradients.
 
-    Whether the gradients of a parameter are sparse shows with the first. A rank without one guesses
-    that they are dense; ranks with a sparse one refuse that, and the rank starts a sparse one, too.
+    The first gradient of a parameter shows whether its gradients are sparse. A rank without a
+    gradient assumes that they are dense. If another rank has a sparse one, it refuses that, and the
+    rank also starts a sparse reduction.
 
     Attributes:
         names: Names of the parameters.
@@ -64,7 +65,7 @@ class GradientReduction(GradientListener):
         op: Average or Sum.
         process_set: Ranks that take part.
         under_way: Handle, index in the handle and context of the compression, by parameter.
-        is_synchronized: Whether gradients have been waited for since the last step.
+        is_synchronized: Whether `finish` was called since the last step.
         synchronizes: False inside of `skip_synchronize()`.
     """
 
@@ -93,15 +94,15 @@ class GradientReduction(GradientListener):
         self._groups = {param: tuple(group) for group in groups for param in group}
         self.passes = 1
         self._left: dict[nn.Parameter, int] = {}
-        self._guessed: set[nn.Parameter] = set()  # under way as dense ones
-        self._ready: Points = {}  # of groups that are not complete
+        self._guessed: set[nn.Parameter] = set()  # in flight, assumed to be dense
+        self._ready: Points = {}  # gradients of incomplete groups
         self.under_way: dict[nn.Parameter, tuple[Pending, int, Any]] = {}
         self.is_synchronized = False
         self.synchronizes = True
         self._shared: SharedGrads | None = None
-        self._engine: Fusion | None = None  # of the gradients that are under way
+        self._engine: Fusion | None = None  # engine of the gradients in flight
         self._requests: dict[nn.Parameter, tuple[object, Request]] = {}
-        self._lock = threading.RLock()  # a compression may wait for operations of its own
+        self._lock = threading.RLock()  # a compression may submit operations and wait for them
         self._collected: Points = {}
         self._nbytes = 0
         self._records = ParamTable.named((name, param) for param, name in names.items()).records
@@ -117,7 +118,7 @@ class GradientReduction(GradientListener):
         return [param for param in self.names if param.requires_grad]
 
     def _use_engine(self, engine: Fusion) -> None:
-        """Allocate gradients for this engine: hvd.init() after hvd.shutdown() makes another one."""
+        """Allocate gradients for this engine; hvd.init() after hvd.shutdown() creates a new one."""
         self._engine = engine
         if self._compression is NoneCompressor and (
             self._shared is None or self._shared.engine is not engine
@@ -134,7 +135,7 @@ class GradientReduction(GradientListener):
             self._forget()
 
     def _forget(self) -> None:
-        """Begin with no gradients under way."""
+        """Forget all gradients in flight."""
         self.under_way.clear()
         self._collected.clear()
         self._ready.clear()
@@ -142,13 +143,13 @@ class GradientReduction(GradientListener):
         self._left = dict.fromkeys(self.names, self.passes)
 
     def set_passes(self, passes: int) -> None:
-        """Reduce in every so many backwards."""
+        """Reduce gradients in every `passes`-th backward."""
         raise_all(below(1, backward_passes_per_step=passes))
         self.passes = passes
         self._left = dict.fromkeys(self.names, passes)
 
     def on_gradient(self, position: int, /) -> None:
-        """Count a gradient that a backward has accumulated, in any of autograd's threads."""
+        """Count an accumulated gradient; called in any of autograd's threads."""
         param = self._records[position].param
         with self._lock:
             self._drop_lost()
@@ -188,7 +189,7 @@ class GradientReduction(GradientListener):
             self._submit_sparse(param, grad)
             return
         if is_missing and not (self._sparse_as_dense or param in self._dense):
-            self._send({param: mark(grad)})  # alone, since the others may refuse it
+            self._send({param: mark(grad)})  # separately, since other ranks may refuse it
             self._guessed.add(param)
             return
         if not self._collected:
@@ -204,13 +205,13 @@ class GradientReduction(GradientListener):
         self._sparse.add(param)
 
     def _refuse_dense(self, param: nn.Parameter) -> None:
-        """Tell ranks that have no gradient of a parameter yet that it is sparse."""
+        """Refuse a dense reduction on ranks that have no gradient of a sparse parameter yet."""
         refused = Request(self._name(param), "all_reduce", refusal=IS_SPARSE)
         with translated():
             self.process_set.member.engine.refuse(refused)
 
     def _finish_guesses(self) -> None:
-        """Start sparse reductions of parameters whose gradients are sparse on other ranks."""
+        """Start sparse reductions of parameters that other ranks have sparse gradients for."""
         guessed, self._guessed = self._guessed, set()
         for param in guessed:
             handle, _, _ = self.under_way[param]
@@ -223,7 +224,7 @@ class GradientReduction(GradientListener):
                 self._submit_sparse(param, param.grad)
 
     def flush(self) -> None:
-        """Submit collected gradients: once for many small ones wakes the engine's thread once."""
+        """Submit all collected gradients together, which wakes the engine's thread only once."""
         with self._lock:
             points, self._collected, self._nbytes = self._collected, {}, 0
             if points:
@@ -232,7 +233,7 @@ class GradientReduction(GradientListener):
 
     @torch.no_grad()
     def _send(self, points: Points, group: str = "") -> None:
-        """Submit gradients, each of which is there behind its point.
+        """Submit gradients, each with the CUDA event after its computation.
 
         Hooks of one backward may run on several streams.
         """
@@ -255,7 +256,7 @@ class GradientReduction(GradientListener):
     def _request(
         self, param: nn.Parameter, shared: SharedGrad, group: str, group_size: int
     ) -> Request:
-        """Return the request of a gradient; the same object in every step while nothing changes."""
+        """Return the request of a gradient, cached while its tensor's properties do not change."""
         x = shared.tensor
         key = x.shape, x.dtype, x.device, shared.place, shared.strides, group_size
         known = self._requests.get(param)
@@ -276,7 +277,7 @@ class GradientReduction(GradientListener):
         return known[1]
 
     def _packed(self, param: nn.Parameter) -> tuple[SharedGrad, Any]:
-        """Return what travels, and what its decompression needs."""
+        """Return the tensor to send, and the context for its decompression."""
         if self._shared is not None:
             return self._shared.move_in(param), None
         assert param.grad is not None  # as above
@@ -285,7 +286,7 @@ class GradientReduction(GradientListener):
 
     def _gradient(self, param: nn.Parameter) -> torch.Tensor:
         grad = param.grad
-        if grad is None:  # others may have one
+        if grad is None:  # other ranks may have one
             is_sparse = param in self._sparse
             grad = param.grad = _empty_sparse(param) if is_sparse else torch.zeros_like(param)
         if grad.is_sparse and (self._sparse_as_dense or param in self._groups):
@@ -295,18 +296,18 @@ class GradientReduction(GradientListener):
 
     @property
     def has_begun(self) -> bool:
-        """Whether gradients are under way, or about to be."""
+        """Whether gradients are in flight, or collected to be submitted."""
         self._drop_lost()
         return bool(self.under_way or self._collected or self._ready)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all gradients; `.grad` then holds the results."""
+        """Wait for all gradients, and store the results in `.grad`."""
         if not self.process_set.included():
             return
         try:
             with self._lock:
-                # a model's zero_grad() asks nobody
+                # a model's zero_grad() is not checked
                 pending = (*self.under_way, *self._collected, *self._ready)
                 if any(param.grad is None for param in pending):
                     raise AssertionError(TOO_EARLY)
@@ -341,7 +342,7 @@ class GradientReduction(GradientListener):
                 param.grad = param.grad.to_sparse(1)
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure behind which gradients are those of all ranks."""
+        """Return a closure that also reduces the gradients over all ranks."""
         if not self.synchronizes:
             return closure
 

@@ -1,4 +1,4 @@
-"""Handles of asynchronous operations, and how to wait for them."""
+"""Handles of asynchronous operations, and functions that wait for them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Pending", "PendingSparse", "poll", "synchronize"]
 
 
 class Pending:
-    """One or several operations under way, whose results make one.
+    """Handle of one or several operations in flight with one combined result.
 
     Args:
         parts: Handles of the engine.
-        finish: Function that makes the result of theirs.
-        held: Object that must live until then.
+        finish: Function that combines their results.
+        held: Object to keep alive until then.
 
     Attributes:
         parts: Handles of the engine.
@@ -47,7 +47,7 @@ class Pending:
             HorovodInternalError: An operation failed.
         """
         if self._is_consumed:
-            msg = f"{self!r} has been waited for, and a handle is waited for once"
+            msg = f"{self!r} was waited for already: wait for a handle only once"
             raise ConfigError(msg)
         self._is_consumed = True
         try:
@@ -62,7 +62,7 @@ class Pending:
 
 
 class PendingSparse(Pending):
-    """Sparse reduction under way; calling the handle waits for the sparse tensor, as in Horovod."""
+    """Handle of a sparse reduction; calling it waits for the sparse tensor, as in Horovod."""
 
     def __call__(self) -> Any:
         """Block until the reduction is done; return the sparse tensor, see `Pending.wait`."""
@@ -70,7 +70,7 @@ class PendingSparse(Pending):
 
 
 def poll(handle: Pending) -> bool:
-    """Return whether an operation is over, so that `synchronize` would return at once."""
+    """Return whether an operation is done, so that `synchronize` would not block."""
     return _checked(handle).done()
 
 
@@ -78,17 +78,14 @@ def synchronize(handle: Pending) -> Any:
     """Block until an operation is done; return its result.
 
     Raises:
-        ConfigError: The argument is no handle, or has been waited for.
-        HorovodInternalError: The operation failed; on all ranks, if ranks asked for different
-            things.
+        ConfigError: The argument is not a handle, or was waited for already.
+        HorovodInternalError: The operation failed; raised on all ranks if their requests differ.
     """
     return _checked(handle).wait()
 
 
 def _checked(handle: Any) -> Pending:
     if not isinstance(handle, Pending):
-        msg = (
-            f"got {handle!r} in place of a handle: pass what an asynchronous operation has returned"
-        )
+        msg = f"got {handle!r} instead of a handle: pass the result of an asynchronous operation"
         raise ConfigError(msg)
     return handle

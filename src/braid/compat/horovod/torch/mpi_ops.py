@@ -1,4 +1,4 @@
-"""Operations under the name `horovod.torch.mpi_ops`, from which many scripts import them."""
+"""The module `horovod.torch.mpi_ops`, from which many scripts import operations."""
 
 from braid.compat.horovod import torch as _front
 from braid.compat.horovod.torch import *  # noqa: F403

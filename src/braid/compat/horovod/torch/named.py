@@ -22,15 +22,15 @@ def named_of(
     """Return a name for each parameter of an optimizer.
 
     Raises:
-        ConfigError: Names repeat, are no pairs, or are missing.
+        ConfigError: Names repeat or are missing, or the values are not pairs.
     """
-    own = [
+    positions = [
         (number, place, param)
         for number, group in enumerate(optimizer.param_groups)
         for place, param in enumerate(group["params"])
     ]
     if named is None:
-        return {param: f"noname.{number}.{place}" for number, place, param in own}
+        return {param: f"noname.{number}.{place}" for number, place, param in positions}
     pairs = list(named)
     strange: list[Any] = [pair for pair in pairs if not _is_pair(pair)]
     if strange:
@@ -44,14 +44,14 @@ def named_of(
         msg = f"parameters share names: {first_few(map(repr, twice), 5)} came more than once"
         raise ConfigError(msg)
     names = {param: name for name, param in reversed(pairs)}
-    missing = sum(param not in names for _, _, param in own)
+    missing = sum(param not in names for _, _, param in positions)
     if missing:
         msg = (
-            f"{missing} of the optimizer's {len(own)} parameters have no name: pass "
-            "named_parameters() of all models whose parameters it has"
+            f"{missing} of the optimizer's {len(positions)} parameters have no name: pass "
+            "named_parameters() of all models with parameters in the optimizer"
         )
         raise ConfigError(msg)
-    return {param: names[param] for _, _, param in own}
+    return {param: names[param] for _, _, param in positions}
 
 
 def _is_pair(pair: Any) -> bool:
@@ -65,11 +65,11 @@ def named_groups(
 
     Args:
         names: Names of all parameters.
-        groups: Number of groups of about the same number of parameters, or lists.
+        groups: Number of groups of nearly equal size, or lists of parameters.
 
     Raises:
-        ConfigError: A number below 0, a group with something that is no parameter of the optimizer,
-            or a parameter in two groups.
+        ConfigError: The number is below 0, a parameter is in two groups, or a group has a value
+            that is not a parameter of the optimizer.
     """
     if groups is None:
         return []
@@ -84,9 +84,8 @@ def named_groups(
     flat = [param for group in lists for param in group]
     if len(set(flat)) < len(flat) or any(param not in names for param in flat):
         msg = (
-            "groups must hold different parameters of the optimizer: one is in two groups, or is "
-            "none "
-            "of the optimizer's"
+            "groups must contain different parameters of the optimizer: one is in two groups, or "
+            "is not a parameter of the optimizer"
         )
         raise ConfigError(msg)
     return [[param for param in group if param.requires_grad] for group in lists if group]

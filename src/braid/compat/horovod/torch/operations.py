@@ -1,11 +1,10 @@
 """Horovod's collectives by name, synchronous and asynchronous.
 
-Each has an asynchronous form, which returns a handle for `synchronize`. Synchronous forms can be
-differentiated: they are in `differentiable`. Forms that end in `_` leave the result in the tensor
-that they are given.
+Each has an asynchronous form, which returns a handle for `synchronize`. Synchronous forms are
+differentiable, and are in `differentiable`. Forms that end in `_` work in place.
 
-Names: ranks find each other's operations by `name`. Without one, operations are numbered, so that
-ranks must start them in one order.
+Names: operations of different ranks match by `name`. Operations without a name are numbered, so
+that all ranks must start them in the same order.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def request(name: str, kind: str, tensor: torch.Tensor, **fields: Any) -> Request:
-    """Return the request for a tensor that has been checked."""
+    """Return the request for a checked tensor."""
     return Request(
         name,
         kind,
@@ -74,24 +73,24 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Reduce a tensor over the ranks; the result is a new one.
+    """Reduce a tensor over the ranks into a new tensor.
 
     Args:
         tensor: Tensor of the same shape and dtype on all ranks.
         average: Older form of `op`.
         name: Name of the operation; see the module.
-        op: Reduction; Average when None. Averages of integers are cut off, and the sums behind them
-            wrap around in their dtype.
-        prescale_factor: Factor before the reduction: integers in 64-bit floats and cut off, 16-bit
-            floats in 32 bits.
-        postscale_factor: Factor after it, likewise.
+        op: Reduction; Average when None. Averages of integers are truncated, and their sums wrap
+            around in the dtype.
+        prescale_factor: Factor before the reduction. Integers are scaled in float64 and truncated,
+            16-bit floats in float32.
+        postscale_factor: Factor after the reduction, computed in the same way.
         process_set: Ranks that take part.
 
     Raises:
-        ConfigError: `op` and `average` are both passed; the name is in flight; or this rank is not
+        ConfigError: `op` and `average` are both passed, the name is in flight, or this rank is not
             in the set.
-        HorovodInternalError: From `synchronize`: ranks pass different shapes, dtypes, reductions or
-            factors.
+        HorovodInternalError: From `synchronize`: shapes, dtypes, reductions or factors differ
+            between ranks.
     """
     factors = prescale_factor, postscale_factor
     call = CallArguments(name, process_set, False, op, average, factors)
@@ -107,7 +106,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Reduce in the place of `tensor`, like `allreduce_async`."""
+    """Reduce `tensor` in place, like `allreduce_async`."""
     factors = prescale_factor, postscale_factor
     call = CallArguments(name, process_set, False, op, average, factors)
     return start_allreduce([tensor], call, in_place=True)
@@ -137,7 +136,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Reduce several tensors in their places, like `grouped_allreduce_async`."""
+    """Reduce several tensors together in place, like `grouped_allreduce_async`."""
     factors = prescale_factor, postscale_factor
     call = CallArguments(name, process_set, True, op, average, factors)
     return start_allreduce(tensors, call, in_place=True)
@@ -146,10 +145,10 @@ def grouped_allreduce_async_(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending:
-    """Gather the rows of all ranks behind each other.
+    """Concatenate the rows of all ranks.
 
     Args:
-        tensor: Tensor; each rank may have another number of rows (dim 0), the other dims are alike.
+        tensor: Tensor; ranks may have different numbers of rows (dim 0), the other dims are equal.
         name: Name of the operation; see the module.
         process_set: Ranks that take part.
     """
@@ -159,7 +158,7 @@ def allgather_async(
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending:
-    """Gather several tensors, like `allgather_async`, when all ranks have submitted all of them."""
+    """Gather several tensors together, like `allgather_async`."""
     return start_by_rows("all_gather", tensors, CallArguments(name, process_set, grouped=True))
 
 
@@ -171,7 +170,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Pending:
-    """Reduce over the ranks and scatter the rows; the first ranks get one more if needed."""
+    """Reduce over the ranks and scatter the rows; the first ranks may get one row more."""
     factors = prescale_factor, postscale_factor
     call = CallArguments(name, process_set, False, op, factors=factors)
     return start_reducescatter([tensor], call)
@@ -185,7 +184,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Pending:
-    """Reduce and scatter several tensors when all ranks have submitted all of them."""
+    """Reduce and scatter several tensors together, like `reducescatter_async`."""
     factors = prescale_factor, postscale_factor
     call = CallArguments(name, process_set, True, op, factors=factors)
     return start_reducescatter(tensors, call)
@@ -197,7 +196,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Return a handle of the root's tensor, as a new one.
+    """Broadcast the root's tensor into a new tensor.
 
     Args:
         tensor: Tensor of the same shape and dtype on all ranks.
@@ -214,7 +213,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Broadcast in the place of `tensor`, like `broadcast_async`."""
+    """Broadcast into `tensor` in place, like `broadcast_async`."""
     return _broadcast(tensor, root_rank, CallArguments(name, process_set), in_place=True)
 
 
@@ -228,8 +227,8 @@ def alltoall_async(
 
     Args:
         tensor: Rows for rank 0, then for rank 1, and so on.
-        splits: Number of rows for each rank; equal when None, and then the result is the tensor
-            alone.
+        splits: Number of rows for each rank; equal when None, and then the result is only the
+            received rows.
         name: Name of the operation; see the module.
         process_set: Ranks that take part.
 
@@ -238,8 +237,8 @@ def alltoall_async(
         `splits`.
 
     Raises:
-        ConfigError: `splits` are no whole numbers, are not one for each rank, or do not add up to
-            the rows of `tensor`.
+        ConfigError: `splits` are not integers, not one for each rank, or do not add up to the rows
+            of `tensor`.
     """
     return exchange_rows(tensor, splits, name, process_set, with_received=splits is not None)
 
@@ -252,13 +251,13 @@ def exchange_rows(
     *,
     with_received: bool,
 ) -> Pending:
-    """Start an alltoall; `with_received`: with the number of rows from each rank in the result."""
+    """Start an alltoall; `with_received` adds the number of rows from each rank to the result."""
     call = CallArguments(name, process_set)
     with refused_on_all("alltoall", call):
         check_tensor(tensor)
         shares = splits_of(tensor, splits, len(process_set.member.ranks))
-        given = _plain(tensor)
-    handles = _submit("all_to_all", [(given, None)], call, splits=shares)
+        plain = _plain(tensor)
+    handles = _submit("all_to_all", [(plain, None)], call, splits=shares)
 
     def finish(results: list[Result]) -> Any:
         (received,) = results
@@ -277,10 +276,10 @@ def sparse_allreduce_async(
     """Sum or average a sparse tensor by gathering indices and values of all ranks.
 
     Returns:
-        A handle that `synchronize` takes, and that can be called: both return the sparse tensor.
+        A handle for `synchronize` that can also be called: both return the sparse tensor.
 
     Raises:
-        ConfigError: The tensor is not sparse, or `op` is another one.
+        ConfigError: The tensor is not sparse, or `op` is not Average or Sum.
     """
     calls = [CallArguments(f"{name}.{part}", process_set) for part in ("indices", "values")]
     with refused_on_all("allgather", calls[0]), refused_on_all("allgather", calls[1]):
@@ -295,7 +294,7 @@ def sparse_allreduce_async(
         whole = tensor.coalesce()
     size = len(process_set.member.ranks)
     rows = whole.indices().t().contiguous()
-    shape = f"shape {list(tensor.shape)}"  # without it, indices might lie outside on another rank
+    shape = f"shape {list(tensor.shape)}"  # ranks compare it: indices must be valid on all ranks
     indices = start_by_rows("all_gather", [rows], calls[0], text=shape)
     values = start_by_rows("all_gather", [whole.values()], calls[1])
 
@@ -317,17 +316,20 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Stand in for reductions of other ranks until all have called this; return the last rank.
+    """Take part in other ranks' reductions with neutral values until all ranks have joined.
 
-    A stand-in changes nothing: zeros in sums and averages, which are over all ranks; in others the
-    number that is neutral to them.
+    The values are zeros for sums and averages, which are over all ranks, and the neutral element
+    for other reductions.
 
     Args:
-        device: Number of the GPU for stand-ins, where the others' tensors are on GPUs; the current
-            one when negative.
+        device: Number of the GPU for the neutral tensors if tensors are on GPUs; the current GPU
+            when negative.
+
+    Returns:
+        The rank that joined last.
 
     Raises:
-        ConfigError: This rank has joined, and waits for others in another thread.
+        ConfigError: Another thread of this rank has called `join`, and waits.
         HorovodInternalError: Another rank has failed or shut down.
     """
     engine = global_process_set.member.engine
@@ -370,11 +372,11 @@ def start_reducescatter(tensors: Tensors, call: CallArguments) -> Pending:
 
 
 def start_by_rows(kind: str, tensors: Tensors, call: CallArguments, **fields: Any) -> Pending:
-    """Start operations whose results differ from the tensors in their rows."""
+    """Start operations that change the number of rows."""
     with refused_on_all(kind.replace("_", ""), call):
         check_tensors(tensors)
-        given = [(_plain(tensor), None) for tensor in tensors]
-    handles = _submit(kind, given, call, **fields)
+        places = [(_plain(tensor), None) for tensor in tensors]
+    handles = _submit(kind, places, call, **fields)
     return Pending(handles, lambda received: received if call.grouped else received[0], tensors)
 
 
@@ -396,7 +398,7 @@ def _submit(
     call: CallArguments,
     **fields: Any,
 ) -> list[FusionHandle]:
-    """Submit operations of one kind, each on a tensor with the place of its result."""
+    """Submit operations of one kind, each with its tensor and the memory for its result."""
     member = call.process_set.member
     base = member.name(kind.replace("_", ""), call.name)
     names = [base]
@@ -426,15 +428,14 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _places(tensor: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the input and the place of the result; one object if they are one, to save a copy.
+    """Return the input and the memory of the result; the same object for an operation in place.
 
     Raises:
-        ConfigError: Elements of the result would share memory, or are conjugated when they are
-            read.
+        ConfigError: The result is an expanded tensor or a conjugated view.
     """
-    given = tensor.detach()
+    plain = tensor.detach()
     if out is not tensor:
-        return given, out.detach()
+        return plain, out.detach()
     shared = not out.is_contiguous() and any(
         stride == 0 and n > 1 for stride, n in zip(out.stride(), out.shape, strict=True)
     )
@@ -451,9 +452,9 @@ def _places(tensor: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torc
             "cannot use it: pass x.resolve_conj().resolve_neg()"
         )
         raise ConfigError(msg)
-    return given, given
+    return plain, plain
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory holds its values: conjugated views hold others."""
+    """Return the tensor with conjugation and negation applied to its memory."""
     return tensor.detach().resolve_conj().resolve_neg()

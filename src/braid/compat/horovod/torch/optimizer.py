@@ -1,7 +1,7 @@
 """DistributedOptimizer: gradients are reduced by name during backward; `step` waits for them.
 
-The optimizer that is handed in is changed in place, so that schedulers and scalers that know it go
-on. `gradient_reduction` reduces its gradients.
+The optimizer is changed in place, so that schedulers and scalers with a reference to it still work.
+`gradient_reduction` reduces its gradients.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Let an optimizer reduce gradients over the ranks before each step.
+    """Wrap an optimizer so that gradients are reduced over the ranks before each step.
 
     Args:
         optimizer: Optimizer that is changed in place, and returned.
         named_parameters: Names of the parameters of all models, such as `model.named_parameters()`;
             numbers when None.
-        compression: Format in which gradients travel.
-        backward_passes_per_step: Backwards that accumulate before gradients are reduced.
-        op: Average, Sum, or Adasum, which combines what the optimizer's own steps change.
-        gradient_predivide_factor: With Average: part of the division that happens before the sum.
+        compression: Format in which gradients are sent.
+        backward_passes_per_step: Number of backwards that accumulate before gradients are reduced.
+        op: Average, Sum, or Adasum, which combines the parameter changes of local steps.
+        gradient_predivide_factor: With Average: factor of the division that is applied before the
+            sum.
         num_groups: Older name of `groups`.
-        groups: Parameters whose gradients are reduced together: a number of groups, or lists of
-            parameters.
-        sparse_as_dense: Reduce sparse gradients as dense ones, and make the results sparse.
-        process_set: Ranks that take part; on others the optimizer stays as it was.
+        groups: Gradients that are reduced together: a number of groups, or lists of parameters.
+        sparse_as_dense: Whether to reduce sparse gradients as dense ones, and return sparse ones.
+        process_set: Ranks that take part; on other ranks the optimizer is not changed.
 
     The optimizer gets `synchronize()`, `skip_synchronize()` and `set_backward_passes_per_step(n)`.
 
     Raises:
-        ConfigError: Names that repeat or are missing; a factor without Average; groups that
-            overlap.
+        ConfigError: Names repeat or are missing, groups overlap, or the factor is used without
+            Average.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         msg = (
@@ -79,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if num_groups and groups is None:
         groups = num_groups
     names = named_of(optimizer, named_parameters)
-    # somebody, such as a scheduler that counts, may have replaced the step
+    # a scheduler that counts steps may have replaced the method
     inner = optimizer.__dict__.pop("step", None)
     attributes = {} if inner is None else {"_inner": inner, "step": _kept(optimizer, inner)}
     if op == Adasum:
@@ -102,13 +102,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _kept(optimizer: torch.optim.Optimizer, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step for an optimizer whose step somebody has replaced by `inner` before."""
+    """Return a step method for an optimizer with a step that was replaced by `inner` before."""
     reference = weakref.ref(optimizer)
 
-    @functools.wraps(inner)  # with the mark by which schedulers know theirs
+    @functools.wraps(inner)  # keeps the attribute that schedulers check
     def step(*args: Any, **kwargs: Any) -> Any:
         owner = reference()
-        assert owner is not None  # it is an attribute of it
+        assert owner is not None  # this function is an attribute of the optimizer
         return type(owner).step(owner, *args, **kwargs)
 
     return step
@@ -118,7 +118,7 @@ class _CommonMethods(ChangedOptimizer):
     """Methods that are added to the class of an optimizer, with any op."""
 
     _reduction: GradientReduction | AdasumSteps
-    _inner: Callable[..., Any] | None = None  # in place of the step of the optimizer's class
+    _inner: Callable[..., Any] | None = None  # replaces the step of the optimizer's class
 
     @property
     def _parameter_names(self) -> dict[nn.Parameter, str]:
@@ -127,7 +127,7 @@ class _CommonMethods(ChangedOptimizer):
 
     @property
     def op(self) -> ReduceOp:
-        """Reduction of the gradients, or with Adasum of what steps change."""
+        """Reduction of the gradients; of the parameter changes with Adasum."""
         return self._reduction.op
 
     @property
@@ -148,9 +148,9 @@ class _Methods(_CommonMethods):
         return self._reduction.passes
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Wait for gradients, then take the optimizer's own step.
+        """Wait for gradients, then take the optimizer's step.
 
-        Gradients of a closure are waited for each time that it is called.
+        A closure waits for its gradients each time that it is called.
         """
         reduction = self._reduction
         step = self._inner or super().step  # type: ignore[misc]  # of the optimizer
@@ -176,7 +176,7 @@ class _Methods(_CommonMethods):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let a `step` inside not wait for gradients: `synchronize` has."""
+        """Skip waiting for gradients in a `step` inside the context, after `synchronize`."""
         self._reduction.synchronizes = False
         try:
             yield
@@ -184,14 +184,14 @@ class _Methods(_CommonMethods):
             self._reduction.synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Reduce in every so many backwards from now on."""
+        """Reduce gradients in every `passes`-th backward from now on."""
         self._reduction.set_passes(passes)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zero gradients as the optimizer does.
+        """Zero the gradients with the optimizer's method.
 
         Raises:
-            AssertionError: Gradients are under way.
+            AssertionError: Gradients are in flight.
         """
         if self._reduction.has_begun:
             raise AssertionError(TOO_EARLY)
@@ -204,7 +204,7 @@ class _AdasumMethods(_CommonMethods):
     _reduction: AdasumSteps
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Take the optimizer's own step, and combine its changes over the ranks."""
+        """Take the optimizer's local step, and combine its changes over the ranks."""
         loss = None if closure is None else closure()
         self._reduction.run(self._inner or super().step)  # type: ignore[misc]  # of the optimizer
         return loss
@@ -221,8 +221,8 @@ class _AdasumMethods(_CommonMethods):
             AssertionError: Always.
         """
         msg = (
-            "skip_synchronize() makes no sense with op=Adasum: there are no reduced gradients to "
-            "look at, call step() alone"
+            "skip_synchronize() cannot be used with op=Adasum, which does not reduce gradients: "
+            "call only step()"
         )
         raise AssertionError(msg)
 

@@ -1,4 +1,4 @@
-"""Reductions Average, Sum, Adasum, Min, Max and Product: how tensors of all ranks become one."""
+"""Reductions over the tensors of all ranks: Average, Sum, Adasum, Min, Max and Product."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ _NAMES = {
 
 
 def chosen_op(op: Any, average: Any = None) -> ReduceOp:
-    """Return the reduction that a caller means by `op` and the older `average`.
+    """Return the reduction for `op` or the older `average`.
 
     Raises:
-        ConfigError: Both are given, or `op` is none of the reductions.
+        ConfigError: Both are passed, or `op` is not a reduction.
     """
     if average is not None:
         if op is not None:
@@ -66,7 +66,7 @@ def chosen_op(op: Any, average: Any = None) -> ReduceOp:
             )
             raise ConfigError(msg)
         warnings.warn(
-            "average= is the older way: say op=hvd.Average or op=hvd.Sum",
+            "average= is the older way: use op=hvd.Average or op=hvd.Sum",
             DeprecationWarning,
             stacklevel=4,  # the program calls an operation, which calls another function
         )
@@ -84,7 +84,7 @@ def engine_op(op: ReduceOp, tensor: torch.Tensor) -> str:
     """Return the engine's name of a reduction.
 
     Raises:
-        ConfigError: The dtype cannot be reduced so.
+        ConfigError: Adasum does not support the dtype.
     """
     if op is Adasum and tensor.dtype not in ADASUM_DTYPES:
         msg = f"Adasum needs a tensor of floats of 16 bits or more, got {tensor.dtype}"

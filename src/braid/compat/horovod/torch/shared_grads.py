@@ -1,7 +1,7 @@
-"""Shared memory of gradients that the engine reduces.
+"""Shared memory for gradients that the engine reduces.
 
-A gradient is moved there when it comes, and the place becomes the parameter's `.grad`. From then on
-there is one copy of it, and the engine reduces neighbours in one message without copying them.
+A new gradient is moved into this memory, which becomes the parameter's `.grad`. So there is only
+one copy, and the engine reduces adjacent gradients in one message without copying them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SharedGrad(NamedTuple):
     """Memory of one gradient.
 
     Attributes:
-        tensor: Memory in the shape of the parameter, and with its strides.
+        tensor: Memory with the shape and strides of the parameter.
         place: Index of its first element, see `Request.place`; -1 outside of the shared memory.
         strides: Strides, see `Request.strides`.
     """
@@ -40,8 +40,8 @@ class SharedGrads:
 
     Args:
         engine: Engine that reduces them.
-        params: Parameters in the order of registration; backward goes the other way, so does the
-            memory.
+        params: Parameters in the order of registration; the memory is in the reverse order, as
+            backward computes gradients.
 
     Attributes:
         engine: Engine that reduces the gradients.
@@ -64,19 +64,19 @@ class SharedGrads:
                 self._places[param] = SharedGrad(view, first + start, strides)
 
     def move_in(self, param: nn.Parameter) -> SharedGrad:
-        """Move a gradient into the shared memory and return the place of the gradient.
+        """Move a gradient into the shared memory and return its memory.
 
-        It stays outside if it does not fit any more, or if the program still holds that of a former
-        step.
+        It is not moved if it does not fit any more, or if the program still has a reference to the
+        gradient of an earlier step.
         """
         place, grad = self._places.get(param), param.grad
-        assert grad is not None  # the caller has seen to it
+        assert grad is not None  # the caller has checked it
         if grad.requires_grad:
             grad = param.grad = grad.detach()
         if place is None or not _fits(grad, place.tensor):
             return SharedGrad(grad)
-        given = self._given.get(param)
-        former = None if given is None else given()
+        reference = self._given.get(param)
+        former = None if reference is None else reference()
         if (former is not None and former is not grad) or not move_grad(param, place.tensor):
             return SharedGrad(grad)
         assert param.grad is not None  # it has been moved

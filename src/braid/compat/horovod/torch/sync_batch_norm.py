@@ -17,8 +17,8 @@ class SyncBatchNorm(OfGroup):
         num_features: Number of channels.
         eps: Number added to the variance.
         momentum: Momentum of the running statistics; a plain average when None.
-        affine: Whether there are weight and bias.
-        track_running_stats: Whether there are running statistics.
+        affine: Whether to have a weight and a bias.
+        track_running_stats: Whether to track running statistics.
         **kwargs: `device` and `dtype`.
     """
 

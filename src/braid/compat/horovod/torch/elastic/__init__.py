@@ -1,4 +1,4 @@
-"""Elastic training with Horovod's names: `hvd.elastic.run` and the states that it keeps."""
+"""Elastic training with Horovod's API: `hvd.elastic.run` and its states."""
 
 from braid.compat.horovod.torch.elastic.loop import run
 from braid.compat.horovod.torch.elastic.sampler import ElasticSampler

@@ -1,4 +1,4 @@
-"""Handlers: how the state of one kind of object is saved, restored, and sent to all ranks."""
+"""Handlers that save, restore and broadcast the state of one kind of object."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class StateHandler(Generic[T]):
-    """Base of handlers of objects with `state_dict` and `load_state_dict`.
+    """Handler of an object with `state_dict` and `load_state_dict`; base of other handlers.
 
     Args:
         value: The object.
@@ -54,12 +54,12 @@ class StateHandler(Generic[T]):
         self._load(broadcast_object(self._state_dict()))
 
     def set_value(self, value: T) -> None:
-        """Handle another object from now on."""
+        """Replace the handled object."""
         self.value = value
         self.save()
 
     def _state_dict(self) -> Any:
-        return self.value.state_dict()  # type: ignore[attr-defined]  # `handler_for` has looked
+        return self.value.state_dict()  # type: ignore[attr-defined]  # `handler_for` checks it
 
     def _load(self, state: Any) -> None:
         self.value.load_state_dict(state)  # type: ignore[attr-defined]
@@ -69,20 +69,20 @@ class ModelStateHandler(StateHandler[nn.Module]):
     """Handler of a model."""
 
     def sync(self) -> None:
-        """Replace parameters and buffers by those of rank 0, in place; a collective."""
+        """Replace parameters and buffers by rank 0's values, in place; a collective."""
         broadcast_parameters(self._state_dict(), 0)
 
 
 class OptimizerStateHandler(StateHandler[torch.optim.Optimizer]):
-    """Handler of an optimizer, or of several that are one `DistributedOptimizer`."""
+    """Handler of an optimizer, which may be a `DistributedOptimizer`."""
 
     def sync(self) -> None:
-        """Replace state and options by those of rank 0; a collective."""
+        """Replace state and options by rank 0's; a collective."""
         broadcast_optimizer_state(self.value, 0)
 
 
 class SamplerStateHandler(StateHandler[ElasticSampler]):
-    """Handler of a sampler: the samples that any rank has processed are processed for all."""
+    """Handler of a sampler: samples that any rank has processed count as processed on all ranks."""
 
     def sync(self) -> None:
         """Take the epoch of rank 0 and the processed samples of all ranks; a collective."""
@@ -94,7 +94,7 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
 
 
 def handler_for(value: Any) -> StateHandler[Any] | None:
-    """Return a handler for an object; None if its value is its state."""
+    """Return a handler for an object; None for plain values."""
     if isinstance(value, nn.Module):
         return ModelStateHandler(value)
     if isinstance(value, torch.optim.Optimizer):

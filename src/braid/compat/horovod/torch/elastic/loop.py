@@ -1,15 +1,15 @@
-"""`hvd.elastic.run`: a training function that goes on when ranks die or come.
+"""`hvd.elastic.run`: a training function that continues when ranks die or join.
 
     sync --> func ---------------------------------------------------> result
-      ^        |  HorovodInternalError: a rank was lost    HostsUpdatedInterrupt: a rank comes
+      ^        |  HorovodInternalError: a rank was lost    HostsUpdatedInterrupt: a rank joins
       |        v                                           |
       |     join the next epoch  <-------------------------+
       |        |  all members exchange reports
-      +-- the last commit that all members have; the present state if nothing failed anywhere
+      +-- the last commit that all members have; the current state if no operation has failed
 
-Horovod decides before the members have met: one that is interrupted goes on with the present
-state, and one whose operation fails goes back, and then some wait in `sync` for members that skip
-it. Here each member decides when it has the reports of all.
+In Horovod each member decides alone: an interrupted member keeps its current state, and a member
+with a failed operation restores its commit. Then some members can wait in `sync` for members that
+skip it. Here each member decides after it has received the reports of all members.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ S = TypeVar("S", bound=State)
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make a training function elastic: a decorator.
+    """Decorate a training function so that it is elastic.
 
     The function is called again after each change of the members, with the state of the last commit
-    if a rank was lost. It must go on from where the state is. Ranks change only under
-    `horovodrun --min-np` or `braid run --min-ranks`; otherwise errors of the function pass.
+    if a rank was lost. It must continue from the position in the state. Ranks change only under
+    `horovodrun --min-np` or `braid run --min-ranks`; otherwise errors of the function are raised.
 
     Args:
-        func: Function of a state, and of further arguments.
+        func: Function of a state and further arguments.
 
     Raises:
-        HorovodInternalError: Members cannot change; or an operation failed for the second time
-            without a commit between, though no rank was lost.
-        CommError: The run ends: too few ranks remain, or they have changed too often.
+        HorovodInternalError: An operation failed and the members cannot change; or it failed twice
+            with the same members, without a commit in between.
+        CommError: Too few ranks remain, or the members have changed too often.
     """
 
     @functools.wraps(func)
@@ -102,7 +102,7 @@ class _Training:
             needs_sync = self._join(report)
 
     def _fails_again(self) -> bool:
-        """Return whether the same members fail for the second time, with no commit between."""
+        """Return whether the same members have failed before, without a commit in between."""
         again = self._failed_with == self._members.numbers and not self._state.has_committed
         self._failed_with, self._state.has_committed = self._members.numbers, False
         return again
@@ -121,7 +121,7 @@ class _Training:
 
 
 def adopt(state: State, report: MemberReport, reports: Sequence[MemberReport]) -> bool:
-    """Bring the state to where all members go on; return whether they synchronize.
+    """Restore the state from which all members continue; return whether they must synchronize.
 
     Args:
         state: State of this member.
@@ -129,21 +129,21 @@ def adopt(state: State, report: MemberReport, reports: Sequence[MemberReport]) -
         reports: Reports of all members, in the order of ranks.
 
     Raises:
-        CommError: No member has the state of the last commit any more.
+        CommError: All members with the state of the last commit are lost.
     """
     first = reports[0]
-    target = max(each.num_commits for each in reports)
-    if target < state.base:  # only members that wait for the state are left, maybe with all of it
+    target = max(other.num_commits for other in reports)
+    if target < state.base:  # only members in `sync` remain, which may have all of the state
         target = first.candidate
     if target < state.base or target not in {first.num_commits, first.candidate}:
         msg = f"the state of {state.base} commits is lost: no rank that has it is left"
         raise CommError(msg)
     state.base = target
-    keeps = all(each.is_live for each in reports if each.num_commits != NEVER)
+    keeps = all(other.is_live for other in reports if other.num_commits != NEVER)
     if report.candidate == target != NEVER:
         state.save()
         state.num_commits = target
     elif not (keeps and report.is_live):
         state.restore()
     state.candidate = NEVER
-    return not all(each.is_live and each.skips_sync for each in reports)
+    return not all(other.is_live and other.skips_sync for other in reports)

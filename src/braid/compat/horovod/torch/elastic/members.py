@@ -1,4 +1,4 @@
-"""Members of an elastic run, as `loop` and `state` see them."""
+"""Members of an elastic run: the interface that `loop` and `state` use."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["NEVER", "ElasticMembers", "MemberReport", "SessionMembers"]
 
 NEVER = -1  # number of a commit that has not been made
 UPDATE = "braid.elastic.update"
-JOINING_S = 600.0  # until all members of an epoch have met
+JOINING_S = 600.0  # timeout for all members of an epoch to connect
 
 
 class MemberReport(NamedTuple):
-    """State of one member, for the others.
+    """Report of one member about its state, for all members.
 
     Attributes:
-        num_commits: Number of commits that its saved state has seen; -1 without one.
-        candidate: Number of the commit that its present state is, if all members have reached it;
-            -1 without one.
-        is_live: Whether its present state is valid, since no operation has failed.
-        skips_sync: Whether it needs no other state.
+        num_commits: Number of commits of its saved state; -1 without one.
+        candidate: Number of the commit that its current state becomes if all members have reached
+            it; -1 without one.
+        is_live: Whether its current state is valid, since no operation has failed.
+        skips_sync: Whether its state needs no synchronization.
     """
 
     num_commits: int
@@ -39,7 +39,7 @@ class MemberReport(NamedTuple):
 
 
 class ElasticMembers(Protocol):
-    """The ranks of an elastic training, epoch by epoch."""
+    """Members of an elastic training, epoch by epoch."""
 
     @property
     def may_change(self) -> bool:
@@ -48,7 +48,7 @@ class ElasticMembers(Protocol):
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether this process is alone until the others take it in."""
+        """Whether this process is new, and the other members have not accepted it."""
         ...
 
     @property
@@ -57,7 +57,7 @@ class ElasticMembers(Protocol):
         ...
 
     def agree_on_update(self) -> bool:
-        """Return whether members are about to change; a collective with one answer for all.
+        """Return whether members are about to change; a collective with the same result on all.
 
         Raises:
             HorovodInternalError: A member was lost.
@@ -96,10 +96,10 @@ class SessionMembers:
         return limit is not None and self._num_resets >= limit and not self.is_newcomer
 
     def agree_on_update(self) -> bool:
-        """See `ElasticMembers`; always False where members are fixed."""
+        """See `ElasticMembers`; always False for fixed members."""
         if not self.may_change:
             return False
-        # at the limit a newcomer waits: a run in which nothing is wrong does not end for it
+        # at the limit a new process waits, so that it does not end a run without failures
         pauses = context.membership().pauses and not self._is_exhausted
         return bool(allreduce_(torch.tensor([int(pauses)]), name=UPDATE, op=Max).item())
 
@@ -109,7 +109,7 @@ class SessionMembers:
             limit = self._environment.reset_limit
             msg = f"the members have changed {self._num_resets} times, and may {limit} times"
             raise CommError(msg)
-        if started():  # else the last epoch has ended before it had begun
+        if started():  # otherwise the last epoch has ended before its session began
             self._sets = session().added_sets
         limit_s = None if self.is_newcomer else self._environment.elastic_timeout_s
         epoch = renew(report.num_commits, JOINING_S, limit_s)

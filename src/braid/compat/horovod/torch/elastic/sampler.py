@@ -1,11 +1,11 @@
-"""Sampler that gives each sample of an epoch to one rank, also when the number of ranks changes.
+"""Sampler that assigns each sample of an epoch to one rank, even if the number of ranks changes.
 
-Problem: samplers deal samples by rank and number of ranks. When the members change in the middle of
-an epoch, some samples would come twice and others never.
+Problem: samplers assign samples by rank and number of ranks. If the members change during an epoch,
+some samples are repeated and others are missed.
 
-Idea: the sampler records the samples that have been processed. The new members share the remaining
-ones. All ranks process batches of the same numbers, so `record_batch` also knows the samples of the
-other ranks: those of a rank that dies are not processed again.
+Idea: the sampler records the processed samples. The new members share the remaining ones. All ranks
+process batches with the same numbers, so `record_batch` also knows the samples of the other ranks:
+samples that a dead rank has processed are not repeated.
 
     8 samples, 2 ranks, batches of 1          rank 1 dies after the commit
     rank 0    0 | 2 | commit                  rank 0   4 | 5 | 6 | 7
@@ -26,21 +26,21 @@ __all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Samples of this rank, out of those that no rank has processed in this epoch.
+    """Sampler of this rank's part of the samples that are not processed in this epoch.
 
-    Each rank gets the same number of samples: the first ones of a partition come again at its end
-    where the numbers do not divide.
+    Each rank gets the same number of samples: if they do not divide evenly, the first samples are
+    repeated at the end.
 
     Args:
         dataset: Data set; the same on all ranks.
         shuffle: Whether the order is random.
-        seed: Number that chooses the order, the same on all ranks.
+        seed: Seed of the order, the same on all ranks.
 
     Attributes:
         epoch: Number of the epoch.
         processed_indices: Samples that this rank has processed in the epoch, and all samples that
-            ranks had processed when the members changed last.
-        remaining_indices: Samples that the present members share, in their order.
+            any rank had processed at the last change of the members.
+        remaining_indices: Samples that the current members share, in order.
         indices: Samples of this rank, in the order of the last iteration.
     """
 
@@ -56,14 +56,14 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch with all samples; call it at the end of the one before, on all ranks."""
+        """Begin an epoch with all samples; all ranks call it at the end of the previous epoch."""
         self.epoch = epoch
         self.processed_indices = set()
         self._processed_by_others = set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that all ranks have processed their batch of this number.
+        """Record that all ranks have processed their batch with this number.
 
         Args:
             batch_idx: Number of the batch in this iteration over the loader.
@@ -83,19 +83,19 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and the samples that are known to have been processed in it."""
+        """Return the epoch, and the processed samples of all ranks as far as they are known."""
         processed = self.processed_indices | self._processed_by_others
         return {"epoch": self.epoch, "processed_indices": processed}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state with the present members."""
+        """Load a state, and divide the remaining samples among the current members."""
         self.epoch = state_dict["epoch"]
         self.processed_indices = set(state_dict["processed_indices"])
         self._processed_by_others = set()
         self.reset()
 
     def reset(self) -> None:
-        """Share the remaining samples among the present members."""
+        """Divide the remaining samples among the current members."""
         self.num_replicas, self.rank = size(), rank()
         processed = self.processed_indices | self._processed_by_others
         remaining = [index for index in range(len(self.dataset)) if index not in processed]

@@ -1,9 +1,9 @@
-"""State of an elastic training: committed now and then, restored after a loss, sent to newcomers.
+"""State of an elastic training: committed, restored after a loss, and sent to new members.
 
-A commit holds when all members have reached it. A member that is interrupted while it waits for the
-others cannot know whether they have. So it keeps its present state as a *candidate* until the next
-epoch, in which any member that has passed the commit says so. All members then go back to the same
-commit; see `loop`.
+A commit is valid once all members have reached it. A member that is interrupted during a commit
+does not know whether the others have reached it. So it keeps its current state as a *candidate*
+until the next epoch, in which members that have completed the commit report it. Then all members
+restore the same commit; see `loop`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class State:
     """Base of states; subclasses define `save`, `restore`, `sync` and, if they need it, `reset`.
 
     Attributes:
-        num_commits: Number of commits, those of `sync` included; -1 before the first one.
+        num_commits: Number of commits, including commits by `sync`; -1 before the first one.
         candidate: Number of the commit that all members may have reached; -1 for none.
-        base: Number of commits of the state with which the present epoch began.
+        base: Number of commits of the state with which the current epoch began.
         has_committed: Whether `commit` has saved since the last failure.
         members: Members of the run; None outside of `hvd.elastic.run`.
     """
@@ -43,9 +43,9 @@ class State:
     _callbacks: tuple[Callable[[], object], ...] = ()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Add functions that are called when the members have changed, before `sync`.
+        """Add functions that are called after a change of the members, before `sync`.
 
-        They can change what depends on the number of ranks, such as the learning rate.
+        They can adapt values to the number of ranks, such as the learning rate.
         """
         self._callbacks = (*self._callbacks, *callbacks)
 
@@ -56,7 +56,7 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Save the state when all members have reached this point.
+        """Save the state once all members have called this.
 
         Raises:
             HostsUpdatedInterrupt: Members are about to change; on all ranks.
@@ -68,17 +68,17 @@ class State:
             raise HostsUpdatedInterrupt
 
     def check_host_updates(self) -> None:
-        """Raise if members are about to change; a collective, and no commit.
+        """Raise if members are about to change; a collective, without a commit.
 
         Raises:
-            HostsUpdatedInterrupt: They are; on all ranks.
+            HostsUpdatedInterrupt: Members are about to change; raised on all ranks.
             HorovodInternalError: A member was lost.
         """
         if self.members is not None and self.members.agree_on_update():
             raise HostsUpdatedInterrupt
 
     def commit_as(self, number: int) -> bool:
-        """Save the state as a commit when all members have reached it.
+        """Save the state as a commit once all members have called this.
 
         Returns:
             Whether members are about to change.
@@ -102,11 +102,11 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt the state to other members; before the registered functions."""
+        """Adapt the state to new members; called before the registered functions."""
 
 
 class ObjectState(State):
-    """State of values, which are attributes by their names.
+    """State with values as attributes.
 
     Args:
         bcast_object: Function that returns the value of rank 0 on all ranks; `hvd.broadcast_object`
@@ -135,7 +135,7 @@ class ObjectState(State):
         self._set(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Replace the values by those of rank 0, and commit them; a collective."""
+        """Replace the values by rank 0's, and commit them; a collective."""
         self._transfer()
         self.commit_as(max(self.base, self.num_commits) + 1)
 
@@ -149,9 +149,7 @@ class ObjectState(State):
     def _set(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             if hasattr(type(self), name):
-                msg = (
-                    f"a state has an attribute {name!r} of its own: pass the value by another name"
-                )
+                msg = f"{name!r} is an attribute of states: pass the value by another name"
                 raise ConfigError(msg)
             setattr(self, name, value)
 
@@ -160,11 +158,11 @@ class TorchState(ObjectState):
     """State of a model, its optimizer and further values.
 
     Models, optimizers, `ElasticSampler`s and objects with `state_dict` and `load_state_dict`, such
-    as schedulers, keep their identity; anything else is a value as in `ObjectState`.
+    as schedulers, are updated in place; other values are replaced as in `ObjectState`.
 
     Args:
-        model: Model; several ones are passed by other names.
-        optimizer: Its optimizer.
+        model: Model; pass further models by other names.
+        optimizer: Optimizer of the model.
         values: Further objects and values by name.
     """
 
