@@ -158,7 +158,7 @@ def test_wrong_arguments_of_generators_and_grids_are_named(monkeypatch):
             "needs 9 ranks, and there are 4",
         ),
         (lambda: HyperCommGrid([2], ["a"], rank_offset=-1), "must not be negative"),
-        (lambda: HyperCommGrid([2, 2], ["a", "b"]).get_rank_enum("c"), "there is no dim c"),
+        (lambda: HyperCommGrid([2, 2], ["a", "b"]).get_rank_enum("c"), "unknown dim c"),
     ):
         with pytest.raises(UsageError, match=text) as error:
             make()
@@ -228,7 +228,7 @@ def test_values_can_be_set_before_there_are_groups():
 def test_what_is_not_there_is_named():
     with pytest.raises(AttributeError, match="no options of NCCL"):
         mpu.get_nccl_options  # noqa: B018
-    with pytest.raises(AttributeError, match="groups are no variables of the module"):
+    with pytest.raises(AttributeError, match="groups are not variables of the module"):
         mpu._TENSOR_MODEL_PARALLEL_GROUP  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         mpu.nothing  # noqa: B018

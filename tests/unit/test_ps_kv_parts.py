@@ -321,7 +321,7 @@ def test_the_environment_is_read():
         ({"DMLC_PS_ROOT_PORT": "x"}, "DMLC_PS_ROOT_PORT must be a positive number, got 'x'"),
         ({"DMLC_PS_ROOT_URI": ""}, "DMLC_PS_ROOT_URI is missing"),
         ({"DMLC_PS_ROOT_URI": "10.0.0.1"}, "nodes at 10.0.0.1 can be reached by other hosts"),
-        ({"PS_DROP_MSG": "10"}, "PS_DROP_MSG loses requests for ever unless PS_RESEND is 1"),
+        ({"PS_DROP_MSG": "10"}, "PS_DROP_MSG loses requests permanently unless PS_RESEND is 1"),
         ({"PS_DROP_MSG": "100"}, "PS_DROP_MSG is a percentage below 100, got 100"),
         ({"PS_HEARTBEAT_TIMEOUT": "soon"}, "PS_HEARTBEAT_TIMEOUT must be a number, got 'soon'"),
     ],

@@ -1,7 +1,7 @@
-"""Megatron's face: `from braid.compat.megatron import parallel_state, tensor_parallel`.
+"""Megatron's API: `from braid.compat.megatron import parallel_state, tensor_parallel`.
 
 Programs for `megatron.core.parallel_state` and `megatron.core.tensor_parallel` of megatron-core
-0.16 run after changing the import, on CPUs, too.
+0.16 run after changing the import, also on CPUs.
 """
 
 from braid.compat.megatron import parallel_state, tensor_parallel

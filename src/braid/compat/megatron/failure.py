@@ -8,12 +8,12 @@ __all__ = ["GroupNotInitializedError", "UnsupportedError", "UsageError"]
 
 
 class UsageError(ConfigError, RuntimeError, AssertionError):
-    """An argument cannot work; Megatron raises a RuntimeError or AssertionError, by the place."""
+    """Error of an argument; in Megatron it is a RuntimeError or an AssertionError."""
 
 
 class GroupNotInitializedError(StaleError, AssertionError):
-    """There are no groups of a kind, or this rank is in none; Megatron's is an AssertionError."""
+    """Error if this rank has no group of a kind; an AssertionError as in Megatron."""
 
 
 class UnsupportedError(UsageError, NotImplementedError):
-    """An option or name of Megatron that braid does not have; the message has what to do."""
+    """Error for an unsupported option or name of Megatron; the message has an alternative."""

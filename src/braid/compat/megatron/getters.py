@@ -1,4 +1,4 @@
-"""Makes the functions of `parallel_state` that only differ in the kind of group.
+"""Factories for the functions of `parallel_state` that differ only in the kind of group.
 
 get_tensor_model_parallel_group = group_of("tp")
 get_tensor_model_parallel_world_size = size_of("tp")
@@ -31,7 +31,7 @@ class GroupGetter(Protocol):
     """Function that returns a group."""
 
     def __call__(self, check_initialized: bool = True) -> Any:
-        """Return the group; None without one if that is not checked."""
+        """Return the group; raise if there is none and `check_initialized`, else return None."""
         ...
 
 
@@ -45,11 +45,11 @@ def group_of(kind: str) -> GroupGetter:
 
 
 def size_of(kind: str, *, alone: int | None = None) -> Callable[[], int]:
-    """Return the function that returns the number of ranks of a kind.
+    """Return the function that returns the number of ranks in the group of a kind.
 
     Args:
-        kind: The kind.
-        alone: Number without torch.distributed; an error when None.
+        kind: Kind of group.
+        alone: Result without torch.distributed; an error when None.
     """
 
     def size() -> int:
@@ -68,34 +68,34 @@ def rank_of(kind: str, *, alone: int | None = None) -> Callable[[], int]:
 
 
 def first_of(kind: str) -> Callable[[], int]:
-    """Return the function that returns the first rank of a kind, counted in the world."""
+    """Return the function that returns the first global rank in the group of a kind."""
 
     def first() -> int:
         return STATE.members(kind)[0]
 
-    return _documented(first, f"Return the first rank of the {NAMES[kind]}, counted in the world.")
+    return _documented(first, f"Return the first global rank of the {NAMES[kind]}.")
 
 
 def set_size_of(kind: str) -> Callable[[int | None], None]:
-    """Return the function that sets what `size_of` returns."""
+    """Return the function that overrides the result of `size_of`."""
 
     def set_size(world_size: int | None) -> None:
         STATE.override(f"{kind} size", world_size)
 
-    return _documented(set_size, f"Set the number of ranks of the {NAMES[kind]}; None: its own.")
+    return _documented(set_size, f"Set the number of ranks of the {NAMES[kind]}; None resets it.")
 
 
 def set_rank_of(kind: str) -> Callable[[int | None], None]:
-    """Return the function that sets what `rank_of` returns."""
+    """Return the function that overrides the result of `rank_of`."""
 
     def set_rank(rank: int | None) -> None:
         STATE.override(f"{kind} rank", rank)
 
-    return _documented(set_rank, f"Set the rank in the {NAMES[kind]}; None: its own.")
+    return _documented(set_rank, f"Set the rank in the {NAMES[kind]}; None resets it.")
 
 
 def _is_known(kind: str, what: str) -> bool:
-    """Return whether a value can be asked for: it is set, or there is torch.distributed."""
+    """Return whether a value is overridden, or torch.distributed is initialized."""
     return f"{kind} {what}" in STATE.overrides or dist.is_initialized()
 
 

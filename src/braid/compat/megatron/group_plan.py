@@ -1,4 +1,4 @@
-"""The groups of `initialize_model_parallel`: numbers only, so all ranks make the same.
+"""The groups of `initialize_model_parallel` as lists of ranks, computed identically on all ranks.
 
     kind           ranks that differ along            kind            of experts
     tp pp dp cp    one of them                        ep ep_tp        ep, tp
@@ -30,18 +30,18 @@ EmbeddingRanks = Callable[[list[int]], Sequence[int]]
 
 
 def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
-    """Return first and last stage of a pipeline, which share the embedding."""
+    """Return the first and last rank of a pipeline, which share the embedding."""
     return list(dict.fromkeys((pp_ranks[0], pp_ranks[-1])))
 
 
 def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
-    """Return the first stage of a pipeline, which has the embedding of positions."""
+    """Return the first rank of a pipeline, which has the position embedding."""
     return [pp_ranks[0]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Sizes of all kinds of parallelism, and how the groups are to be formed.
+    """Sizes of all kinds of parallelism, and options for the groups.
 
     Raises:
         UsageError: The sizes do not fit the world or each other; the message has all problems.
@@ -127,8 +127,8 @@ class Parallelism:
                 )
         if self.dense.get_ranks("pp") != self.expert.get_ranks("pp"):
             problems.append(
-                f"order {self.order!r} gives pipelines {self.dense.get_ranks('pp')}, and those of "
-                f"experts are {self.expert.get_ranks('pp')}: put pp last, or make the data "
+                f"order {self.order!r} gives pipelines {self.dense.get_ranks('pp')}, and expert "
+                f"pipelines {self.expert.get_ranks('pp')}: put pp last, or make the data "
                 "parallel sizes equal"
             )
         if self.hybrid_cp and dp * self.cp % 2:
@@ -139,7 +139,7 @@ class Parallelism:
         return problems
 
     def groups(self) -> dict[str, Groups]:
-        """Return all groups of each kind, in the order in which they are made."""
+        """Return all groups of each kind, in the order of their creation."""
         dense, expert = self.dense.get_ranks, self.expert.get_ranks
         both = dense("dp-cp")
         plan = {"dp_cp": both, "dp": dense("dp"), "cp": dense("cp"), "mp": dense("tp-pp")}
@@ -178,12 +178,12 @@ class Parallelism:
 
 
 def _level(groups: Groups, sizes: Sequence[int], level: int) -> Groups:
-    """Return the groups of one level of a hierarchy in each group."""
+    """Divide each group hierarchically; return the groups of one level."""
     return [part for group in groups for part in hierarchical_ranks(group, sizes)[level]]
 
 
 def _chosen(name: str, choose: EmbeddingRanks, pipelines: Groups) -> Groups:
-    """Return the ranks that a function chooses of each pipeline."""
+    """Return the ranks that a function selects from each pipeline."""
     chosen = [list(choose(list(stages))) for stages in pipelines]
     for ranks, stages in zip(chosen, pipelines, strict=True):
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(stages):

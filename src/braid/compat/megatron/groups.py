@@ -1,8 +1,8 @@
-"""Process groups of torch that are groups of braid: both kinds of functions work with them.
+"""Process groups of torch that are also groups of braid.
 
-torch's own `all_reduce(x, group=get_tensor_model_parallel_group())` gets torch's face of the
-backend "braid", whatever the backend of the default group; the layers here get the `Group` behind
-it.
+torch's functions, such as `all_reduce(x, group=get_tensor_model_parallel_group())`, use them as
+process groups of the backend "braid", for any backend of the default group; the layers here use the
+underlying `Group`.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def create_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> Any:
-    """Make a process group of the backend "braid"; all ranks call this.
+    """Create a process group of the backend "braid"; all ranks call this.
 
     Args:
         ranks: Members; all ranks when None.
-        timeout: Deadline of its operations.
-        backend: None, or a backend whose work a group of braid does.
-        pg_options: Must be None: there is no such option of braid.
-        use_local_synchronization: Whether members only call this.
-        group_desc: Description, which torch shows.
+        timeout: Timeout of the group's operations.
+        backend: None, "braid", "nccl" or "gloo"; a group of braid replaces all of them.
+        pg_options: Must be None, since braid has no such options.
+        use_local_synchronization: Whether only the members call this.
+        group_desc: Description for torch.
     """
     if pg_options is not None:
         msg = (
@@ -72,7 +72,7 @@ def create_group(
 
 
 def braid_group(group: Any) -> Group:
-    """Return the group of braid behind a process group of torch; a group of braid is itself.
+    """Return the braid group of a torch process group; return a braid group unchanged.
 
     Raises:
         UsageError: The process group has another backend, or has ended.
@@ -91,7 +91,8 @@ def braid_group(group: Any) -> Group:
     name = getattr(group, "name", None)
     kind = name() if callable(name) else type(group).__name__
     msg = (
-        f"a group of {kind} is none of braid's: pass one of braid.compat.megatron.parallel_state, "
-        "or of torch.distributed.new_group(ranks, backend='braid')"
+        f"a group of {kind} is not a braid group: pass one of "
+        "braid.compat.megatron.parallel_state, or of "
+        "torch.distributed.new_group(ranks, backend='braid')"
     )
     raise UsageError(msg)

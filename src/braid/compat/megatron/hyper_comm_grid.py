@@ -18,13 +18,13 @@ __all__ = ["HyperCommGrid"]
 
 
 class HyperCommGrid:
-    """A grid of ranks with named dims, and the groups along some of them.
+    """A grid of ranks with named dims, and the groups along some of the dims.
 
     Args:
-        shape: Length of each dim, from the one that varies fastest.
-        dim_names: Their names.
+        shape: Length of each dim, the fastest varying dim first.
+        dim_names: Names of the dims.
         rank_offset: First rank.
-        backend: None, or a backend whose work a group of braid does.
+        backend: None, "braid", "nccl" or "gloo"; a group of braid replaces all of them.
 
     Raises:
         UsageError: Shape, names and number of ranks do not fit; the message has all problems.
@@ -59,17 +59,17 @@ class HyperCommGrid:
         raise_all(problems, UsageError)
 
     def create_pg(self, dims: str | Sequence[str], **kwargs: Any) -> Any:
-        """Make the groups along some dims; all ranks call this.
+        """Create the groups along some dims; all ranks call this.
 
         Args:
             dims: Dims along which the ranks of a group differ.
-            kwargs: `timeout` and `group_desc`, as of `torch.distributed.new_group`.
+            kwargs: `timeout` and `group_desc`, as in `torch.distributed.new_group`.
 
         Returns:
             The group of this rank; None if it is outside of the grid.
 
         Raises:
-            KeyError: There are such groups already.
+            KeyError: These groups exist already.
         """
         check_initialized()
         key = self._key(dims)
@@ -78,12 +78,12 @@ class HyperCommGrid:
                 f"groups along {key} have been created already: get_pg({key!r}) returns this rank's"
             )
             raise KeyError(msg)
-        own = None
+        local_group = None
         for ranks in self.get_rank_enum(dims):
             made = create_group(ranks, backend=self.backend, **kwargs)
-            own = made if dist.get_rank() in ranks else own
-        self._groups[key] = own
-        return own
+            local_group = made if dist.get_rank() in ranks else local_group
+        self._groups[key] = local_group
+        return local_group
 
     def get_pg(self, dims: str | Sequence[str]) -> Any:
         """Return the group of this rank along some dims.
@@ -109,10 +109,10 @@ class HyperCommGrid:
         return "-".join(self._names(dims))
 
     def _names(self, dims: str | Sequence[str]) -> list[str]:
-        """Return the names of dims, the one that varies slowest first."""
+        """Return the names of dims, the slowest varying dim first."""
         names = [dims] if isinstance(dims, str) else list(dims)
         if unknown := [name for name in names if name not in self.dim_names]:
-            msg = f"there is no dim {', '.join(unknown)}: the grid has {', '.join(self.dim_names)}"
+            msg = f"unknown dim {', '.join(unknown)}: the grid has {', '.join(self.dim_names)}"
             raise UsageError(msg)
         return [name for name in reversed(self.dim_names) if name in names]
 

@@ -1,7 +1,7 @@
-"""Megatron's `initialize_model_parallel`: compare arguments of all ranks, then make groups.
+"""Megatron's `initialize_model_parallel`: compare the arguments of all ranks, then create groups.
 
-Ranks that make different groups wait for each other until a deadline, which names no cause. Here
-they exchange their arguments first, through torch's store, and all raise the same error.
+Ranks that create different groups would wait for each other until a timeout that does not name the
+cause. Here they first exchange their arguments through torch's store, and raise the same error.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from braid.runtime.torch_internals import default_store
 
 __all__ = ["initialize_model_parallel"]
 
-DEADLINE_S = 600.0  # ranks read their data sets before they make groups
+DEADLINE_S = 600.0  # ranks may load their data sets before they create groups
 
 
 def check_alike(call: str, arguments: Mapping[str, object]) -> None:
-    """Raise UsageError on all ranks unless all have passed the same arguments.
+    """Check that all ranks have passed the same arguments.
 
     Args:
         call: Name of the function.
         arguments: Arguments by name; functions are compared by their names.
 
     Raises:
-        UsageError: Some arguments differ; the message has their values and ranks.
+        UsageError: Arguments differ; raised on all ranks, with their values and ranks.
         RanksMissingError: Some ranks did not call the function.
     """
-    own = {name: getattr(value, "__qualname__", repr(value)) for name, value in arguments.items()}
+    texts = {name: getattr(value, "__qualname__", repr(value)) for name, value in arguments.items()}
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
     store = TorchStore(default_store())
     number = store.add(f"braid/{call}/{rank}", 1)
     topic = f"{call}, call {number}"
-    sent = json.dumps(own).encode()
+    sent = json.dumps(texts).encode()
     values = [
         json.loads(value)
         for value in exchange(store, topic, rank, ranks, sent, timeout_s=DEADLINE_S)
     ]
     problems = []
-    for name in own:
+    for name in texts:
         members: dict[str, list[int]] = {}
         for other, theirs in enumerate(values):
             members.setdefault(theirs[name], []).append(other)
         if len(members) > 1:
-            each = (f"{v} on {_ranks(own)}" for v, own in members.items())
-            problems.append(f"{name} is {' and '.join(each)}")
+            parts = (f"{v} on {_ranks(ranks_of_v)}" for v, ranks_of_v in members.items())
+            problems.append(f"{name} is {' and '.join(parts)}")
     if problems:
         msg = f"{call} was called with different arguments: {'; '.join(problems)}. Pass the same"
         raise UsageError(msg)
@@ -89,37 +89,38 @@ def initialize_model_parallel(
     sharp_enabled_group: str | None = None,
     create_all_gather_group: bool | None = False,
 ) -> None:
-    """Make the groups of all kinds of parallelism; all ranks call this alike.
+    """Create the groups of all kinds of parallelism; all ranks call this with the same arguments.
 
     Args:
         tensor_model_parallel_size: Number of ranks that share each layer.
-        pipeline_model_parallel_size: Number of ranks of a pipeline.
-        virtual_pipeline_model_parallel_size: Number of stages of each of them.
-        pipeline_model_parallel_comm_backend: None, or a backend whose work a group of braid does.
+        pipeline_model_parallel_size: Number of ranks in a pipeline.
+        virtual_pipeline_model_parallel_size: Number of stages on each rank of a pipeline.
+        pipeline_model_parallel_comm_backend: None, "braid", "nccl" or "gloo".
         use_sharp: Must be False.
         context_parallel_size: Number of ranks that share a sequence.
-        hierarchical_context_parallel_sizes: Sizes of levels, which multiply to it.
-        hybrid_context_parallel: Whether there are groups of 2, 4, ... neighbours, too.
+        hierarchical_context_parallel_sizes: Sizes of levels, with `context_parallel_size` as their
+            product.
+        hybrid_context_parallel: Whether to also create groups of 2, 4, ... adjacent ranks.
         expert_model_parallel_size: Number of ranks among which experts are divided.
         num_distributed_optimizer_instances: Number of copies of a sharded optimizer.
-        expert_tensor_parallel_size: Number of ranks that share each expert; those of other layers
-            when None.
+        expert_tensor_parallel_size: Number of ranks that share each expert; when None,
+            `tensor_model_parallel_size`.
         nccl_communicator_config_path: Must be None.
         distributed_timeout_minutes: Minutes after which an operation fails.
-        order: Kinds from the one that varies fastest.
-        get_embedding_ranks: Function of a pipeline's ranks that returns those with embeddings.
-        get_position_embedding_ranks: Function of them that returns those with embeddings of
-            positions.
-        create_gloo_process_groups: Whether functions for groups of Gloo have an answer; it is the
-            same group, which takes CPU tensors.
+        order: Kinds of parallelism, the fastest varying kind first.
+        get_embedding_ranks: Function that returns the ranks of a pipeline with embeddings.
+        get_position_embedding_ranks: Function that returns the ranks of a pipeline with position
+            embeddings.
+        create_gloo_process_groups: Whether the functions for Gloo groups work; they return the same
+            group, which takes CPU tensors.
         high_priority_stream_groups: Must be empty.
         sharp_enabled_group: Must be None.
-        create_all_gather_group: Whether there is another group for all_gather.
+        create_all_gather_group: Whether to create a separate group for all_gather.
 
     Raises:
         GroupNotInitializedError: torch.distributed has not been initialized.
         UnsupportedError: An option of NCCL or UCC is set; all are named.
-        UsageError: Sizes do not fit, ranks pass different ones, or there are groups already.
+        UsageError: Sizes do not fit, arguments differ between ranks, or groups exist already.
     """
     arguments = dict(locals())
     check_initialized()
@@ -164,10 +165,10 @@ def initialize_model_parallel(
 
 def _refuse(options: dict[str, object]) -> None:
     """Raise UnsupportedError if an option is set."""
-    given = [f"{name}={value!r}" for name, value in options.items() if value]
-    if given:
+    named = [f"{name}={value!r}" for name, value in options.items() if value]
+    if named:
         msg = (
-            f"initialize_model_parallel cannot serve {', '.join(given)}: groups of braid have no "
+            f"initialize_model_parallel cannot serve {', '.join(named)}: groups of braid have no "
             "settings of NCCL, SHARP or UCC. Leave them out; NCCL reads its environment variables"
         )
         raise UnsupportedError(msg)

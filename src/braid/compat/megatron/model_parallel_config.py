@@ -1,7 +1,7 @@
-"""`megatron.core.ModelParallelConfig`: sizes of parallelism, dtypes, and how layers work.
+"""`megatron.core.ModelParallelConfig`: sizes of parallelism, dtypes and options of layers.
 
-All fields of Megatron's are there, so that programs can set them. Those for speed on GPUs have no
-effect; those that ask for a library of NVIDIA's or for a schedule are refused by name.
+It has all fields of Megatron's class, so that programs can set them. Fields for speed on GPUs have
+no effect; options that need an NVIDIA library or a pipeline schedule are refused by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from braid.errors import raise_all
 
 __all__ = ["ModelParallelConfig", "check_served"]
 
-REFUSED = {  # option -> what to do instead of setting it
+REFUSED = {  # option -> advice
     "gradient_accumulation_fusion": "leave it False: gradients are accumulated by autograd",
     "defer_embedding_wgrad_compute": "leave it False, or use braid.Pipeline with schedule='zbv'",
     "delay_wgrad_compute": "leave it False, or use braid.Pipeline with schedule='zbv'",
@@ -32,11 +32,11 @@ REFUSED = {  # option -> what to do instead of setting it
 
 @dataclass
 class ModelParallelConfig:
-    """Options of divided layers; the names and defaults are Megatron's.
+    """Options of parallel layers, with Megatron's names and defaults.
 
     Raises:
         UsageError: Options contradict each other; the message has all problems.
-        UnsupportedError: An option is set that braid cannot serve.
+        UnsupportedError: An option is set that braid does not support.
     """
 
     # sizes
@@ -147,12 +147,12 @@ class ModelParallelConfig:
 
 
 def check_served(config: Any) -> None:
-    """Raise UnsupportedError if options are set that braid cannot serve; all are named."""
-    given = [
+    """Raise UnsupportedError if unsupported options are set; all are named."""
+    set_options = [
         f"{name}={value!r}: {instead}"
         for name, instead in REFUSED.items()
         if (value := getattr(config, name, False))
     ]
-    if given:
-        msg = f"this configuration cannot be served: {'; '.join(given)}"
+    if set_options:
+        msg = f"this configuration cannot be served: {'; '.join(set_options)}"
         raise UnsupportedError(msg)

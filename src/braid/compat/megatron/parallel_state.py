@@ -1,8 +1,8 @@
 """`megatron.core.parallel_state`: the groups of this rank, their sizes, and its ranks in them.
 
-Groups are process groups of torch of the backend "braid": see `groups`. A function that is called
-before `initialize_model_parallel` raises a GroupNotInitializedError, which is an AssertionError,
-too.
+Groups are torch process groups of the backend "braid": see `groups`. A function that is called
+before `initialize_model_parallel` raises a GroupNotInitializedError, which is also an
+AssertionError.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def __getattr__(name: str) -> Any:
         msg = f"braid.compat.megatron.parallel_state has no {name}: {ABSENT[name]}"
     elif name.startswith("_") and name.isupper():
         msg = (
-            f"braid.compat.megatron.parallel_state has no {name}: its groups are no variables of "
+            f"braid.compat.megatron.parallel_state has no {name}: its groups are not variables of "
             "the module. Call the function that returns the group"
         )
     else:
@@ -146,28 +146,28 @@ def __getattr__(name: str) -> Any:
 
 
 def is_initialized() -> bool:
-    """Return whether there are groups."""
+    """Return whether groups exist."""
     return STATE.initialized
 
 
 def is_unitialized() -> bool:
-    """Return whether there are none; deprecated."""
+    """Return whether no groups exist; deprecated."""
     warnings.warn("use is_initialized instead of is_unitialized", DeprecationWarning, stacklevel=2)
     return not STATE.initialized
 
 
 def model_parallel_is_initialized() -> bool:
-    """Return whether there are groups of tensor, pipeline and data parallelism."""
+    """Return whether groups of tensor, pipeline and data parallelism exist."""
     return STATE.initialized
 
 
 def destroy_model_parallel() -> None:
-    """Destroy all groups, and forget what has been set."""
+    """Destroy all groups, and reset all values."""
     STATE.close()
 
 
 def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
-    """Set the deadline of a group's later operations; of all groups when None."""
+    """Set the timeout of a group's later operations; of all groups when None."""
     groups = set(STATE.groups.values()) if pg is None else {pg}
     for group in groups:
         group.set_timeout(timeout)
@@ -179,7 +179,7 @@ def get_all_ranks() -> str:
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """Return memory that is used again by name."""
+    """Return the buffers that are reused by name."""
     if STATE.buffer is None:
         msg = "global memory buffer is not initialized: call initialize_model_parallel first"
         raise GroupNotInitializedError(msg)
@@ -187,7 +187,7 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
 
 
 def destroy_global_memory_buffer() -> None:
-    """Free that memory."""
+    """Free the buffers of `get_global_memory_buffer`."""
     STATE.buffer = None
 
 
@@ -220,7 +220,7 @@ get_tensor_and_context_parallel_rank = rank_of("tp_cp", alone=0)
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> Any:
-    """Return the group over which largest values are reduced."""
+    """Return the group for reducing absolute maxima (amax)."""
     if tp_only_amax_red:
         return STATE.group("tp_cp" if with_context_parallel else "tp")
     return STATE.group("tp_dp_cp" if with_context_parallel else "tp_dp")
@@ -245,7 +245,7 @@ def get_data_parallel_group(
     partial_data_parallel: bool = False,
     independent_all_gather: bool = False,
 ) -> Any:
-    """Return the group whose ranks have the same part of the model."""
+    """Return the group of ranks with the same part of the model."""
     kind = _data_kind(
         with_cp=with_context_parallel,
         partial=partial_data_parallel,
@@ -255,14 +255,14 @@ def get_data_parallel_group(
 
 
 def has_separate_all_gather_group() -> bool:
-    """Return whether there is another group for all_gather."""
+    """Return whether a separate group for all_gather exists."""
     return "dp_cp_ag" in STATE.groups
 
 
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> Any:
-    """Return the data parallel group for CPU tensors, which is the same one."""
+    """Return the data parallel group for CPU tensors, which is the same group."""
     return STATE.gloo_group(
         _data_kind(with_cp=with_context_parallel, partial=partial_data_parallel)
     )
@@ -292,7 +292,7 @@ set_data_parallel_rank = set_rank_of("dp")
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Return the first data parallel rank, counted in the world."""
+    """Return the first global rank of the data parallel group."""
     return STATE.members("dp_cp" if with_context_parallel else "dp")[0]
 
 
@@ -300,7 +300,7 @@ get_context_parallel_group = group_of("cp")
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Return its ranks, counted in the world."""
+    """Return the global ranks of the context parallel group."""
     if check_initialized:
         STATE.require("cp")
     return STATE.ranks.get("cp")
@@ -321,7 +321,7 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 def get_hybrid_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> Any:
-    """Return the group of some neighbours in data and context parallelism."""
+    """Return the group of `group_size` adjacent ranks in data and context parallelism."""
     if group_size == get_data_parallel_world_size(with_context_parallel=True):
         return STATE.group("dp_cp", check_initialized=check_initialized)
     return STATE.group(f"hybrid{group_size}", check_initialized=check_initialized)
@@ -339,17 +339,17 @@ get_pipeline_model_parallel_first_rank = first_of("pp")
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """Return the rank of the last stage, counted in the world."""
+    """Return the global rank of the last stage."""
     return STATE.members("pp")[STATE.size("pp") - 1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Return the rank of the next stage, counted in the world; after the last comes the first."""
+    """Return the global rank of the next stage; the first stage after the last one."""
     return STATE.members("pp")[(STATE.rank("pp") + 1) % STATE.size("pp")]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Return the rank of the previous stage, counted in the world."""
+    """Return the global rank of the previous stage; the last stage before the first one."""
     return STATE.members("pp")[(STATE.rank("pp") - 1) % STATE.size("pp")]
 
 
@@ -364,19 +364,19 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Return the stage of this rank that runs; None without interleaving."""
+    """Return the current stage of this rank; None without interleaving."""
     return STATE.virtual_rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Set the stage of this rank that runs; deprecated: pass `vp_stage`."""
+    """Set the current stage of this rank; deprecated: pass `vp_stage`."""
     msg = "pass vp_stage to is_pipeline_first_stage and others instead of setting it for all"
     warnings.warn(msg, DeprecationWarning, stacklevel=2)
     STATE.virtual_rank = rank
 
 
 def _is_virtual_stage(wanted: int, vp_stage: int | None) -> bool:
-    """Return whether this rank's stage is that of a number, counted from the end if negative."""
+    """Return whether `vp_stage` is the wanted stage, counted from the end if negative."""
     if STATE.virtual_size is None:
         return True
     if vp_stage is None:
@@ -419,7 +419,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """Return whether this rank has embeddings of positions."""
+    """Return whether this rank has position embeddings."""
     return dist.get_rank() in STATE.ranks.get("pos_embd", [])
 
 
@@ -436,14 +436,14 @@ get_expert_tensor_parallel_group = group_of("ep_tp")
 
 
 def get_expert_tensor_parallel_world_size() -> int | None:
-    """Return the number of its ranks; without groups that which is set for tensor parallelism."""
+    """Return the number of expert tensor parallel ranks; without groups the set `tp` size."""
     if "ep_tp size" in STATE.overrides or STATE.initialized:
         return STATE.size("ep_tp")
     return STATE.overrides.get("tp size")
 
 
 def get_expert_tensor_parallel_rank() -> int | None:
-    """Return the rank in it; without groups that which is set for tensor parallelism."""
+    """Return the expert tensor parallel rank; without groups the set `tp` rank."""
     if "ep_tp rank" in STATE.overrides or STATE.initialized:
         return STATE.rank("ep_tp")
     return STATE.overrides.get("tp rank")
@@ -464,31 +464,31 @@ def _expert_data_kind(*, partial: bool) -> str:
 def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> Any:
-    """Return the group whose ranks have the same experts."""
+    """Return the group of ranks with the same experts."""
     kind = _expert_data_kind(partial=partial_expert_data_parallel)
     return STATE.group(kind, check_initialized=check_initialized)
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
-    """Return the group whose ranks have the same experts; deprecated."""
+    """Return the group of ranks with the same experts; deprecated."""
     msg = "use get_expert_data_parallel_group instead of get_data_modulo_expert_parallel_group"
     warnings.warn(msg, DeprecationWarning, stacklevel=2)
     return STATE.group(_expert_data_kind(partial=partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
-    """Return that group for CPU tensors, which is the same one."""
+    """Return the expert data parallel group for CPU tensors, which is the same group."""
     return STATE.gloo_group(_expert_data_kind(partial=partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    """Return the rank in it; 0 without torch.distributed."""
+    """Return the expert data parallel rank; 0 without torch.distributed."""
     kind = _expert_data_kind(partial=partial_expert_data_parallel)
     return STATE.rank(kind) if dist.is_initialized() else 0
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    """Return the number of its ranks; 0 without torch.distributed."""
+    """Return the number of expert data parallel ranks; 0 without torch.distributed."""
     kind = _expert_data_kind(partial=partial_expert_data_parallel)
     return STATE.size(kind) if dist.is_initialized() else 0
 

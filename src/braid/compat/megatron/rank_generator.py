@@ -1,6 +1,6 @@
 """Megatron's RankGenerator: the ranks of the groups of each kind of parallelism.
 
-`Grid` computes the groups; see there for a picture. Here are Megatron's names, arguments and
+`Grid` computes the groups, and has a picture; this module has Megatron's names, arguments and
 exceptions.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["RankGenerator", "generate_masked_orthogonal_rank_groups", "hierarchi
 
 
 class RankGenerator:
-    """Groups of ranks that differ along some kinds of parallelism only.
+    """Groups of ranks that differ only along some kinds of parallelism.
 
     Args:
         tp: Number of ranks that share each layer.
@@ -25,12 +25,12 @@ class RankGenerator:
         dp: Number of copies of the model.
         pp: Number of stages.
         cp: Number of ranks that share a sequence.
-        order: Kinds from the one that varies fastest, such as `tp-cp-ep-dp-pp`.
+        order: Kinds, the fastest varying first, such as `tp-cp-ep-dp-pp`.
         rank_offset: First rank.
 
     Raises:
-        UsageError: A kind with several ranks is not in the order, or `ep` and `cp` both have
-            several.
+        UsageError: A kind with several ranks is not in the order, or `ep` and `cp` are both above
+            1.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class RankGenerator:
 def generate_masked_orthogonal_rank_groups(
     world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
 ) -> list[list[int]]:
-    """Return all groups of ranks that differ along the dims of a mask only.
+    """Return all groups of ranks that differ only along the dims of a mask.
 
     Args:
         world_size: Number of ranks.
-        parallel_size: Length of each dim, from the one that varies fastest.
+        parallel_size: Length of each dim, the fastest varying dim first.
         mask: Whether ranks of a group differ along each dim.
 
     Raises:
-        UsageError: The lengths do not multiply to `world_size`, or there are not as many in `mask`.
+        UsageError: The product of the lengths is not `world_size`, or `mask` has another length.
     """
     problems = []
     if len(mask) != len(parallel_size):
@@ -98,7 +98,7 @@ def generate_masked_orthogonal_rank_groups(
 
 
 def hierarchical_ranks(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[list[int]]]:
-    """Return groups of each level: level 0 has neighbours, and each next level one of every group.
+    """Return the groups of each level: adjacent ranks in level 0, and so on.
 
     >>> hierarchical_ranks(range(4), [2, 2])
     [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]

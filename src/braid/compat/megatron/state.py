@@ -1,7 +1,7 @@
-"""The one state of this face: the groups of this rank, and values that programs have set.
+"""The only global state of this package: this rank's groups, and values set by programs.
 
-Megatron's functions take no state: they mean the process that they run in. So there must be a
-global one; it is here, and nowhere else.
+Megatron's functions do not take a state but use the process in which they run. So they need a
+global state, which is in this module only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NAMES = {
 }
 REASONS = {  # why an initialized state may lack a group
     "embd": "this rank's stage has no embedding",
-    "pos_embd": "this rank's stage has no embedding of positions",
+    "pos_embd": "this rank's stage has no position embedding",
     "dp_cp_ag": "pass create_all_gather_group=True to initialize_model_parallel",
     "inter_ep_dp": "pass num_distributed_optimizer_instances to initialize_model_parallel",
     "gloo": "initialize_model_parallel was called with create_gloo_process_groups=False",
@@ -52,7 +52,7 @@ REASONS = {  # why an initialized state may lack a group
 
 
 class GlobalMemoryBuffer:
-    """Memory that is used again under the same name and dtype."""
+    """Buffers that are reused by name and dtype."""
 
     def __init__(self) -> None:
         self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
@@ -60,7 +60,7 @@ class GlobalMemoryBuffer:
     def get_tensor(
         self, tensor_shape: tuple[int, ...], dtype: torch.dtype, name: str
     ) -> torch.Tensor:
-        """Return a tensor of a shape; the earlier one of this name is overwritten through it."""
+        """Return a tensor with a shape; it shares memory with earlier ones of the same name."""
         count = torch.Size(tensor_shape).numel()
         known = self.buffer.get((name, dtype))
         if known is None or known.numel() < count:
@@ -70,16 +70,16 @@ class GlobalMemoryBuffer:
 
 
 class ParallelState:
-    """Groups of this rank, and values that are set on the fly.
+    """Groups of this rank, and values that programs set.
 
     Attributes:
-        groups: Process group of each kind that this rank is in; see `group_plan`.
-        ranks: Global ranks of each of them.
+        groups: This rank's process group of each kind; see `group_plan`.
+        ranks: Global ranks of each group.
         overrides: Sizes and ranks that programs have set, by name.
         virtual_size: Number of stages of this rank; None without interleaving.
-        virtual_rank: Stage of this rank that runs.
-        with_gloo: Whether functions for groups of Gloo have an answer.
-        buffer: Memory for programs.
+        virtual_rank: Current stage of this rank.
+        with_gloo: Whether the functions for Gloo groups work.
+        buffer: Buffers for programs.
     """
 
     def __init__(self) -> None:
@@ -97,9 +97,9 @@ class ParallelState:
         return bool(self.groups)
 
     def open(self, plan: Mapping[str, list[list[int]]], timeout: timedelta) -> None:
-        """Make the groups of a plan; all ranks call this."""
+        """Create the groups of a plan; all ranks call this."""
         if self.initialized and not self.alive():
-            self.close()  # with torch's default group, all others have ended
+            self.close()  # destroying torch's default group has destroyed all groups
         if self.initialized:
             msg = (
                 "model parallel groups are initialized already: call destroy_model_parallel() "
@@ -107,7 +107,7 @@ class ParallelState:
             )
             raise UsageError(msg)
         rank, every = dist.get_rank(), list(range(dist.get_world_size()))
-        # groups of ranks that share memory with all others cost next to nothing
+        # creating groups is cheap if a braid group of all ranks exists
         shared = {} if _is_braids(dist.group.WORLD) else {"world": [every]}
         for kind, groups in (shared | dict(plan)).items():
             for ranks in groups:
@@ -120,7 +120,7 @@ class ParallelState:
         self.buffer = GlobalMemoryBuffer()
 
     def close(self) -> None:
-        """Destroy the groups that are left, in one order on all ranks, and forget all values."""
+        """Destroy the remaining groups, in the same order on all ranks, and reset all values."""
         for group in self.alive():
             dist.destroy_process_group(group)
         for values in (self.groups, self.ranks, self.overrides):
@@ -134,12 +134,12 @@ class ParallelState:
         return [g for g in reversed(dict.fromkeys(self.groups.values())) if g in known]
 
     def require(self, kind: str) -> None:
-        """Raise GroupNotInitializedError unless this rank has a group of a kind."""
+        """Raise GroupNotInitializedError unless this rank has a group of the kind."""
         if kind in self.groups:
             return
         name = NAMES.get(kind, kind)
         if self.initialized:
-            msg = f"{name}: this rank has none. {REASONS.get(kind, 'It was not asked for')}"
+            msg = f"{name}: this rank has none. {REASONS.get(kind, 'It was not requested')}"
         else:
             msg = (
                 f"{name} is not initialized: call parallel_state.initialize_model_parallel(...) "
@@ -148,13 +148,13 @@ class ParallelState:
         raise GroupNotInitializedError(msg)
 
     def group(self, kind: str, *, check_initialized: bool = True) -> Any:
-        """Return the process group of a kind; None without one if that is not checked."""
+        """Return the process group of a kind; None without one unless `check_initialized`."""
         if check_initialized:
             self.require(kind)
         return self.groups.get(kind)
 
     def gloo_group(self, kind: str) -> Any:
-        """Return the process group that takes CPU tensors: the same one."""
+        """Return the process group of a kind for CPU tensors, which is the same group."""
         if self.initialized and not self.with_gloo:
             msg = f"{NAMES[kind]} of Gloo is not initialized: {REASONS['gloo']}"
             raise GroupNotInitializedError(msg)
@@ -166,17 +166,17 @@ class ParallelState:
         return self.ranks[kind]
 
     def size(self, kind: str) -> int:
-        """Return the number of ranks of a kind: as set, else that of the group."""
+        """Return the overridden number of ranks of a kind, or the size of its group."""
         set_size = self.overrides.get(f"{kind} size")
         return len(self.members(kind)) if set_size is None else set_size
 
     def rank(self, kind: str) -> int:
-        """Return the rank in the group of a kind: as set, else that of the group."""
+        """Return the overridden rank of a kind, or this rank's position in its group."""
         set_rank = self.overrides.get(f"{kind} rank")
         return self.members(kind).index(dist.get_rank()) if set_rank is None else set_rank
 
     def override(self, name: str, value: int | None) -> None:
-        """Set a value such as `tp rank`, or return to that of the group with None."""
+        """Override a value such as `tp rank`; None removes the override."""
         self.overrides.pop(name, None)
         if value is not None:
             self.overrides[name] = value

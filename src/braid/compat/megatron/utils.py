@@ -26,7 +26,7 @@ __all__ = [
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Raise UsageError, which is an AssertionError, if a division has a remainder."""
+    """Raise UsageError (an AssertionError) if a division has a remainder."""
     if numerator % denominator:
         msg = (
             f"{numerator} is not divisible by {denominator}: choose a multiple of {denominator}, "
@@ -42,10 +42,10 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def part_size(name: str, length: int, size: int) -> int:
-    """Return the length of a rank's part of an argument.
+    """Return the length of one rank's part of an argument.
 
     Raises:
-        UsageError: It cannot be divided.
+        UsageError: The length is not divisible by the number of ranks.
     """
     if length % size:
         msg = (
@@ -59,7 +59,7 @@ def part_size(name: str, length: int, size: int) -> int:
 def get_tensor_model_parallel_group_if_none(
     tp_group: Any, is_expert: bool = False, check_initialized: bool = True
 ) -> Any:
-    """Return the group, or that of tensor parallelism when None."""
+    """Return `tp_group`, or the tensor parallel group when None."""
     if tp_group is not None:
         return tp_group
     if is_expert:
@@ -78,5 +78,5 @@ def get_pg_rank(group: Any = None) -> int:
 
 
 def tensor_group(tp_group: Any = None, *, is_expert: bool = False) -> Group:
-    """Return braid's group behind one of torch, or behind that of tensor parallelism when None."""
+    """Return the braid group of `tp_group`, or of the tensor parallel group when None."""
     return braid_group(get_tensor_model_parallel_group_if_none(tp_group, is_expert))

@@ -1,4 +1,4 @@
-"""PS-Lite's face: `from braid.compat import pslite as ps`, and programs read as they do in C++.
+"""PS-Lite's API: `from braid.compat import pslite as ps`; programs read as in C++.
 
     ps.Start()
     if ps.IsServer():

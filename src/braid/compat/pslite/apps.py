@@ -1,6 +1,6 @@
 """`KVWorker`, `KVServer` and `SimpleApp` with PS-Lite's names.
 
-Keys and values are tensors, arrays or lists; what is pulled is written into tensors or arrays.
+Keys and values are tensors, arrays or lists; pulled values are written into tensors or arrays.
 
 Source: PS-Lite, `include/ps/kv_app.h` and `include/ps/simple_app.h`.
 """
@@ -22,27 +22,27 @@ __all__ = ["KVServer", "KVWorker", "SimpleApp"]
 
 Values: TypeAlias = Any  # tensor, array or list of numbers
 Callback: TypeAlias = "Callable[[], object] | None"
-MIDDLE = NUM_PRIORITIES // 2  # PS-Lite's 0: programs have priorities below and above it
+MIDDLE = NUM_PRIORITIES // 2  # priority 0 of PS-Lite, where priorities may be negative
 
 
 class _Notes:
-    """Requests of a number and a text, with PS-Lite's names."""
+    """Requests with a number and a text, with PS-Lite's names."""
 
     def Request(self: Any, req_head: int, req_body: str, recv_id: int) -> int:
-        """Send a note to a node or a group; returns the timestamp to wait for."""
+        """Send a note to a node or a group; return the timestamp to wait for."""
         return int(self.request(req_head, req_body, recv_id, priority=MIDDLE))
 
     def Wait(self: Any, timestamp: int, timeout_s: float | None = None) -> None:
-        """Wait for a request; unlike PS-Lite's, with a deadline (300 s when None)."""
+        """Wait for a request; unlike in PS-Lite, with a deadline (300 s when None)."""
         self.wait(timestamp, timeout_s)
 
 
 class SimpleApp(_Notes, kv.SimpleApp):
-    """A part of a program that sends and answers notes.
+    """App that sends and answers notes.
 
     Args:
-        app_id: Number of the part, the same on all nodes.
-        customer_id: Number among the parts of a worker's process.
+        app_id: Number of the app, the same on all nodes.
+        customer_id: Number among the apps of a worker's process.
     """
 
     def __init__(self, app_id: int, customer_id: int = 0) -> None:
@@ -54,11 +54,11 @@ class SimpleApp(_Notes, kv.SimpleApp):
 
 
 class KVWorker(_Notes, kv.KVWorker):
-    """Pushes and pulls of a worker.
+    """Pushes and pulls values by key on a worker.
 
     Args:
-        app_id: Number of the part; servers have a `KVServer` of it.
-        customer_id: Number among those of this process.
+        app_id: Number of the app; servers have a `KVServer` with it.
+        customer_id: Number among the apps of this process with this `app_id`.
     """
 
     def __init__(self, app_id: int, customer_id: int = 0) -> None:
@@ -146,10 +146,10 @@ class KVWorker(_Notes, kv.KVWorker):
 
 
 class KVServer(_Notes, kv.KVServer):
-    """Answers pushes and pulls by a handle.
+    """Answers pushes and pulls with a handle.
 
     Args:
-        app_id: Number of the part.
+        app_id: Number of the app.
     """
 
     def __init__(self, app_id: int) -> None:
@@ -163,9 +163,9 @@ class KVServer(_Notes, kv.KVServer):
 
 
 def _options(cmd: int, cb: Callback, priority: int) -> dict[str, Any]:
-    """Return the keyword arguments of a request; priorities beyond -8 to 7 count as these."""
-    own = min(max(MIDDLE + priority, 0), NUM_PRIORITIES - 1)
-    return {"cmd": cmd, "callback": cb, "priority": own}
+    """Return the keyword arguments of a request; priorities are limited to -8 to 7."""
+    limited = min(max(MIDDLE + priority, 0), NUM_PRIORITIES - 1)
+    return {"cmd": cmd, "callback": cb, "priority": limited}
 
 
 def _out(values: Values) -> Any:

@@ -3,15 +3,15 @@
     DMLC_ROLE                        scheduler, server or worker
     DMLC_PS_ROOT_URI, _PORT          address of the scheduler
     DMLC_NUM_SERVER, DMLC_NUM_WORKER
-    DMLC_NODE_HOST                   address on which this node listens; found out when missing
-    PS_RESEND, PS_RESEND_TIMEOUT     1 to send unanswered requests again, after how many ms
-    PS_DROP_MSG                      percent of arriving messages to drop, for tests
+    DMLC_NODE_HOST                   address on which this node listens; detected when missing
+    PS_RESEND, PS_RESEND_TIMEOUT     1 to send unanswered requests again; milliseconds before that
+    PS_DROP_MSG                      percentage of arriving messages to drop, for tests
     PS_HEARTBEAT_INTERVAL, _TIMEOUT  seconds
     BRAID_SECRET_FILE                secret of the job (mode 0600), for several hosts
     BRAID_INSECURE_NETWORK           1 to accept any connection on several hosts
 
-Under `braid run --servers N --workers M`, braid says which rank is what, and DMLC_ROLE and the root
-are not needed.
+Under `braid run --servers N --workers M`, the rank determines the role: DMLC_ROLE and the root are
+not needed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from braid.runtime.variables import SERVERS
 
 __all__ = ["DEFAULT_RESEND_S", "Environment"]
 
-DEFAULT_RESEND_S = 1.0  # PS-Lite's
-HEARTBEAT_S, LOST_AFTER_S = 1.0, 30.0  # the van's
+DEFAULT_RESEND_S = 1.0  # as in PS-Lite
+HEARTBEAT_S, LOST_AFTER_S = 1.0, 30.0  # the van's defaults
 ROLES: tuple[Role, ...] = ("scheduler", "server", "worker")
 
 
@@ -37,16 +37,16 @@ class Environment:
     """Settings of one process.
 
     Attributes:
-        role: Role of the process; empty under `braid run`, where the rank says it.
+        role: Role of the process; empty under `braid run`, where the rank determines it.
         num_servers: Number of servers.
-        num_workers: Number of workers; 0 under `braid run`, where the world says it.
+        num_workers: Number of workers; 0 under `braid run`, where the world size determines it.
         host: Host of the scheduler.
         port: Port of the scheduler.
-        node_host: Host on which this node listens; empty to find it out.
+        node_host: Host on which this node listens; detected when empty.
         resend_s: Seconds after which unanswered requests are sent again; never when None.
-        drop: Share of arriving messages to drop.
-        heartbeat_s: Seconds after which a silent link carries a heartbeat.
-        lost_after_s: Seconds of silence after which a node is lost.
+        drop: Fraction of arriving messages to drop.
+        heartbeat_s: Seconds after which a heartbeat is sent on an idle link.
+        lost_after_s: Seconds of silence after which a node counts as lost.
         secret_file: File with the job's secret; empty for none.
         insecure: Whether nodes of several hosts accept any connection.
     """
@@ -66,12 +66,12 @@ class Environment:
 
     @property
     def is_launched(self) -> bool:
-        """Whether `braid run` says which rank is what."""
+        """Whether `braid run` has started this process, so that its rank determines its role."""
         return not self.role
 
     @property
     def is_one_host(self) -> bool:
-        """Whether the scheduler's address is one that only this host can reach."""
+        """Whether the scheduler's address is a loopback address."""
         if self.host == "localhost":
             return True
         try:
@@ -84,10 +84,10 @@ class Environment:
         """Read the environment.
 
         Args:
-            environ: Variables; those of this process when None.
+            environ: Variables; the variables of this process when None.
 
         Raises:
-            ConfigError: Variables are missing or make no sense; all of them are named.
+            ConfigError: Variables are missing or invalid; all of them are named.
         """
         environ = os.environ if environ is None else environ
         reader = _PSLiteReader(environ)
@@ -100,7 +100,7 @@ class Environment:
         if not 0 <= drop < 1:
             reader.problems.append(f"PS_DROP_MSG is a percentage below 100, got {100 * drop:g}")
         if drop and resend_s is None:
-            reader.problems.append("PS_DROP_MSG loses requests for ever unless PS_RESEND is 1")
+            reader.problems.append("PS_DROP_MSG loses requests permanently unless PS_RESEND is 1")
         launched = bool(environ.get(SERVERS)) and bool(environ.get("RANK"))
         role = "" if launched else environ.get("DMLC_ROLE", "")
         if not launched and role not in ROLES:
@@ -108,7 +108,7 @@ class Environment:
                 f"DMLC_ROLE must be one of {', '.join(ROLES)}, got {role!r}; or start the program "
                 "with braid run --servers N --workers M"
             )
-        own = cls(
+        settings = cls(
             role=role,
             num_servers=reader.count(SERVERS if launched else "DMLC_NUM_SERVER"),
             num_workers=0 if launched else reader.count("DMLC_NUM_WORKER"),
@@ -122,19 +122,25 @@ class Environment:
             secret_file=environ.get("BRAID_SECRET_FILE", ""),
             insecure=environ.get("BRAID_INSECURE_NETWORK", "") == "1",
         )
-        if not (launched or own.is_one_host or own.secret_file or own.insecure or not own.host):
+        if not (
+            launched
+            or settings.is_one_host
+            or settings.secret_file
+            or settings.insecure
+            or not settings.host
+        ):
             reader.problems.append(
-                f"nodes at {own.host} can be reached by other hosts: give all of them the same "
-                "BRAID_SECRET_FILE (mode 0600; head -c 32 /dev/urandom), or accept anybody with "
-                "BRAID_INSECURE_NETWORK=1"
+                f"nodes at {settings.host} can be reached by other hosts: give all nodes the same "
+                "BRAID_SECRET_FILE (mode 0600; head -c 32 /dev/urandom), or accept any connection "
+                "with BRAID_INSECURE_NETWORK=1"
             )
         if reader.problems:
             raise ConfigError("; ".join(reader.problems))
-        return own
+        return settings
 
 
 class _PSLiteReader:
-    """Reads variables and collects what is wrong with them."""
+    """Reads variables, and collects errors in them."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ

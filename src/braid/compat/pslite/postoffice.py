@@ -1,4 +1,4 @@
-"""`Postoffice.Get()`, and the functions that begin and end a process, or say who it is.
+"""`Postoffice.Get()`, and the functions that start and finalize a process, or return its role.
 
 Source: PS-Lite, `include/ps/internal/postoffice.h` and `include/ps/ps.h`.
 """
@@ -37,7 +37,7 @@ kMaxKey = (1 << 64) - 1
 
 
 class Range(NamedTuple):
-    """Keys from the first to the one after the last."""
+    """Half-open range of keys."""
 
     first: int
     after: int
@@ -88,7 +88,7 @@ class Postoffice:
         return PROCESS.node.number
 
     def Barrier(self, customer_id: int, node_group: int) -> None:
-        """Wait until all nodes of a group have come; customers have barriers of their own."""
+        """Wait until all nodes of a group have entered; each customer has separate barriers."""
         PROCESS.node.barrier(node_group, customer_id)
 
     def GetNodeIDs(self, node_group: int) -> list[int]:
@@ -97,7 +97,7 @@ class Postoffice:
 
     def GetServerKeyRanges(self) -> list[Range]:
         """Return the keys of each server."""
-        return [Range(*each) for each in PROCESS.node.server_key_ranges()]
+        return [Range(*bounds) for bounds in PROCESS.node.server_key_ranges()]
 
     def GetDeadNodes(self, t: float = 60) -> list[int]:
         """Return the numbers of nodes that have been lost for `t` seconds."""
@@ -123,19 +123,19 @@ _POSTOFFICE = Postoffice()
 
 
 def StartAsync(customer_id: int = 0, argv0: str | None = None) -> None:
-    """Become a node, as the environment says, once all nodes are here."""
+    """Start the node of this process from the environment; wait until all nodes have joined."""
     del argv0
     PROCESS.start(customer_id, with_barrier=False)
 
 
 def Start(customer_id: int = 0, argv0: str | None = None) -> None:
-    """Become a node, and wait until all have started."""
+    """Start the node of this process, and wait until all nodes have called `Start`."""
     del argv0
     PROCESS.start(customer_id, with_barrier=True)
 
 
 def Finalize(customer_id: int = 0, do_barrier: bool = True) -> None:
-    """Wait for the requests of a customer; customer 0 waits for all nodes, and ends this one."""
+    """Wait for the requests of a customer; customer 0 waits for all nodes, and ends the node."""
     PROCESS.finalize(customer_id, with_barrier=do_barrier)
 
 

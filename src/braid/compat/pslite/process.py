@@ -1,4 +1,4 @@
-"""The node of this process: PS-Lite's programs have one, and name it nowhere."""
+"""The node of this process, which PS-Lite's programs use implicitly."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class PSLiteProcess:
             StaleError: The process is not started, or is finalized.
         """
         if self._node is None:
-            msg = "this process is no node: call Start() first, and Finalize() last"
+            msg = "this process is not a node: call Start() first, and Finalize() last"
             raise StaleError(msg)
         return self._node
 
     def start(self, customer_id: int, *, with_barrier: bool) -> None:
-        """Become a node; further customers of the process wait for the first."""
+        """Start the node; further customers of the process wait for the first one."""
         with self._lock:
             if self._node is None:
                 self._node, self._desk = _start(Environment.parse())

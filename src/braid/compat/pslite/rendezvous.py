@@ -1,13 +1,13 @@
-"""Nodes that were started by hand find the scheduler, and get a number and a secret from it.
+"""Rendezvous of nodes without a launcher: the scheduler assigns a number, and provides a secret.
 
     scheduler    listens at DMLC_PS_ROOT_URI:DMLC_PS_ROOT_PORT
     others       secret      from BRAID_SECRET_FILE; on one host from the scheduler's unix socket,
-                             where the system says that both belong to the same user
+                             after the kernel confirms that both belong to the same user
                  number      candidate:<random> ── Candidate(role) ──> scheduler
                                                 <── Numbered(number) ──
                  then connect again under that number
 
-PS-Lite's nodes believe whoever connects. Here each connection proves first that it knows the
+PS-Lite's nodes accept any connection. Here each connection must first prove that it knows the
 secret.
 """
 
@@ -33,11 +33,11 @@ from braid.runtime.wire import SECRET_BYTES, Secret
 __all__ = ["SecretDesk", "start_by_hand"]
 
 TIMEOUT_S = 300.0
-PUBLIC = Secret(bytes(SECRET_BYTES))  # known to all: where the system, or nobody, says who is who
+PUBLIC = Secret(bytes(SECRET_BYTES))  # publicly known: the kernel checks users, or nothing does
 
 
 class SecretQuestion(msgspec.Struct, tag="pslite.secret?", frozen=True):
-    """A process of this host asks for the job's secret."""
+    """A request for the job's secret, from a process of this host."""
 
 
 class SecretAnswer(msgspec.Struct, tag="pslite.secret", frozen=True):
@@ -50,7 +50,7 @@ DESK_SCHEMA = Schema(SecretQuestion, SecretAnswer)
 
 
 class SecretDesk:
-    """Gives the secret of a job on one host to processes of the same user.
+    """Sends the secret of a job on one host to processes of the same user.
 
     Args:
         port: Port of the scheduler, which names the job.
@@ -74,7 +74,7 @@ class SecretDesk:
         self._service.start()
 
     def close(self) -> None:
-        """Answer nobody any more. Idempotent."""
+        """Stop answering requests. Idempotent."""
         self._service.close(0.2)
 
 
@@ -84,22 +84,22 @@ def run_id(port: int) -> str:
 
 
 def desk_address(port: int) -> str:
-    """Return the address of the desk; one for each user, and without a file."""
+    """Return the address of the desk: an abstract unix socket, one per user and port."""
     return f"unix:@braid-pslite-{os.geteuid()}-{port}"
 
 
 def start_by_hand(
     environment: Environment, timeout_s: float = TIMEOUT_S
 ) -> tuple[kv.KVNode, SecretDesk | None]:
-    """Become a node of the job, and wait for all others.
+    """Join the job as a node, and wait for all other nodes.
 
     Returns:
-        The node, and the desk to close after it, if this process has one.
+        The node, and the desk to close after it; None if this process has no desk.
 
     Raises:
         RendezvousError: The scheduler cannot be reached, or has another secret.
-        CommError: The job has enough nodes of this role.
-        CommTimeout: Some nodes did not come.
+        CommError: All nodes of this role have joined already.
+        CommTimeout: Some nodes have not joined.
     """
     desk = None
     if environment.role == SCHEDULER and not (environment.secret_file or environment.insecure):
@@ -157,7 +157,7 @@ def _make_node(environment: Environment, secret: Secret, timeout_s: float) -> kv
 
 
 def _number(environment: Environment, secret: Secret, root: str, timeout_s: float) -> int:
-    """Ask the scheduler for a number."""
+    """Return this node's number, which the scheduler assigns."""
     van = SocketVan(_candidate(), SCHEMA, secret=secret, run_id=run_id(environment.port))
     with Service(van) as asking:
         van.connect(SCHEDULER, root, timeout_s=timeout_s)
@@ -173,7 +173,7 @@ def _candidate() -> str:
 
 
 def _host_towards(host: str, port: int) -> str:
-    """Return the address of this host that reaches another one."""
+    """Return the address of this host on the route to another host."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

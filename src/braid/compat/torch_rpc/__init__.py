@@ -1,4 +1,4 @@
-"""The face of torch.distributed.rpc: programs written for it run after changing their imports.
+"""The API of torch.distributed.rpc: programs for it run after changing their imports.
 
     from braid.compat.torch_rpc import DistributedOptimizer, RemoteModule, dist_autograd, rpc
 

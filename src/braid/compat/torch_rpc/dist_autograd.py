@@ -1,4 +1,4 @@
-"""The names of torch.distributed.autograd, with those that programs use to look inside."""
+"""The API of torch.distributed.autograd, including private functions that programs use."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ DistAutogradContext = Context
 
 
 def average_ddp(module: nn.Module, args: Any) -> None:
-    """Make contexts call the hooks of torch's data parallelism; a hook before every forward.
+    """Make contexts run the hooks of torch's data parallelism; a forward pre-hook of all modules.
 
-    `ddp.forward(x)` runs no hook of the wrapper, so this also looks at the module in the wrapper.
+    `ddp.forward(x)` does not run hooks of the wrapper, so this also checks the wrapped module.
     """
     del args
     if torch.compiler.is_compiling():
         return
     ddp = module if isinstance(module, nn.parallel.DistributedDataParallel) else active_ddp()
-    if ddp is not None and module in (ddp, ddp.module):  # once a forward, not for each layer
+    if ddp is not None and module in (ddp, ddp.module):  # once per forward, not for each layer
         is_early = ddp.static_graph or ddp.find_unused_parameters
         run_hooks(ddp.parameters(), is_early=is_early)
 
 
 def is_available() -> bool:
-    """Whether there is distributed autograd: True."""
+    """Return True: distributed autograd is available."""
     return True
 
 
 def _init(worker_id: int) -> None:
-    """Do nothing: `init_rpc` has made all that is needed."""
+    """Do nothing: `init_rpc` initializes everything."""
     del worker_id
 
 
@@ -49,7 +49,7 @@ def _new_context() -> Context:
 
 
 def _release_context(context_id: int) -> None:
-    """End a context, on all nodes."""
+    """End a context on all nodes."""
     current_agent().contexts.close(context_id)
 
 
@@ -57,16 +57,16 @@ def _retrieve_context(context_id: int) -> Context:
     """Return a context of this node.
 
     Raises:
-        RpcError: It is over, or was never here.
+        RpcError: The context has ended, or is unknown on this node.
     """
     return current_agent().contexts.get(context_id)
 
 
 def _is_valid_context(context_id: int) -> bool:
-    """Return True if a context is known here.
+    """Return True if a context is known on this node.
 
     Raises:
-        RpcError: It is not.
+        RpcError: The context is unknown.
     """
     return _retrieve_context(context_id) is not None
 
@@ -80,16 +80,16 @@ def _current_context() -> Context:
     """Return the context of this thread.
 
     Raises:
-        RpcError: There is none.
+        RpcError: The thread has no context.
     """
-    own = current_agent().contexts.current
-    if own is None:
+    context = current_agent().contexts.current
+    if context is None:
         msg = (
             "Can't retrieve context: this thread has no autograd context. Use "
             "`with dist_autograd.context() as context_id:`"
         )
         raise RpcError(msg)
-    return own
+    return context
 
 
 def _get_max_id() -> int:

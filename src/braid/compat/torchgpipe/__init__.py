@@ -1,7 +1,7 @@
-"""torchgpipe's face: `from braid.compat.torchgpipe import GPipe`, and all else stays.
+"""torchgpipe's API: `from braid.compat.torchgpipe import GPipe`.
 
-Scripts for torchgpipe 0.0.7 run after changing the import. Stages run on threads, one for each
-device; without GPUs all devices are the CPU.
+Scripts for torchgpipe 0.0.7 run after changing the import. Stages run on threads, one per device;
+without GPUs all devices are the CPU.
 """
 
 from braid.compat.torchgpipe.checkpoint import is_checkpointing, is_recomputing

@@ -1,4 +1,4 @@
-"""`torchgpipe.batchnorm`: BatchNorm whose running statistics follow whole batches."""
+"""`torchgpipe.batchnorm`: BatchNorm with running statistics of whole batches."""
 
 from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 

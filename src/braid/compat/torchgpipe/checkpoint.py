@@ -1,4 +1,4 @@
-"""`torchgpipe.checkpoint`: whether a forward will be recomputed, or recomputes."""
+"""`torchgpipe.checkpoint`: whether a forward will be recomputed, or is a recomputation."""
 
 from braid.parallel.pipeline.recomputing import is_checkpointing, is_recomputing
 

@@ -23,23 +23,25 @@ CHECKPOINTS = ("always", "except_last", "never")
 
 
 class BalanceError(ValueError):
-    """The balance does not fit to the module."""
+    """Error if the balance does not fit the module."""
 
 
 class GPipe(DevicePipeline):
-    """Runs an `nn.Sequential` in stages on several devices.
+    """Pipeline of an `nn.Sequential` in stages on several devices.
 
     Args:
         module: The model.
         balance: Number of layers on each device; see `braid.compat.torchgpipe.balance`.
-        devices: Devices; all CUDA devices when None, and without any of these the CPU.
+        devices: Devices; when None, all CUDA devices, or the CPU without any.
         chunks: Number of micro-batches.
-        checkpoint: When layers are recomputed in backward: `always`, `except_last` or `never`.
-        deferred_batch_norm: Whether running statistics follow whole batches.
+        checkpoint: Micro-batches that are recomputed in backward: `always`, `except_last` or
+            `never`.
+        deferred_batch_norm: Whether running statistics are updated once per batch instead of once
+            per micro-batch.
 
     Raises:
-        TypeError: `module` is no nn.Sequential, or skip connections do not match.
-        ValueError: An argument is out of range; a BalanceError if it is the balance.
+        TypeError: `module` is not an nn.Sequential, or skip connections do not match.
+        ValueError: An argument is out of range; a BalanceError for the balance.
         IndexError: There are fewer devices than partitions.
     """
 
@@ -75,16 +77,16 @@ class GPipe(DevicePipeline):
             raise TypeError(msg)
         numbers = list(balance)
         _check_balance(numbers, len(module))
-        given = _devices(len(numbers)) if devices is None else list(devices)
-        if len(given) < len(numbers):
+        stage_devices = _devices(len(numbers)) if devices is None else list(devices)
+        if len(stage_devices) < len(numbers):
             msg = (
                 "too few devices to hold given partitions "
-                f"(devices: {len(given)}, partitions: {len(numbers)})"
+                f"(devices: {len(stage_devices)}, partitions: {len(numbers)})"
             )
             raise IndexError(msg)
         super().__init__(
             module,
-            given,
+            stage_devices,
             balance=numbers,
             num_microbatches=chunks,
             recompute=mode,
@@ -102,7 +104,7 @@ class GPipe(DevicePipeline):
 
     @property
     def checkpoint(self) -> str:
-        """When layers are recomputed in backward."""
+        """Micro-batches that are recomputed in backward."""
         return self.recompute
 
     @checkpoint.setter
@@ -110,12 +112,12 @@ class GPipe(DevicePipeline):
         self.recompute = value
 
     def forward(self, input: Any) -> Any:  # noqa: A002 - the original's name
-        """Return the output of a tensor or a tuple of tensors, on the last device."""
+        """Return the model's output for a tensor or a tuple of tensors, on the last device."""
         check(input)
         return super().forward(input)
 
     def _sizes_of(self, rows: int) -> list[int]:
-        """Return sizes as `torch.chunk` makes them, which torchgpipe uses."""
+        """Return the sizes of `torch.chunk`, which torchgpipe uses."""
         return [len(part) for part in torch.empty(rows).chunk(self.chunks)] if rows else []
 
     def __len__(self) -> int:

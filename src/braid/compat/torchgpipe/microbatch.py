@@ -14,14 +14,14 @@ TensorOrTensors = torch.Tensor | Tensors
 
 
 class Batch:
-    """A part of a batch: one tensor (`atomic`), or a tuple of them.
+    """Part of a batch: one tensor (`atomic`), or a tuple of tensors.
 
     Args:
         value: The tensor or the tuple.
 
     Attributes:
-        value: As given.
-        atomic: Whether it is one tensor.
+        value: The tensor or the tuple.
+        atomic: Whether the value is one tensor.
     """
 
     def __init__(self, value: TensorOrTensors) -> None:
@@ -30,7 +30,7 @@ class Batch:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor; AttributeError for a tuple."""
+        """The tensor; raises AttributeError for a tuple."""
         if not isinstance(self.value, torch.Tensor):
             msg = "not atomic batch: it has a tuple of tensors"
             raise AttributeError(msg)
@@ -38,14 +38,14 @@ class Batch:
 
     @property
     def tensors(self) -> Tensors:
-        """The tuple; AttributeError for one tensor."""
+        """The tuple; raises AttributeError for one tensor."""
         if isinstance(self.value, torch.Tensor):
             msg = "batch is atomic: it has one tensor"
             raise AttributeError(msg)
         return self.value
 
     def call(self, function: Callable[[TensorOrTensors], TensorOrTensors]) -> Batch:
-        """Return the batch of `function` of the value."""
+        """Return a batch with the result of `function` on the value."""
         return Batch(function(self.value))
 
     def __len__(self) -> int:
@@ -88,14 +88,14 @@ def check(input: Any) -> None:  # noqa: A002 - the original's name
 
 
 def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:  # noqa: A002
-    """Cut a tensor, or each tensor of a tuple, into at most `chunks` parts along dim 0."""
+    """Split a tensor, or each tensor of a tuple, into at most `chunks` parts along dim 0."""
     if isinstance(input, torch.Tensor):
         return [Batch(part) for part in input.chunk(chunks)]
     return [Batch(parts) for parts in zip(*(x.chunk(chunks) for x in input), strict=True)]
 
 
 def gather(outputs: Iterable[Batch]) -> TensorOrTensors:
-    """Join parts along dim 0."""
+    """Concatenate parts along dim 0."""
     batches = list(outputs)
     if batches[0].atomic:
         return torch.cat([batch.tensor for batch in batches])

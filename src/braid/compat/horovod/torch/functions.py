@@ -267,9 +267,10 @@ def _compare(names: list[str], process_set: ProcessSet) -> None:
         return
     everybody = allgather_object(names, process_set=process_set)
     common = set.intersection(*map(set, everybody))
+    own_names = [sorted(set(listed) - common)[:5] for listed in everybody]
     extra = [
-        f"rank {rank} has {', '.join(map(repr, sorted(set(listed) - common)[:5])) or 'another order'}"
-        for rank, listed in zip(process_set.member.ranks, everybody, strict=True)
+        f"rank {rank} has {', '.join(map(repr, some)) or 'another order'}"
+        for rank, some in zip(process_set.member.ranks, own_names, strict=True)
     ]
     msg = f"tensors must have the same names, in one order, on all ranks, but {'; '.join(extra)}"
     raise HorovodInternalError(msg)

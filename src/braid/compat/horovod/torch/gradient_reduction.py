@@ -88,7 +88,7 @@ class GradientReduction(GradientListener):
         self.op = op
         self._factors = (1.0 / predivide, predivide)
         self._sparse_as_dense = sparse_as_dense
-        # parameters whose results become sparse again
+        # parameters with results that are converted back to sparse
         self._restored = set(names if only_sparse and sparse_as_dense else ())
         self.process_set = process_set
         self._groups = {param: tuple(group) for group in groups for param in group}

@@ -1,4 +1,4 @@
-"""`megatron.core.tensor_parallel`: divided layers, and the functions between them."""
+"""`megatron.core.tensor_parallel`: parallel layers, and the collectives between them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ __all__ = [
 ]
 
 ABSENT = {
-    "InferenceLayerNormColumnParallelLinear": "use ColumnParallelLinear behind a norm",
+    "InferenceLayerNormColumnParallelLinear": "use ColumnParallelLinear after a norm",
     "InferenceRowParallelLinear": "use RowParallelLinear",
 }
 

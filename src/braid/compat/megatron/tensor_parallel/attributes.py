@@ -1,4 +1,4 @@
-"""Attributes of divided parameters that Megatron's optimizers and checkpoints read."""
+"""Attributes of divided parameters, for Megatron's optimizers and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULTS = {
 
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = None) -> bool:
-    """Return whether this rank's parameter counts: a divided one, or a whole one on rank 0."""
+    """Return whether a parameter is divided, or is the copy on rank 0."""
     if getattr(param, "tensor_model_parallel", False):
         return True
     rank = get_tensor_model_parallel_rank() if tp_group is None else tp_group.rank()
@@ -37,10 +37,10 @@ def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = 
 def set_tensor_model_parallel_attributes(
     tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int
 ) -> None:
-    """Note how a parameter is divided; braid's functions see it, too.
+    """Set attributes that describe the division of a parameter, also for braid's functions.
 
     Raises:
-        UsageError: It has such attributes already.
+        UsageError: The parameter has such attributes already.
     """
     if known := [name for name in DEFAULTS if hasattr(tensor, name)]:
         msg = (
@@ -60,7 +60,7 @@ def set_tensor_model_parallel_attributes(
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
-    """Set the attributes of a parameter that is whole, unless they are set."""
+    """Set the attributes of an undivided parameter, unless they exist."""
     for name, value in DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)

@@ -1,4 +1,4 @@
-"""`megatron.core.tensor_parallel.cross_entropy`: a loss over divided classes."""
+"""`megatron.core.tensor_parallel.cross_entropy`: a loss over classes divided among ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def vocab_parallel_cross_entropy(
     Args:
         vocab_parallel_logits: Logits of this rank's classes, shape [..., classes / n].
         target: Classes over all ranks, shape [...].
-        label_smoothing: Share of each target that is spread over all other classes. (torch's
-            function spreads it over all, the target's own among them.)
+        label_smoothing: Fraction of each target that is spread over all other classes. (torch's
+            function spreads it over all classes including the target.)
 
     Raises:
-        UsageError: `label_smoothing` cannot be.
+        UsageError: `label_smoothing` is out of range.
     """
     group = tensor_group()
     classes = vocab_parallel_logits.shape[-1] * group.size

@@ -1,4 +1,4 @@
-"""`megatron.core.tensor_parallel.data`: a batch of the first tensor parallel rank, on all."""
+"""`megatron.core.tensor_parallel.data`: broadcast of a batch to tensor parallel ranks."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ def broadcast_data(
 
     Args:
         keys: Names of tensors, the same on all ranks.
-        data: Tensors by name; looked at on the first rank only.
-        datatype: Dtype of all of them.
-        tp_group: Ranks; those of tensor parallelism when None.
+        data: Tensors by name; used on the first rank only.
+        datatype: Dtype of all tensors.
+        tp_group: Group of ranks; the tensor parallel group when None.
 
     Returns:
-        Tensors by name, on the GPU where there is one.
+        Tensors by name, on the GPU if there is one.
 
     Raises:
-        UsageError: A tensor is missing or has another dtype; on all ranks, with all problems.
+        UsageError: A tensor is missing or has another dtype; raised on all ranks, with all
+            problems.
 
     Cost: two broadcasts, of the shapes and of all elements.
     """
     group = tensor_group(tp_group)
-    own = data or {}
+    tensors = data or {}
     announced: list[Any] = []
     if group.rank == 0:
-        problems = [f"{key!r} is missing" for key in keys if key not in own]
+        problems = [f"{key!r} is missing" for key in keys if key not in tensors]
         problems += [
-            f"{key!r} has dtype {own[key].dtype}"
+            f"{key!r} has dtype {tensors[key].dtype}"
             for key in keys
-            if key in own and own[key].dtype != datatype
+            if key in tensors and tensors[key].dtype != datatype
         ]
-        announced = [problems, {} if problems else {key: list(own[key].shape) for key in keys}]
+        announced = [problems, {} if problems else {key: list(tensors[key].shape) for key in keys}]
     problems, shapes = group.objects.broadcast(announced)
     if problems:
         msg = (
@@ -55,7 +56,7 @@ def broadcast_data(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = [torch.Size(shapes[key]).numel() for key in keys]
     if group.rank == 0:
-        flat = torch.cat([own[key].to(device).reshape(-1) for key in keys])
+        flat = torch.cat([tensors[key].to(device).reshape(-1) for key in keys])
     else:
         flat = torch.empty(sum(sizes), dtype=datatype, device=device)
     group.broadcast(flat)

@@ -1,7 +1,7 @@
-"""A layer of which each rank has a part of the weight: its group, and how the weight is drawn.
+"""Base classes of layers with a weight divided among ranks: their group and initialization.
 
-Weights are drawn as Megatron draws them: with `use_cpu_initialization` every rank draws the whole
-one and keeps its part, otherwise each draws its part from its own state of the tracker.
+Weights are initialized as in Megatron: with `use_cpu_initialization` every rank draws the whole
+weight and keeps its part; otherwise each rank draws its part from its state of the tracker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ InitMethod = Callable[[torch.Tensor], Any]
 
 
 class DividedLayer(nn.Module):
-    """A layer of which each rank has a part of the weight."""
+    """Layer with a weight divided among ranks."""
 
     def __init__(self, config: ModelParallelConfig, tp_group: Any, *, is_expert: bool) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ class DividedLayer(nn.Module):
         *,
         keep_master_weight: bool = False,
     ) -> nn.Parameter:
-        """Return this rank's part of a weight whose whole has a shape."""
+        """Return this rank's part of a weight; `shape` is the shape of the whole weight."""
         config, group = self.config, self.group
-        own = list(shape)
-        own[slicing.dim] = divide(shape[slicing.dim], group.size)
-        divide(own[slicing.dim], slicing.blocks)
-        weight = nn.Parameter(torch.empty(own, dtype=config.params_dtype, device=self._device()))
+        part = list(shape)
+        part[slicing.dim] = divide(shape[slicing.dim], group.size)
+        divide(part[slicing.dim], slicing.blocks)
+        weight = nn.Parameter(torch.empty(part, dtype=config.params_dtype, device=self._device()))
         set_tensor_model_parallel_attributes(weight, True, slicing.dim, slicing.blocks)
         if not config.perform_initialization:
             return weight
@@ -91,7 +91,7 @@ class DividedLayer(nn.Module):
         return bias
 
     def mark(self, *params: nn.Parameter | None) -> None:
-        """Note whether gradients of parameters are averaged over all data parallel ranks."""
+        """Set `allreduce` of parameters: whether gradients are averaged over data parallelism."""
         for param in params:
             if param is not None:
                 param.__dict__["allreduce"] = not (self.is_expert and self.expert_parallel)
@@ -107,17 +107,17 @@ class DividedLayer(nn.Module):
 
 
 class DividedLinear(DividedLayer):
-    """A divided linear layer; state dicts have Megatron's entry `_extra_state`."""
+    """Divided linear layer; state dicts have Megatron's entry `_extra_state`."""
 
     def __init__(self, config: ModelParallelConfig, tp_group: Any, *, is_expert: bool) -> None:
         super().__init__(config, tp_group, is_expert=is_expert)
         self.register_load_state_dict_pre_hook(_with_extra_state)  # type: ignore[no-untyped-call]
 
     def set_extra_state(self, state: Any) -> None:
-        """Do nothing: there is no more state."""
+        """Do nothing: the layer has no extra state."""
 
     def get_extra_state(self) -> None:
-        """Return nothing, under the key that Megatron's checkpoints have."""
+        """Return None, so that checkpoints have Megatron's key."""
         return
 
     def backward_dw(self) -> None:

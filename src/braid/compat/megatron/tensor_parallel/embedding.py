@@ -1,4 +1,4 @@
-"""An embedding whose rows are divided over ranks."""
+"""Embedding with rows divided among ranks."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["VocabParallelEmbedding"]
 
 
 class VocabParallelEmbedding(DividedLayer):
-    """An embedding of which each rank has some rows.
+    """Embedding with rows divided among ranks.
 
     Args:
         num_embeddings: Number of rows over all ranks.
         embedding_dim: Length of a row.
         init_method: Function that fills the weight in place.
-        reduce_scatter_embeddings: Whether a rank gets its positions only, as [positions, batch,
-            embedding_dim].
+        reduce_scatter_embeddings: Whether to return only this rank's positions, as [positions,
+            batch, embedding_dim].
         config: Options.
-        tp_group: Ranks; those of tensor parallelism when None.
+        tp_group: Group of ranks; the tensor parallel group when None.
 
     Raises:
-        UsageError: The rows cannot be divided.
+        UsageError: The number of rows is not divisible by the number of ranks.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class VocabParallelEmbedding(DividedLayer):
         """Return the rows of ids, shape [batch, positions, embedding_dim].
 
         Raises:
-            IndexError: The whole table has no such row; raised on all ranks.
+            IndexError: An id is out of range; raised on all ranks.
         """
         count = self.num_embeddings_per_partition
-        local, own = local_rows(input_, self.vocab_start_index, count, self.num_embeddings)
+        local, is_local = local_rows(input_, self.vocab_start_index, count, self.num_embeddings)
         if self.deterministic_mode:
             rows = self.weight[local]
         else:
             rows = functional.embedding(local, self.weight)
-        rows = rows.masked_fill(~own.unsqueeze(-1), 0)
+        rows = rows.masked_fill(~is_local.unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:
             terms = rows.transpose(0, 1).contiguous()
             return reduce_scatter_to_sequence_parallel_region(terms, self.tp_group)

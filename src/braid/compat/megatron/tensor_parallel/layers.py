@@ -1,7 +1,7 @@
-"""`megatron.core.tensor_parallel.layers`: divided linear layers.
+"""`megatron.core.tensor_parallel.layers`: linear layers divided among ranks.
 
-A layer returns `(output, bias)`; the bias is None unless `skip_bias_add` leaves its sum to the
-caller.
+A layer returns `(output, bias)`; the bias is None unless `skip_bias_add` is True, so that the
+caller adds it.
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ Output = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class ColumnParallelLinear(DividedLinear):
-    """A linear layer of which each rank computes some outputs.
+    """Linear layer with the output dimension sharded.
 
     Args:
-        input_size: Length of an input.
-        output_size: Length of an output over all ranks.
+        input_size: Number of input features.
+        output_size: Number of output features over all ranks.
         config: Options.
         init_method: Function that fills the weight in place. The bias is zero.
-        bias: Whether there is one.
+        bias: Whether to have a bias.
         gather_output: Whether each rank gets the whole output.
         stride: Number of packed matrices, such as 2 for gate and up.
-        keep_master_weight_for_test: Whether `master_weight` is the whole weight.
-        skip_bias_add: Whether the bias is returned instead of added.
+        keep_master_weight_for_test: Whether to keep the whole weight in `master_weight`.
+        skip_bias_add: Whether to return the bias instead of adding it.
         skip_weight_param_allocation: Whether the weight is passed to `forward`.
         embedding_activation_buffer: Must be None.
         grad_output_buffer: Must be None.
-        is_expert: Whether it is a part of an expert.
+        is_expert: Whether the layer is a part of an expert.
         tp_comm_buffer_name: No effect.
-        disable_grad_reduce: Whether gradients of inputs are not added over ranks.
-        tp_group: Ranks; those of tensor parallelism when None.
+        disable_grad_reduce: Whether to skip the all_reduce of input gradients.
+        tp_group: Group of ranks; the tensor parallel group when None.
 
     Raises:
-        UsageError: `output_size` cannot be divided.
+        UsageError: `output_size` is not divisible by the number of ranks.
     """
 
     def __init__(
@@ -139,23 +139,25 @@ class ColumnParallelLinear(DividedLinear):
         Args:
             input_: Input, shape [positions, batch, input_size]; with sequence parallelism this
                 rank's positions.
-            weight: Weight, instead of the layer's own.
-            runtime_gather_output: Whether to gather, instead of `gather_output`.
+            weight: Weight to use instead of the layer's weight.
+            runtime_gather_output: Overrides `gather_output`.
         """
-        own = self.weight if weight is None else weight
-        if own is None:
+        used_weight = self.weight if weight is None else weight
+        if used_weight is None:
             msg = (
                 "weight was not supplied to ColumnParallelLinear forward pass, and "
                 "skip_weight_param_allocation is True: pass weight="
             )
             raise UsageError(msg)
         expected = (self.output_size_per_partition, self.input_size)
-        if tuple(own.shape) != expected:
-            msg = f"supplied weight's shape is {tuple(own.shape)}, not {expected} as expected"
+        if tuple(used_weight.shape) != expected:
+            msg = (
+                f"supplied weight's shape is {tuple(used_weight.shape)}, not {expected} as expected"
+            )
             raise UsageError(msg)
         output = linear_with_grad_accumulation_and_async_allreduce(
             input_,
-            own,
+            used_weight,
             None if self.skip_bias_add else self.bias,
             gradient_accumulation_fusion=False,
             allreduce_dgrad=self.allreduce_dgrad and not self.explicit_expert_comm,
@@ -176,24 +178,25 @@ class ColumnParallelLinear(DividedLinear):
 
 
 class RowParallelLinear(DividedLinear):
-    """A linear layer of which each rank has some inputs, and computes a term of the output.
+    """Linear layer with the input dimension sharded; ranks compute partial sums of the output.
 
     Args:
-        input_size: Length of an input over all ranks.
-        output_size: Length of an output.
+        input_size: Number of input features over all ranks.
+        output_size: Number of output features.
         config: Options.
         init_method: Function that fills the weight in place. The bias is zero.
-        bias: Whether there is one, which is whole on all ranks.
-        input_is_parallel: Whether a rank is given its own inputs; else they are cut here.
-        skip_bias_add: Whether the bias is returned instead of added.
+        bias: Whether to have a bias, which is replicated on all ranks.
+        input_is_parallel: Whether the input is sharded already; otherwise it is split here.
+        skip_bias_add: Whether to return the bias instead of adding it.
         stride: Number of packed matrices.
-        keep_master_weight_for_test: Whether `master_weight` is the whole weight.
-        is_expert: Whether it is a part of an expert.
+        keep_master_weight_for_test: Whether to keep the whole weight in `master_weight`.
+        is_expert: Whether the layer is a part of an expert.
         tp_comm_buffer_name: No effect.
-        tp_group: Ranks; those of tensor parallelism when None.
+        tp_group: Group of ranks; the tensor parallel group when None.
 
     Raises:
-        UsageError: `input_size` cannot be divided, or options contradict each other.
+        UsageError: `input_size` is not divisible by the number of ranks, or options contradict
+            each other.
     """
 
     def __init__(
@@ -235,7 +238,7 @@ class RowParallelLinear(DividedLinear):
         self.mark(self.weight, self.bias)
 
     def forward(self, input_: torch.Tensor) -> Output:
-        """Return outputs and bias; with sequence parallelism, those of this rank's positions."""
+        """Return outputs and bias; with sequence parallelism only this rank's positions."""
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         if input_.shape[-1] != self.input_size_per_partition:

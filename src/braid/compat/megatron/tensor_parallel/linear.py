@@ -1,4 +1,4 @@
-"""A linear layer's product, with the communication of its backward beside it."""
+"""Functional linear layers with communication in backward that overlaps with computation."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def linear_with_grad_accumulation_and_async_allreduce(
     """Return a linear layer's output; communication in backward overlaps with computation.
 
     Args:
-        input: Input, or with `sequence_parallel` this rank's positions of it, which are dim 0.
+        input: Input; with `sequence_parallel` this rank's positions (dim 0) of it.
         weight: Weight.
-        bias: Bias, if there is one.
+        bias: Bias; None for none.
         gradient_accumulation_fusion: Must be False.
-        allreduce_dgrad: Whether gradients of the input are added over ranks.
+        allreduce_dgrad: Whether to all_reduce the gradients of the input.
         sequence_parallel: Whether the input is gathered, and its gradient reduce-scattered.
         grad_output_buffer: Must be None.
         wgrad_deferral_limit: No effect.
         async_grad_allreduce: Earlier name of `allreduce_dgrad`.
-        tp_group: Ranks; those of tensor parallelism when None.
+        tp_group: Group of ranks; the tensor parallel group when None.
 
     Raises:
-        UsageError: Both kinds of communication are asked for.
+        UsageError: `allreduce_dgrad` and `sequence_parallel` are both True.
     """
     del wgrad_deferral_limit
     if gradient_accumulation_fusion or grad_output_buffer is not None:
@@ -74,7 +74,7 @@ def linear_with_frozen_weight(
     wgrad_deferral_limit: int | None = None,
     async_grad_allreduce: bool | None = None,
 ) -> torch.Tensor:
-    """Return the output of a layer whose weight is not trained; see the function above."""
+    """Return the output of a linear layer with a frozen weight; see the function above."""
     return linear_with_grad_accumulation_and_async_allreduce(
         input,
         weight,

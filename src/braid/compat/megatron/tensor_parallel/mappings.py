@@ -3,11 +3,11 @@
 region             forward          backward          last dim, or sequence (dim 0)
 copy_to            nothing          all_reduce
 reduce_from        all_reduce       nothing
-scatter_to         own part         all_gather        both
-gather_from        all_gather       own part          both; of a sequence also reduce_scatter
+scatter_to         local part       all_gather        both
+gather_from        all_gather       local part        both; of a sequence also reduce_scatter
 reduce_scatter_to  reduce_scatter   all_gather        both
 
-As in Megatron, results are contiguous, and in a group of one they are the input itself.
+As in Megatron, results are contiguous, and in a group of one rank they are the input itself.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ __all__ = [
 def _moved(
     move: Callable[[Group, torch.Tensor], torch.Tensor], group: Any, input_: torch.Tensor
 ) -> torch.Tensor:
-    own = tensor_group(group)
-    return input_ if own.size == 1 else move(own, input_).contiguous()
+    peer_group = tensor_group(group)
+    return input_ if peer_group.size == 1 else move(peer_group, input_).contiguous()
 
 
 def copy_to_tensor_model_parallel_region(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Return the input; backward adds gradients over ranks."""
+    """Return the input; backward sums gradients over ranks."""
     return identity_forward_all_reduce_backward(tensor_group(group), input_)
 
 
 def reduce_from_tensor_model_parallel_region(
     input_: torch.Tensor, group: Any = None
 ) -> torch.Tensor:
-    """Return the sum over ranks; backward hands on the gradient."""
+    """Return the sum over ranks; backward returns the gradient unchanged."""
     return _moved(all_reduce_forward_identity_backward, group, input_)
 
 
@@ -80,7 +80,7 @@ def scatter_to_tensor_model_parallel_region(
 def gather_from_tensor_model_parallel_region(
     input_: torch.Tensor, group: Any = None
 ) -> torch.Tensor:
-    """Return all parts of the last dim; backward keeps this rank's."""
+    """Return all parts of the last dim; backward keeps this rank's part."""
     return _moved(partial(all_gather_forward_split_backward, dim=input_.dim() - 1), group, input_)
 
 
@@ -101,8 +101,9 @@ def gather_from_sequence_parallel_region(
 
     Args:
         input_: This rank's positions, which are dim 0.
-        tensor_parallel_output_grad: Whether ranks use the result for different work.
-        group: Ranks; those of tensor parallelism when None.
+        tensor_parallel_output_grad: Whether ranks compute different things with the result, so that
+            backward must reduce gradients.
+        group: Group of ranks; the tensor parallel group when None.
         output_split_sizes: Number of each rank's positions; equal when None.
         use_global_buffer: No effect.
     """
@@ -125,7 +126,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
     Args:
         input_: This rank's term of the sum.
-        group: Ranks; those of tensor parallelism when None.
+        group: Group of ranks; the tensor parallel group when None.
         input_split_sizes: Number of each rank's positions; equal when None.
         use_global_buffer: No effect.
     """
@@ -156,21 +157,21 @@ def all_to_all(
     output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Send parts of dim 0 to the ranks, and return theirs; backward sends gradients back.
+    """Send parts of dim 0 to all ranks, and return their parts; backward sends gradients back.
 
     Args:
-        group: Ranks.
-        input_: Parts for all ranks, one after the other.
+        group: Group of ranks.
+        input_: Concatenated parts for all ranks.
         output_split_sizes_: Length of the part from each rank; equal when None.
         input_split_sizes: Length of the part for each rank; equal when None.
     """
-    own = braid_group(group)
+    peer_group = braid_group(group)
     send, receive = input_split_sizes, output_split_sizes_
     if send is None and receive is None:
-        return autograd.all_to_all(own, input_)
-    equal = [divide(input_.shape[0], own.size)] * own.size
+        return autograd.all_to_all(peer_group, input_)
+    equal = [divide(input_.shape[0], peer_group.size)] * peer_group.size
     return autograd.all_to_all(
-        own,
+        peer_group,
         input_,
         send_sizes=equal if send is None else list(send),
         receive_sizes=equal if receive is None else list(receive),
@@ -183,11 +184,11 @@ def all_to_all_sp2hp(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
     Shape:
         input_: [tokens / n, hidden], or with tokens as several dims -> [tokens, hidden / n].
     """
-    own = tensor_group(group)
+    peer_group = tensor_group(group)
     rows = input_.reshape(-1, input_.shape[-1])
-    divide(rows.shape[-1], own.size)
-    parts = rows.chunk(own.size, dim=1)
-    return autograd.all_to_all(own, torch.cat(parts))
+    divide(rows.shape[-1], peer_group.size)
+    parts = rows.chunk(peer_group.size, dim=1)
+    return autograd.all_to_all(peer_group, torch.cat(parts))
 
 
 def all_to_all_hp2sp(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -196,7 +197,7 @@ def all_to_all_hp2sp(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
     Shape:
         input_: [tokens, hidden / n], or with tokens as several dims -> [tokens / n, hidden].
     """
-    own = tensor_group(group)
+    peer_group = tensor_group(group)
     rows = input_.reshape(-1, input_.shape[-1])
-    divide(rows.shape[0], own.size)
-    return torch.cat(autograd.all_to_all(own, rows).chunk(own.size), dim=-1)
+    divide(rows.shape[0], peer_group.size)
+    return torch.cat(autograd.all_to_all(peer_group, rows).chunk(peer_group.size), dim=-1)

@@ -47,13 +47,13 @@ Result = TypeVar("Result")
 
 
 class _Around:
-    """A context for each of the two runs of a function; the tracker is the same in both.
+    """Context for the two runs of a checkpointed function, with equal tracker states.
 
     Args:
-        tracker: States by name, which are noted now.
+        tracker: Tracker with the current states, which are saved.
     """
 
-    depth = 0  # of functions that run in such a context, in this process
+    depth = 0  # number of active contexts in this process
 
     def __init__(self, tracker: CudaRNGStatesTracker) -> None:
         self._tracker = tracker
@@ -74,7 +74,7 @@ class _Around:
 
 
 def is_checkpointing() -> bool:
-    """Return whether a function runs to be recomputed, forward or again in backward."""
+    """Return whether a checkpointed function is running, in forward or in backward."""
     return _Around.depth > 0
 
 
@@ -85,8 +85,8 @@ def checkpoint(
 
     Args:
         function: Function to call.
-        distribute_saved_activations: Whether each tensor parallel rank keeps a part of the first
-            argument, which is whole on all of them; it is gathered twice more.
+        distribute_saved_activations: Whether each tensor parallel rank saves only a part of the
+            first argument, which is replicated; this costs two more all_gathers.
         args: Arguments.
     """
     around = _Around(get_cuda_rng_tracker())
@@ -106,10 +106,10 @@ def checkpoint(
 
 
 class CheckpointWithoutOutput:
-    """Recomputes a function in backward, and keeps not even its outputs until then.
+    """Recomputes a function in backward, and also frees its outputs until then.
 
-    Layers behind the function have saved its outputs for backward. Their memory is freed once they
-    have run, and filled again when backward reaches the tensor that they have made of them.
+    Layers after the function have saved its outputs for backward. The outputs' memory is freed once
+    these layers have run, and filled again when backward reaches the tensor that they returned.
 
         recompute = CheckpointWithoutOutput()
         y = recompute.checkpoint(norm, x)
@@ -147,10 +147,10 @@ class CheckpointWithoutOutput:
         return outputs  # type: ignore[no-any-return]
 
     def discard_output_and_register_recompute(self, hook_tensor: torch.Tensor) -> None:
-        """Free the outputs, and fill them again when the gradient of `hook_tensor` is there.
+        """Free the outputs, and recompute them when the gradient of `hook_tensor` is computed.
 
         Args:
-            hook_tensor: Tensor that the layers behind the function have made of its outputs.
+            hook_tensor: Result of the layers after the function.
 
         Raises:
             UsageError: `checkpoint` has not been called.
@@ -165,12 +165,12 @@ class CheckpointWithoutOutput:
         hook_tensor.register_hook(lambda _: self._refill())  # type: ignore[no-untyped-call]
 
     def _refill(self) -> None:
-        """Run the function again, once, and give its results to the outputs."""
+        """Run the function again, once, and store its results in the outputs."""
         if self._run_again is None:
             return
         self._again, self._run_again = self._run_again(), None
         for output, again in zip(self._outputs, self._again, strict=True):
-            # below autograd, to which the output is the one that it was
+            # through the storage, so that autograd does not see a change of the output
             storage, source = output.untyped_storage(), _owned(again.detach(), ())
             if storage.size() == 0:
                 storage.resize_(source.untyped_storage().size())
@@ -179,7 +179,7 @@ class CheckpointWithoutOutput:
 
 
 class _WithoutOutput(torch.autograd.Function):
-    """A function whose graph is made when backward needs it."""
+    """Autograd function that builds the graph of a function only in backward."""
 
     @staticmethod
     def forward(
@@ -206,8 +206,8 @@ class _WithoutOutput(torch.autograd.Function):
 
         owner._run_again = again  # noqa: SLF001 - this class is a part of it
         # outputs own their memory, since it is freed
-        own = tuple(_owned(output, args) for output in outputs)
-        return own[0] if len(own) == 1 else own
+        owned = tuple(_owned(output, args) for output in outputs)
+        return owned[0] if len(owned) == 1 else owned
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -221,8 +221,8 @@ class _WithoutOutput(torch.autograd.Function):
         owner._again = ()  # noqa: SLF001
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         inputs, ctx.inputs = ctx.inputs, None
-        own = (each.grad if isinstance(each, torch.Tensor) else None for each in inputs)
-        return None, None, None, *own
+        input_grads = (x.grad if isinstance(x, torch.Tensor) else None for x in inputs)
+        return None, None, None, *input_grads
 
 
 def _as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
@@ -230,7 +230,7 @@ def _as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _owned(output: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
-    """Return a contiguous tensor whose memory no argument and nothing else of it shares."""
+    """Return a contiguous tensor that does not share its memory with an argument."""
     shared = any(
         isinstance(arg, torch.Tensor)
         and arg.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()

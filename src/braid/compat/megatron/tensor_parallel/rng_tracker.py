@@ -1,8 +1,8 @@
-"""States of the random generator by name, such as one for divided layers.
+"""States of the random generator by name, such as one for layers divided among ranks.
 
-Tensor parallel ranks must draw alike where tensors are whole, and differently where they are
-divided. The tracker keeps a state for each purpose, and `fork` draws from it. It is the generator
-of the GPU where there is one, and else that of the CPU.
+Tensor parallel ranks must draw equal numbers for replicated tensors, and different numbers for
+divided ones. The tracker keeps a state for each purpose, and `fork` draws from it. It uses the
+GPU's generator if there is a GPU, otherwise the CPU's.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ MODEL_PARALLEL, EXPERT_PARALLEL, DATA_PARALLEL = (
     f"{kind}-parallel-rng" for kind in ("model", "expert", "data")
 )
 UNNAMED = "default-rng"
-MODEL_PARALLEL_OFFSET = 2718  # Megatron's, so that the seeds of ranks are the same
+MODEL_PARALLEL_OFFSET = 2718  # as in Megatron, so that the seeds of ranks are equal
 EXPERT_OFFSET, EXPERT_STEP = 1024, 100
 
 
 def _generator() -> torch.Generator:
-    """Return the generator whose states are tracked."""
+    """Return the generator with the tracked states."""
     if not torch.cuda.is_available():
         return torch.default_generator
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ class CudaRNGStatesTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all states."""
+        """Remove all states."""
         self._is_initialized = False
         self.states_: States = {}
         self.seeds_: set[int] = set()
@@ -92,7 +92,7 @@ class CudaRNGStatesTracker:
         """Add the state of a seed.
 
         Raises:
-            UsageError: There is such a name or seed already.
+            UsageError: The name or seed exists already.
         """
         self._is_initialized = True
         if self.is_inference_rng_tracker:
@@ -111,10 +111,10 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from a state inside the context; afterwards the generator is where it was.
+        """Draw from a state inside the context; restore the generator afterwards.
 
         Raises:
-            UsageError: There is no such state.
+            UsageError: The state does not exist.
         """
         if self.is_inference_rng_tracker:
             yield
@@ -155,7 +155,7 @@ def initialize_rng_tracker(
     use_cudagraphable_rng: bool = False,
     force_reset: bool = False,
 ) -> None:
-    """Make the tracker, unless there is one."""
+    """Create the tracker, unless it exists."""
     if use_te_rng_tracker:
         msg = "use_te_rng_tracker=True cannot be served: Transformer Engine is not used"
         raise UnsupportedError(msg)
@@ -168,9 +168,9 @@ def get_cuda_rng_tracker(
     inference_rng_tracker: bool = False,
     use_cudagraphable_rng: bool = False,
 ) -> CudaRNGStatesTracker:
-    """Return the tracker; make it if there is none."""
+    """Return the tracker; create it if it does not exist."""
     initialize_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
-    assert _HOLDER.tracker is not None  # made just now
+    assert _HOLDER.tracker is not None  # created above
     return _HOLDER.tracker
 
 
@@ -217,14 +217,14 @@ def model_parallel_cuda_manual_seed(
     """Seed the generator, and the states for divided layers and experts.
 
     Args:
-        seed: Seed of the generator itself, the same on tensor parallel ranks.
+        seed: Seed of the default generator, the same on tensor parallel ranks.
         te_rng_tracker: Must be False.
         inference_rng_tracker: See `CudaRNGStatesTracker`.
         use_cudagraphable_rng: Must be False.
-        tp_rank: Rank that makes the state for divided layers; this one's when None.
-        ep_rank: Rank that makes the state for experts; this one's when None.
-        etp_rank: Rank that makes it, too; this one's when None.
-        force_reset_rng: Whether a new tracker is made.
+        tp_rank: Tensor parallel rank for the seed of divided layers; this rank's when None.
+        ep_rank: Expert parallel rank for the seed of experts; this rank's when None.
+        etp_rank: Expert tensor parallel rank for the seed of experts; this rank's when None.
+        force_reset_rng: Whether to create a new tracker.
     """
     if tp_rank is None:
         tp_rank = get_tensor_model_parallel_rank()

@@ -19,7 +19,7 @@ __all__ = [
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Return equal parts of the last dim: views, or copies that are contiguous."""
+    """Return equal parts of the last dim, as views or as contiguous copies."""
     divide(tensor.shape[-1], num_partitions)
     parts = tensor.chunk(num_partitions, dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
@@ -28,7 +28,7 @@ def split_tensor_along_last_dim(
 def split_tensor_into_1d_equal_chunks(
     tensor: torch.Tensor, new_buffer: bool = False, tp_group: Any = None
 ) -> torch.Tensor:
-    """Return this rank's part of a tensor's elements: a view, or with `new_buffer` a copy."""
+    """Return this rank's part of a tensor's elements, as a view or as a copy (`new_buffer`)."""
     group = tensor_group(tp_group)
     count = divide(tensor.numel(), group.size)
     part = tensor.reshape(-1)[count * group.rank : count * (group.rank + 1)]
@@ -41,7 +41,7 @@ def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any = None) -> torch.
 
 
 class VocabUtility:
-    """First and last index, exclusive, of a rank's part of the vocabulary."""
+    """First and last (exclusive) index of a rank's part of the vocabulary."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(
@@ -49,7 +49,7 @@ class VocabUtility:
         rank: int,
         world_size: int,  # noqa: ARG004 - the original's signature
     ) -> tuple[int, int]:
-        """Return the range of a rank, by the length of a part."""
+        """Return the range of a rank from the length of a part."""
         first = rank * per_partition_vocab_size
         return first, first + per_partition_vocab_size
 
@@ -57,6 +57,6 @@ class VocabUtility:
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """Return the range of a rank, by the length of the vocabulary."""
+        """Return the range of a rank from the length of the vocabulary."""
         count = divide(global_vocab_size, world_size)
         return VocabUtility.vocab_range_from_per_partition_vocab_size(count, rank, world_size)

@@ -1,4 +1,4 @@
-"""Facts that programs read about their node: torch's agent, and counts as text."""
+"""Properties of this process's node: torch's agent, and counts as text."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["RpcAgent", "TensorPipeAgent", "get_rpc_timeout"]
 
 
 class TensorPipeAgent:
-    """A node, as torch shows it.
+    """A node with torch's interface of agents.
 
     Args:
-        agent: The node.
+        agent: Agent of the node.
     """
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
     def get_worker_info(self, to: To | None = None) -> WorkerInfo:
-        """Return name and number of a node; of this one when None."""
+        """Return name and number of a node; of this node when None."""
         if to is None:
             return self._agent.info
         record = self._agent.directory.find(to)
         return WorkerInfo(record.name, record.id)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """Return names and numbers of all nodes that are known here."""
+        """Return names and numbers of all known nodes."""
         return self._agent.directory.infos
 
     def get_debug_info(self) -> dict[str, str]:
@@ -52,7 +52,7 @@ class TensorPipeAgent:
         return self._agent.world_size is not None
 
     def _get_device_map(self, to: WorkerInfo) -> dict[torch.device, torch.device]:
-        """Return where tensors of this node arrive in another one."""
+        """Return the map from this node's devices to another node's devices."""
         maps = self._agent.options.device_maps.get(to.name, {})
         return {torch.device(here): torch.device(there) for here, there in maps.items()}
 
@@ -71,20 +71,20 @@ def _get_current_rpc_agent() -> TensorPipeAgent:
 
 
 def get_rpc_timeout() -> float:
-    """Return the deadline of calls that are given none, in seconds; 0 for never."""
+    """Return the default timeout of calls in seconds; 0 for none."""
     return current_agent().options.rpc_timeout
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    """Set the deadline of calls that are given none."""
+    """Set the default timeout of calls in seconds."""
     current_agent().options.rpc_timeout = seconds
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
     """Return counts of remote references.
 
-    num_owner_rrefs is that of values which others refer to, num_forks that of their references, and
-    num_pending_users that of references which their owner has not confirmed.
+    num_owner_rrefs counts local values that other nodes reference, num_forks counts their
+    references, and num_pending_users counts references that their owner has not confirmed.
     """
     references = current_agent().references
     references.collect()

@@ -41,7 +41,7 @@ _thread_local_var = threading.local()
 
 
 def is_available() -> bool:
-    """Whether there are remote calls: True."""
+    """Return True: remote calls are available."""
     return True
 
 
@@ -52,12 +52,12 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: object = None,
 ) -> None:
-    """Make this process a node of remote calls; see `braid.rpc.init_rpc`.
+    """Join the nodes of remote calls; see `braid.rpc.init_rpc`.
 
     From now on, contexts average the gradients of torch's DistributedDataParallel.
 
     Raises:
-        TypeError: `backend` or `rpc_backend_options` is something else.
+        TypeError: `backend` or `rpc_backend_options` has a wrong type.
     """
     if backend is not None and not isinstance(backend, BackendType):
         msg = f"Argument backend must be a member of BackendType, got {backend!r}"
@@ -87,7 +87,7 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> torch.futures.Future[Any]:
-    """Call a function in another node; see `braid.rpc.rpc_async`."""
+    """Call a function on another node; see `braid.rpc.rpc_async`."""
     future = call_async(to, func, args, kwargs, timeout)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
@@ -96,7 +96,7 @@ def rpc_async(
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait at the end for all calls that `rpc_async` begins inside, or for the first error."""
+    """Wait on exit for all calls of `rpc_async` inside the context; raise the first error."""
     _thread_local_var.future_list = []
     try:
         yield
@@ -104,8 +104,8 @@ def _wait_all() -> Iterator[None]:
         futures = _thread_local_var.future_list
         del _thread_local_var.future_list
         ended: SimpleQueue[torch.futures.Future[Any]] = SimpleQueue()
-        for each in futures:
-            each.add_done_callback(ended.put)
+        for future in futures:
+            future.add_done_callback(ended.put)
         for _ in futures:
             ended.get().wait()
 
@@ -113,12 +113,12 @@ def _wait_all() -> Iterator[None]:
 def _all_gather(
     obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Return the values of all nodes, or of those named, by name; all of them call this."""
+    """Return the values of all nodes, or of the named nodes, by name; all of them call this."""
     return all_gather(current_agent(), obj, worker_names, timeout)
 
 
 def _barrier(worker_names: Iterable[str]) -> None:
-    """Wait until all nodes that are named have called this."""
+    """Wait until all named nodes have called this."""
     barrier(current_agent(), worker_names)
 
 
@@ -128,6 +128,6 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: object = None) -> None:
-    """Release the references that Python has collected; others go with `shutdown`."""
+    """Release the references that Python has collected; `shutdown` releases the others."""
     del timeout
     current_agent().references.collect()

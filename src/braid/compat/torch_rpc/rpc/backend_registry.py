@@ -1,4 +1,4 @@
-"""The backends of torch.distributed.rpc: one name, behind which braid works."""
+"""The backends of torch.distributed.rpc: one name, for which braid is used."""
 
 from __future__ import annotations
 

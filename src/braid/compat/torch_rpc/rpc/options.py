@@ -17,21 +17,22 @@ Device = int | str | torch.device
 
 
 class TensorPipeRpcBackendOptions(RpcOptions):
-    """Choices of a node, in torch's words.
+    """Options of a node, with torch's names.
 
     Args:
-        num_worker_threads: Calls of peers that run at the same time.
+        num_worker_threads: Number of calls from peers that run at the same time.
         rpc_timeout: Seconds after which a call fails; 0 for never.
-        init_method: Place at which nodes meet: "env://", "tcp://host:port" or "file:///path".
-        device_maps: For each other node, where its tensors arrive: the device here, then there.
+        init_method: Address of the rendezvous: "env://", "tcp://host:port" or "file:///path".
+        device_maps: For each other node, a map from devices here to devices there.
         devices: GPUs that this node uses.
-        allowed_modules: Modules whose functions and classes peers may use, beside the program's.
-        allow_pickle: Whether values without another form travel as pickles, as in torch. A peer can
-            run any code then; refused on a network without authentication.
-        shared_memory: Whether large tensors pass through shared memory inside a host.
+        allowed_modules: Modules with functions and classes that peers may use, in addition to the
+            program's.
+        allow_pickle: Whether values without another format are pickled, as in torch. Peers can then
+            run any code; refused on a network without authentication.
+        shared_memory: Whether large tensors are sent through shared memory on one host.
 
     Raises:
-        ConfigError: A device is no GPU, or a map sends two devices to one.
+        ConfigError: A device is not a GPU, or a map sends two devices to one.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class TensorPipeRpcBackendOptions(RpcOptions):
         _transports: object = None,
         _channels: object = None,
     ) -> None:
-        del _transports, _channels  # of TensorPipe
+        del _transports, _channels  # options of TensorPipe
         if isinstance(rpc_timeout, bool) or not isinstance(rpc_timeout, int | float):
             msg = f"rpc_timeout is a number of seconds, got {rpc_timeout!r}"
             raise TypeError(msg)
@@ -65,7 +66,7 @@ class TensorPipeRpcBackendOptions(RpcOptions):
         self.set_devices(devices or ())
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:  # type: ignore[override]
-        """Let tensors on some devices here arrive on some devices of the node `to`."""
+        """Map devices of this node to devices of the node `to`, for tensors that are sent there."""
         named = {_name(here): _name(there) for here, there in device_map.items()}
         merged = {**self.device_maps.get(to, {}), **named}
         by_place: dict[str, str] = {}
@@ -81,11 +82,11 @@ class TensorPipeRpcBackendOptions(RpcOptions):
 
     def set_devices(self, devices: Sequence[Device]) -> None:
         """Set the GPUs that this node uses."""
-        for each in devices:
-            if torch.device(_name(each)).type != "cuda":
-                msg = f"`set_devices` expect a list of CUDA devices, got {each}"
+        for device in devices:
+            if torch.device(_name(device)).type != "cuda":
+                msg = f"`set_devices` expect a list of CUDA devices, got {device}"
                 raise ConfigError(msg)
-        self.devices = [_name(each) for each in devices]
+        self.devices = [_name(device) for device in devices]
 
 
 def _name(device: Device) -> str:

@@ -1,4 +1,4 @@
-"""`torchgpipe.balance`: numbers of layers for GPipe, by time or by size."""
+"""`torchgpipe.balance`: numbers of layers for GPipe, balanced by time or by size."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def balance_by_time(
     timeout: float = 1.0,
     device: Device = None,
 ) -> list[int]:
-    """Return the number of layers of each partition, by the time of forward and backward.
+    """Return the number of layers of each partition, balanced by forward and backward time.
 
     Args:
         partitions: Number of partitions.
         module: The model.
         sample: Input of the model: a tensor or a tuple of tensors.
         timeout: Seconds for the measurement.
-        device: Device to measure on; the first CUDA device when None, and the CPU without one.
+        device: Device to measure on; when None, the first CUDA device, or the CPU without any.
     """
     return list(
         pipeline.balance_by_time(
@@ -47,14 +47,14 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: Device = None,
 ) -> list[int]:
-    """Return the number of layers of each partition, by the memory that they take.
+    """Return the number of layers of each partition, balanced by memory.
 
     Args:
         partitions: Number of partitions.
         module: The model.
         input: A whole batch.
-        chunks: Number of micro-batches into which GPipe will cut it.
-        param_scale: Bytes for each byte of parameters: 2 for SGD with gradients, 4 for Adam.
+        chunks: Number of micro-batches into which GPipe will divide the batch.
+        param_scale: Bytes per byte of parameters: 2 for SGD with gradients, 4 for Adam.
         device: See `balance_by_time`.
     """
     return list(

@@ -1,4 +1,4 @@
-"""`torchgpipe.balance.blockpartition`: a sequence in contiguous parts with even sums."""
+"""`torchgpipe.balance.blockpartition`: division of a sequence into parts with balanced sums."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["solve"]
 
 
 def solve(sequence: Sequence[int], partitions: int = 1) -> list[list[int]]:
-    """Return contiguous parts of a sequence, the largest sum of which is as small as possible.
+    """Return contiguous parts of a sequence that minimize the largest sum.
 
     Raises:
-        ValueError: There are less than one partition, or fewer numbers than partitions.
+        ValueError: `partitions` is less than 1, or exceeds the length of the sequence.
     """
     if partitions < 1:
         msg = f"partitions must be a positive integer (partitions: {partitions})"
