@@ -1,1 +1,1 @@
-"""Benchmarks of braid beside other systems: `python -m benchmarks zero`."""
+"""Benchmarks of braid against other systems: `python -m benchmarks zero`."""

@@ -1,8 +1,8 @@
-"""`python -m benchmarks NAME`: measure braid beside other systems, in turns in one run.
+"""`python -m benchmarks NAME`: measure braid against other systems, in turns in one run.
 
-A benchmark, `BENCH` of its module, is the dataclass of its options, a function that measures, and
-functions that make tables and verdicts. Run it where this repository is, in an environment in which
-braid is installed.
+A benchmark, `BENCH` of its module, consists of a dataclass of options, a function that measures,
+and functions that make tables and verdicts. Run it in the root of this repository, in an
+environment with braid installed.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ BENCHMARKS: dict[str, Benchmark[Any, Any]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what the arguments name, and return the exit code."""
+    """Run the benchmark that the arguments name, and return the exit code."""
 
     def measure() -> int:
         kinds: dict[str, Callable[..., Any]] = {
-            name: each.options for name, each in BENCHMARKS.items()
+            name: bench.options for name, bench in BENCHMARKS.items()
         }
         options: Any = tyro.extras.subcommand_cli_from_dict(
             kinds, prog="python -m benchmarks", args=arguments, config=TYRO_CONFIG
         )
-        chosen = next(each for each in BENCHMARKS.values() if each.options is type(options))
+        chosen = next(bench for bench in BENCHMARKS.values() if bench.options is type(options))
         return chosen.run(options)
 
     return ending_well(lambda: answer(measure, "done"))

@@ -1,4 +1,4 @@
-"""Measure a coordinator: null closures beside TensorFlow's, and work while workers are killed."""
+"""Measure a coordinator: null closures against TensorFlow's, and work while workers are killed."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class CoordinatorReport(Report, kw_only=True):
     """Closures per second.
 
     Attributes:
-        null: Null closures of braid, of each round.
-        tensorflow: Those of TensorFlow.
-        phases: Closures of each phase; in every second one workers are killed.
+        null: Null closures of braid per second, by round.
+        tensorflow: Null closures of TensorFlow per second, by round.
+        phases: Closures per second of each phase; in every second phase workers are killed.
         wrong: Number of closures that were not counted exactly once.
     """
 
@@ -44,7 +44,7 @@ class CoordinatorReport(Report, kw_only=True):
 
     @property
     def share(self) -> float:
-        """Part of the undisturbed rate that is left while workers are killed."""
+        """Fraction of the undisturbed rate that remains while workers are killed."""
         return median(self.phases[1::2]) / median(self.phases[::2])
 
 
@@ -53,11 +53,11 @@ class CoordinatorBench:
     """Measure a coordinator with one server and two workers, each a process.
 
     Attributes:
-        closures: Null closures of a round.
+        closures: Number of null closures in a round.
         rounds: Number of rounds.
-        phases: Number of phases with closures of 10 ms; in every second one workers are killed.
+        phases: Number of phases with closures of 10 ms; in every second phase workers are killed.
         phase_s: Seconds of a phase.
-        every_s: Seconds between two deaths.
+        every_s: Seconds between two kills.
         tensorflow: Python with tensorflow-cpu, to measure TensorFlow's coordinator.
         out: Directory for `coordinator.json`.
     """
@@ -111,7 +111,7 @@ def _verdicts(report: CoordinatorReport) -> Iterator[BenchVerdict]:
     yield BenchVerdict(claim, f"measured {rate:,.0f}", rate >= LEAST_RATE)
     if report.tensorflow:
         ratio = rate / median(report.tensorflow)
-        claim = f"at least {LEAST_RATIO:g} times as many as TensorFlow"
+        claim = f"at least {LEAST_RATIO:g} times TensorFlow's null closures per second"
         yield BenchVerdict(claim, f"measured {ratio:.1f}", ratio >= LEAST_RATIO)
     claim = f"at least {LEAST_SHARE:.0%} of the undisturbed rate while workers are killed"
     yield BenchVerdict(claim, f"measured {report.share:.0%}", report.share >= LEAST_SHARE)

@@ -1,11 +1,11 @@
 """Fits the efficiencies of a described device to measured iterations of GPTs.
 
-1,440 iterations on 2, 4 and 8 A100, of Megatron's GPTs with every division of 8 ranks into tensor,
-data and pipeline parallelism, were measured by the authors of vTrain. The planner's own closed
-form predicts each from the operations of its layers; six figures of the device are fitted.
+The authors of vTrain measured 1,440 iterations on 2, 4 and 8 A100, of Megatron's GPTs with every
+division of 8 ranks into tensor, data and pipeline parallelism. The planner's closed form predicts
+each iteration from the operations of its layers; six figures of the device are fitted.
 
-    half         fitted on a random half, asked for the other one
-    larger       fitted on 2 and 4 GPUs, asked for 8
+    half         fitted on a random half, evaluated on the other half
+    larger       fitted on 2 and 4 GPUs, evaluated on 8
 
 Source: J. Bang et al., vTrain, MICRO 2024: data/ground_truth_single.csv (MIT licence).
 """
@@ -60,8 +60,8 @@ class Iteration(NamedTuple):
         width: Width of the residual stream.
         heads: Number of attention heads.
         layers: Number of blocks.
-        context: Tokens of a sequence.
-        batch: Sequences of a step.
+        context: Number of tokens in a sequence.
+        batch: Number of sequences in a step.
         split: Division over GPUs.
         seconds: Measured seconds.
     """
@@ -76,12 +76,12 @@ class Iteration(NamedTuple):
 
 
 class DeviceFit(NamedTuple):
-    """Mean relative errors, and what was fitted on all iterations.
+    """Mean relative errors, and a fitted efficiency.
 
     Attributes:
-        half: Mean error on the half that was not fitted on.
+        half: Mean error on the second half, fitted on the first half.
         larger: Mean error on 8 GPUs, fitted on 2 and 4.
-        efficiency: Efficiency that fits the first half.
+        efficiency: Efficiency fitted on the first half.
     """
 
     half: float
@@ -93,7 +93,7 @@ def read_iterations(file: str | Path) -> list[Iteration]:
     """Read vTrain's table.
 
     Raises:
-        ConfigError: The file cannot be read, or is no such table.
+        ConfigError: The file cannot be read, or is not such a table.
     """
     try:
         with Path(file).open(encoding="utf-8-sig", newline="") as lines:
@@ -114,7 +114,7 @@ def _iteration(row: Sequence[float]) -> Iteration:
 
 
 def fit_device(iterations: Sequence[Iteration]) -> DeviceFit:
-    """Fit on parts of the iterations, and return the errors on the others."""
+    """Fit on a part of the iterations, and return the errors on the rest."""
     models = _Models(iterations)
     everything = np.random.default_rng(SEED).permutation(len(iterations))
     first, second = np.array_split(everything, 2)
@@ -129,19 +129,19 @@ def fit_device(iterations: Sequence[Iteration]) -> DeviceFit:
 
 
 class _Models:
-    """Predictions of iterations by an efficiency."""
+    """Predictions of iterations for an efficiency."""
 
     def __init__(self, iterations: Sequence[Iteration]) -> None:
         self._iterations = iterations
         self._operations: dict[tuple[int, ...], dict[int, list[LayerOperations]]] = {}
         for it in iterations:
             key = (it.width, it.heads, it.layers, it.context)
-            own = self._operations.setdefault(key, {})
-            if it.split.tp not in own:
-                own[it.split.tp] = _operations(it)
+            operations = self._operations.setdefault(key, {})
+            if it.split.tp not in operations:
+                operations[it.split.tp] = _operations(it)
 
     def fitted(self, chosen: npt.NDArray[np.int64]) -> Efficiency:
-        """Return the efficiency with the least errors."""
+        """Return the efficiency that minimizes the errors."""
         from scipy.optimize import least_squares
 
         names = list(LEAST)
@@ -164,7 +164,8 @@ class _Models:
         """Return relative errors of the predicted seconds."""
         device = dataclasses.replace(DEVICES["a100-40gb"], efficiency=efficiency, overlap=0.0)
         models = {
-            key: DescribedModel("gpt", own, device, "fp16") for key, own in self._operations.items()
+            key: DescribedModel("gpt", operations, device, "fp16")
+            for key, operations in self._operations.items()
         }
         estimators: dict[tuple[object, int, int], Estimator] = {}
         errors = []
@@ -187,7 +188,7 @@ def _efficiency(names: Sequence[str], logs: npt.NDArray[np.float64]) -> Efficien
 
 
 def _operations(it: Iteration) -> list[LayerOperations]:
-    """Return the operations of a GPT's layers, as one of the ranks that share them has them."""
+    """Return the operations of a GPT's layers on one tensor parallel rank."""
     ranks = LoneRank(it.split.tp)
     with torch.device("meta"):
         named: list[tuple[str, nn.Module]] = [
@@ -256,7 +257,7 @@ class _Block(nn.Module):
 
 
 class _Head(nn.Module):
-    """Norm, logits and their logarithm of softmax, in float32."""
+    """Norm, logits and their log-softmax in float32."""
 
     def __init__(self, width: int, ranks: LoneRank) -> None:
         super().__init__()

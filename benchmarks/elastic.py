@@ -1,8 +1,8 @@
-"""Measure an elastic training while its ranks are killed: seconds of a recovery, and what is lost.
+"""Measure an elastic training while its ranks are killed: recovery time and sample rate.
 
 A recovery lasts from a kill to the end of the next step that survivors take without the rank. The
 rate of samples is compared with an undisturbed run, in turns. On a host with fewer cores than ranks
-the ones that are left may use all of it; so the rate counts what recoveries and newcomers cost.
+the remaining ranks use all cores; so the rate shows the cost of recoveries and of new ranks.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class ElasticBench:
         steps: Number of steps of a run.
         rounds: Number of pairs of runs.
         every_s: Seconds between two kills.
-        spares: Ranks that wait for a loss.
-        restarts: Number of new ranks in place of lost ones.
+        spares: Number of spare ranks.
+        restarts: Number of new ranks that may replace lost ones.
         mesh: Mesh of a divided model, such as `dp=3` or `pp=2,dp=2`; a whole model on each rank if
             empty.
         shard: Stage of sharding on the mesh.
-        copies: Whether neighbours keep copies.
+        copies: Whether neighbouring ranks keep copies of the state.
         out: Directory for `elastic.json`.
     """
 
@@ -136,19 +136,19 @@ def _run(bench: ElasticBench, *, kills: bool, seed: int) -> _Run:
 
 
 def _members(out: Path) -> list[int]:
-    """Return the processes that train now."""
+    """Return the ids of the processes that are training."""
     pids = [int(path.read_text().split()[0]) for path in out.glob("*.steps") if path.stat().st_size]
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def _steps(path: Path) -> list[tuple[int, int, int]]:
-    """Return the changes of members, the end and the number of each step of a rank."""
+    """Return the number of member changes, the end time and the number of each step of a rank."""
     rows = [tuple(map(int, line.split())) for line in path.read_text().splitlines()[1:]]
     return [(row[0], row[1], row[2]) for row in rows]
 
 
 def _recovery_s(kill_ns: int, steps: list[list[tuple[int, int, int]]]) -> float:
-    """Return the seconds from a kill to the end of a step with other members."""
+    """Return the seconds from a kill to the end of the first step with new members."""
     ends = []
     for rows in steps:
         before = [changes for changes, ns, _ in rows if ns <= kill_ns]
@@ -167,7 +167,7 @@ def _measure(bench: ElasticBench, console: Console) -> ElasticReport:
 
 
 def _share(report: ElasticReport) -> float:
-    """Return the part of the undisturbed rate that is left."""
+    """Return the remaining fraction of the undisturbed rate."""
     pairs = zip(report.undisturbed, report.killed, strict=True)
     return median(alone.seconds / killed.seconds for alone, killed in pairs)
 

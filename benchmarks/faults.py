@@ -2,13 +2,13 @@
 
 Each trial starts the same program on a few ranks. One of them dies, stops, raises or exits at a
 random step and inside a random phase. The launcher does not know the fault; it must infer the cause
-from what is left. A trial is correct when exactly the struck rank is the cause, with certainty and
-for a fitting reason.
+from the remaining evidence. A trial is correct if the verdict names exactly the faulty rank, with
+certainty and with a fitting reason.
 
-The program is any script whose last argument is a fault, `kill rank=1 step=7 in=backward` (the text
-form of a scripted fault), and which strikes itself accordingly. For deaths by signal the trial
-measures the time between the rank's last event and the launcher's knowledge of its end. An
-exception or an exit includes the interpreter's teardown, so its time is not measured.
+The program is any script that takes a fault as its last argument, such as `kill rank=1 step=7
+in=backward` (the text form of a scripted fault), and causes it on itself. For deaths by signal the
+trial measures the time from the rank's last event until the launcher notices its end. Exceptions
+and exits include the interpreter's teardown, so their time is not measured.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Trial:
 
     Attributes:
         fault: Text of the fault.
-        correct: Whether the struck rank alone was named as cause, for the right reason.
+        correct: Whether only the faulty rank was named as the cause, with the right reason.
         verdict: The launcher's outcome as text.
-        noticed_s: Seconds from the rank's last event to the launcher's knowledge of its end; None
+        noticed_s: Seconds from the rank's last event until the launcher noticed its end; None
             for other faults than signals.
         survived_s: Seconds from the rank's last event until the last survivor had left its
             collective with an error; None for other faults than signals, and for jobs without
@@ -67,10 +67,10 @@ class FaultReport:
 
     Attributes:
         trials: The trials, in order.
-        orphans: Number of processes that they left behind.
+        orphans: Number of processes that the trials left behind.
         ports_held: Number of trials after which the run's MASTER_PORT was still in use.
-        memory_held: Number of files in memory that other processes still map, and of names in
-            /dev/shm, that were not there before.
+        memory_held: Number of new in-memory files that other processes still map, and of new names
+            in /dev/shm.
     """
 
     trials: tuple[Trial, ...]
@@ -98,11 +98,11 @@ class FaultReport:
         return tuple(trial for trial in self.trials if not trial.correct)
 
     def noticed_s(self, quantile: float) -> float:
-        """Return the time until the launcher knew of a death by signal, at a quantile."""
+        """Return a quantile of the time until the launcher noticed a death by signal."""
         return _quantile([t.noticed_s for t in self.trials], quantile)
 
     def survived_s(self, quantile: float) -> float:
-        """Return the time until the survivors knew of a death by signal, at a quantile."""
+        """Return a quantile of the time until the survivors noticed a death by signal."""
         return _quantile([t.survived_s for t in self.trials], quantile)
 
     def __str__(self) -> str:
@@ -127,15 +127,15 @@ def run_fault_trials(
     spans: tuple[str, ...] = ("step", "forward", "backward", "bucket", "optimizer"),
     stopped_limit_s: float = 0.3,
 ) -> FaultReport:
-    """Run the job of `script` under `trials` seeded faults.
+    """Run `script` under `trials` seeded faults.
 
     Args:
         trials: Number of runs.
         seed: Seed of ranks, steps, kinds and phases.
         script: Program to run; see the module.
         num_ranks: Number of ranks of each run.
-        num_steps: Least number of steps that the program makes.
-        spans: Spans at whose begin a fault may strike.
+        num_steps: Smallest number of steps that the program takes.
+        spans: Spans at the beginning of which a fault may occur.
         stopped_limit_s: Seconds after which a stopped rank is killed.
 
     Returns:
@@ -162,10 +162,10 @@ def run_fault_trials(
             outcome = Supervisor().run(job)
             results.append(_result(fault, kind, rank, outcome))
             ports_held += not _can_listen(port)
-    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    orphans = {child.pid for child in psutil.Process().children(recursive=True)} - before
     return FaultReport(
         trials=tuple(results),
-        orphans=len(left),
+        orphans=len(orphans),
         ports_held=ports_held,
         memory_held=len(shared_memory() - memory),
     )
@@ -185,9 +185,9 @@ def _can_listen(port: int) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """Return names in /dev/shm that no process uses, and braid's files in memory that are mapped.
+    """Return names in /dev/shm that no process uses, and braid's in-memory files that are mapped.
 
-    Memory that other programs on this host share is not left behind.
+    Shared memory of other programs on this host is not counted.
     """
     unused = {entry.name for entry in Path("/dev/shm").glob("*")}  # noqa: S108 - looked at only
     mapped = set()

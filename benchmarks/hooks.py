@@ -1,8 +1,8 @@
 """Compare communication hooks over a slow network, in time and in loss.
 
-Two hosts (namespaces of this machine, `harness.lab`) train a model that is bound by communication:
-25 million parameters, few samples. The figures are the time of a whole step, and the loss after
-equally many steps beside that of exact gradients (`workers.hooks`).
+Two hosts (namespaces of this machine, `lab`) train a model that is bound by communication: 25
+million parameters, few samples. The figures are the time of a whole step, and the loss after the
+same number of steps, compared with exact gradients (`workers.hooks`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["BENCH", "HooksBench", "HooksReport", "hooks_table", "hooks_verdicts"
 HOOKS = ("bf16", "int8", "topk:0.01", "powersgd:rank=4,start=2")
 LEAST = {"bf16": 1.6, "topk": 3.0, "powersgd": 4.0}  # least speed-up of a step, at 1 Gbit/s
 LOSS_HELD = 1.1  # largest loss, relative to that with exact gradients
-LEARNED = 0.5  # share of the first loss; with less learned, losses show nothing about hooks
+LEARNED = 0.5  # fraction of the first loss; with a larger loss, hooks cannot be compared
 
 
 class HooksReport(Report, kw_only=True):
@@ -47,8 +47,8 @@ class HooksBench:
         gbit: Rate of each host's link, Gbit/s.
         num_hosts: Number of hosts, with one rank each.
         batch: Number of samples of a rank in a step.
-        rounds: Number of steps of each hook, in turns; times are medians over them, losses are
-            those after the last step.
+        rounds: Number of steps of each hook, in turns; times are medians over the steps, losses
+            are taken after the last step.
         out: Directory for `hooks.json` and the run's logs.
     """
 
@@ -107,7 +107,7 @@ def hooks_table(report: HooksReport) -> Table:
 
 
 def hooks_verdicts(report: HooksReport) -> list[BenchVerdict]:
-    """Judge whether the hooks keep their promises."""
+    """Return the verdicts on the targets for hooks."""
     exact = next(way for way in report.ways if way.name == EXACT)
     share = exact.last_loss / exact.first_loss
     learned = f"{EXACT}: loss at most {LEARNED} x the first"
@@ -119,7 +119,7 @@ def hooks_verdicts(report: HooksReport) -> list[BenchVerdict]:
         faster = f"{way.name}: step at least {least} x"
         verdicts.append(BenchVerdict(faster, f"measured {way.speedup:.2f}", way.speedup >= least))
         ratio = way.last_loss / exact.last_loss
-        as_good = f"{way.name}: loss at most {LOSS_HELD} x that of exact gradients"
+        as_good = f"{way.name}: loss at most {LOSS_HELD} x the loss with exact gradients"
         verdicts.append(BenchVerdict(as_good, f"measured {ratio:.3f}", ratio <= LOSS_HELD))
     return verdicts
 

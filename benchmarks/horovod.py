@@ -1,8 +1,8 @@
-"""Compare the negotiated engine with Gloo and braid's own wrapper.
+"""Compare Horovod's engine on braid with Gloo and with braid's DDP.
 
-Figures that need ranks are measured in ranks (`workers.horovod`). The pure part also runs as a
-thousand ranks in one process. That compares the work of the first rank in steady state with that
-of the others.
+Figures that need ranks are measured on ranks (`workers.horovod`). The state machine also runs as a
+thousand ranks in one process, which compares the first rank's work in steady state with the other
+ranks' work.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Thousand(msgspec.Struct, kw_only=True):
 
     Attributes:
         ranks: Number of ranks.
-        first_s: Median seconds of the first rank in a cycle. It is the only one of so many ranks
-            that runs some lines, which are then never in the caches.
+        first_s: Median seconds of the first rank in a cycle. Only the first rank runs some lines of
+            code, which are then not in the caches.
         median_s: Seconds of the median rank in a cycle.
-        first_calls: Number of calls of functions that the first rank needs for a cycle.
-        most_calls: Largest number of calls that another rank needs.
-        lists: Number of cycles, after the first, in which a rank had to ask rank 0.
+        first_calls: Number of function calls of the first rank in a cycle.
+        most_calls: Largest number of function calls of another rank in a cycle.
+        lists: Number of cycles, after the first, in which ranks had to exchange lists.
     """
 
     ranks: int
@@ -79,14 +79,14 @@ class FusionReport(Report, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusionBench:
-    """Measure the negotiated engine against Gloo and braid's DDP.
+    """Measure Horovod's engine on braid against Gloo and braid's DDP.
 
     Attributes:
         ranks: World size.
         cases: Models with the batch of a rank: mlp and gpt (25 million parameters), conv, and tiny
             (a step of some milliseconds).
         rounds: Number of rounds of each case.
-        budget_s: Seconds for a case, about.
+        budget_s: Approximate seconds for a case.
         out: Directory for `fusion.json` and the run's logs.
     """
 
@@ -136,12 +136,12 @@ def many_ranks(size: int, num_tensors: int, num_cycles: int) -> Thousand:
                 state.submit(request, 0.0)
         bits, spent = [], []
         for state in machines:
-            seconds, number, own = count(partial(state.open, 0.0))
-            bits.append(own)
+            seconds, number, bitmask = count(partial(state.open, 0.0))
+            bits.append(bitmask)
             spent.append((seconds, number))
         together = int.from_bytes(bits[0], "little")
-        for own in bits:
-            together &= int.from_bytes(own, "little")
+        for bitmask in bits:
+            together &= int.from_bytes(bitmask, "little")
         combined = together.to_bytes(len(bits[0]), "little")
         asked = False
         for rank, state in enumerate(machines):
@@ -198,7 +198,7 @@ def _count_calls(call: Callable[[], X]) -> tuple[float, int, X]:
 
 
 def fusion_verdicts(report: FusionReport) -> list[BenchVerdict]:
-    """Judge whether the engine keeps its promises."""
+    """Return the verdicts on the targets for the engine."""
     held: list[tuple[str, bool, str]] = [
         (
             f"200 small tensors at least {LEAST_SPEEDUP} x one all-reduce each through Gloo",

@@ -1,20 +1,20 @@
-"""Hosts with a network between them, on one machine: network namespaces at a bridge.
+"""Hosts with a network on one machine: network namespaces connected by a bridge.
 
-Problem: the cost of a collective over a network can only be measured on one, and two machines with
-nothing else on their cables are rare. Loopback has no rate and no latency worth the name.
+Problem: the cost of a collective over a network can be measured only on a network, and two machines
+with an idle network are rare. Loopback has no rate limit and hardly any latency.
 
-Idea: the kernel has all parts. Each namespace is a host with an interface of its own; a veth pair
-is its cable; a bridge is the switch; and a token bucket at either end of each cable limits the rate
-to that of a link, frame headers included:
+Idea: the kernel has all parts. Each namespace is a host with a network interface; a veth pair is
+its cable; a bridge is the switch; and a token bucket at both ends of each cable limits the rate,
+including frame headers:
 
     host a   eth0 ==[tbf]==> port a  |        |  port b ==[tbf]==> eth0   host b
              eth0 <==[tbf]== port a  | bridge |  port b <==[tbf]== eth0
 
-The bucket holds a millisecond of the link: on a machine whose cores are busy the kernel fills it
-late, and a smaller one would not give the rate. So data sent after a pause is faster than the link
-for one millisecond. To time less than some megabytes, empty the bucket first. Latency is that of
-the kernel, without a cable's and a switch's; congestion control is the plain one, whatever this
-machine prefers.
+The bucket holds a millisecond of the link: on a busy machine the kernel fills it late, and a
+smaller one would not reach the rate. So data sent after a pause is faster than the link for one
+millisecond. To time less than some megabytes, empty the bucket first. Latency includes only the
+kernel's, without cables and switches; congestion control is "reno", independent of the machine's
+default.
 
 Source: tc-tbf(8), ip-netns(8).
 """
@@ -39,7 +39,7 @@ __all__ = ["Lab", "abandoned", "bucket_bytes", "cabling", "what_is_missing"]
 HOSTS = string.ascii_lowercase
 BUCKET_S = 1e-3
 LEAST_BUCKET_BYTES = 16 << 10
-# in every kernel; other algorithms pace packets by their estimate of the rate
+# available in every kernel; other algorithms pace packets by their estimate of the rate
 CONGESTION_CONTROL = "reno"
 QUEUE = "20ms"  # packets that wait longer at a link are dropped
 LIMIT_S = 30.0
@@ -52,10 +52,10 @@ class Lab:
 
     Args:
         num_hosts: Number of hosts, up to 26.
-        bits_per_s: Rate of each host's link, each way; of no limit when 0.
+        bits_per_s: Rate of each host's link in each direction; unlimited when 0.
 
     Raises:
-        ConfigError: Namespaces cannot be made here, with the reason (on entering).
+        ConfigError: Namespaces cannot be created here, with the reason (on entering).
     """
 
     def __init__(self, num_hosts: int, bits_per_s: float) -> None:
@@ -71,7 +71,7 @@ class Lab:
         self._undo = ExitStack()
 
     def where(self, ranks_per_host: int = 1) -> Where:
-        """Return where ranks run, by the number on each host; the launcher is on the first."""
+        """Return the hosts and commands for ranks; the launcher is on the first host."""
         return Where(
             hosts=",".join(f"{host}:{ranks_per_host}" for host in self.hosts),
             rsh=f"ip netns exec {self._tag}{{host}}",
@@ -86,7 +86,7 @@ class Lab:
             _attempt(command)
         with ExitStack() as undo:
             for make, unmake in cabling(self._tag, self.hosts, self._bits_per_s):
-                if unmake:  # before: an interrupted command may have made it
+                if unmake:  # registered first, since an interrupted command may have taken effect
                     undo.callback(_attempt, unmake)
                 _do(make)
             self._undo = undo.pop_all()
@@ -97,12 +97,12 @@ class Lab:
 
 
 def cabling(tag: str, hosts: Sequence[str], bits_per_s: float) -> list[tuple[Words, Words]]:
-    """Return the commands that make a lab, each with the one that undoes it.
+    """Return the commands that create a lab, each with the command that undoes it.
 
     Args:
         tag: Prefix of all names, at most 13 characters.
         hosts: Letter of each host.
-        bits_per_s: Rate of each link; of no limit when 0.
+        bits_per_s: Rate of each link; unlimited when 0.
     """
     commands: list[tuple[Words, Words]] = []
 
@@ -114,7 +114,7 @@ def cabling(tag: str, hosts: Sequence[str], bits_per_s: float) -> list[tuple[Wor
     for number, host in enumerate(hosts, 1):
         name, port = tag + host, f"{tag}p{host}"
         add(f"ip netns add {name}", f"ip netns del {name}")
-        # a namespace disappears some time after its name, a cable at once
+        # a namespace disappears some time after its name, a cable immediately
         add(f"ip link add {port} type veth peer name eth0 netns {name}", f"ip link del {port}")
         add(f"ip link set {port} master {tag} up")
         add(f"ip -n {name} addr add 10.77.0.{number}/24 dev eth0")
@@ -131,16 +131,16 @@ def cabling(tag: str, hosts: Sequence[str], bits_per_s: float) -> list[tuple[Wor
 
 
 def bucket_bytes(bits_per_s: float) -> int:
-    """Number of bytes that a rested link passes at once."""
+    """Return the number of bytes that an idle link transfers without the rate limit."""
     return max(LEAST_BUCKET_BYTES, round(bits_per_s / 8 * BUCKET_S))
 
 
 def abandoned(listed: str, exists: Callable[[int], bool]) -> list[Words]:
-    """Return the commands that remove labs whose process has been killed.
+    """Return the commands that remove labs of killed processes.
 
     Args:
         listed: Output of `ip netns list`.
-        exists: Whether there is a process of this number.
+        exists: Function that returns whether a process id exists.
     """
     commands: dict[Words, None] = {}
     for name, pid, host in re.findall(r"^(bn(\d+)([a-z]))\b", listed, re.MULTILINE):
@@ -152,7 +152,7 @@ def abandoned(listed: str, exists: Callable[[int], bool]) -> list[Words]:
 
 
 def what_is_missing() -> str:
-    """Return why no lab can be made on this machine; empty if one can."""
+    """Return why a lab cannot be created on this machine; empty if it can."""
     if os.geteuid() != 0:
         return (
             f"only root may make network namespaces, and this is user {os.geteuid()}: use "
@@ -169,10 +169,11 @@ def what_is_missing() -> str:
 
 
 def _do(words: Words) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    if done.returncode:
+    result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    if result.returncode:
         msg = (
-            f"cannot make network namespaces here: `{' '.join(words)}` says {done.stderr.strip()!r}"
+            f"cannot create network namespaces here: `{' '.join(words)}` failed with "
+            f"{result.stderr.strip()!r}"
         )
         raise ConfigError(msg)
 

@@ -1,7 +1,7 @@
-"""From the command to the first step, and from a death to the survivors.
+"""Measure the time from the command to the first step, and until survivors notice a death.
 
-The same job starts by `braid run` on this host and on an engine, in turns. In the second part of a
-round a rank is killed; the last survivor to notice counts.
+The same job is started by `braid run` on this host and by an engine, in turns. In the second part
+of a round a rank is killed; the time ends when the last survivor notices it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class LaunchReport(Report, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchBench:
-    """Measure launchers: from the command to the first step, and from a death to the survivors.
+    """Measure launchers: time to the first step, and time until survivors notice a death.
 
     Attributes:
-        engines: Engines beside `braid run`, whose cluster is up: ray, slurm, mpi.
+        engines: Engines with a running cluster to compare with `braid run`: ray, slurm, mpi.
         ranks: World size.
         rounds: Number of rounds.
         out: Directory for `launch.json` and the runs' logs.
@@ -80,7 +80,7 @@ def _measure_launch(bench: LaunchBench, console: RichConsole) -> LaunchReport:
             for name in names if turn % 2 else reversed(names):
                 figures = report.launchers.setdefault(name, Launched())
                 start_s, notice_s = _once(bench, name)
-                if turn:  # the first one warms up
+                if turn:  # the first turn is a warm-up
                     figures.start_s.append(start_s)
                     figures.notice_s.append(notice_s)
     bench.out.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def _measure_launch(bench: LaunchBench, console: RichConsole) -> LaunchReport:
 
 
 def launch_verdicts(report: LaunchReport) -> list[BenchVerdict]:
-    """Return what is promised of engines."""
+    """Return the verdicts on the targets for engines."""
     verdicts = []
     here_s = statistics.median(report.launchers[HERE].start_s)
     for name, figures in report.launchers.items():
@@ -117,15 +117,15 @@ def launch_table(report: LaunchReport) -> Table:
 
 
 def _once(bench: LaunchBench, name: str) -> tuple[float, float]:
-    """Run two jobs; return the seconds to the first step, and from the death to the survivors."""
+    """Run two jobs; return the seconds to the first step, and until survivors notice a death."""
     began_s = time.time()
     outcome, lines = _run(bench, name, "step")
     if not outcome.ok:
         raise ConfigError(str(outcome))
-    first_s = max(each["first_step"] for each in lines if "first_step" in each) - began_s
+    first_s = max(line["first_step"] for line in lines if "first_step" in line) - began_s
     outcome, lines = _run(bench, name, "kill")
-    killed = [each["killed"] for each in lines if "killed" in each]
-    noticed = [each["noticed"] for each in lines if "noticed" in each]
+    killed = [line["killed"] for line in lines if "killed" in line]
+    noticed = [line["noticed"] for line in lines if "noticed" in line]
     if not killed or len(noticed) != bench.ranks - 1:
         raise ConfigError(str(outcome))
     return first_s, max(noticed) - killed[0]

@@ -1,9 +1,9 @@
 """`model`: compare the times that the cost model predicts with measured ones.
 
-Over a network the model is given the results of `braid probe` (latency, bandwidth by size, a
-barrier) and the cost of an addition and a copy. It predicts every algorithm that can be named. In
-shared memory the model is that of `comm.selection`, with the costs that it measures itself. Nothing
-is fitted to the times with which it is compared.
+Over a network the model gets the results of `braid probe` (latency, bandwidth by size, a barrier)
+and the cost of an addition and a copy. It predicts every named algorithm. In shared memory the
+model of `comm.engines.selection` is used, with the costs that it measures. The model is not fitted
+to the times with which it is compared.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Held(msgspec.Struct, kw_only=True):
 
 
 class ModelReport(Report, kw_only=True):
-    """Predictions of the cost model beside measurements.
+    """Predictions of the cost model and measurements.
 
     Attributes:
         network: Description of the network between the ranks.
@@ -97,7 +97,7 @@ class ModelBench:
     """Compare the cost model with measured algorithms, on namespaces and in shared memory.
 
     Attributes:
-        num_hosts: Number of namespaces, of one rank each.
+        num_hosts: Number of namespaces, with one rank each.
         gbit: Rate of their links, Gbit/s.
         ranks: Number of ranks that share memory.
         turns: Number of turns through all measurements.
@@ -196,7 +196,7 @@ def model_table(report: ModelReport) -> Table:
 
 
 def verdicts(report: ModelReport) -> list[BenchVerdict]:
-    """Judge whether the errors are as small as promised."""
+    """Return the verdicts on the targets for errors."""
     judged = []
     for kind, place, held in (
         ("network", report.network, report.over_network),

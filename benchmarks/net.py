@@ -1,13 +1,13 @@
 """Compare all-reduce between hosts with Gloo and the rate of the link.
 
-It is measured on namespaces of this machine (`harness.lab`), or on real hosts; always in one
-interleaved run (`workers.net`).
+It is measured on namespaces of this machine (`lab`), or on real hosts; always in one interleaved
+run (`workers.net`).
 
-The share of a link is payload over time and rate. The payload is what an all-reduce must send over
-the card of each host: 2 (h-1)/h l with h hosts and l bytes of the tensor. Headers are not
-counted, so no library gets more than 1448 / 1514 = 95.6 % of Ethernet with 1500 bytes a packet.
-Higher shares are those of a full token bucket (`harness.lab`): only large tensors show the rate of
-the link.
+The used fraction of a link is payload over time and rate. The payload is the number of bytes that
+an all-reduce must send over each host's network card: 2 (h-1)/h l with h hosts and l bytes of the
+tensor. Headers are not counted, so at most 1448 / 1514 = 95.6 % of Ethernet with 1500 bytes per
+packet can be reached. Higher fractions come from a full token bucket (`lab`): only large tensors
+show the rate of the link.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Case(msgspec.Struct, kw_only=True):
         hosts: Ranks by host, such as a:2,b:2.
         num_hosts: Number of hosts.
         ranks_per_host: Largest number of ranks of a host.
-        gbit_per_s: Rate of each host's link; 0 if that is not known.
-        rows: One per size.
+        gbit_per_s: Rate of each host's link; 0 if unknown.
+        rows: Figures of each size.
     """
 
     hosts: str
@@ -66,7 +66,7 @@ class Case(msgspec.Struct, kw_only=True):
     rows: list[Row]
 
     def share(self, row: Row, name: str) -> float:
-        """Return the used share of the link: payload over time and rate."""
+        """Return the used fraction of the link: payload over time and rate."""
         sent = 2 * (self.num_hosts - 1) / self.num_hosts * row.nbytes
         return sent * 8 / row.seconds[name] / (self.gbit_per_s * GBIT)
 
@@ -90,12 +90,12 @@ class NetBench:
         num_hosts: Number of namespaces.
         ranks_per_host: Numbers of ranks of each namespace, one case per number and rate.
         sizes_bytes: Sizes of the tensors, multiples of 4.
-        wires: Formats in which numbers cross the network, besides their own.
-        turns: Least number of repetitions of each library.
-        budget_s: Seconds of one library and size, about.
-        hosts: Real hosts, such as a:2,b:2, in place of namespaces.
-        rsh: Command that reaches them; ssh when empty.
-        link_gbit: Rate of their links, Gbit/s; 0 if that is not known.
+        wires: Compressed formats for the network to measure in addition to float32.
+        turns: Smallest number of repetitions of each library.
+        budget_s: Approximate seconds for one library and size.
+        hosts: Real hosts, such as a:2,b:2, instead of namespaces.
+        rsh: Command to reach the hosts; ssh when empty.
+        link_gbit: Rate of their links, Gbit/s; 0 if unknown.
         out: Directory for `net.json` and the run's logs.
     """
 
@@ -172,7 +172,7 @@ def places(bench: NetBench) -> list[Case]:
 
 @contextmanager
 def reached(bench: NetBench, case: Case) -> Iterator[Where]:
-    """Make the hosts of a case reachable; its namespaces are removed afterwards."""
+    """Create the hosts of a case inside the context; remove its namespaces afterwards."""
     if case.hosts:
         yield Where(hosts=case.hosts, rsh=bench.rsh)
         return
@@ -183,7 +183,7 @@ def reached(bench: NetBench, case: Case) -> Iterator[Where]:
 
 
 def targets(report: NetReport) -> list[BenchVerdict]:
-    """List the promises on the measured cases, each with its worst figure."""
+    """Return the verdicts on the targets for the measured cases, each with its worst figure."""
     all_targets = []
     for case in report.cases:
         shape = (case.num_hosts, case.ranks_per_host, case.gbit_per_s)

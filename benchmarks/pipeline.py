@@ -1,9 +1,9 @@
-"""Measure braid's pipeline against torch's, and against its own formulas.
+"""Measure braid's pipeline against torch's, and against formulas.
 
-Torch's pipelining over Gloo is the usual choice. Both train the same model by the same schedule, in
-one run (`workers.pipeline`). Besides, a step is held against the work in it and the bubble of the
-schedule, live bytes against the schedule's number of micro-batches, and times over the number of
-micro-batches against the simulator.
+Torch's pipelining over Gloo is the usual choice. Both train the same model with the same schedule,
+in one run (`workers.pipeline`). In addition, a step is compared with its work plus the bubble of
+the schedule, live bytes with the schedule's number of micro-batches, and step times over the number
+of micro-batches with the simulator.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ HELD = (
 )
 SWEEPS = {"": (), "microbatches": (1, 2, 4, 8, 16, 32)}
 SWEPT = Case("compute", "1f1b", 8)
-EXPOSED = 0.2  # of Gloo's step, below which the wide case shows nothing
+EXPOSED = 0.2  # fraction of Gloo's step; with less, the wide case is inconclusive
 LEAST_SPEEDUP = {"wide": 1.15, "compute": 0.99}
 LEAST_EFFICIENCY = 0.9
 HELD_WITHIN = 0.1
@@ -85,12 +85,12 @@ class PipelineBench:
     Attributes:
         ranks: World size.
         cases: Models with a schedule and the number of micro-batches: wide (4 MiB at a boundary,
-            little work), compute (much work) and tiny (nothing but the engine); gpipe, 1f1b or
+            little work), compute (much work) and tiny (only the engine's overhead); gpipe, 1f1b or
             interleaved.
         rounds: Largest number of rounds, with one step of each engine.
-        budget_s: Seconds for a case, after which only the least number of rounds is completed.
-        sweep: `microbatches` to vary their number instead; else empty.
-        swept: Case in which it is varied.
+        budget_s: Seconds for a case, after which only the smallest number of rounds is completed.
+        sweep: `microbatches` to vary their number instead of measuring cases; empty otherwise.
+        swept: Case in which the number of micro-batches is varied.
         out: Directory for `pipeline.json`, the sweep's pictures if matplotlib is installed, and
             the run's logs.
     """
@@ -133,8 +133,8 @@ class PipelineBench:
             )
         if case.schedule == "interleaved" and case.num_microbatches % self.ranks:
             return (
-                f"{case.num_microbatches} micro-batches are no multiple of {self.ranks} ranks, as "
-                "torch's interleaved schedule wants"
+                f"{case.num_microbatches} micro-batches are not a multiple of {self.ranks} ranks, "
+                "which torch's interleaved schedule requires"
             )
         return ""
 
@@ -158,7 +158,7 @@ def _measure_pipeline(bench: PipelineBench, console: RichConsole) -> PipelineRep
 
 
 def pipeline_verdicts(report: PipelineReport) -> list[BenchVerdict]:
-    """Judge whether braid's pipeline keeps its promises."""
+    """Return the verdicts on the targets for braid's pipeline."""
     verdicts = []
     for row in report.figures.measured:
         verdicts += _verdicts_of(row)
@@ -201,7 +201,7 @@ def _verdicts_of(row: Measured) -> list[BenchVerdict]:
         verdicts.append(
             BenchVerdict(
                 f"{what}: step at least {least} x Gloo's"
-                + f", of which at least {EXPOSED:.0%} is exposed" * (row.case.model == "wide"),
+                + f" if at least {EXPOSED:.0%} of it is exposed" * (row.case.model == "wide"),
                 figure,
                 faster >= least if known else None,
             )
@@ -227,7 +227,7 @@ def _held_verdict(held: Held) -> BenchVerdict:
 
 
 def _bubble(row: Measured) -> float:
-    """Return the bubble as a share of the step, of whose work `overhead` is a share."""
+    """Return the bubble as a fraction of the step; `overhead` is its fraction of the work."""
     return row.overhead / (1 + row.overhead)
 
 
@@ -240,7 +240,7 @@ def _mode_text(held: Held) -> str:
 
 
 def pipeline_tables(report: PipelineReport) -> list[Table]:
-    """Make a table of cases, one of live bytes, and one of the sweep, of those that there are."""
+    """Make the tables of cases, live bytes and the sweep, as far as they were measured."""
     machine = f"{report.machine}, torch {report.torch}"
     figures = report.figures
     tables = []
@@ -343,7 +343,7 @@ def plot_sweep(report: PipelineReport, path: Path) -> Path:
 
 
 def draw_sweep(report: PipelineReport, out: Path) -> None:
-    """Draw a sweep, if the report is of one."""
+    """Plot the sweep, if the report has one."""
     for suffix in ("png", "svg") if report.swept else ():
         plot_sweep(report, out / f"microbatches.{suffix}")
 

@@ -1,4 +1,4 @@
-"""Measure steps of a placed model beside steps of a pipeline with one micro-batch."""
+"""Measure steps of a placed model against steps of a pipeline with one micro-batch."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class PlacedReport(Report, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedBench:
-    """Measure steps of a GPT in two placed parts beside a pipeline with one micro-batch.
+    """Measure steps of a GPT in two placed parts against a pipeline with one micro-batch.
 
     Attributes:
         models: Names of GPTs of `braid train`.
-        batch: Rows of a step.
-        context: Bytes of a row.
+        batch: Number of rows in a step.
+        context: Number of bytes in a row.
         rounds: Number of steps of each, in turns.
         out: Directory for `placed.json` and the logs.
     """

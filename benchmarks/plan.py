@@ -1,9 +1,9 @@
-"""Measure what plans promise.
+"""Measure the accuracy of plans.
 
-steps             predicted steps and bytes of every kind of split, on as many ranks as cores
-oversubscribed    the same with twice as many ranks
-asynchronous      asynchronous pipelines beside a synchronous one
-device            a described device, fitted to measured iterations of others
+steps             predicted steps and bytes of every kind of split, with one rank per core
+oversubscribed    the same with two ranks per core
+asynchronous      asynchronous pipelines against a synchronous one
+device            a described device, fitted to published measurements
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
     "steps_table",
 ]
 
-LEAST = 1.1  # times as many samples per second as the synchronous pipeline
+LEAST = 1.1  # samples per second relative to the synchronous pipeline
 MEDIAN, P90, OVERSUBSCRIBED, BYTES = 0.10, 0.20, 0.25, 0.10  # largest errors
 RANKED, WORSE = 0.95, 1.05  # rank correlation; best predicted over best measured
 HALF, LARGER = 0.084, 0.10  # mean errors on vTrain's iterations
@@ -56,8 +56,8 @@ class PlanReport(Report, kw_only=True):
     """Figures of all parts that were measured.
 
     Attributes:
-        steps: Predicted and measured steps on as many ranks as cores.
-        oversubscribed: The same with twice as many ranks.
+        steps: Predicted and measured steps with one rank per core.
+        oversubscribed: The same with two ranks per core.
         asynchronous: Seconds of each pipeline, by model.
         device: Errors on vTrain's iterations.
     """
@@ -70,7 +70,7 @@ class PlanReport(Report, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanBench:
-    """Measure how well steps are predicted, and asynchronous pipelines beside a synchronous one.
+    """Measure predictions of steps, and asynchronous pipelines against a synchronous one.
 
     Attributes:
         only: Names of the parts to measure, out of `PARTS`.
@@ -84,14 +84,14 @@ class PlanBench:
 
     def __post_init__(self) -> None:
         problems = [
-            f"a model is NAME:ROWS, such as mini:4, with a name of {', '.join(MODELS)}: {each}"
-            for each in self.sizes.models
-            if not (each.partition(":")[0] in MODELS and each.partition(":")[2].isdecimal())
+            f"a model is NAME:ROWS, such as mini:4, with a name of {', '.join(MODELS)}: {text}"
+            for text in self.sizes.models
+            if not (text.partition(":")[0] in MODELS and text.partition(":")[2].isdecimal())
         ]
         problems += [
-            f"a training is MODEL:BATCH:CONTEXT, such as mini:16:128, got {each}"
-            for each in self.sizes.steps
-            if _steps_of(each, 1) is None
+            f"a training is MODEL:BATCH:CONTEXT, such as mini:16:128, got {text}"
+            for text in self.sizes.steps
+            if _steps_of(text, 1) is None
         ]
         least = [("rounds", self.sizes.rounds, 1)]
         check_minimums(least, [*unknown("part", self.only, PARTS), *problems])
@@ -118,7 +118,7 @@ def _measure_plan(bench: PlanBench, console: RichConsole) -> PlanReport:
 
 
 def _steps_of(text: str, rounds: int) -> Steps | None:
-    """Return the training of a text such as mini:16:128; None if it is no such text."""
+    """Return the training for a text such as mini:16:128; None for an invalid text."""
     name, *numbers = text.split(":")
     if name not in MODELS or len(numbers) != 2 or not all(n.isdecimal() for n in numbers):
         return None
@@ -127,7 +127,7 @@ def _steps_of(text: str, rounds: int) -> Steps | None:
 
 
 def _step_errors(num_ranks: int, texts: Sequence[str], rounds: int, out: Path) -> list[StepError]:
-    steps = [own for text in texts if (own := _steps_of(text, rounds)) is not None]
+    steps = [parsed for text in texts if (parsed := _steps_of(text, rounds)) is not None]
     return figures_of(
         num_ranks,
         plan_steps.main,
@@ -139,7 +139,7 @@ def _step_errors(num_ranks: int, texts: Sequence[str], rounds: int, out: Path) -
 
 
 def plan_verdicts(report: PlanReport) -> Iterator[BenchVerdict]:
-    """Judge predictions, and whether the asynchronous pipeline is as fast as promised."""
+    """Yield the verdicts on the targets for predictions and asynchronous pipelines."""
     if report.steps:
         yield from _step_verdicts(report.steps)
     if report.oversubscribed:
@@ -168,9 +168,9 @@ def _step_verdicts(rows: Sequence[StepError]) -> Iterator[BenchVerdict]:
     nbytes = statistics.median(abs(row.bytes_error) for row in rows)
     worst = 0.0
     for model in {row.model for row in rows}:
-        own = [row for row in rows if row.model == model]
-        chosen = min(own, key=lambda row: row.predicted_s)
-        worst = max(worst, chosen.measured_s / min(row.measured_s for row in own))
+        of_model = [row for row in rows if row.model == model]
+        chosen = min(of_model, key=lambda row: row.predicted_s)
+        worst = max(worst, chosen.measured_s / min(row.measured_s for row in of_model))
     for claim, value, text, holds in (
         ("median error of a step", MEDIAN, f"{100 * median:.1f} %", median <= MEDIAN),
         ("90 % of errors", P90, f"{100 * p90:.1f} %", p90 <= P90),

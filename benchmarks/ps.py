@@ -1,8 +1,7 @@
-"""Measure a parameter server, with references of the same run beside it.
+"""Measure a parameter server against references in the same run.
 
-Four jobs are started, one after the other: transfers between one server and one worker, training
-steps, servers that are killed, and stragglers (`workers.ps_transfer`, `ps_training`, `ps_failover`,
-`ps_stragglers`).
+Four jobs run in sequence: transfers between one server and one worker, training steps, servers that
+are killed, and stragglers (`workers.ps_transfer`, `ps_training`, `ps_failover`, `ps_stragglers`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ T = TypeVar("T")
 TRANSFERS = ("dense", "small", "pairs", "rows")
 RANKS = {"step": 4, "failover": 1, "stragglers": 2 + NUM_WORKERS}
 TRANSFER_RANKS = 3
-ROUNDS = {"stragglers": 2}  # at most: each takes ten seconds
+ROUNDS = {"stragglers": 2}  # largest number, since each takes ten seconds
 
 # targets
 DENSE_BYTES_PER_S = {SOCKETS: 2.2e9, SHARED: 5e9}
@@ -77,14 +76,14 @@ class PsReport(Report, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PsBench:
-    """Measure a parameter server: bytes, messages, rows, steps, servers that die, stragglers.
+    """Measure a parameter server: bytes, messages, rows, steps, killed servers, stragglers.
 
-    References run beside it: a plain unix socket, torch's RPC, and the step by all-reduce.
+    The references are a plain unix socket, torch's RPC, and the step with all-reduce.
 
     Attributes:
         only: Names of the parts to measure, out of `PARTS`.
-        rounds: Number of rounds, in each of which every candidate is measured.
-        kills: Servers that are killed, one after the other.
+        rounds: Number of rounds; every candidate is measured in each of them.
+        kills: Number of servers to kill.
         sizes: Sizes of the measurements; its parts, rounds and kills are replaced.
         out: Directory for `ps.json` and the logs of the runs.
     """
@@ -129,7 +128,7 @@ def _measure_ps(bench: PsBench, console: RichConsole) -> PsReport:
 
 
 def ps_verdicts(report: PsReport) -> list[BenchVerdict]:
-    """Judge whether the parameter server keeps its promises."""
+    """Return the verdicts on the targets for the parameter server."""
     verdicts: list[BenchVerdict] = []
     for row in report.rows:
         verdicts += _TARGETS[row.name](row)
@@ -161,8 +160,8 @@ def _pairs_verdicts(row: Measured) -> Iterator[BenchVerdict]:
     for way, least in PAIRS_RATIO.items():
         ratio = row.amount / _median(row, way) / PS_LITE_PAIRS[row.name]
         claim = (
-            f"{row.name} of pairs over {way}: at least {least:g} x what "
-            f"PS-Lite passed, {PS_LITE_PAIRS[row.name] / 1e6:.0f} M/s"
+            f"{row.name} of pairs over {way}: at least {least:g} x "
+            f"PS-Lite's rate, {PS_LITE_PAIRS[row.name] / 1e6:.0f} M/s"
         )
         yield BenchVerdict(claim, f"measured {ratio:.2f} x", ratio >= least)
 
@@ -178,7 +177,7 @@ def _rows_verdicts(row: Measured) -> Iterator[BenchVerdict]:
 def _step_verdicts(row: Measured) -> Iterator[BenchVerdict]:
     for way in (SERVERS, WORKERS):
         ratio = row.ratio(way, ALL_REDUCE)
-        claim = f"a step where {way}: at most {STEP_RATIO:g} x one by all-reduce"
+        claim = f"a step where {way}: at most {STEP_RATIO:g} x a step with all-reduce"
         yield BenchVerdict(claim, f"measured {ratio:.2f} x", ratio <= STEP_RATIO)
 
 
@@ -218,7 +217,7 @@ def _straggler_verdicts(ratio: Ratio) -> Iterator[BenchVerdict]:
 def _kept(ratio: Ratio, name: str) -> float:
     reference = FREE if name.startswith("asynchronous") else CLEAN
     pairs = zip(ratio.rates[name], ratio.rates[reference], strict=True)
-    return statistics.median(own / clean for own, clean in pairs)
+    return statistics.median(rate / clean for rate, clean in pairs)
 
 
 class _Line(NamedTuple):

@@ -1,4 +1,4 @@
-"""Measure remote calls between two processes, beside torch's."""
+"""Measure remote calls between two processes against torch's."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LABELS = {
     "small": "small call and its answer",
     "1 MiB": "tensor of 1 MiB, there and back",
     "16 MiB": "tensor of 16 MiB, there and back",
-    "windowed": "2,000 calls under way at once",
+    "windowed": "2,000 concurrent calls",
     "autograd": "forward, backward and step over two hops",
     "serving": "a request of one of 8 observers, served in batches",
 }
-TARGETS = {  # times as fast as torch's
+TARGETS = {  # speed relative to torch's
     "small": 1.5,
     "1 MiB": 2.0,
     "16 MiB": 1.5,
@@ -51,11 +51,11 @@ class RpcReport(Report, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RpcBench:
-    """Measure remote calls, distributed autograd and batched serving beside torch's RPC.
+    """Measure remote calls, distributed autograd and batched serving against torch's RPC.
 
     Attributes:
         only: Names of the parts to measure, out of `PARTS`.
-        rounds: Number of rounds, in each of which both systems are measured by new processes.
+        rounds: Number of rounds; each measures both systems in new processes.
         sizes: Sizes of the measurements; its parts are replaced.
         out: Directory for `rpc.json` and the log of the run.
     """
@@ -89,7 +89,7 @@ def _measure_rpc(bench: RpcBench, console: RichConsole) -> RpcReport:
 
 
 def rpc_verdicts(report: RpcReport) -> Iterator[BenchVerdict]:
-    """Judge whether calls are as fast as promised."""
+    """Yield the verdicts on the targets for calls."""
     for row in report.rows:
         if TORCH in row.seconds:
             least, ratio = TARGETS[row.name], row.ratio(TORCH, BRAID)

@@ -1,4 +1,4 @@
-"""Measure steps of strategies beside steps of DataParallel and DistributedDataParallel."""
+"""Measure steps of strategies against steps of DataParallel and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class StrategyReport(Report, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyBench:
-    """Measure steps of MirroredStrategy and MultiWorkerMirroredStrategy beside their wrappers.
+    """Measure steps of MirroredStrategy and MultiWorkerMirroredStrategy against DDP wrappers.
 
     Attributes:
         model: Name of a GPT of `braid train`.
-        batch: Rows of a step over all replicas.
+        batch: Number of rows in a step, over all replicas.
         n: Number of replicas.
         rounds: Number of steps of each, in turns.
         tensorflow: Python with tensorflow-cpu, to compare the losses of 50 steps.

@@ -1,6 +1,6 @@
 """Measure braid's tensor parallelism against transformers' and torch's.
 
-transformers' own plan and torch's `parallelize_module`, both of DTensor over Gloo, are the usual
+transformers' plan and torch's `parallelize_module`, both with DTensor over Gloo, are the usual
 choices. All divide the same models, in one run (`workers.tp`).
 """
 
@@ -50,7 +50,7 @@ class TpBench:
         ranks: World size.
         cases: Models (llama, mistral, qwen2) with width, layers, sequences and positions.
         rounds: Largest number of rounds, with one step of each engine.
-        budget_s: Seconds for a case, after which only the least number of rounds is completed.
+        budget_s: Seconds for a case, after which only the smallest number of rounds is completed.
         out: Directory for `tp.json` and the run's logs.
     """
 
@@ -65,13 +65,13 @@ class TpBench:
         if self.ranks > 1 and KV_HEADS % self.ranks:
             problems.append(f"{KV_HEADS} heads of keys cannot be divided over {self.ranks} ranks")
         problems += [
-            f"a width of {case.width} is no multiple of {HEADS} heads"
+            f"a width of {case.width} is not a multiple of {HEADS} heads"
             for case in self.cases
             if case.width % HEADS
         ]
         if importlib.util.find_spec("transformers") is None:
             problems.append(
-                "the models are those of transformers, which is not installed: "
+                "the models are from transformers, which is not installed: "
                 "pip install 'braid-train[hf]'"
             )
         least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 1)]
@@ -92,7 +92,7 @@ def _measure_tp(bench: TpBench, console: RichConsole) -> TpReport:
 
 
 def tp_verdicts(report: TpReport) -> list[BenchVerdict]:
-    """Judge whether braid's tensor parallelism keeps its promises."""
+    """Return the verdicts on the targets for braid's tensor parallelism."""
     verdicts = []
     for row in report.rows:
         what = f"{row.case.model}, width {row.case.width}"
@@ -100,7 +100,7 @@ def tp_verdicts(report: TpReport) -> list[BenchVerdict]:
             factor = row.speedup[variant]
             claim = f"{what}: step at least {least} x as fast as {name}"
             verdicts.append(BenchVerdict(claim, f"measured {factor:.2f}", factor >= least))
-        claim = f"{what}: as many collectives as the explanation counts"
+        claim = f"{what}: the number of collectives in the explanation is right"
         figure = f"{row.collectives} counted, {row.sent} sent"
         verdicts.append(BenchVerdict(claim, figure, row.collectives == row.sent))
         claim = f"{what}: losses of all engines within {MOST_GAP:g}"

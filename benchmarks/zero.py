@@ -1,7 +1,7 @@
-"""Measure steps and bytes of sharded training, with torch's FSDP2 beside it.
+"""Measure steps and bytes of sharded training against torch's FSDP2.
 
-FSDP2 over Gloo is the usual choice without GPUs; over the backend "braid" it takes a change of one
-word; braid's own engine is the third. The same processes run all of them in one run
+FSDP2 over Gloo is the usual choice without GPUs; FSDP2 over the backend "braid" needs a change of
+one word; braid's engine is the third candidate. The same processes run all of them in one run
 (`workers.zero`).
 """
 
@@ -25,7 +25,7 @@ __all__ = ["BENCH", "CASES", "ZeroBench", "ZeroReport"]
 
 CASES = (Case("gpt", 1), Case("gpt", 4), Case("mlp", 64))
 LEAST_SPEEDUP = 1.5
-MOST_OVER = 0.1  # of the formula, besides the slots
+MOST_OVER = 0.1  # largest deviation from the formula, without slots
 HEADINGS = {
     "alone": "none",
     "fsdp2": "torch's FSDP2, Gloo",
@@ -53,10 +53,10 @@ class ZeroBench:
     Attributes:
         ranks: World size.
         cases: Models with the batch of a rank: gpt and mlp (25 million parameters), and tiny
-            (nothing but the engines).
+            (only the engines' overhead).
         rounds: Largest number of rounds, with one step of each engine.
-        budget_s: Seconds for a case, after which only the least number of rounds is completed.
-        save_mib: MiB of a checkpoint that is saved at once and behind a training; 0 for none.
+        budget_s: Seconds for a case, after which only the smallest number of rounds is completed.
+        save_mib: MiB of a checkpoint that is saved synchronously and in the background; 0 for none.
         save_rounds: Number of saves of each kind.
         out: Directory for `zero.json` and the run's logs.
     """
@@ -103,7 +103,7 @@ def _measure_saves(bench: ZeroBench) -> saving.Saves:
 
 
 def zero_verdicts(report: ZeroReport) -> list[BenchVerdict]:
-    """Judge whether braid's sharding keeps its promises."""
+    """Return the verdicts on the targets for braid's sharding."""
     verdicts = []
     for row in report.rows:
         what = f"{row.case.model}, batch {row.case.batch}"
@@ -121,8 +121,8 @@ def zero_verdicts(report: ZeroReport) -> list[BenchVerdict]:
     if (saves := report.saves) is not None:
         share = saves.stall_s / saves.at_once_s
         claim = (
-            f"a save of {saves.mib} MiB behind the training: it waits less than {MOST_STALL:.0%} "
-            f"of the {saves.at_once_s:.2f} s of a save at once"
+            f"a background save of {saves.mib} MiB: training waits less than {MOST_STALL:.0%} "
+            f"of the {saves.at_once_s:.2f} s of a synchronous save"
         )
         slower = saves.step_behind_s / saves.step_s
         figure = (

@@ -1,1 +1,1 @@
-"""Programs that are started as the tasks of a cluster, one process each."""
+"""Programs for the tasks of a cluster, one process each."""

@@ -17,18 +17,18 @@ from braid.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = ["main"]
 
-STEP_S = 0.01  # that a closure waits, such as for its data
+STEP_S = 0.01  # time that a closure waits, such as for its data
 
 
 class Counts(nn.Module):
-    """Counts closures: each adds one to the element of its number."""
+    """Counts closures: each closure adds one to the element with its number."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.counts = nn.Parameter(torch.zeros(size))
 
     def forward(self, number: int) -> torch.Tensor:
-        """Return a loss with which SGD of rate 1 adds one."""
+        """Return a loss for which a step of SGD with learning rate 1 adds one."""
         return -self.counts[number]
 
 
@@ -37,7 +37,7 @@ def nothing() -> None:
 
 
 def numbers() -> Iterator[int]:
-    """Return a data set without end."""
+    """Return an endless data set."""
     return iter(range(1 << 60))
 
 
@@ -58,7 +58,7 @@ def null_closures(closures: int, rounds: int) -> None:
         for _ in range(closures):
             coordinator.schedule(nothing)
         coordinator.join()
-        if number:  # the first round warms up
+        if number:  # the first round is a warm-up
             print("figure", closures / (time.perf_counter() - begun), flush=True)
     coordinator.close()
 

@@ -1,4 +1,4 @@
-"""Weights and batches that are equal in all systems: drawn by NumPy."""
+"""Weights and batches that are equal in all systems, since NumPy draws them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["LR", "batch", "weights"]
 
 Array = npt.NDArray[np.float32]
 SIZES = (16, 32, 4)
-ROWS = 32  # of a batch of all workers
+ROWS = 32  # rows of a batch over all workers
 LR = 0.1
 
 

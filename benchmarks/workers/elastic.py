@@ -1,4 +1,4 @@
-"""A training of 25 million parameters that writes down when each step has ended.
+"""A training of 25 million parameters that records the end time of each step.
 
 Arguments: directory, number of steps, number of micro-batches, and on a mesh: the mesh, the stage
 of sharding, and 1 with copies or 0 without.
@@ -26,7 +26,7 @@ BATCH = 4  # samples of a micro-batch
 
 
 class _Layers(nn.Module):
-    """Layers in a row, which can be sharded one by one."""
+    """Sequential layers that can be sharded separately."""
 
     def __init__(self) -> None:
         super().__init__()

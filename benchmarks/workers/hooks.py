@@ -1,9 +1,10 @@
 """One rank of `hooks`: the same training with several hooks, in turns.
 
-Each hook has its own copy of the model, and all see the same batches, so that after the last round
-their losses can be compared, too. The task can be learned in that many steps: a function of a few
-hidden numbers, of which inputs are a noisy picture. (A function of all inputs could not: its loss
-after hundreds of steps is still that of an answer of zeros, whatever a hook does to gradients.)
+Each hook has a separate copy of the model, and all see the same batches, so that their losses after
+the last round can also be compared. The task must be learnable in that number of steps: the target
+is a function of a few hidden numbers, and the inputs are a noisy linear map of them. (With a
+function of all inputs, the loss after hundreds of steps would still be that of predicting zeros,
+for every hook.)
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["EXACT", "Plan", "Way", "main"]
 EXACT = "exact"
 TEACHER_SEED = 99
 LAST = 10  # steps over which the loss at the end is averaged
-# without momentum, which repeats what top-k sends late, and ends at twice the loss
+# without momentum, which repeats the values that top-k sends late, and doubles the final loss
 LEARNING_RATE = 0.5
 HIDDEN, NOISE = 4, 0.1
 
@@ -37,7 +38,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         hooks: Names of communication hooks.
-        batch: Number of samples of a rank in a step.
+        batch: Number of samples per rank in a step.
         rounds: Number of steps of each hook.
     """
 
@@ -47,12 +48,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Way(msgspec.Struct, kw_only=True):
-    """Figures of one way of sending gradients.
+    """Figures of one communication hook.
 
     Attributes:
-        name: Name of the hook; exact without one.
-        step_s: Median seconds of a step, of the slowest rank.
-        speedup: Time of a step without a hook over that of this one, median of the rounds.
+        name: Name of the hook; `exact` without one.
+        step_s: Median seconds of a step on the slowest rank.
+        speedup: Ratio of a step without a hook to a step with this hook, median of the rounds.
         spread: First and third quartile of the speed-up.
         first_loss: Loss of the first step.
         last_loss: Mean loss of the last steps.
@@ -114,17 +115,17 @@ class _Training:
 
 
 def _ways(names: tuple[str, ...], times: list[list[float]], losses: list[list[float]]) -> list[Way]:
-    warm = min(4, len(times[0]) - 1)  # buckets and formats are made in the first steps
+    warm = min(4, len(times[0]) - 1)  # buckets and formats are created in the first steps
     ways = []
-    for name, own, seen in zip(names, times, losses, strict=True):
-        ratios = [exact / mine for exact, mine in zip(times[0][warm:], own[warm:], strict=True)]
+    for name, steps, seen in zip(names, times, losses, strict=True):
+        ratios = [exact / mine for exact, mine in zip(times[0][warm:], steps[warm:], strict=True)]
         low, high = ratios[0], ratios[0]
         if len(ratios) > 1:
             low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
         ways.append(
             Way(
                 name=name,
-                step_s=statistics.median(own[warm:]),
+                step_s=statistics.median(steps[warm:]),
                 speedup=statistics.median(ratios),
                 spread=(low, high),
                 first_loss=seen[0],

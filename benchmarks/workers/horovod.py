@@ -1,11 +1,11 @@
 """One rank of `horovod`: small tensors, training steps and exchanges, in turns.
 
     small       200 tensors of 1 KiB: one all-reduce each through Gloo; by name, reduced together
-    step        training of one model by our DistributedDataParallel, and by Horovod's optimizer
-    exchange    the messages of ranks in steady state before 200 tensors; the pure part alone
+    step        training of one model with braid's DistributedDataParallel, and Horovod's optimizer
+    exchange    messages between ranks in steady state for 200 tensors; only the state machine
 
-In every round each is done once, in an order drawn anew, behind a barrier. The time is that of the
-slowest rank.
+In every round each is run once, in random order, after a barrier. The slowest rank determines the
+time.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements to make.
 
     Attributes:
-        cases: Models and batches, such as mlp:64; `tiny` is a model whose step is short.
-        rounds: Number of rounds of each.
-        budget_s: Seconds for a case, about; at least 20 rounds are made.
+        cases: Models and batches, such as mlp:64; `tiny` is a model with a short step.
+        rounds: Number of rounds of each measurement.
+        budget_s: Approximate seconds for a case; at least 20 rounds are run.
     """
 
     cases: tuple[Case, ...]
@@ -54,7 +54,7 @@ class Small(msgspec.Struct, kw_only=True):
     """Figures of many small tensors.
 
     Attributes:
-        seconds: Median seconds of all tensors, by way.
+        seconds: Median seconds for all tensors, by candidate.
         speedup: Speed-up of the engine over Gloo, median of the rounds.
         between: First and third quartile of the speed-up.
     """
@@ -70,9 +70,9 @@ class Step(msgspec.Struct, kw_only=True):
     Attributes:
         model: Name of the model.
         batch: Batch of a rank.
-        seconds: Median seconds of a step, by way.
-        longer: Extra time of a step over one with our DDP, as a share, median of the rounds.
-        between: First and third quartile of that share.
+        seconds: Median seconds of a step, by candidate.
+        longer: Relative extra time of a step over a step with braid's DDP, median of the rounds.
+        between: First and third quartile of `longer`.
     """
 
     model: str
@@ -86,9 +86,9 @@ class Exchange(msgspec.Struct, kw_only=True):
     """Figures of an exchange in steady state.
 
     Attributes:
-        tensors: Number of tensors that become ready in it.
+        tensors: Number of tensors that become ready in the exchange.
         seconds: Median seconds of the slowest rank.
-        state_s: Seconds of the pure part.
+        state_s: Seconds of the state machine.
     """
 
     tensors: int
@@ -149,9 +149,9 @@ def _small(group: Group, rounds: int) -> Small:
 
 def _step(group: Group, model: str, batch: int, plan: Plan) -> Step:
     job = _tiny(batch, group.rank) if model == "tiny" else job_of(model, batch, seed=group.rank)
-    own, other = copy.deepcopy(job.model), job.model
-    wrapped = DistributedDataParallel(own, process_group=group)
-    plain = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE)
+    inner, other = copy.deepcopy(job.model), job.model
+    wrapped = DistributedDataParallel(inner, process_group=group)
+    plain = torch.optim.SGD(inner.parameters(), lr=LEARNING_RATE)
     patched = hvd.DistributedOptimizer(
         torch.optim.SGD(other.parameters(), lr=LEARNING_RATE),
         [(f"{model}{batch}.{name}", param) for name, param in other.named_parameters()],
@@ -184,7 +184,7 @@ def _step(group: Group, model: str, batch: int, plan: Plan) -> Step:
 
 
 def _tiny(batch: int, rank: int) -> Job:
-    """Make a model of twelve layers of 256, whose step takes some milliseconds."""
+    """Return a model of twelve layers of width 256; a step takes some milliseconds."""
     numbers = torch.Generator().manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(12):
@@ -198,7 +198,7 @@ def _tiny(batch: int, rank: int) -> Job:
 
 
 def _exchange(group: Group, count: int, rounds: int) -> Exchange:
-    """Time exchanges as the engine makes them, without the operations that follow."""
+    """Time the exchanges of the engine, without the operations that follow."""
     state = FusionState(group.rank, group.ranks)
     requests = [
         Request(f"x{n}", "all_reduce", "float32", (SMALL_NUMEL,), 4, "sum") for n in range(count)
@@ -218,8 +218,8 @@ def _exchange(group: Group, count: int, rounds: int) -> Exchange:
         lists = state.combined(bits.numpy().tobytes())
         answer = None
         if lists:
-            own = group.objects.gather(state.own_list(0.0))
-            answer = group.objects.broadcast(None if own is None else state.answer(own, 0.0))
+            news = group.objects.gather(state.own_list(0.0))
+            answer = group.objects.broadcast(None if news is None else state.answer(news, 0.0))
         outcome = state.conclude(answer)
         end = time.perf_counter()
         assert sum(len(batch.responses) for batch in outcome.batches) == count
@@ -233,7 +233,7 @@ def _exchange(group: Group, count: int, rounds: int) -> Exchange:
 
 
 def _warmed_up(ways: Mapping[str, Callable[[], None]]) -> Mapping[str, Callable[[], None]]:
-    """Return the ways, after each has run a few times."""
+    """Return the candidates after running each a few times."""
     for _ in range(WARM_UP):
         for way in ways.values():
             way()

@@ -1,6 +1,6 @@
-"""A rank of `launch`: takes one step, then one rank is killed and the others notice.
+"""A rank of `launch`: it takes one step; then one rank is killed and the others notice.
 
-All ranks are on one machine, whose clock they share, and print JSON lines.
+All ranks are on one machine with one clock, and print JSON lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VICTIM = 1
 
 
 def main(kills: bool) -> None:
-    """Be a rank."""
+    """Run one rank; with `kills`, one rank kills itself after some steps."""
     group = context.init()
     x = torch.ones(1024)
     group.all_reduce(x)

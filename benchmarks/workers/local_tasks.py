@@ -1,4 +1,4 @@
-"""Runs the tasks of a cluster on this host, which find each other by TF_CONFIG."""
+"""Tasks of a cluster as processes on this host; TF_CONFIG has their addresses."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class LocalTasks:
 
     Args:
         program: Module of the program, in `benchmarks.tasks`.
-        args: Its arguments.
-        python: Interpreter that runs it.
-        jobs: Number of tasks of each job; the figures of task 0 of the first job are read.
-        forked: Jobs with processes forked from one that has imported torch and braid, so that
-            the start of Python takes no time from the others.
+        args: Arguments of the program.
+        python: Interpreter that runs the program.
+        jobs: Number of tasks of each job; the output of task 0 of the first job is read.
+        forked: Jobs with processes that are forked from one that has imported torch and braid, so
+            that starting Python does not slow down the others.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class LocalTasks:
         process.wait()
 
     def wait_for(self, word: str) -> str:
-        """Return the rest of the next line that begins with a word.
+        """Return the rest of the next output line that begins with a word.
 
         Raises:
-            ConfigError: The task whose lines are read has ended.
+            ConfigError: The task that prints the figures has ended.
         """
         speaker = self._running[self._speaker, 0]
         while line := speaker.stdout.readline() if speaker.stdout else "":
@@ -129,7 +129,7 @@ class LocalTasks:
         raise ConfigError(msg)
 
     def figure(self) -> float:
-        """Return the next figure that is printed."""
+        """Return the next printed figure."""
         return float(self.wait_for("figure"))
 
 
@@ -143,17 +143,17 @@ def _run_task(command: Sequence[str], variables: Mapping[str, str]) -> None:
 def figures_under_kills(phases: int, phase_s: float, every_s: float) -> tuple[list[float], int]:
     """Return the closures per second of each phase, and the number of wrong counts.
 
-    In every second phase a worker is killed every so often. A spare, which has started before,
-    takes its place, and another one is started.
+    In every second phase a worker is killed every `every_s` seconds. A running spare takes its
+    place, and a new spare is started.
 
     Args:
         phases: Number of phases.
         phase_s: Seconds of a phase.
-        every_s: Seconds between two deaths.
+        every_s: Seconds between two kills.
     """
     num_kills = phases // 2 * int(phase_s / every_s)
     jobs = {"chief": 1, "ps": 1, "worker": 2, "spare": num_kills + 1}
-    workers = [("worker", 0), ("worker", 1)]  # the process that is each worker now
+    workers = [("worker", 0), ("worker", 1)]  # current process of each worker
     rates: list[float] = []
     args = ["counted", str(phases), str(phase_s)]
     with LocalTasks(BRAID, args, jobs, forked=["worker", "spare"]) as tasks:
@@ -200,6 +200,6 @@ def _free_ports(count: int) -> list[int]:
     """Return ports on which no process of this host listens."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("localhost", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for probe in sockets:
+            probe.bind(("localhost", 0))
+        return [probe.getsockname()[1] for probe in sockets]

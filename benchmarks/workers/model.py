@@ -1,7 +1,7 @@
 """One rank of `model`: messages and algorithms, timed in turns.
 
-The cost model never receives the times of algorithms. It receives those of messages, of a barrier,
-and of copies and additions in memory.
+The cost model never gets the times of algorithms. It gets the times of messages, of a barrier, and
+of copies and additions in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from braid.errors import ConfigError
 __all__ = ["AlgorithmTime", "MemoryFigures", "NetworkFigures", "Plan", "main"]
 
 MEMORY_TURNS = 4  # for each turn over a network, because they are short
-MEMORY_ALGORITHMS = (  # of ranks that share memory: the engine chooses between these
+MEMORY_ALGORITHMS = (  # the engine chooses among these in shared memory
     ("all_reduce", "direct"),
     ("all_reduce", "two_phase"),
     ("all_reduce", "pulled"),
@@ -50,8 +50,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements to make.
 
     Attributes:
-        algorithms: Pairs (operation, algorithm). If empty, the algorithms are those between which
-            the engine chooses in shared memory.
+        algorithms: Pairs (operation, algorithm). If empty, the algorithms among which the engine
+            chooses in shared memory.
         sizes_bytes: Bytes of the largest full buffer of a rank.
         message_bytes: Sizes of messages.
         turns: Number of turns through all measurements.
@@ -79,8 +79,8 @@ class NetworkFigures(msgspec.Struct, kw_only=True):
     Attributes:
         ranks: World size.
         probed: Costs of messages.
-        step_s: Seconds of an all-reduce of a few bytes, in which every rank sends to every other:
-            the cost of a step beside its bytes.
+        step_s: Seconds of an all-reduce of a few bytes, in which every rank sends to every other
+            rank: the cost of a step without its bytes.
         copy_s_per_byte: Seconds of a copy in memory, per byte.
         add_s_per_byte: Seconds of an addition in memory, per byte.
         times: Times of algorithms.
@@ -137,10 +137,10 @@ def _over_network(group: Group, plan: Plan) -> NetworkFigures:
 
 
 def _in_memory(group: Group, plan: Plan) -> MemoryFigures:
-    """Time algorithms in shared memory; costs are measured anew before every turn.
+    """Time algorithms in shared memory; costs are measured again before every turn.
 
-    The best turn of times and costs counts: these operations take less time than an interruption
-    of a rank by another program, so on a busy machine medians would show the interruptions.
+    The best turn of times and costs is used: these operations are shorter than an interruption of a
+    rank by another program, so that on a busy machine medians would show the interruptions.
     """
     able = group.engine.capabilities.algorithms
     names = [(*pair, n) for pair in MEMORY_ALGORITHMS if pair[1] in able for n in plan.sizes_bytes]

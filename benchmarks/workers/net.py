@@ -1,7 +1,7 @@
-"""One rank of `net`: all-reduce by Gloo, by braid and in fewer bytes, in turns.
+"""One rank of `net`: all-reduce by Gloo, by braid and in compressed formats, in turns.
 
-Every repetition begins behind a barrier, lasts until the slowest rank is done, and is followed by
-one of the next library. So other load on the machine and its network affects all of them alike.
+Every repetition begins after a barrier, lasts until the slowest rank is done, and is followed by
+a repetition of the next library. So other load on the machine and its network affects all equally.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sizes_bytes: Sizes of the tensor, multiples of 4.
-        wires: Formats in which numbers cross the network, besides their own.
-        turns: Least number of repetitions of each library.
-        budget_s: Seconds of one library and size, about.
-        drain_bytes: Bytes that every rank sends before each repetition, so that no link has a full
-            token bucket (`harness.lab`).
+        wires: Compressed formats for the network to measure in addition to float32.
+        turns: Smallest number of repetitions of each library.
+        budget_s: Approximate seconds for one library and size.
+        drain_bytes: Bytes that every rank sends before each repetition, to empty the token buckets
+            of the links (`lab`).
     """
 
     sizes_bytes: tuple[int, ...]
@@ -64,7 +64,7 @@ def main(plan: Plan) -> Iterator[Row]:
     dist.init_process_group(BASE)
     generator = torch.Generator().manual_seed(group.rank)
     for nbytes in plan.sizes_bytes:
-        # not ones: a sparse format's bytes depend on the numbers
+        # random, since the bytes of a sparse format depend on the numbers
         numbers = torch.randn(nbytes // 4, generator=generator)
         x = torch.empty_like(numbers)
         runs: dict[str, Callable[[], object]] = {
@@ -85,7 +85,7 @@ def main(plan: Plan) -> Iterator[Row]:
 def row_of(nbytes: int, times: dict[str, list[float]]) -> Row:
     """Compute medians over turns; ratios are computed within each turn."""
     ratios = {
-        name: [base / own for base, own in zip(times[BASE], every, strict=True)]
+        name: [base / seconds for base, seconds in zip(times[BASE], every, strict=True)]
         for name, every in times.items()
         if name != BASE
     }
@@ -123,11 +123,11 @@ def _measure(
         run()
         return time.perf_counter() - start
 
-    first = [once(run) for run in runs.values()]  # buffers are made when they are first needed
+    first = [once(run) for run in runs.values()]  # buffers are allocated in the first run
     again = [once(run) for run in runs.values()]
     dearest = torch.tensor([max(map(min, zip(first, again, strict=True)))], dtype=torch.float64)
     group.all_reduce(dearest, "max")
     turns = int(min(MOST_TURNS, max(plan.turns, plan.budget_s / max(dearest.item(), 1e-6))))
-    own = [[once(run) for run in runs.values()] for _ in range(turns)]
-    slowest = group.all_reduce(torch.tensor(own, dtype=torch.float64), "max").T.tolist()
+    local = [[once(run) for run in runs.values()] for _ in range(turns)]
+    slowest = group.all_reduce(torch.tensor(local, dtype=torch.float64), "max").T.tolist()
     return dict(zip(runs, slowest, strict=True))

@@ -1,13 +1,13 @@
 """One rank of `pipeline`: steps of one model by several engines, in turns.
 
-    compute      this rank's forwards and backwards alone, while the other ranks run theirs
+    compute      only this rank's forwards and backwards, while the other ranks run theirs
     gloo         torch's pipelining over Gloo
     torch        the same over the backend "braid"
-    braid        braid's own pipeline
+    braid        braid's pipeline
 
 A step without any cost of messages and engine takes (1 + overhead) x compute, where the closed form
 of the schedule gives the overhead, such as (p - 1) / m. The rest of a step is exposed. Each engine
-has its own copy of the model. In every round each takes one step, in an order drawn anew.
+has a separate copy of the model. In every round each takes one step, in random order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from braid.programs.schedule.pipeline import SCHEDULES
 __all__ = ["VARIANTS", "Case", "Figures", "Measured", "Plan", "main"]
 
 VARIANTS = ("compute", "gloo", "torch", "braid")
-WARM_UP = 3  # steps: shapes are exchanged, memory is allocated
+WARM_UP = 3  # steps in which shapes are exchanged and memory is allocated
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -52,9 +52,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cases: Models and schedules.
         rounds: Largest number of steps of each engine.
-        budget_s: Seconds for a case, about.
-        held: Schedules, each with a mode of recomputation, whose live bytes are measured.
-        sweep: Case whose number of micro-batches is varied; None for none.
+        budget_s: Approximate seconds for a case.
+        held: Schedules with a mode of recomputation, to measure their live bytes.
+        sweep: Case in which the number of micro-batches is varied; None for none.
         numbers: Numbers of micro-batches of the sweep.
     """
 
@@ -72,15 +72,15 @@ class Measured(msgspec.Struct, kw_only=True):
     Attributes:
         case: Model and schedule.
         ranks: World size.
-        overhead: Overhead of the schedule over its work, by its closed form.
+        overhead: Overhead of the schedule relative to its work, by its closed form.
         num_actions: Largest number of actions of a rank in a step.
         boundary_bytes: Bytes of a micro-batch at a boundary.
-        step_s: Median seconds of a step, by variant; of the slowest rank.
-        speedup: Gloo's step over the variant's, median of the rounds.
-        efficiency: Share of a step that its work and the schedule's bubble explain, by engine;
+        step_s: Median seconds of a step on the slowest rank, by variant.
+        speedup: Ratio of Gloo's step to the variant's, median of the rounds.
+        efficiency: Fraction of a step that its work and the schedule's bubble explain, by engine;
             median of the rounds.
-        action_s: Seconds of an action of braid's engine besides its work, messages included; from
-            the least steps, since longer ones are due to other programs.
+        action_s: Overhead of an action in braid's engine in seconds, including messages; from the
+            fastest steps, since longer ones are due to other programs.
         rounds_s: Seconds of every step, by variant, from which the other figures are computed.
     """
 
@@ -149,7 +149,7 @@ def _measure(
         overhead=overhead,
         num_actions=num_actions,
         boundary_bytes=job.batch[: len(job.batch) // m].nbytes,
-        step_s={name: statistics.median(own) for name, own in times.items()},
+        step_s={name: statistics.median(seconds) for name, seconds in times.items()},
         speedup={name: _ratio(times["gloo"], times[name]) for name in ("torch", "braid")},
         efficiency={
             name: (1 + overhead) * _ratio(times["compute"], times[name]) for name in VARIANTS[1:]
@@ -160,5 +160,5 @@ def _measure(
 
 
 def _ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the median over the rounds of one time over another one."""
+    """Return the median over the rounds of the ratio of two times."""
     return statistics.median(a / b for a, b in zip(one, other, strict=True))

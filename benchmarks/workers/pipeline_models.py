@@ -1,11 +1,11 @@
-"""The models of `pipeline`, and their steps: braid's, torch's, and compute alone.
+"""The models of `pipeline`, and their steps: with braid, with torch, and without messages.
 
-Blocks are residual: x + down(gelu(up(x))). The width decides what goes from stage to stage, the
-hidden width how much is computed.
+Blocks are residual: x + down(gelu(up(x))). The width determines the bytes between stages, the
+hidden width the amount of computation.
 
-    wide       4 MiB for each micro-batch at a boundary, and little to compute for them
-    compute    256 KiB, and much to compute
-    tiny       16 bytes and nothing to compute: what remains is the engine
+    wide       4 MiB per micro-batch at a boundary, and little computation
+    compute    256 KiB, and much computation
+    tiny       16 bytes and hardly any computation: the step shows the engine's overhead
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TORCH_SCHEDULES = {
 
 
 class _Size(NamedTuple):
-    """Size of a model: rows are those of a micro-batch."""
+    """Size of a model, with the number of rows in a micro-batch."""
 
     width: int
     hidden: int
@@ -91,7 +91,7 @@ class Job(NamedTuple):
     target: torch.Tensor
 
     def copy(self) -> Job:
-        """Return the same job with parameters of its own."""
+        """Return the same job with a copy of the parameters."""
         return self._replace(blocks=copy.deepcopy(self.blocks))
 
     def by_braid(self, group: Group, schedule: str, num_microbatches: int) -> Pipeline:
@@ -117,21 +117,21 @@ class Job(NamedTuple):
         schedules = importlib.import_module("torch.distributed.pipelining.schedules")
         rank, size = dist.get_rank(), dist.get_world_size()
         homes = stage_ranks(SCHEDULES[schedule](size, num_microbatches))
-        own = [stage for stage in sorted(homes) if homes[stage] == rank]
+        local_stages = [stage for stage in sorted(homes) if homes[stage] == rank]
         parts = cut(self.blocks, len(homes))
         stages: list[Any] = [
             pipelining.PipelineStage(
                 parts[stage], stage, len(homes), torch.device("cpu"), group=process_group
             )
-            for stage in own
+            for stage in local_stages
         ]
         make = getattr(schedules, TORCH_SCHEDULES[schedule])
         single = len(homes) == size
         made = make(
             stages[0] if single else stages, num_microbatches, loss_fn=nn.functional.mse_loss
         )
-        inputs = [self.batch] if 0 in own else []
-        targets = {"target": self.target} if len(homes) - 1 in own else {}
+        inputs = [self.batch] if 0 in local_stages else []
+        targets = {"target": self.target} if len(homes) - 1 in local_stages else {}
 
         def step() -> None:
             made.step(*inputs, **targets)
@@ -140,7 +140,7 @@ class Job(NamedTuple):
 
 
 class Compute:
-    """Forwards and backwards of one rank's stages as the program orders them, without messages.
+    """Forwards and backwards of one rank's stages in the program's order, without messages.
 
     Args:
         program: Program of the pipeline.
@@ -180,12 +180,12 @@ class Compute:
 
 
 def job_of(name: str, num_microbatches: int, *, rows: int = 0) -> Job:
-    """Make a model and a batch.
+    """Return a model and a batch.
 
     Args:
         name: Name out of `MODEL_NAMES`.
         num_microbatches: Number of micro-batches of the batch.
-        rows: Rows of the whole batch; those of the model's micro-batches when 0.
+        rows: Number of rows of the whole batch; determined by the model's micro-batches when 0.
     """
     width, hidden, rows_each = SIZES[name]
     generator = torch.Generator().manual_seed(0)
@@ -196,12 +196,12 @@ def job_of(name: str, num_microbatches: int, *, rows: int = 0) -> Job:
 
 
 def cut(blocks: Sequence[nn.Module], num_stages: int) -> list[nn.Sequential]:
-    """Cut the blocks into stages of equal numbers."""
-    each = len(blocks) // num_stages
-    return [nn.Sequential(*blocks[i * each : (i + 1) * each]) for i in range(num_stages)]
+    """Divide the blocks into stages with equal numbers of blocks."""
+    size = len(blocks) // num_stages
+    return [nn.Sequential(*blocks[i * size : (i + 1) * size]) for i in range(num_stages)]
 
 
 def closed_form(program: Program) -> float:
-    """Return the overhead (p - 1) / (v m) of GPipe, 1F1B and interleaved 1F1B over their work."""
+    """Return the overhead (p - 1) / (v m) of GPipe, 1F1B and interleaved 1F1B."""
     ranks = program.num_ranks
     return (ranks - 1) / (program.header.num_units / ranks * program.header.num_indices)

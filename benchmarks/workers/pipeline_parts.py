@@ -1,4 +1,4 @@
-"""Further measurements of `pipeline`: live bytes, and steps over micro-batches."""
+"""Further measurements of `pipeline`: live bytes, and steps over the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Held(msgspec.Struct, kw_only=True):
     Attributes:
         schedule: Name of the schedule.
         recompute: Mode of recomputation.
-        measured_bytes: Largest number of bytes that were alive at a time, by rank.
+        measured_bytes: Peak number of live bytes, by rank.
         formula_bytes: The schedule's number of micro-batches times the bytes of one, by rank.
         num_held: The schedule's number of micro-batches, by rank.
     """
@@ -49,14 +49,14 @@ class Held(msgspec.Struct, kw_only=True):
 
 
 class Swept(msgspec.Struct, kw_only=True):
-    """A step of one batch, cut into some number of micro-batches.
+    """A step of one batch that is divided into some number of micro-batches.
 
     Attributes:
         num_microbatches: Number of micro-batches.
-        rows: Rows of a micro-batch.
-        measured_s: Least seconds of a step, as of all times here: longer ones are due to other
+        rows: Number of rows of a micro-batch.
+        measured_s: Shortest seconds of a step, as for all times here: longer ones are due to other
             programs.
-        simulated_s: Seconds of the simulated program, with costs that were measured alone.
+        simulated_s: Seconds of the simulated program, with separately measured costs.
         forward_s: Largest seconds of a forward of a stage.
         backward_s: Largest seconds of a backward of a stage.
         message_s: Seconds of a message from rank to rank.
@@ -74,19 +74,19 @@ class Swept(msgspec.Struct, kw_only=True):
 def measure_held(group: Group, schedule: str, recompute: str) -> Held:
     """Compare the bytes that ranks hold from forward to backward with the schedule's formula.
 
-    Held are what autograd saves and the inputs and outputs of layers, without the batch and
-    parameters. With recomputation these are the inputs of all micro-batches that are under way, and
-    the activations of those that R has made anew.
+    The bytes are the tensors that autograd saves, and the inputs and outputs of layers, without the
+    batch and parameters. With recomputation they are the inputs of all micro-batches in flight, and
+    the activations of micro-batches that R has recomputed.
     """
     plain = SCHEDULES[schedule](group.size, NUM_MICROBATCHES)
     program = with_recompute(plain, recompute)
     job = job_of(MODEL, NUM_MICROBATCHES)
     homes, parts = stage_ranks(program), cut(job.blocks, program.header.num_units)
-    own = [stage for stage in sorted(homes) if homes[stage] == group.rank]
-    inputs = [0 if stage == 0 else _rows(job).nbytes for stage in own]
+    local_stages = [stage for stage in sorted(homes) if homes[stage] == group.rank]
+    inputs = [0 if stage == 0 else _rows(job).nbytes for stage in local_stages]
     one = [
         _peak(job, lambda stage=stage: _forward(job, parts, stage))  # type: ignore[misc]
-        for stage in own
+        for stage in local_stages
     ]
     pipeline = Pipeline(
         job.blocks,
@@ -130,7 +130,7 @@ def _forward(job: Job, parts: Sequence[nn.Sequential], stage: int) -> torch.Tens
 
 
 def _peak(job: Job, run: Callable[[], object]) -> int:
-    """Return the most bytes of activations that are alive at a time in `run`."""
+    """Return the peak number of live bytes of activations in `run`."""
     params = [p for block in job.blocks for p in block.parameters()]
     outside = {x.untyped_storage().data_ptr() for x in (job.batch, job.target, *params)}
     live = LiveTensors()
@@ -164,8 +164,8 @@ def measure_sweep(
         group: Group of all ranks.
         model: Name of the model.
         schedule: Name of the schedule.
-        numbers: Numbers of micro-batches, of which each divides the batch.
-        rounds: Number of steps with each of them, in turns.
+        numbers: Numbers of micro-batches, which must divide the batch.
+        rounds: Number of steps with each number, in turns.
     """
     rows = len(job_of(model, max(numbers)).batch)
     jobs = {m: job_of(model, m, rows=rows) for m in numbers}
@@ -193,7 +193,7 @@ def measure_sweep(
 
 
 class _Messages:
-    """Sends a tensor from the first rank to the second one and back, some times."""
+    """Sends a tensor from the first rank to the second one and back, several times."""
 
     COUNT = 8
 
@@ -201,7 +201,7 @@ class _Messages:
         self._group, self._x = group, x.clone()
 
     def __call__(self) -> None:
-        """Send it there and back."""
+        """Send the tensor there and back."""
         rank, group = self._group.rank, self._group
         for _ in range(self.COUNT):
             for source, target in ((0, 1), (1, 0)):
@@ -212,7 +212,7 @@ class _Messages:
 
 
 class _Bus:
-    """A network without latency: what a message costs is work of its receiver."""
+    """A network without latency; the cost of a message is work of its receiver."""
 
     bytes_per_s = ()
     burst_bytes = ()
@@ -230,11 +230,11 @@ def _swept(
     times: dict[tuple[int, str], list[float]],
 ) -> Swept:
     m = program.header.num_indices
-    own = torch.zeros(program.header.num_units, 2, dtype=torch.float64)
+    local_costs = torch.zeros(program.header.num_units, 2, dtype=torch.float64)
     for (kind, stage), seconds in compute.seconds.items():
         steps = [seconds[i : i + m] for i in range(WARM_UP * m, len(seconds), m)]
-        own[stage, int(kind == "B")] = min(map(statistics.fmean, steps))
-    costs = group.all_reduce(own).tolist()
+        local_costs[stage, int(kind == "B")] = min(map(statistics.fmean, steps))
+    costs = group.all_reduce(local_costs).tolist()
     mine = torch.tensor([min(times[m, "braid"]), min(times[m, "messages"])], dtype=torch.float64)
     measured_s, messages_s = group.all_reduce(mine, "max").tolist()
     message_s: float = messages_s / (2 * _Messages.COUNT)

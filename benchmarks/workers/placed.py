@@ -1,4 +1,4 @@
-"""Two ranks that time steps of a placed GPT beside steps of a pipeline with one micro-batch."""
+"""Two ranks that time steps of a placed GPT against steps of a pipeline with one micro-batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from braid.train.gpt import GPT
 __all__ = ["PlacedPlan", "PlacedSteps", "compare"]
 
 WARM_UP = 5
-BEGIN = threading.Event()  # of the next step of the pipeline
+BEGIN = threading.Event()  # set for the next step of the pipeline
 
 
 class PlacedPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,8 +27,8 @@ class PlacedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: Name of a GPT of `braid train`.
-        batch: Rows of a step.
-        context: Bytes of a row.
+        batch: Number of rows in a step.
+        context: Number of bytes in a row.
         rounds: Number of steps of each, in turns.
     """
 
@@ -44,9 +44,9 @@ class PlacedSteps(msgspec.Struct, frozen=True):
     Attributes:
         placed: Median seconds of a step of the placed model.
         pipeline: Median seconds of a step of the pipeline.
-        ratio: Median over rounds of the placed model's seconds by the pipeline's.
-        quickest_ratio: The placed model's quickest step by the pipeline's.
-        is_equal: Whether both have the same bits after all steps.
+        ratio: Ratio of the placed model's seconds to the pipeline's, median of the rounds.
+        quickest_ratio: Ratio of the placed model's fastest step to the pipeline's.
+        is_equal: Whether both have bitwise equal losses in all steps.
     """
 
     placed: float
@@ -68,7 +68,7 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def begin() -> None:
-    """Begin a step of the pipeline in this rank."""
+    """Begin a step of the pipeline on this rank."""
     BEGIN.set()
 
 
@@ -110,7 +110,7 @@ def _measured(
     clock = pipeline.group.context.clock
     _, tokens = make_gpt(plan.model, plan.batch, plan.context)
     sizes = (plan.model, plan.batch, plan.context)
-    # the pipeline's own cut, by its parameters
+    # the same division as the pipeline's, from its parameters
     first = {name.split(".")[1] for name, _ in pipeline.named_parameters() if "blocks." in name}
     devices = {"token*": "/task:0", "position*": "/task:0", "norm*": "/task:1"}
     for index in range(MODELS[plan.model].layers):

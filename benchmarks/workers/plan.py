@@ -1,4 +1,4 @@
-"""A rank of `plan`: a GPT on synchronous and asynchronous pipelines, in turns."""
+"""A rank of `plan`: a GPT in synchronous and asynchronous pipelines, in turns."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def measure(plan: Plan, group: Group) -> list[Measured]:
                 begin = time.perf_counter()
                 train(pairs)
                 group.barrier()
-                if number:  # the first one warms up
+                if number:  # the first round is a warm-up
                     seconds[way].append(time.perf_counter() - begin)
         figures.append(Measured(name=model, amount=count * int(rows), seconds=seconds))
     return figures
 
 
 def main(plan: Plan) -> list[Measured] | None:
-    """Be a rank."""
+    """Run one rank; rank 0 returns the figures."""
     group = context.init()
     figures = measure(plan, group)
     context.shutdown()

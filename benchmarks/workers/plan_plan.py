@@ -1,4 +1,4 @@
-"""Plan of `plan`, which its front and its processes share."""
+"""Options and figures of `plan`, shared by its command and its ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements to make.
 
     Attributes:
-        models: Sizes of `braid train`, each with its rows of a micro-batch, such as mini:4.
-        context: Tokens of a sequence.
-        num_microbatches: Micro-batches of a synchronous batch, and of a step of 2bw.
-        batches: Number of such batches in a round.
-        rounds: Number of rounds, in each of which all pipelines train in turn.
-        steps: Trainings whose splits are predicted and measured: model, batch and context.
+        models: Model sizes of `braid train` with the rows of a micro-batch, such as mini:4.
+        context: Number of tokens in a sequence.
+        num_microbatches: Number of micro-batches in a synchronous batch, and in a step of 2bw.
+        batches: Number of batches in a round.
+        rounds: Number of rounds; all pipelines train in turn in each of them.
+        steps: Trainings to predict and measure: model, batch and context.
         vtrain: File of vTrain's measured iterations.
     """
 
@@ -36,15 +36,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
-    """A training whose splits are predicted and measured.
+    """A training with splits to predict and measure.
 
     Attributes:
-        model: Size of `braid train`.
-        batch: Rows of a step.
-        context: Bytes of a sequence.
-        microbatches: Micro-batches of pipelines.
-        rounds: Number of rounds, in each of which every split takes two steps.
-        profile_s: Seconds to profile for in each round.
+        model: Model size of `braid train`.
+        batch: Number of rows in a step.
+        context: Number of bytes in a sequence.
+        microbatches: Number of micro-batches in pipelines.
+        rounds: Number of rounds; every split takes two steps in each of them.
+        profile_s: Seconds of profiling in each round.
     """
 
     model: str
@@ -61,7 +61,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepsPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Trainings to measure, and the file for the figures."""
+    """Trainings to measure."""
 
     steps: list[Steps]
 
@@ -74,9 +74,9 @@ class StepError(msgspec.Struct, frozen=True, kw_only=True):
         ranks: Number of ranks.
         split: The split.
         predicted_s: Predicted seconds of a step.
-        measured_s: Measured seconds of a step, at the usual speed of the machine.
-        predicted_bytes: Predicted bytes of tensors of the rank that holds most.
-        measured_bytes: Measured bytes.
+        measured_s: Measured seconds of a step, at the median speed of the machine.
+        predicted_bytes: Predicted bytes of tensors on the rank that holds most.
+        measured_bytes: Measured bytes of tensors on the rank that holds most.
     """
 
     model: str

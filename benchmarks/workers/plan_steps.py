@@ -1,7 +1,7 @@
-"""A rank of `plan`: predicted steps beside measured ones, split by split.
+"""A rank of `plan`: predicted and measured steps of each split.
 
-The speed of a shared machine drifts by more than a prediction errs. So each profile and each step
-is measured between two runs of a block of the model, and counts in units of that.
+The speed of a shared machine drifts by more than the error of a prediction. So each profile and
+each step is measured between two runs of a block of the model, in units of the block's time.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from braid.train.reports import Reporter
 
 __all__ = ["main"]
 
-REPEATS = 2  # of the piece of work that tells the speed of the machine
+REPEATS = 2  # repetitions of the block that measures the speed of the machine
 
 
 class _Speed:
-    """Seconds of a block's forward and backward, on all ranks at once."""
+    """Seconds of a block's forward and backward, on all ranks at the same time."""
 
     def __init__(self, group: Group, block: nn.Module, x: torch.Tensor) -> None:
         self._group, self._block, self._x = group, block, x
@@ -55,8 +55,8 @@ class _Speed:
         begin = time.perf_counter()
         for _ in range(REPEATS):
             self._block(self._x).sum().backward()
-        own = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        self.seconds.append(float(self._group.all_reduce(own, "avg")))
+        elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+        self.seconds.append(float(self._group.all_reduce(elapsed, "avg")))
         return self.seconds[-1]
 
     @property
@@ -66,7 +66,7 @@ class _Speed:
 
 
 def splits_of(num_ranks: int, microbatches: int) -> list[Split]:
-    """Return the splits that are measured: each kind, and the schedules that differ most."""
+    """Return the splits to measure: each kind, and the schedules that differ most."""
     n, m = num_ranks, microbatches
     alone = [
         Split(dp=n),
@@ -88,7 +88,7 @@ def splits_of(num_ranks: int, microbatches: int) -> list[Split]:
 def trainer_of(
     split: Split, estimator: Estimator, steps: Steps, corpus: Corpus, group: Group
 ) -> Trainer:
-    """Return the training of `braid train --plan` for a split."""
+    """Return the trainer of `braid train --plan` for a split."""
     plan = Plan.of(estimator, estimator.estimate(split), context=steps.context)
     config = TrainConfig(**options_of(plan), steps=1 << 20, eval_every=0)
     reporter = Reporter(None, io.StringIO(), group.context.clock)
@@ -128,8 +128,8 @@ def measure(steps: Steps, group: Group, corpus: Corpus) -> list[StepError]:
         trainer.one_step()
         with PeakBytes(trainer.tensors()) as noted:
             trainer.one_step()
-        own = torch.tensor(float(noted.live.peak_bytes), dtype=torch.float64)
-        peaks.append(float(group.all_reduce(own, "max")))
+        peak_bytes = torch.tensor(float(noted.live.peak_bytes), dtype=torch.float64)
+        peaks.append(float(group.all_reduce(peak_bytes, "max")))
     times: list[list[float]] = [[] for _ in splits]
     for _ in range(steps.rounds):
         profiles.append(profile())
@@ -167,12 +167,12 @@ def _estimator(profiles: list[Profile], steps: Steps) -> Estimator:
 
 
 def _at_speed(profile: Profile, factor: float) -> Profile:
-    """Return a profile with the times of layers `factor` times as long."""
+    """Return a profile with the times of layers multiplied by `factor`."""
 
     def scaled(cost: PerRows) -> PerRows:
         return PerRows(factor * cost.constant, factor * cost.per_row)
 
-    def layers(given: Any) -> Any:
+    def scaled_layers(profiled: Any) -> Any:
         return tuple(
             msgspec.structs.replace(
                 layer,
@@ -180,18 +180,18 @@ def _at_speed(profile: Profile, factor: float) -> Profile:
                 input_grad_s=scaled(layer.input_grad_s),
                 weight_grad_s=scaled(layer.weight_grad_s),
             )
-            for layer in given
+            for layer in profiled
         )
 
-    shared = {n: layers(own) for n, own in profile.shared.items()}
-    return msgspec.structs.replace(profile, layers=layers(profile.layers), shared=shared)
+    shared = {n: scaled_layers(layers) for n, layers in profile.shared.items()}
+    return msgspec.structs.replace(profile, layers=scaled_layers(profile.layers), shared=shared)
 
 
 def main(plan: StepsPlan) -> list[StepError] | None:
-    """Be a rank."""
+    """Run one rank; rank 0 returns the errors."""
     torch.use_deterministic_algorithms(True)  # as braid train does
     group = context.init()
     corpus = standard_library()
-    errors = [error for own in plan.steps for error in measure(own, group, corpus)]
+    errors = [error for steps in plan.steps for error in measure(steps, group, corpus)]
     context.shutdown()
     return errors if group.rank == 0 else None

@@ -1,4 +1,4 @@
-"""One rank of `ps`: measures one part, as the plan says."""
+"""One rank of `ps`, which measures one part of the plan."""
 
 from __future__ import annotations
 

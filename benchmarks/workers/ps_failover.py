@@ -1,13 +1,13 @@
-"""Servers that are killed, one after the other, while workers count their pushes.
+"""Servers that are killed repeatedly while workers count their pushes.
 
 Each worker adds 1 to all elements in each step, and waits until the push is acknowledged. So the
-values that a pull shows are the number of acknowledged pushes, exactly.
+pulled values are exactly the number of acknowledged pushes.
 
-    kill -9 the head of the first shard ──> chains go on ──> a new server joins, copies are made
-                      └── the slowest step from here to the next kill is the price
+    kill -9 the head of the first shard ──> chains continue ──> a new server joins, copies are made
+                      └── the slowest step from here to the next kill is measured
 
 Servers and workers are forked from a process that has imported torch already, so that a new server
-costs no second of imports.
+does not spend a second on imports.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ NAME = "counts"
 RUN = "bench"
 ADD = ps.SGD(lr=1.0)  # a class of torch.optim would import torch._dynamo in each new server
 SUM = ps.Consistency(aggregate="sum")
-REPAIR_S = 60.0  # by which new copies must be there
+REPAIR_S = 60.0  # deadline for new copies
 PRELOAD = ["benchmarks.workers.ps"]  # with torch
 REST_S = (0.1, 0.3)  # between a repair and the next kill, at random
 LAST_STEPS = 30
 
 
 class _Job(NamedTuple):
-    """All that a node of the job needs."""
+    """Data that a node needs to join the job."""
 
     address: str
     secret: bytes
@@ -63,7 +63,7 @@ class _Job(NamedTuple):
 
 
 def fail_over(plan: Plan) -> Failover:
-    """Kill servers, and return what the workers have seen."""
+    """Kill servers, and return the figures of the workers."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     job = _Job("", os.urandom(32), plan.count_bytes // 4)
@@ -139,7 +139,7 @@ def _kill(
     processes: dict[int, BaseProcess],
     start: Callable[[int], BaseProcess],
 ) -> tuple[list[float], list[float]]:
-    """Kill the head of the first shard again and again; return when, and when it was repaired."""
+    """Kill the head of the first shard repeatedly; return the times of kills, and repair times."""
     generator = random.Random(0)
     kills, repairs = [], []
     _wait_for(scheduler, COUNTS[0])
@@ -161,7 +161,7 @@ def _kill(
 
 
 def _wait_for(scheduler: ps.Node, servers: int, without: int = -1) -> None:
-    """Wait until there are so many servers, and every shard has its copies."""
+    """Wait until `servers` servers are alive, and every shard has its copies."""
     deadline = time.perf_counter() + REPAIR_S
     while not _is_whole(scheduler.postoffice.directory, servers, without):
         if scheduler.postoffice.failure or time.perf_counter() > deadline:

@@ -1,4 +1,4 @@
-"""Plan and figures of `ps`, which its front and its ranks share."""
+"""Options and figures of `ps`, shared by its command and its ranks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         parts: Names out of `PARTS`.
-        rounds: Number of rounds, in each of which every candidate is measured.
+        rounds: Number of rounds; every candidate is measured in each of them.
         dense_bytes: Bytes of the dense table.
-        num_small: Small pushes in a round.
-        num_pairs: Keys, each with one value.
-        batch: Ids of a batch.
+        num_small: Number of small pushes in a round.
+        num_pairs: Number of keys, each with one value.
+        batch: Number of ids in a batch.
         vocabulary: Number of different ids.
         model: Model of the training step, see `ddp_models`.
-        samples: Samples of each worker in a step.
-        kills: Servers that are killed, one after the other.
-        count_bytes: Bytes of the table whose pushes are counted.
-        clock_s: Seconds of computation of a worker that is no straggler, in each clock.
-        clocks: Clocks of a measurement of stragglers.
-        with_rpc: Whether torch's RPC is measured beside; it needs a process for each rank.
+        samples: Number of samples of each worker in a step.
+        kills: Number of servers to kill.
+        count_bytes: Bytes of the table with counted pushes.
+        clock_s: Seconds of computation per clock on a worker that is not a straggler.
+        clocks: Number of clocks in a measurement of stragglers.
+        with_rpc: Whether to measure torch's RPC as well; it needs a process for each rank.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -48,13 +48,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, kw_only=True):
-    """Seconds of one act, by candidate.
+    """Seconds of one kind of measurement, by candidate.
 
     Attributes:
-        name: Name of the act.
-        amount: Bytes, pairs, rows or clocks of one act; 1 where only its time matters.
-        seconds: Seconds of each candidate: the median of every round.
-        note: Text about the candidates, such as distinct rows.
+        name: Name of the measurement.
+        amount: Bytes, pairs, rows or clocks of one measurement; 1 if only its time matters.
+        seconds: Seconds of each candidate: the median of each round.
+        note: Text about the candidates, such as the number of distinct rows.
     """
 
     name: str
@@ -63,13 +63,13 @@ class Measured(msgspec.Struct, kw_only=True):
     note: str = ""
 
     def ratio(self, way: str, other: str) -> float:
-        """Return the seconds of a candidate over those of another: the median over rounds."""
+        """Return the ratio of the seconds of two candidates, median of the rounds."""
         pairs = zip(self.seconds[way], self.seconds[other], strict=True)
-        return statistics.median(own_s / other_s for own_s, other_s in pairs)
+        return statistics.median(way_s / other_s for way_s, other_s in pairs)
 
 
 class Ratio(msgspec.Struct, kw_only=True):
-    """Rates of several regimes of consistency, relative to one.
+    """Rates of several regimes of consistency.
 
     Attributes:
         rates: Clocks per second in each round, by regime.
@@ -86,8 +86,8 @@ class Failover(msgspec.Struct, kw_only=True):
         repaired_s: Seconds from each kill until all shards had their copies again.
         step_s: Median seconds of all steps.
         steps: Number of steps of each worker.
-        lost: Acknowledged pushes that the values lack at the end, over all elements.
-        wrong: Pulls that did not show all acknowledged pushes.
+        lost: Largest number of acknowledged pushes that an element lacks at the end.
+        wrong: Number of pulls that did not show all acknowledged pushes.
     """
 
     slowest_s: list[float]

@@ -1,7 +1,7 @@
-"""References beside a parameter server: a plain unix socket, and torch's RPC, echo the same bytes.
+"""References for a parameter server: a plain unix socket and torch's RPC echo the same bytes.
 
-torch's RPC polls without pause in threads of its own while it is there. So it is started for its
-own measurement in each round, and ended afterwards.
+torch's RPC has threads that poll without pause. So it is started only for its measurement in each
+round, and ended afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EchoClient", "RemoteEcho", "echo_address", "serve_echo"]
 
-REQUEST = struct.Struct("<cQ")  # kind, and number of bytes or of the session
+REQUEST = struct.Struct("<cQ")  # kind, and number of bytes or number of the session
 ECHO, SESSION = b"e", b"s"
 TIMEOUT_S = 60.0
 
@@ -32,10 +32,10 @@ def echo_address() -> str:
 
 
 def serve_echo(listener: socket.socket, directory: str) -> None:
-    """Receive as many bytes as a request says, and send as many, until the client closes.
+    """Echo the bytes of each request until the client closes.
 
     Args:
-        listener: Socket that listens.
+        listener: Listening socket.
         directory: Directory for the rendezvous of torch's RPC.
     """
     connection, _ = listener.accept()
@@ -65,17 +65,17 @@ class EchoClient:
         self._socket.connect("\0" + address)
 
     def echo(self, outgoing: memoryview, incoming: memoryview) -> None:
-        """Send bytes, then receive as many."""
+        """Send bytes, then receive the same number of bytes."""
         self._socket.sendall(REQUEST.pack(ECHO, len(outgoing)))
         self._socket.sendall(outgoing)
         _receive(self._socket, incoming)
 
     def begin_session(self, number: int) -> None:
-        """Let the server join session `number` of torch's RPC."""
+        """Ask the server to join session `number` of torch's RPC."""
         self._socket.sendall(REQUEST.pack(SESSION, number))
 
     def close(self) -> None:
-        """Let the server end."""
+        """Close the connection, which ends the server."""
         self._socket.close()
 
 
@@ -110,7 +110,7 @@ class RemoteEcho:
 
 
 class _session:  # noqa: N801 - used as a function
-    """Join a session of torch's RPC, and leave it together."""
+    """Context that joins a session of torch's RPC, and leaves it together with the other rank."""
 
     def __init__(self, name: str, rank: int, directory: str, number: int) -> None:
         options = rpc.TensorPipeRpcBackendOptions(
@@ -133,10 +133,12 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _receive(connection: socket.socket, memory: memoryview) -> None:
-    done = 0
-    while done < len(memory):
-        count = connection.recv_into(memory[done:])
+    received = 0
+    while received < len(memory):
+        count = connection.recv_into(memory[received:])
         if not count:
-            msg = f"the echo ended after {done} of {len(memory)} bytes: see the log of the server"
+            msg = (
+                f"the echo ended after {received} of {len(memory)} bytes: see the log of the server"
+            )
             raise CommError(msg)
-        done += count
+        received += count

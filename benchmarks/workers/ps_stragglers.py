@@ -1,14 +1,14 @@
-"""Workers that are late, now and then or always, under several regimes of consistency.
+"""Slow workers, sometimes or always, under several regimes of consistency.
 
-    rank 0   scheduler          ranks 2 to 5   workers, which sleep in place of computing
+    rank 0   scheduler          ranks 2 to 5   workers, which sleep instead of computing
     rank 1   server
 
-    transient   in a tenth of the clocks, drawn at random, one worker takes 5 times as long
+    transient   in a random tenth of the clocks, one worker takes 5 times as long
     permanent   one worker takes 5 times as long in every clock
 
-Every regime has a table of its own in each round, so all workers begin at clock 0. A permanent
-straggler takes a fifth of the others' steps, so that all end together; where nobody can go on
-without it (SSP), all take as few.
+Every regime has a separate table in each round, so that all workers begin at clock 0. A permanent
+straggler takes a fifth of the others' steps, so that all end together; under SSP, where the others
+cannot continue without it, all workers take that number of steps.
 
 Sources: Q. Ho et al., SSP, NeurIPS 2013; J. Chen et al., Revisiting distributed synchronous SGD,
 2016 (backup workers).
@@ -39,7 +39,7 @@ ASYNCHRONOUS = ps.Consistency(staleness=math.inf)
 
 
 class Regime(NamedTuple):
-    """Consistency, and who is late.
+    """Consistency, and kind of stragglers.
 
     Attributes:
         name: Name in the table.
@@ -52,7 +52,7 @@ class Regime(NamedTuple):
     stragglers: str
 
 
-CLEAN, FREE = "BSP, nobody late", "asynchronous, nobody late"
+CLEAN, FREE = "BSP, no straggler", "asynchronous, no straggler"
 REGIMES = (
     Regime(CLEAN, BSP, "none"),
     Regime("BSP, transient", BSP, "transient"),
@@ -94,14 +94,14 @@ def straggle(group: Group, plan: Plan) -> Ratio | None:
 
 
 class _Steps(NamedTuple):
-    """Steps of one worker, and their seconds."""
+    """Number of steps of one worker, and their seconds."""
 
     taken: int
     seconds: float
 
 
 def _run(table: ps.DenseTable, regime: Regime, worker: int, plan: Plan, *, seed: int) -> _Steps:
-    """Take the steps of one worker: pull, sleep, push; at last pull the result."""
+    """Take the steps of one worker: pull, sleep, push; finally pull the result."""
     generator = random.Random(seed)
     drawn = generator.sample(range(plan.clocks), round(SHARE * plan.clocks))
     late = {clock: generator.randrange(NUM_WORKERS) for clock in drawn}
@@ -121,7 +121,7 @@ def _run(table: ps.DenseTable, regime: Regime, worker: int, plan: Plan, *, seed:
 
 
 def _rate(regime: Regime, answers: list[list[float]]) -> float:
-    """Return clocks per second; of asynchronous workers, steps per worker and second.
+    """Return clocks per second; for asynchronous workers, steps per worker and second.
 
     A quorum's clocks are complete when the first worker has pulled the last one's values.
     """

@@ -1,10 +1,10 @@
-"""A training step by a parameter server, beside the same step by all-reduce.
+"""A training step with a parameter server, against the same step with all-reduce.
 
     rank 0   scheduler          ranks 2, 3   workers, which also form a group for the all-reduce
     rank 1   server
 
-Each engine has its own copy of the model. In every round each takes one step, in an order drawn
-anew. Scheduler and server sleep while the workers reduce among themselves.
+Each engine has a separate copy of the model. In every round each takes one step, in random order.
+Scheduler and server sleep during the workers' all-reduce.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def train(group: Group, plan: Plan) -> list[Measured] | None:
         seconds = in_rounds(workers, steps, rounds=plan.rounds)
     numel = sum(p.numel() for p in job.model.parameters())
     note = f"{numel / 1e6:.1f} M parameters, {plan.samples} samples a worker"
-    own = [Measured(name="step", amount=1, seconds=seconds, note=note)]
-    return own if workers.rank == 0 else None
+    figures = [Measured(name="step", amount=1, seconds=seconds, note=note)]
+    return figures if workers.rank == 0 else None
 
 
 def _step(model: nn.Module, job: Job, stepper: torch.optim.Optimizer | ps.ParameterServer) -> None:
@@ -73,13 +73,13 @@ def _step(model: nn.Module, job: Job, stepper: torch.optim.Optimizer | ps.Parame
 
 
 def _job(plan: Plan, rank: int) -> Job:
-    """Return a model of `braid bench ddp`, or one so small that only messages take time."""
+    """Return a model of `braid bench ddp`, or a tiny one for which only messages take time."""
     if plan.model != "tiny":
         return job_of(plan.model, plan.samples, seed=rank)
     layers, width, samples = TINY
     inputs = torch.randn(samples, width, generator=torch.Generator().manual_seed(rank))
-    own = [nn.Linear(width, width, device="meta").to_empty(device="cpu") for _ in range(layers)]
-    model = nn.Sequential(*own)
+    linears = [nn.Linear(width, width, device="meta").to_empty(device="cpu") for _ in range(layers)]
+    model = nn.Sequential(*linears)
     for param in model.parameters():
         nn.init.constant_(param, 0.01)
     return Job(model, inputs, lambda output: output.square().mean())

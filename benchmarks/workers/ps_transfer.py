@@ -4,8 +4,8 @@
     rank 1   server; echoes for the references
     rank 2   worker: measures
 
-Both ways of the bytes exist at the same time, as two parameter servers in the same three processes.
-In every round the worker goes through all candidates, in an order drawn anew.
+Both transports exist at the same time, as two parameter servers in the same three processes. In
+every round the worker measures all candidates, in random order.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ UNIX, RPC = "plain unix socket", "torch's RPC"
 WAYS = {SOCKETS: False, SHARED: True}
 REPEATS = {"dense": 8, "push": 1, "pull": 1, "rows": 4}
 WARM_UP = 3
-PAIR_ROUNDS = 3  # each passes a gigabyte
+PAIR_ROUNDS = 3  # each round sends a gigabyte
 DIM = 32
-ZIPF = 1.05  # exponent; somewhat above 1 as in texts and clicks
+ZIPF = 1.05  # exponent; slightly above 1 as in texts and clicks
 
 Act = Callable[[], object]
 
 
 def serve_pairs(node: kv.KVNode, num_pairs: int) -> kv.KVServer:
-    """Answer requests of a server's node: pushes with nothing, pulls with values that exist."""
+    """Answer requests on a server's node: pushes without values, pulls with preallocated ones."""
     vals = torch.zeros(num_pairs)
 
     def handle(meta: kv.KVMeta, pairs: kv.KVPairs, server: kv.KVServer) -> None:
@@ -73,7 +73,7 @@ class Pairs:
         self._worker.wait(self._worker.push(self._keys, self._vals, copy=False))
 
     def pull(self) -> None:
-        """Pull all values into memory that exists."""
+        """Pull all values into preallocated memory."""
         self._worker.wait(self._worker.pull(self._keys, self._out, copy=False))
 
 
@@ -90,7 +90,7 @@ def transfer(group: Group, plan: Plan) -> list[Measured] | None:
             way: stack.enter_context(kv.join(group, 1, shared_memory=is_shared))
             for way, is_shared in WAYS.items()
         }
-        nodes = {  # closed first: those of pairs wait for each other at their end
+        nodes = {  # closed first: nodes for pairs wait for each other at their end
             way: stack.enter_context(ps.join(group, 1, ps.Options(shared_memory=is_shared)))
             for way, is_shared in WAYS.items()
         }
@@ -106,7 +106,7 @@ def transfer(group: Group, plan: Plan) -> list[Measured] | None:
         if all(node.is_worker for node in nodes.values()):
             client = EchoClient(address)
             stack.callback(client.close)
-            pairs = {way: Pairs(own, plan.num_pairs) for way, own in pair_nodes.items()}
+            pairs = {way: Pairs(node, plan.num_pairs) for way, node in pair_nodes.items()}
             return _measure(plan, tables, pairs, client, directory)
         for node in list(nodes.values())[1:]:
             stack.enter_context(_thread(node.serve))
@@ -125,7 +125,7 @@ def _thread(target: Callable[..., object], *args: object) -> Iterator[None]:
 
 
 class _Tables:
-    """The tables of one way, and what a worker does with them."""
+    """Tables of one transport, and the measured operations of a worker."""
 
     def __init__(self, node: ps.Node, plan: Plan) -> None:
         numel = plan.dense_bytes // 4
@@ -144,12 +144,12 @@ class _Tables:
         return statistics.mean(len(torch.unique(ids)) for ids in self._ids)
 
     def push_pull(self) -> None:
-        """Push the dense table, and pull it into memory that exists."""
+        """Push the dense table, and pull it into preallocated memory."""
         self.dense.push_async(self._grad)
         self.dense.pull(out=self._out)
 
     def push_small(self) -> None:
-        """Push 16 numbers, and wait until that is accepted."""
+        """Push 16 numbers, and wait until the push is accepted."""
         self.small.wait(self.small.push_async(self._grad16))
 
     def train_rows(self) -> None:
@@ -160,11 +160,11 @@ class _Tables:
 
 
 def _zipf(plan: Plan, generator: torch.Generator) -> torch.Tensor:
-    """Return ids of which the k-th most frequent one has a probability like k ** -ZIPF."""
+    """Return ids; the probability of the k-th most frequent one is proportional to k ** -ZIPF."""
     weights = torch.arange(1, plan.vocabulary + 1, dtype=torch.float64).pow(-ZIPF).cumsum(0)
     drawn = torch.rand(plan.batch, generator=generator, dtype=torch.float64) * weights[-1]
     ranks = torch.searchsorted(weights, drawn).clamp_(max=plan.vocabulary - 1)
-    return ranks * 0x9E3779B97F4A7C1 + 1  # neighbours in frequency are none in number
+    return ranks * 0x9E3779B97F4A7C1 + 1  # frequent ids are not adjacent numbers
 
 
 def _measure(
@@ -178,17 +178,17 @@ def _measure(
     large, back = torch.ones(numel), torch.empty(numel)
     acts: dict[str, dict[str, Act]] = {}
     if "dense" in plan.parts:
-        acts["dense"] = {way: own.push_pull for way, own in tables.items()}
+        acts["dense"] = {way: table.push_pull for way, table in tables.items()}
         acts["dense"][UNIX] = lambda: client.echo(memory_of(large), memory_of(back))
     if "small" in plan.parts:
-        acts["small"] = {way: own.push_small for way, own in tables.items()}
+        acts["small"] = {way: table.push_small for way, table in tables.items()}
         tiny, answer = memoryview(bytearray(64)), memoryview(bytearray(64))
         acts["small"][UNIX] = lambda: client.echo(tiny, answer)
     if "pairs" in plan.parts:
-        acts["push"] = {way: own.push for way, own in pairs.items()}
-        acts["pull"] = {way: own.pull for way, own in pairs.items()}
+        acts["push"] = {way: pair.push for way, pair in pairs.items()}
+        acts["pull"] = {way: pair.pull for way, pair in pairs.items()}
     if "rows" in plan.parts:
-        acts["rows"] = {way: own.train_rows for way, own in tables.items()}
+        acts["rows"] = {way: table.train_rows for way, table in tables.items()}
     remote = {"dense": large, "small": torch.ones(16)}
     seconds: dict[str, dict[str, list[float]]] = {
         name: {w: [] for w in acts[name]} for name in acts
@@ -219,8 +219,8 @@ def _measure(
     }
     notes = {"rows": f"{rows.num_distinct / plan.batch:.0%} of a batch are distinct ids"}
     return [
-        Measured(name=n, amount=amounts[n], seconds=own, note=notes.get(n, ""))
-        for n, own in seconds.items()
+        Measured(name=n, amount=amounts[n], seconds=by_way, note=notes.get(n, ""))
+        for n, by_way in seconds.items()
     ]
 
 

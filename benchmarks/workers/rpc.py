@@ -1,11 +1,11 @@
-"""Two processes that call each other, by braid and by torch, for `rpc`.
+"""Two processes that call each other, with braid and with torch, for `rpc`.
 
     rank 0   caller: measures
     rank 1   callee
 
 Both systems have the same names, so the same code measures both. torch's RPC polls without pause
-while it is there, and does not start a second time in a process where references are left. So each
-round has processes of its own, in which braid comes first.
+while it is active, and cannot start again in a process with remaining references. So each round has
+new processes, in which braid is measured first.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class System(NamedTuple):
     """Functions of one system.
 
     Attributes:
-        rpc: Module with its calls.
-        autograd: Module with its contexts.
-        optimizer: Class of its optimizer.
+        rpc: Module of remote calls.
+        autograd: Module of autograd contexts.
+        optimizer: Class of the distributed optimizer.
         name: Name of the callee.
     """
 
@@ -54,27 +54,27 @@ TORCHS = System(torch_rpc, torch_autograd, TorchOptimizer, "torch-callee")
 
 
 def same(x: Any) -> Any:
-    """Return what came; in the callee."""
+    """Return the argument; runs in the callee."""
     return x
 
 
 def parameters(layer: Any, reference: Any) -> list[Any]:
-    """Return references to the parameters of a layer; in the callee."""
-    return [reference(each) for each in layer.local_value().parameters()]
+    """Return references to the parameters of a layer; runs in the callee."""
+    return [reference(param) for param in layer.local_value().parameters()]
 
 
 def braids_parameters(layer: Any) -> list[Any]:
-    """Return braid's references; in the callee."""
+    """Return braid's references to a layer's parameters; runs in the callee."""
     return parameters(layer, rpc.RRef)
 
 
 def torchs_parameters(layer: Any) -> list[Any]:
-    """Return torch's references; in the callee."""
+    """Return torch's references to a layer's parameters; runs in the callee."""
     return parameters(layer, torch_rpc.RRef)
 
 
 def second_hop(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Apply a layer of this process to an activation; in the callee."""
+    """Apply a layer of this process to an activation; runs in the callee."""
     return layer.local_value()(x)  # type: ignore[no-any-return]
 
 
@@ -90,11 +90,11 @@ class Policy:
 
     @torch_rpc.functions.async_execution  # type: ignore[untyped-decorator]
     def act(self, state: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Return the values of all actions, once all observers have asked."""
+        """Return the values of all actions, once all observers have called."""
         with self.lock:
             place = len(self.waiting)
             self.waiting.append(state)
-            future = self.answer.then(lambda done: done.value()[place])
+            future = self.answer.then(lambda values: values.value()[place])
             if len(self.waiting) < self.observers:
                 return future
             states, answer = self.waiting, self.answer
@@ -105,7 +105,7 @@ class Policy:
 
 
 def serve_torch(directory: str) -> None:
-    """Take part in a session of torch's RPC, until the caller ends it; in the callee."""
+    """Take part in a session of torch's RPC until the caller ends it; runs in the callee."""
     with _torch_session("torch-callee", 1, directory):
         pass
 
@@ -125,11 +125,11 @@ def _torch_session(name: str, rank: int, directory: str) -> Iterator[None]:
 
 
 class _Measure:
-    """Acts of one system, which are measured.
+    """Measured operations of one system.
 
     Args:
-        system: The system, which is there.
-        plan: Sizes.
+        system: The system, which has been started.
+        plan: Sizes of the measurements.
     """
 
     def __init__(self, system: System, plan: Plan) -> None:
@@ -142,7 +142,7 @@ class _Measure:
             self._policy = system.rpc.remote(system.name, Policy, args=(OBSERVERS,))
 
     def seconds(self, part: str) -> float:
-        """Return the seconds of one act."""
+        """Return the seconds of one operation."""
         if part in BYTES:
             return _median_s(lambda: self._call(same, self._large[part]), 10)
         if part == "small":
@@ -168,12 +168,12 @@ class _Measure:
         system = self._system
         self._layers = [system.rpc.remote(system.name, nn.Linear, args=(64, 64)) for _ in range(2)]
         collect = braids_parameters if system is BRAIDS else torchs_parameters
-        params = [each for layer in self._layers for each in self._call(collect, layer)]
+        params = [ref for layer in self._layers for ref in self._call(collect, layer)]
         self._optimizer = system.optimizer(torch.optim.SGD, params, lr=0.01)
         self._x = torch.randn(32, 64)
 
     def _step(self) -> None:
-        """Go forward through both layers, each by a call, then backward, and step."""
+        """Run forward through both layers, each by a call, then backward, and step."""
         with self._system.autograd.context() as context:
             hidden = torch.relu(self._call(second_hop, self._layers[0], self._x))
             loss = self._call(second_hop, self._layers[1], hidden).square().mean()
@@ -181,7 +181,7 @@ class _Measure:
             self._optimizer.step(context)
 
     def _observe(self) -> None:
-        """Let all observers ask, each one request after the other."""
+        """Run all observers, each with sequential requests."""
 
         def observe() -> None:
             state = torch.ones(4)
@@ -189,10 +189,10 @@ class _Measure:
                 self._policy.rpc_sync().act(state)
 
         threads = [threading.Thread(target=observe) for _ in range(OBSERVERS)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def _median_s(act: Callable[[], object], count: int) -> float:
@@ -219,14 +219,14 @@ def measure(plan: Plan) -> list[Measured]:
     return [Measured(name=part, amount=amounts[part], seconds=seconds[part]) for part in plan.parts]
 
 
-def _take(own: _Measure, name: str, seconds: dict[str, dict[str, list[float]]]) -> None:
+def _take(measurement: _Measure, name: str, seconds: dict[str, dict[str, list[float]]]) -> None:
     for part, ways in seconds.items():
-        own.seconds(part)  # to warm up
-        ways[name] = [own.seconds(part)]
+        measurement.seconds(part)  # to warm up
+        ways[name] = [measurement.seconds(part)]
 
 
 def main(plan: Plan) -> list[Measured] | None:
-    """Be the caller or the callee."""
+    """Run the caller or the callee; the caller returns the figures."""
     is_caller = os.environ["RANK"] == "0"
     options = rpc.RpcOptions(allowed_modules=[__name__])
     rpc.init_rpc("caller" if is_caller else "callee", rpc_backend_options=options)

@@ -1,4 +1,4 @@
-"""Plan of `rpc`, which its front and its processes share."""
+"""Options of `rpc`, shared by its command and its processes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         parts: Names out of `PARTS`.
-        num_small: Small calls in a round, of which the median counts.
-        window: Calls that are under way at the same time.
-        requests: Requests of each observer.
-        with_torch: Whether torch's RPC is measured, too.
+        num_small: Number of small calls in a round; their median is used.
+        window: Number of concurrent calls.
+        requests: Number of requests of each observer.
+        with_torch: Whether torch's RPC is also measured.
     """
 
     parts: tuple[str, ...] = PARTS

@@ -1,9 +1,9 @@
-"""One rank of the saves of `zero`: a checkpoint saved at once and behind a training.
+"""One rank of the saves of `zero`: a checkpoint saved synchronously and in the background.
 
-    at once    the training stands still until the checkpoint is complete
-    behind     it stands still for a copy, and goes on while the copy is written
+    synchronous    training waits until the checkpoint is complete
+    background     training waits only for a copy, and continues while the copy is written
 
-Both save the same tensors, in turns. Steps of matrix products and an all_reduce go on meanwhile.
+Both save the same tensors, in turns. Steps of matrix products and an all_reduce run meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from braid.context import init, shutdown
 __all__ = ["Plan", "Saves", "main"]
 
 TENSOR_MIB = 64
-WIDTH = 1024  # of a matrix of a step
+WIDTH = 1024  # width of the matrix of a step
 STEPS = 20
 
 
@@ -45,11 +45,11 @@ class Saves(msgspec.Struct, kw_only=True):
 
     Attributes:
         mib: MiB of the checkpoint.
-        at_once_s: Seconds of a save at once.
-        stall_s: Seconds for which the training stands still in a save behind it.
-        write_s: Seconds until that save is complete.
-        step_s: Seconds of a step while nothing is saved.
-        step_behind_s: Seconds of a step during a save.
+        at_once_s: Seconds of a synchronous save.
+        stall_s: Seconds for which training waits for a background save.
+        write_s: Seconds until the background save is complete.
+        step_s: Seconds of a step without a save.
+        step_behind_s: Seconds of a step during a background save.
     """
 
     mib: int
@@ -68,7 +68,7 @@ def main(plan: Plan) -> Saves | None:
     snapshot = ReplicatedSnapshot(tensors, rank=group.rank, size=group.size)
     matrix = torch.randn(WIDTH, WIDTH)
     with BackgroundSaver(group) as saver:
-        saver.save(plan.directory, snapshot, step=0)  # its copy has memory from now on
+        saver.save(plan.directory, snapshot, step=0)  # allocates the memory of the copy
         saver.wait()
         rows = [
             _round(group, plan.directory, snapshot, saver, matrix, number)

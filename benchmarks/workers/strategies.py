@@ -1,4 +1,4 @@
-"""Ranks that time steps of a strategy beside steps of a wrapper with the same replicas."""
+"""Ranks that time steps of a strategy against steps of a wrapper with the same replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: Name of a GPT of `braid train`.
-        batch: Rows of a step over all replicas.
+        batch: Number of rows in a step, over all replicas.
         replicas: Number of replicas.
         rounds: Number of steps of each, in turns.
     """
@@ -42,7 +42,7 @@ class Steps(msgspec.Struct, frozen=True):
     Attributes:
         strategy: Seconds with the strategy.
         wrapper: Seconds with the wrapper.
-        ratio: Median over rounds of the strategy's seconds by the wrapper's.
+        ratio: Ratio of the strategy's seconds to the wrapper's, median of the rounds.
     """
 
     strategy: float
@@ -108,7 +108,7 @@ def _in_turns(
     times: list[list[float]] = [[], []]
     pairs = list(zip(calls, times, strict=True))
     for number in range(plan.rounds + WARM_UP):
-        # the second one meets ranks that the first one has left uneven
+        # alternate the order: the second call waits for ranks that the first one delayed
         for call, seconds in pairs if number % 2 else pairs[::-1]:
             begin_ns = clock.now_ns()
             call()

@@ -1,15 +1,15 @@
 """One rank of `tp`: training steps of one model, divided by several engines, in turns.
 
     alone           the whole model; all ranks compute at the same time
-    transformers    transformers' own plan over Gloo; `transformers_braid` over the backend "braid"
+    transformers    transformers' plan over Gloo; `transformers_braid` over the backend "braid"
     torch           torch's parallelize_module over Gloo; `torch_braid` over "braid"
     modules         braid's division by modules
     braid           braid's division by the graph
 
-All divide the same layers, embedding and head included, and give whole logits; `apart` is braid's
-division by the graph with each rank's part of the logits. Each engine has its own copy of the
-model, and a step is loss, gradients and AdamW. In every round each takes one step, in an order
-drawn anew. The models are those of transformers, with random weights.
+All divide the same layers, including embedding and head, and return whole logits; `apart` is
+braid's division by the graph with sharded logits. Each engine has a separate copy of the model, and
+a step is loss, gradients and AdamW. In every round each takes one step, in random order. The models
+are from transformers, with random weights.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class Case(msgspec.Struct, frozen=True):
 
     Attributes:
         model: Name out of `MODEL_NAMES`, or gpt2.
-        width: Length of a hidden state; the perceptron has three times as many.
+        width: Width of the hidden states; the MLP is three times as wide.
         layers: Number of layers.
         batch: Number of sequences.
-        length: Positions of a sequence.
+        length: Number of positions in a sequence.
     """
 
     model: str
@@ -91,7 +91,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cases: Models.
         rounds: Largest number of steps of each engine.
-        budget_s: Seconds for a case, about.
+        budget_s: Approximate seconds for a case.
     """
 
     cases: tuple[Case, ...]
@@ -105,11 +105,11 @@ class Measured(msgspec.Struct, kw_only=True):
     Attributes:
         case: Model and batch.
         ranks: World size.
-        step_s: Median seconds of a step, by variant; of the slowest rank.
-        speedup: Step of the variant over braid's, median of the rounds.
-        collectives: Collectives of braid's step that the explanation counts.
-        sent: Collectives that a step did.
-        largest_gap: Largest difference between a variant's loss and that of the whole model.
+        step_s: Median seconds of a step on the slowest rank, by variant.
+        speedup: Ratio of the variant's step to braid's, median of the rounds.
+        collectives: Number of collectives in a step of braid, by the explanation.
+        sent: Number of collectives that a step has done.
+        largest_gap: Largest difference between a variant's loss and the whole model's loss.
         rounds_s: Seconds of every step, by variant.
     """
 
@@ -172,7 +172,7 @@ def by_torch(model: nn.Module, mesh: DeviceMesh, layers: int) -> nn.Module:
 
 
 def by_transformers(model: Any, mesh: DeviceMesh) -> nn.Module:
-    """Divide a model by its own plan."""
+    """Divide a model by transformers' plan."""
     room = importlib.import_module("transformers.distributed.tensor_parallel")
     plan = {}
     for name, module in model.named_modules():
@@ -214,10 +214,10 @@ def _measure(
     return Measured(
         case=case,
         ranks=group.size,
-        step_s={name: statistics.median(own) for name, own in times.items()},
+        step_s={name: statistics.median(seconds) for name, seconds in times.items()},
         speedup={
-            name: statistics.median(a / b for a, b in zip(own, times["braid"], strict=True))
-            for name, own in times.items()
+            name: statistics.median(a / b for a, b in zip(seconds, times["braid"], strict=True))
+            for name, seconds in times.items()
         },
         collectives=sums.forward.total() + sums.backward.total(),
         sent=int(sent),

@@ -6,8 +6,8 @@
     ddp          braid's DistributedDataParallel
     stage1..3    braid's sharding
 
-Each engine has its own copy of the model and an AdamW of its own. In every round each takes one
-step, in an order drawn anew. Then braid's engines take steps in which bytes are counted.
+Each engine has a separate copy of the model, with AdamW. In every round each takes one step, in
+random order. Then braid's engines take steps in which bytes are counted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Case(msgspec.Struct, frozen=True):
 
     Attributes:
         model: Name out of `MODEL_NAMES`.
-        batch: Number of samples or sequences of a rank in a step.
+        batch: Number of samples or sequences per rank in a step.
     """
 
     model: str
@@ -58,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cases: Models and batches.
         rounds: Largest number of steps of each engine.
-        budget_s: Seconds for a case, about.
+        budget_s: Approximate seconds for a case.
     """
 
     cases: tuple[Case, ...]
@@ -70,10 +70,10 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one stage on one rank.
 
     Attributes:
-        peak: Largest number of bytes of parameters, gradients, states and slots during steps.
-        slots: Bytes of them in which units are whole for a time.
-        formula: Bytes by the formula of the stage, which leaves slots out.
-        sent: Bytes that a step sends, over those of the parameters.
+        peak: Peak number of bytes of parameters, gradients, states and slots during steps.
+        slots: Bytes of slots, which hold temporarily unsharded units.
+        formula: Bytes by the formula of the stage, without slots.
+        sent: Ratio of the bytes that a step sends to the bytes of the parameters.
     """
 
     peak: int
@@ -87,10 +87,10 @@ class Measured(msgspec.Struct, kw_only=True):
 
     Attributes:
         case: Model and batch.
-        num_params: Number of its parameters.
+        num_params: Number of parameters.
         ranks: World size.
-        step_s: Median seconds of a step, by variant; of the slowest rank.
-        speedup: Step of FSDP2 over Gloo over the variant's, median of the rounds.
+        step_s: Median seconds of a step on the slowest rank, by variant.
+        speedup: Ratio of a step of FSDP2 over Gloo to the variant's, median of the rounds.
         live: Bytes by stage.
         rounds_s: Seconds of every step, by variant.
     """
@@ -157,28 +157,28 @@ def _measure(group: Group, over_braid: dist.ProcessGroup, case: Case, plan: Plan
             step()
     times = in_rounds(group, steps, rounds=plan.rounds, budget_s=plan.budget_s)
     speedup = {
-        variant: [f / t for f, t in zip(times["fsdp2"], own, strict=True)]
-        for variant, own in times.items()
+        variant: [f / t for f, t in zip(times["fsdp2"], seconds, strict=True)]
+        for variant, seconds in times.items()
     }
     return Measured(
         case=case,
         num_params=sum(p.numel() for p in base.parameters()),
         ranks=group.size,
-        step_s={variant: statistics.median(own) for variant, own in times.items()},
-        speedup={variant: statistics.median(own) for variant, own in speedup.items()},
+        step_s={variant: statistics.median(seconds) for variant, seconds in times.items()},
+        speedup={variant: statistics.median(ratios) for variant, ratios in speedup.items()},
         live={n: _live(group, steps[n], engine) for n, engine in engines.items()},
         rounds_s=times,
     )
 
 
 def _job(case: Case, rank: int) -> Job:
-    """Return a model of `braid bench ddp`, or one so small that only the engines take time."""
+    """Return a model of `braid bench ddp`, or a tiny one for which only the engines take time."""
     if case.model != "tiny":
         return job_of(case.model, case.batch, seed=rank)
     layers, width, rows = TINY
     x = torch.randn(case.batch * rows, width, generator=torch.Generator().manual_seed(rank))
-    own: list[nn.Module] = [nn.Linear(width, width, bias=False) for _ in range(layers)]
-    return Job(nn.Sequential(*own), x, lambda output: output.square().mean())
+    linears: list[nn.Module] = [nn.Linear(width, width, bias=False) for _ in range(layers)]
+    return Job(nn.Sequential(*linears), x, lambda output: output.square().mean())
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -188,8 +188,8 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 def _units(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a GPT, or the layers of a perceptron."""
     blocks: Any = getattr(model, "blocks", None)
-    own = model.children() if blocks is None else blocks
-    return [unit for unit in own if any(True for _ in unit.parameters())]
+    units = model.children() if blocks is None else blocks
+    return [unit for unit in units if any(True for _ in unit.parameters())]
 
 
 def _fsdp2(model: nn.Module, process_group: dist.ProcessGroup) -> nn.Module:
