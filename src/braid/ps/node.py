@@ -321,9 +321,8 @@ class Node(BaseNode):
         """Serve, or schedule, until all workers have left; on a spare return immediately.
 
         A server that is cut off from all other nodes joins again when its network is back. It
-        returns if the scheduler has ended without an error; one that replaces another server also
-        if it has never joined. After 300 s alone it returns with a warning; without replicas it
-        raises.
+        returns if the scheduler has ended without an error (one that replaces another server also
+        before it has joined), and with a warning after 300 s alone; without replicas it raises.
 
         Raises:
             ConfigError: This node is a worker.
@@ -336,8 +335,7 @@ class Node(BaseNode):
         if self.role == SPARE:
             return  # it was not called to replace a worker, and the run is over
         if self._server is not None:
-            # the others wait for a server of the beginning, so it is an error if they have ended
-            is_late = self.number >= self.num_servers
+            is_late = self.number >= self.num_servers  # the others wait for a server of the first
             if not self.postoffice.join_unless(lambda: is_late and self._has_ended()):
                 return
         with self.postoffice.events.span("schedule" if self._scheduler else "serve"):
@@ -454,8 +452,7 @@ class Node(BaseNode):
         For early stopping: if one worker just stopped, the others would wait for its pushes.
 
         Args:
-            clock: A clock that no worker has finished, such as this worker's clock plus the
-                staleness plus two.
+            clock: A clock that no worker has finished: this worker's, plus the staleness, plus two.
         """
         self.postoffice.send(SCHEDULER, StopAt(clock))
 
