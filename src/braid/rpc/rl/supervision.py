@@ -31,7 +31,7 @@ __all__ = ["lead"]
 LOG = logging.getLogger(__name__)
 END_S = 30.0  # for actors to end their last unrolls
 AGAIN_S = 2.0  # between two calls of lost actors
-START_S = 300.0  # for a new process to come, if there is no limit for experience
+START_S = 300.0  # for a new process to come, without a limit for experience
 
 
 def lead(
