@@ -1,4 +1,4 @@
-"""Collectives by hand: average a gradient over ranks, and check it against one process.
+"""Collectives by hand: average a gradient over ranks, and compare it with one process.
 
 braid run -n 3 examples/01_collectives.py
 """
@@ -11,7 +11,7 @@ import braid
 
 
 def gradient_of(rank: int) -> torch.Tensor:
-    """The gradient that a rank would compute; any rank can compute anybody's."""
+    """Return the gradient that a rank computes; every rank can compute the gradient of any rank."""
     weight = torch.linspace(-1, 1, 8).requires_grad_()
     data = torch.randn(16, 8, generator=torch.Generator().manual_seed(rank))
     (data @ weight).square().mean().backward()
@@ -26,7 +26,7 @@ def main() -> None:
 
     expected = gradient_of(0)
     for rank in range(1, group.size):
-        expected = expected + gradient_of(rank)  # the same order as the ranks: the same bits
+        expected = expected + gradient_of(rank)  # in rank order, for the same bits
     expected /= group.size
     assert torch.equal(gradient, expected)
 

@@ -1,4 +1,4 @@
-"""Data parallel training in a few lines, held against one process.
+"""Data parallel training in a few lines, compared with one process.
 
 braid run -n 2 examples/02_data_parallel.py
 """
@@ -20,7 +20,7 @@ def new_model() -> nn.Module:
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """Loss on the samples that belong to `rank` in this step."""
+    """Return the loss on the samples of `rank` in this step."""
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
     return (model(x) - x.sum(1, keepdim=True)).square().mean()
 

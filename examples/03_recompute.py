@@ -1,4 +1,4 @@
-"""Train with less memory: recompute some activations, and hold formula against measurement.
+"""Train with less memory: recompute some activations, and compare the formula with measurements.
 
 braid run -n 1 examples/03_recompute.py
 """
@@ -25,7 +25,7 @@ LAYERS = 16
 
 
 class Block(nn.Module):
-    """Saves its input, what is inside, and its output; hands what backward will need to `live`."""
+    """Two linear layers; registers the activations that backward needs with `live`."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def main() -> None:
     print("                   backward           formula  measured   (in parentheses)")
     gradients: dict[str, list[torch.Tensor]] = {}
     seconds = dict.fromkeys(plans, float("inf"))
-    for _ in range(8):  # in turn, since machines have moods
+    for _ in range(8):  # in turn, so that other load hits all plans alike
         for name, plan in plans.items():
             live = LiveTensors()
             for block in model:
@@ -76,7 +76,7 @@ def main() -> None:
         print(f"{name:18} {peak_mb:9.2f} {extra_ms:17.1f} {measured_ms:9.1f}   {plan}")
     for found in gradients.values():
         assert all(map(torch.equal, found, gradients["keep everything"]))
-    print("peaks are those of the formula, gradients those of the plain run, bit by bit")
+    print("peaks equal the formula, and gradients equal the plain run, bit by bit")
 
 
 if __name__ == "__main__":

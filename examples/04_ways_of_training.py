@@ -1,4 +1,4 @@
-"""Five ways of training one model by hand, each held against one process.
+"""Five ways of training one model by hand, each compared with one process.
 
 braid run -n 2 examples/04_ways_of_training.py
 """
@@ -8,10 +8,10 @@ from torch import Tensor, tanh
 
 import braid
 
-P, INPUTS, UNITS, STEPS = 2, 8, 16, 5  # P ranks, shares x of a batch, and blocks of hidden units
+P, INPUTS, UNITS, STEPS = 2, 8, 16, 5  # P: ranks, shares of a batch, and blocks of hidden units
 
 
-def output(hidden: Tensor, w: Tensor) -> Tensor:  # w[k]: rows into block k, and rows out of it
+def output(hidden: Tensor, w: Tensor) -> Tensor:  # w[k]: weights into block k, then out of it
     return sum(h @ block[-UNITS:] for h, block in zip(hidden, w, strict=True))
 
 
@@ -21,20 +21,20 @@ def gradient(w: Tensor, x: Tensor) -> Tensor:
     return w.grad
 
 
-def data(group: braid.Group, w: Tensor, x: Tensor) -> Tensor:  # all weights, a share of the batch
+def data(group: braid.Group, w: Tensor, x: Tensor) -> Tensor:  # keeps all weights; one share
     return group.all_reduce(gradient(w, x[group.rank]), "avg")
 
 
-def sharded(group: braid.Group, w: Tensor, x: Tensor) -> Tensor:  # likewise; weights come and go
+def sharded(group: braid.Group, w: Tensor, x: Tensor) -> Tensor:  # keeps one block; one share
     return group.reduce_scatter(gradient(group.all_gather(w), x[group.rank]), "avg")
 
 
-def server(group: braid.Group, w: Tensor, x: Tensor) -> Tensor:  # rank 0 has the weights
+def server(group: braid.Group, w: Tensor, x: Tensor) -> Tensor:  # rank 0 keeps all weights
     pulled = group.broadcast(w.clone() if len(w) else torch.empty(P, *w.shape[1:]))
     return group.reduce(gradient(pulled, x[group.rank]), 0, "avg")[: len(w)]
 
 
-def tensor(group: braid.Group, w: Tensor, x: Tensor) -> Tensor:  # a block, the whole batch
+def tensor(group: braid.Group, w: Tensor, x: Tensor) -> Tensor:  # keeps one block; whole batch
     w = w.detach().requires_grad_()
     for share in x:
         part = output([tanh(share @ w[0, :INPUTS])], w)
@@ -44,7 +44,7 @@ def tensor(group: braid.Group, w: Tensor, x: Tensor) -> Tensor:  # a block, the 
     return w.grad / P
 
 
-def pipeline(group: braid.Group, w: Tensor, x: Tensor) -> Tensor:  # a layer, the shares in turns
+def pipeline(group: braid.Group, w: Tensor, x: Tensor) -> Tensor:  # keeps one layer; whole batch
     w = w.detach().requires_grad_()
     for share in x:
         if group.rank == 0:

@@ -1,4 +1,4 @@
-"""Meet by hand: the same exchange through a store over TCP, in a file, and among threads.
+"""Rendezvous by hand: the same exchange through a TCP store, a file store and a hash store.
 
 braid run -n 2 examples/05_rendezvous.py
 """
@@ -26,11 +26,11 @@ RUN, SETS = "handbook", 200
 
 
 def meet(store: Store, rank: int, size: int) -> list[object]:
-    """What a rank learns from the others: a value of each, a common counter, who was elected."""
+    """Return what a rank learns: the value of each rank, a shared counter, the elected leader."""
     values = exchange(store, "names", rank, range(size), f"rank {rank}".encode(), timeout_s=60)
     store.add("counter", rank + 1)  # atomic: no sum is lost
     store.append("arrived", b"x")
-    winner = store.compare_set("leader", b"", values[0])  # the first one decides for all
+    winner = store.compare_set("leader", b"", values[0])  # the first call decides for all
     store.set(f"done/{rank}", b"")
     store.wait([f"done/{other}" for other in range(size)])
     return [values, store.get("counter"), store.get("arrived"), winner, store.check(["nobody"])]
@@ -55,14 +55,14 @@ with ThreadPoolExecutor(group.size) as threads:
     alone = list(threads.map(lambda rank: meet(shared, rank, group.size), range(group.size)))
 
 with tempfile.TemporaryDirectory() as folder:
-    # what the ranks need to know beforehand: a path
+    # a file store needs a path that all ranks know
     path = group.objects.broadcast(str(Path(folder) / "store"))
     with FileStore(path) as file:
         assert meet(PrefixStore("a part", file), group.rank, group.size) == alone[group.rank]
         file_us = microseconds(file, group.rank)
         group.barrier()
 
-# or an address and a secret, which `braid run` passes on in an inherited file descriptor
+# a TCP store needs an address and a secret; `braid run` passes its secret in a file descriptor
 key = group.objects.broadcast(os.urandom(32).hex())
 secret = Secret(bytes.fromhex(key))
 server = StoreServer.listen("tcp://127.0.0.1:0", secret, RUN) if group.rank == 0 else None
@@ -78,4 +78,4 @@ if server:
     print(
         f"set takes {hash_us:.0f} us in memory, {file_us:.0f} us in a file, {tcp_us:.0f} us by TCP"
     )
-    print("three stores taught every rank what one process knows, bit by bit")
+    print("three stores give every rank the values of one process, bit by bit")

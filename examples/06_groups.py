@@ -1,4 +1,4 @@
-"""Groups: rows and columns of a mesh, a group of torch, a failure in one of them, a rebuilt world.
+"""Groups: rows and columns of a mesh, a torch group, a failure in one group, a rebuilt world.
 
 braid run -n 4 examples/06_groups.py
 """
@@ -16,14 +16,14 @@ rank = group.rank
 everybody = [torch.randn(5, generator=torch.Generator().manual_seed(r)) for r in range(4)]
 x = everybody[rank]
 
-# split: who passes the same color is in one group, in the order of ranks
+# split: ranks that pass the same color form one group, in the order of ranks
 row = group.split(color=rank // 2)
 column = group.split(color=rank % 2)
 print(f"rank {rank} is rank {row.rank} of row {row.ranks}, {column.rank} of column {column.ranks}")
 total = column.all_reduce(row.all_reduce(x.clone()))  # of rows first, then of their sums
 assert torch.equal(total, (everybody[0] + everybody[1]) + (everybody[2] + everybody[3]))
 
-# torch's groups: all ranks make each of them, in the same order, members or not
+# torch groups: all ranks create every group in the same order, also ranks that are not members
 dist.init_process_group("braid", rank=rank, world_size=group.size)
 ends = dist.new_group([0, 3])
 pair = x.clone()
@@ -41,7 +41,7 @@ for _ in range(REPEATS):
 torch_us = (time.perf_counter() - start) / REPEATS * 1e6
 dist.destroy_process_group()
 
-# a group is the scope of a failure: row (2, 3) ends, and nothing else
+# a failure ends only its group: row (2, 3)
 if rank == 3:
     row.abort("rank 3 has had enough")
 elif rank == 2:
@@ -51,7 +51,7 @@ elif rank == 2:
         print(error)
 assert torch.equal(column.all_reduce(x.clone()), everybody[rank % 2] + everybody[rank % 2 + 2])
 
-# three of four go on as a smaller world; rank 3 is not asked
+# three of four ranks continue as a smaller world, without rank 3
 if rank != 3:
     start = time.perf_counter()
     group = group.rebuild([0, 1, 2])
@@ -60,4 +60,4 @@ if rank != 3:
     assert torch.equal(group.all_reduce(x.clone()), everybody[0] + everybody[1] + everybody[2])
 if rank == 0:
     print(f"split {split_us:.0f} us, new_group {torch_us:.0f} us, rebuild {rebuild_us:.0f} us")
-    print("all sums are those of one process, bit by bit")
+    print("all sums equal one process, bit by bit")

@@ -1,4 +1,4 @@
-"""Every collective once, each held against what one process computes from all inputs.
+"""Every collective once, each compared with the result that one process computes from all inputs.
 
 braid run -n 2 examples/07_collectives.py
 """
@@ -9,7 +9,7 @@ import braid
 
 
 def data_of(rank: int) -> torch.Tensor:
-    """Numbers of a rank; any rank can compute anybody's."""
+    """Return the input of a rank; every rank can compute the input of any rank."""
     return torch.randn(12, 3, generator=torch.Generator().manual_seed(rank))
 
 
@@ -17,16 +17,16 @@ group = braid.init()
 rank, size, root = group.rank, group.size, 0
 is_root = rank == root
 everybody = [data_of(r) for r in range(size)]
-x, total = everybody[rank], sum(everybody)  # in the order of ranks, as collectives add
+x, total = everybody[rank], sum(everybody)  # collectives also add in the order of ranks
 
 
 def mine(whole: torch.Tensor) -> torch.Tensor:
-    """The part of dim 0 that belongs to this rank."""
+    """Return this rank's part of dim 0."""
     return whole.chunk(size)[rank]
 
 
 def passed_on() -> torch.Tensor:
-    """Send to the next rank, receive from the one before; both are under way at the same time."""
+    """Send to the next rank and receive from the previous one, at the same time."""
     got = torch.empty_like(x)
     with group.coalesce() as batch:
         batch.send(x, (rank + 1) % size)
@@ -34,7 +34,7 @@ def passed_on() -> torch.Tensor:
     return got
 
 
-results = {  # what this rank has after it, and what it should have
+results = {  # name -> result on this rank, expected result
     "broadcast": (group.broadcast(x.clone(), root), everybody[root]),
     "scatter": (
         group.scatter(x if is_root else None, root, out=torch.empty_like(mine(x))),
@@ -63,4 +63,4 @@ for name, (result, expected) in results.items():
         shape = "nothing" if result is None else f"{tuple(result.shape)}"
         print(f"{name:27} leaves rank 0 with {shape}")
 if is_root:
-    print(f"{len(results)} results are those of one process, bit by bit")
+    print(f"{len(results)} results equal one process, bit by bit")

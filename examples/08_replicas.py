@@ -1,4 +1,4 @@
-"""One process, two replicas in threads: the same gradients as a loop, and a slower step than DDP's.
+"""Two replicas in threads of one process: the gradients of a loop, and a slower step than DDP.
 
 braid run -n 2 examples/08_replicas.py
 """
@@ -61,7 +61,7 @@ def main() -> None:
         times = {
             "one module": lambda: LOSS(alone(x), y).backward(),
             "two replicas in threads": lambda: wrapped(x, target=y).backward(),
-            "of which making the replicas": lambda: replicate(alone, ["cpu", "cpu"]),
+            "part of it: making replicas": lambda: replicate(alone, ["cpu", "cpu"]),
         }
         print(f"ms of forward and backward, {BATCH} samples")
         for name, step in times.items():

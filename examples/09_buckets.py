@@ -1,4 +1,4 @@
-"""Buckets that are filled anew, an unused layer and uneven inputs, held against one process.
+"""Rebuilt buckets, an unused layer and uneven inputs, compared with one process.
 
 braid run -n 2 examples/09_buckets.py
 """
@@ -19,7 +19,7 @@ BATCHES = (4, 3)  # of rank 0 and of rank 1
 
 
 class Levels(nn.Module):
-    """Levels of a layer down and one up; all layers down are used before those up."""
+    """Levels with a layer down and a layer up; forward runs all layers down, then all layers up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def contents(model: braid.DistributedDataParallel) -> str:
-    """Layers of each bucket; a collective."""
+    """Return the layers of each bucket; every rank must call it."""
     rows = model.bucket_times().rows
     layers = [dict.fromkeys(name.rpartition(".")[0] for name in row.names) for row in rows]
     return " | ".join(map(", ".join, layers)).replace("levels.", "")

@@ -1,4 +1,4 @@
-"""Horovod's way: gradients by name, in any order, with fewer batches on one rank.
+"""Training in Horovod's style: gradients by name, in any order, with fewer batches on one rank.
 
 braid run -n 2 examples/10_horovod.py
 """
@@ -28,7 +28,7 @@ def new_model() -> nn.Module:
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank))
-    order = list(model) if rank == 0 else list(model)[::-1]  # gradients come in another order
+    order = list(model) if rank == 0 else list(model)[::-1]  # rank 1's gradients come reversed
     return sum((layer(x) - x).square().mean() for layer in order)
 
 
@@ -42,9 +42,9 @@ def train(directory: Path) -> nn.Module:
         optimizer.zero_grad()
         loss_of(model, hvd.rank(), step).backward()  # its hooks submit "gradient.0.weight", ...
         optimizer.step()  # waits for them
-    last = hvd.join()  # until all ranks have come here, zeros take part for this one
+    last = hvd.join()  # this rank contributes zeros until all ranks have joined
     hvd.stop_timeline()
-    hvd.broadcast_parameters(model.state_dict(), root_rank=last)  # it has taken the last step
+    hvd.broadcast_parameters(model.state_dict(), root_rank=last)  # that rank took the last step
     return model
 
 

@@ -1,4 +1,4 @@
-"""Where the step is taken: after averaging, inside backward, or alone with averaging later.
+"""When the optimizer steps: after averaging, inside backward, or before a later averaging.
 
 braid run -n 2 examples/11_optimizers.py
 """
@@ -28,17 +28,17 @@ def loss_of(model: nn.Module, rank: int, *steps: int) -> torch.Tensor:
 
 
 def averaged(group: braid.Group, *, inside: bool) -> list[nn.Module]:
-    each, max_norm = (1, float("inf")) if inside else (2, 0.5)
-    options = {"process_group": group, "gradient_accumulation_steps": each}
+    period, max_norm = (1, float("inf")) if inside else (2, 0.5)
+    options = {"process_group": group, "gradient_accumulation_steps": period}
     model, alone = braid.DistributedDataParallel(new_model(), **options), new_model()
     optimizers = {net: dp.LAMB(net.parameters(), lr=0.01) for net in (model, alone)}
-    if inside:  # of backward: there is no step() to call
+    if inside:  # backward takes the steps: the loop calls no step()
         model.step_in_backward(lambda params: dp.LAMB(params, lr=0.01))
         del optimizers[model]
-    for first in range(0, STEPS, each):
-        steps = range(first, first + each)
+    for first in range(0, STEPS, period):
+        steps = range(first, first + period)
         for step in steps:
-            loss_of(model, group.rank, step).backward()  # the last one averages the sum
+            loss_of(model, group.rank, step).backward()  # the last backward averages the sum
         dp.accumulate(alone, [partial(loss_of, alone, rank, *steps) for rank in RANKS])
         for net, optimizer in optimizers.items():
             dp.clip_grad_norm_(net.parameters(), max_norm)
@@ -48,19 +48,19 @@ def averaged(group: braid.Group, *, inside: bool) -> list[nn.Module]:
 
 
 def averaging_later(group: braid.Group) -> list[nn.Module]:
-    models = [new_model() for _ in (group.rank, *RANKS)]  # this rank's, and all in one process
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+    models = [new_model() for _ in (group.rank, *RANKS)]  # this rank's model, then references
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     averager = dp.PeriodicModelAverager(PERIOD, warmup_steps=PERIOD - 1, process_group=group)
     optimizers[0] = dp.PostLocalSGDOptimizer(optimizers[0], averager)
     for step in range(STEPS):
-        for each, optimizer, rank in zip(models, optimizers, (group.rank, *RANKS), strict=True):
+        for model, optimizer, rank in zip(models, optimizers, (group.rank, *RANKS), strict=True):
             optimizer.zero_grad()
-            loss_of(each, rank, step).backward()
+            loss_of(model, rank, step).backward()
             optimizer.step()
         if (step + 1) % PERIOD == 0:
-            vectors = [nn.utils.parameters_to_vector(each.parameters()) for each in models[1:]]
-            for each in models[1:]:
-                nn.utils.vector_to_parameters(sum(vectors).detach() / 2, each.parameters())
+            vectors = [nn.utils.parameters_to_vector(model.parameters()) for model in models[1:]]
+            for model in models[1:]:
+                nn.utils.vector_to_parameters(sum(vectors).detach() / 2, model.parameters())
     return models
 
 

@@ -1,4 +1,4 @@
-"""Half of a model on each rank, with messages written by hand; and how long each rank is idle.
+"""Half of a model on each rank, with explicit messages; and how long each rank is idle.
 
 braid run -n 2 examples/12_by_hand.py
 """
@@ -62,9 +62,9 @@ def main() -> None:
     shares = group.all_gather(torch.tensor([share])).tolist()
     whole = nn.Sequential(*new_layers())
     whole(batch(STEPS - 1)).square().mean().backward()
-    own = list(whole.parameters())[: len(layers)] if group.rank == 0 else None
-    own = own or list(whole.parameters())[len(layers) :]
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(half.parameters(), own, strict=True))
+    mine = list(whole.parameters())[: len(layers)] if group.rank == 0 else None
+    mine = mine or list(whole.parameters())[len(layers) :]
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(half.parameters(), mine, strict=True))
     if group.rank == 0:
         print(f"ranks 0 and 1 compute {shares[0]:.0%} and {shares[1]:.0%} of the time")
         print("two halves have the gradients of the whole model, bit by bit")

@@ -32,7 +32,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(num_microbatches: int) -> nn.Sequential:
-    """One process that runs the micro-batches in turn, and adds their gradients."""
+    """Run the micro-batches in turn in one process, and add their gradients."""
     model, (x, y) = new_model(), batch()
     sizes = [ROWS // num_microbatches] * num_microbatches
     for part, target in zip(scatter(x, sizes), scatter(y, sizes), strict=True):

@@ -30,7 +30,7 @@ def grads_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def by_hand(*, weighted: bool) -> list[torch.Tensor]:
-    """Backwards of the parts, whose gradients torch adds."""
+    """Run backward for each part in turn; torch adds the gradients."""
     model, (x, y) = new_model(), batch()
     for part, target in zip(x.split(SIZES), y.split(SIZES), strict=True):
         weight = len(part) / len(x) if weighted else 1 / len(SIZES)

@@ -1,4 +1,4 @@
-"""Recomputation in a pipeline: what a rank keeps, and what that costs.
+"""Recomputation in a pipeline: the memory that a rank keeps, and the time of a step.
 
 braid run -n 2 examples/15_checkpointing.py
 """
@@ -20,7 +20,7 @@ MODES = ("never", "except_last", "always", 2)
 
 
 class Block(nn.Module):
-    """A layer with dropout, so that the second run has to draw the same numbers."""
+    """A layer with dropout: the recomputed forward must draw the same random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

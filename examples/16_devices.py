@@ -1,4 +1,4 @@
-"""A pipeline over the devices of one process, which is called as any other module.
+"""A pipeline over the devices of one process, called as any other module.
 
 braid run -n 1 examples/16_devices.py
 """
@@ -37,8 +37,8 @@ def main() -> None:
     whole = new_model()
     outputs = torch.cat([whole(part) for part in x.split(ROWS // MICROBATCHES)])
     functional.mse_loss(outputs, x).backward()
-    for own, param in zip(pipeline.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(own.grad.cpu(), param.grad)
+    for stage_param, param in zip(pipeline.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(stage_param.grad.cpu(), param.grad)
     again = [p.grad.clone() for p in pipeline.parameters()]
     pipeline.zero_grad()
     functional.mse_loss(pipeline(x), x.to(output.device)).backward()

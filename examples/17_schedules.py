@@ -1,4 +1,4 @@
-"""One model under every schedule: bubbles and memory as predicted, gradients all the same.
+"""One model under every schedule: predicted bubbles and memory, and the same gradients.
 
 braid run -n 2 examples/17_schedules.py
 """

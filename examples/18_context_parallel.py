@@ -1,4 +1,4 @@
-"""A model on sequences that are divided over ranks, without a change of the model.
+"""An unchanged model on sequences that are divided over ranks.
 
 braid run -n 2 examples/18_context_parallel.py
 """
@@ -33,7 +33,7 @@ class Model(nn.Module):
     def forward(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits of the next token."""
+        """Return the logits of the next tokens."""
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1])
         x = self.token(tokens) + self.position(position_ids)
@@ -48,7 +48,7 @@ def new_model() -> Model:
 
 
 def train(group: braid.Group, tokens: torch.Tensor, way: str) -> tuple[float, list[torch.Tensor]]:
-    """Loss and gradients on divided sequences."""
+    """Return loss and gradients on divided sequences."""
     model = new_model()
     context_parallel(model, group, attention=way, inputs={"tokens": 1})
     logits = model(tokens)  # of this rank's positions
@@ -76,7 +76,7 @@ def main() -> None:
         assert loss == again[0]
         assert all(map(torch.equal, grads, again[1]))
         if group.rank == 0:
-            print(f"{way}: gradients of one process up to rounding, and two runs bit by bit")
+            print(f"{way}: gradients equal one process up to rounding; two runs agree bit by bit")
 
 
 if __name__ == "__main__":

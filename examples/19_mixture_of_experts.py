@@ -1,4 +1,4 @@
-"""A mixture of experts whose experts are divided over ranks, with and without dropped tokens.
+"""A mixture of experts that is divided over ranks, with and without dropped tokens.
 
 braid run -n 2 examples/19_mixture_of_experts.py
 """
@@ -15,7 +15,7 @@ DIM, HIDDEN, EXPERTS, TOKENS = 16, 32, 4, 40
 
 def tokens_of(rank: int) -> torch.Tensor:
     x = torch.randn(TOKENS, DIM, generator=torch.Generator().manual_seed(rank))
-    return x + x[:1] / 2  # so that some experts are wanted more than others
+    return x + x[:1] / 2  # so that some experts get more tokens than others
 
 
 def new_layer(group: braid.Group, capacity_factor: float | None) -> MixtureOfExperts:
@@ -25,7 +25,7 @@ def new_layer(group: braid.Group, capacity_factor: float | None) -> MixtureOfExp
 
 
 def divided(group: braid.Group, capacity_factor: float | None) -> MixtureOfExperts:
-    """A step of a layer of which each rank has some experts, on tokens of its own."""
+    """Run forward and backward on this rank's tokens; each rank has some of the experts."""
     layer = new_layer(group, capacity_factor)
     loss = layer(tokens_of(group.rank)).square().mean()
     (loss + auxiliary_loss(layer, load_balance=0, router_z=0.01)).backward()
@@ -34,7 +34,7 @@ def divided(group: braid.Group, capacity_factor: float | None) -> MixtureOfExper
 
 
 def alone(group: braid.Group, capacity_factor: float | None, size: int) -> MixtureOfExperts:
-    """The same with all experts on one rank, which runs the tokens of each rank in turn."""
+    """Run the same layer with all experts on one rank, for the tokens of each rank in turn."""
     layer = new_layer(group, capacity_factor)
     for rank in range(size):
         loss = layer(tokens_of(rank)).square().mean()
@@ -51,11 +51,13 @@ def main() -> None:
             alone(single, capacity_factor, group.size),
         )
         again = divided(group, capacity_factor)
-        own = slice(group.rank * EXPERTS // group.size, (group.rank + 1) * EXPERTS // group.size)
+        experts = slice(
+            group.rank * EXPERTS // group.size, (group.rank + 1) * EXPERTS // group.size
+        )
         for mine, reference in (
             (layer.router.grad, whole.router.grad),
-            (layer.up.grad, whole.up.grad[own]),
-            (layer.down.grad, whole.down.grad[own]),
+            (layer.up.grad, whole.up.grad[experts]),
+            (layer.down.grad, whole.down.grad[experts]),
         ):
             assert (mine - reference).abs().max() < 2e-6 * reference.abs().max()
         pairs = zip(layer.parameters(), again.parameters(), strict=True)
@@ -65,7 +67,7 @@ def main() -> None:
         if group.rank == 0:
             print(f"loads {loads}; {numbers['dropped_share']:.0%} of the choices dropped")
     if group.rank == 0:
-        print("gradients of one process up to rounding, and two runs bit by bit")
+        print("gradients equal one process up to rounding; two runs agree bit by bit")
 
 
 if __name__ == "__main__":

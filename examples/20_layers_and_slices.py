@@ -23,7 +23,7 @@ def new_model() -> nn.Sequential:
 
 
 def by_layers(group: braid.Group, model: nn.Sequential, x: torch.Tensor) -> None:
-    """Whole layers on each rank: activations go to the next rank, and gradients come back."""
+    """Put whole layers on each rank: activations go to the next rank, gradients come back."""
     share = LAYERS // group.size
     for index in range(LAYERS):
         if index // share != group.rank:
@@ -36,7 +36,7 @@ def by_layers(group: braid.Group, model: nn.Sequential, x: torch.Tensor) -> None
 
 
 def by_slices(group: braid.Group, model: nn.Sequential, x: torch.Tensor, kinds: list[str]) -> None:
-    """Part of each matrix on each rank: columns or rows, or both in turn."""
+    """Put a part of each matrix on each rank: columns or rows, or both in turn."""
     for index, (matrix, _) in enumerate(model):
         if kinds[index % len(kinds)] == "column":  # gathered, unless a row layer follows
             ColumnParallelLinear.shard(matrix, group, gather_output=len(kinds) == 1)
@@ -46,7 +46,7 @@ def by_slices(group: braid.Group, model: nn.Sequential, x: torch.Tensor, kinds: 
 
 
 def gap(param: nn.Parameter, whole: torch.Tensor, group: braid.Group) -> float:
-    """Largest difference between a gradient and its part of the whole one, relative to that."""
+    """Return the largest difference from the gradient of one process, relative to its maximum."""
     slicing = slicing_of(param)
     part = slicing.part_of(whole, group.rank, group.size) if slicing else whole
     return ((param.grad - part).abs().max() / whole.abs().max()).item()
@@ -69,7 +69,7 @@ def main() -> None:
             messages, kib = sent["num_operations"], sent["nbytes"] >> 10
             print(f"{way:13}  {numbers} parameters, {messages} messages or collectives, {kib} KiB")
     if group.rank == 0:
-        print("gradients are those of one process: of slices up to rounding, of layers bit by bit")
+        print("gradients equal one process: slices up to rounding, layers bit by bit")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ WIDTH, HEADS, BATCH, LENGTH = 64, 4, 2, 16
 
 
 class Layer(nn.Module):
-    """Attention and a perceptron; nothing here knows of ranks."""
+    """Attention and an MLP in plain torch, without any code for ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, position, width]."""
+        """Map [batch, position, width] to the same shape."""
         h = self.norm(x)
         qkv = [layer(h) for layer in (self.query, self.key, self.value)]
         q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in qkv)
@@ -43,7 +43,7 @@ def new_layer() -> Layer:
 def divided(
     group: braid.Group, x: torch.Tensor
 ) -> tuple[Division, dict[str, nn.Parameter], torch.Tensor, int]:
-    """One forward and backward on parts: the division, parameters, output, operations."""
+    """Run forward and backward on parts; return the division, parameters, output, operations."""
     model = new_layer()
     division = braid.parallelize(model, group, inputs=x)
     before = group.statistics()["num_operations"]
@@ -73,7 +73,7 @@ def main() -> None:
     if group.rank == 0:
         print(", ".join(f"{name} {kind}" for name, kind in division.items()))
         print(division.explain().splitlines()[-1])
-        print("output and gradients are those of one process up to rounding; two runs bit by bit")
+        print("output and gradients equal one process up to rounding; two runs agree bit by bit")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def train(model: nn.Module, replica: int, replicas: int, average: braid.Group | None) -> None:
-    """Gradient descent on a share of each batch, whose gradients are averaged over replicas."""
+    """Take gradient descent steps on a share of each batch; average gradients over replicas."""
     for step in range(STEPS):
         x = batch(step)[replica::replicas]
         model.zero_grad()
@@ -58,14 +58,14 @@ def main() -> None:
     train(model, mesh.coordinates["dp"], 2, mesh["dp"])
     whole = new_model()
     train(whole, 0, 1, None)
-    for own, param in zip(model.parameters(), whole.parameters(), strict=True):
-        slicing = slicing_of(own)
+    for shard, param in zip(model.parameters(), whole.parameters(), strict=True):
+        slicing = slicing_of(shard)
         part = slicing.part_of(param, mesh["tp"].rank, 2) if slicing else param
-        assert (own - part).abs().max() < 1e-6 * param.abs().max()
-        replicas = mesh["dp"].all_gather(own.detach().reshape(1, -1))
+        assert (shard - part).abs().max() < 1e-6 * param.abs().max()
+        replicas = mesh["dp"].all_gather(shard.detach().reshape(1, -1))
         assert torch.equal(replicas[0], replicas[1])
     if group.rank == 0:
-        print("weights are those of one process up to rounding; those of replicas bit by bit")
+        print("weights equal one process up to rounding; replicas agree bit by bit")
 
 
 if __name__ == "__main__":

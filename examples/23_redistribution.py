@@ -26,12 +26,12 @@ class Model(nn.Module):
         self.w, self.v = (nn.Parameter(numbers(WIDTH, WIDTH, seed)) for seed in (0, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[ROWS, WIDTH]."""
+        """Map [ROWS, WIDTH] to the same shape."""
         return self.second(self.first(x, self.w), self.v)
 
 
 def numbers(rows: int, columns: int, seed: int) -> torch.Tensor:
-    """Small whole numbers: their sums are exact in any order."""
+    """Return small whole numbers: their sums are exact in any order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-3, 4, (rows, columns), generator=generator).float()
 
@@ -62,7 +62,7 @@ def main() -> None:
         print(division.explain())
         for target in ("- | -", "- | a,b", "b | a"):
             print(plan(y.shape, 4, rows, Layout.parse(mesh.layout, target)).explain())
-        print("Z, its gradients and what was moved are those of one process, bit by bit")
+        print("Z, its gradients and the moved tensor equal one process, bit by bit")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A perceptron written for megatron.core: its names, on groups of braid.
+"""An MLP written for megatron.core: the same names, on groups of braid.
 
 braid run -n 2 examples/24_from_megatron.py
 """
@@ -15,7 +15,7 @@ WIDTH, ROWS = 32, 8
 
 
 class MLP(nn.Module):
-    """As in Megatron: divided layers return their output and a bias that is yet to be added."""
+    """As in Megatron, divided layers return their output, and the bias separately."""
 
     def __init__(self, config: ModelParallelConfig) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, width]."""
+        """Map [rows, width] to the same shape."""
         y, bias = self.down(functional.gelu(self.up(x)[0]))
         return y + bias
 
@@ -44,7 +44,7 @@ def main() -> None:
     y = model(x)
     y.square().mean().backward()
 
-    torch.manual_seed(0)  # one process, which draws the same whole weights
+    torch.manual_seed(0)  # in one process: draw the same whole weights
     up, down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
     torch.manual_seed(0)
     for layer in (up, down):
@@ -53,14 +53,14 @@ def main() -> None:
     expected = down(functional.gelu(up(x)))
     expected.square().mean().backward()
     rank = parallel_state.get_tensor_model_parallel_rank()
-    for own, whole, dim in ((model.up.weight, up.weight, 0), (model.down.weight, down.weight, 1)):
-        assert torch.equal(own, whole.chunk(size, dim)[rank])
-        gap = (own.grad - whole.grad.chunk(size, dim)[rank]).abs().max()
+    for shard, whole, dim in ((model.up.weight, up.weight, 0), (model.down.weight, down.weight, 1)):
+        assert torch.equal(shard, whole.chunk(size, dim)[rank])
+        gap = (shard.grad - whole.grad.chunk(size, dim)[rank]).abs().max()
         assert gap < 1e-6 * whole.grad.abs().max()
     torch.testing.assert_close(y, expected)
     if rank == 0:
         print(f"up {list(model.up.weight.shape)}, down {list(model.down.weight.shape)}")
-        print("weights are those of one process bit by bit, gradients up to rounding")
+        print("weights equal one process bit by bit, gradients up to rounding")
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 

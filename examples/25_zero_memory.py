@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and states on each rank, for each stage of ZeRO, and its result.
+"""Memory of parameters, gradients and states on each rank, for each stage of ZeRO.
 
 braid run -n 2 examples/25_zero_memory.py
 """
@@ -21,7 +21,7 @@ MIXED_1 = Bytes(2, gradient=2, owned_gradient=4, states=12)  # at stage 1
 
 
 class Chain(nn.Module):
-    """Layers in a ModuleList: each is a unit, whose parameters are gathered together."""
+    """Layers in a ModuleList: each is a unit, and its parameters are gathered together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Chain(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[row, width]."""
+        """Map [row, width] to the same shape."""
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x
@@ -62,16 +62,16 @@ def main() -> None:
                 optimizer.step()
                 live = live_bytes(sharding, optimizer)
                 sharding.zero_grad()
-            each = FLOAT32 if not master else MIXED_1 if stage == 1 else MIXED
-            formula = each.live(stage, group.size)
+            cost = FLOAT32 if not master else MIXED_1 if stage == 1 else MIXED
+            formula = cost.live(stage, group.size)
             assert abs(live.total - live.slots - formula * numel) < 0.001 * formula * numel
             parts = ", ".join(f"{name} {n / numel:.3g}" for name, n in live._asdict().items())
             if group.rank == 0:
                 print(f"{dtype}, stage {stage}: {formula:g} by formula; {parts}")
             sharding.undo()
             if not master:
-                for own, param in zip(model.parameters(), whole.parameters(), strict=True):
-                    assert torch.equal(own, param)
+                for trained, param in zip(model.parameters(), whole.parameters(), strict=True):
+                    assert torch.equal(trained, param)
     if group.rank == 0:
         print("all stages have the parameters of one process bit by bit")
 

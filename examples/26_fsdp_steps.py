@@ -1,4 +1,4 @@
-"""Which layers of a model are whole when, and what is sent, with FullyShardedDataParallel.
+"""FullyShardedDataParallel step by step: when each layer is whole, and how many bytes are sent.
 
 braid run -n 2 examples/26_fsdp_steps.py
 """
@@ -18,7 +18,7 @@ WIDTH, LAYERS, ROWS, STEPS = 32, 6, 4, 3
 
 
 class Chain(nn.Module):
-    """Layers in a ModuleList, each a unit of its own."""
+    """Layers in a ModuleList: each layer is a unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Chain(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[row, width]."""
+        """Map [row, width] to the same shape."""
         for layer in self.layers:
             x = layer(torch.tanh(x))
         return x
@@ -38,7 +38,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def look(units: list[Unit], seen: list[str], text: str, *_: object) -> None:
-    """Note which layers are whole (#), on their way (>), and in parts (.)."""
+    """Record which layers are whole (#), being gathered (>), and in parts (.)."""
     flats = [unit.flats[0] for unit in units]
     seen.append(
         text + "".join("#" if f.is_whole else "." if f.full is None else ">" for f in flats)
@@ -73,7 +73,7 @@ def main() -> None:
         if group.rank == 0:
             print(f"reshard_after_forward={reshard}, collectives of {sent} bytes:", *seen, sep="\n")
     if group.rank == 0:
-        print("parameters are those of one process bit by bit")
+        print("parameters equal one process bit by bit")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One model on several meshes: what is sent along each axis, where axes lie, and the same result.
+"""One model on several meshes: bytes along each axis, the best placement, the same result.
 
 braid run -n 4 examples/27_which_axis.py
 """
@@ -35,7 +35,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def train(mesh: str, shard: int, group: braid.Group) -> tuple[list[torch.Tensor], dict[str, float]]:
-    """Train on a mesh, and return the whole parameters, and bytes of a step along each axis."""
+    """Train on a mesh; return the whole parameters, and the bytes of a step along each axis."""
     model, optimizer = new_training()
     plan = {r"\.0$": "column", r"\.2$": "row"}
     hybrid = HybridParallel(model, mesh, group, plan=plan, num_microbatches=2, shard=shard)
@@ -43,7 +43,7 @@ def train(mesh: str, shard: int, group: braid.Group) -> tuple[list[torch.Tensor]
     sent = {"dp": float(sum(8 * param.numel() for param in hybrid.parameters()))}  # gradients
     replicas = hybrid.groups["dp"]
     for step in range(STEPS):
-        before = {axis: own.statistics()["nbytes"] for axis, own in hybrid.groups.items()}
+        before = {axis: sub.statistics()["nbytes"] for axis, sub in hybrid.groups.items()}
         x = batch(step).chunk(replicas.size)[replicas.rank]
         hybrid.step(x, -x, loss=nn.functional.mse_loss)
         for axis in ("pp", "tp"):
@@ -65,13 +65,13 @@ def main() -> None:
         (params, sent), (again, _) = train(mesh, shard, group), train(mesh, shard, group)
         placement = place(Mesh.parse(mesh), HOSTS, sent)
         if group.rank == 0:
-            said = ", ".join(f"{axis} {nbytes:,.0f} bytes" for axis, nbytes in sent.items())
-            print(f"{mesh}, shard={shard}: {said}; least time as {placement.mesh}")
-        for own, twin, param in zip(params, again, whole.parameters(), strict=True):
-            assert torch.equal(own, twin)
-            assert (own - param).abs().max() < 1e-9
+            traffic = ", ".join(f"{axis} {nbytes:,.0f} bytes" for axis, nbytes in sent.items())
+            print(f"{mesh}, shard={shard}: {traffic}; least time as {placement.mesh}")
+        for first, second, param in zip(params, again, whole.parameters(), strict=True):
+            assert torch.equal(first, second)
+            assert (first - param).abs().max() < 1e-9
     if group.rank == 0:
-        print("parameters are those of one process up to rounding; two runs bit by bit")
+        print("parameters equal one process up to rounding; two runs agree bit by bit")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training that goes on in another shape: two replicas, then stages and divided layers, then alone.
+"""Resume training on another mesh: two replicas, then a pipeline of divided layers, then one rank.
 
 braid run -n 4 examples/28_checkpoints_change_shape.py
 """
@@ -45,7 +45,7 @@ def train_on(mesh: str, group: braid.Group, folder: Path) -> dict[str, torch.Ten
             hybrid.zero_grad()
             snapshot, state = hybrid.checkpoint(optimizer)
             stalls.append(saver.save(folder, snapshot, step=step, state=state).stall_s)
-            saver.wait()  # a training would not wait
+            saver.wait()  # only here: training does not need to wait
     began = time.perf_counter()
     braid.save(folder.with_name("other"), model=hybrid, optimizer=optimizer, step=0, group=group)
     times = " ".join(f"{1e3 * s:.1f}" for s in (time.perf_counter() - began, *stalls))
@@ -59,7 +59,7 @@ def main() -> None:
     group = braid.init()
     two, alone = (group.split(0 if group.rank < size else None) for size in (2, 1))
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(group.objects.broadcast(name)) / "checkpoints"  # that of rank 0
+        folder = Path(group.objects.broadcast(name)) / "checkpoints"  # from rank 0
         if two is not None:
             train_on("dp=2", two, folder)
         params = train_on("pp=2,tp=2", group, folder)
@@ -73,7 +73,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert all((params[n] - p).abs().max() < 1e-9 for n, p in whole.named_parameters())
-        print("what is read is what was trained bit by bit; parameters are those of one process")
+        print("the checkpoint equals the model bit by bit, and parameters equal one process")
 
 
 if __name__ == "__main__":

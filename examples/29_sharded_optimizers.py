@@ -1,4 +1,4 @@
-"""Optimizers that step on parts: by elements, on whole parameters, with masters; and a true norm.
+"""Optimizers on shards: of elements or of whole parameters, and the norm over all ranks.
 
 braid run -n 2 examples/29_sharded_optimizers.py
 """
@@ -56,20 +56,20 @@ def main() -> None:
             for step in range(STEPS):
                 loss_of(model, group.rank, step).backward()
                 seen = nn.utils.get_total_norm(sharding.pieces())
-                own = sharding.clip_grad_norm_(0.05)
+                clipped = sharding.clip_grad_norm_(0.05)
                 optimizer.step()
                 sharding.zero_grad()
-            assert own == norm
+            assert clipped == norm
             numel = sum(p.numel() for g in optimizer.param_groups for p in g["params"])
             kind = "whole parameters" if sharding.options.whole else "elements"
             if group.rank == 0:
-                norms = f"norm {own:.4f}, of the pieces here {seen:.4f}"
+                norms = f"norm {clipped:.4f}, of the pieces here {seen:.4f}"
                 print(f"{name}, stage {stage}: {kind}, {numel} here; {norms}")
             sharding.undo()
             for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
                 assert torch.equal(param, expected)
     if group.rank == 0:
-        print("norms and parameters are those of one process bit by bit")
+        print("norms and parameters equal one process bit by bit")
 
 
 if __name__ == "__main__":

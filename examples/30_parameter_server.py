@@ -1,4 +1,4 @@
-"""A network on a parameter server: two servers hold and step its parameters, three workers train.
+"""A network on a parameter server: two servers hold and update its parameters, three workers train.
 
 braid run --servers 2 --workers 3 examples/30_parameter_server.py
 """
@@ -28,7 +28,7 @@ def network() -> nn.Sequential:
 
 
 def gradient(model: nn.Sequential, values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Gradient of the mean loss of some rows, at some values of all parameters."""
+    """Return the gradient of the mean loss on rows `x`, at these values of all parameters."""
     nn.utils.vector_to_parameters(values.clone(), model.parameters())
     model.zero_grad()
     nn.functional.mse_loss(model(x), -x).backward()
@@ -36,13 +36,13 @@ def gradient(model: nn.Sequential, values: torch.Tensor, x: torch.Tensor) -> tor
 
 
 def alone(workers: int) -> torch.Tensor:
-    """One process that computes the gradients of all workers in turn."""
+    """Train in one process, which computes the gradients of all workers in turn."""
     model = network()
     values = nn.Parameter(nn.utils.parameters_to_vector(model.parameters()).detach())
     optimizer = OPTIMIZER([values])
     for step in range(STEPS):
-        own = [gradient(model, values.detach(), batch(step, w, workers)) for w in range(workers)]
-        values.grad = sum(own[1:], own[0].clone()) * (1 / workers)
+        grads = [gradient(model, values.detach(), batch(step, w, workers)) for w in range(workers)]
+        values.grad = sum(grads[1:], grads[0].clone()) * (1 / workers)
         optimizer.step()
     return values.detach()
 
@@ -69,7 +69,7 @@ def main() -> None:
         ideal = STEPS * first.nbytes
         print(f"sent {counts.sent_bytes:,} bytes of {STEPS} gradients of {ideal:,} bytes together")
         assert torch.equal(values, alone(node.num_workers))
-        print("the parameters are those of one process bit by bit")
+        print("the parameters equal one process bit by bit")
 
 
 if __name__ == "__main__":

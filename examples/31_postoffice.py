@@ -1,4 +1,4 @@
-"""Who is here: the directory of a parameter server, its epochs, barriers and heartbeats.
+"""The directory of a parameter server: members, epochs, barriers and heartbeats.
 
 braid run --servers 3 --workers 2 examples/31_postoffice.py
 """
@@ -24,8 +24,8 @@ def alone(workers: int) -> torch.Tensor:
     values = torch.nn.Parameter(torch.zeros(NUMEL))
     optimizer = torch.optim.SGD([values], lr=1.0)
     for step in range(STEPS):
-        own = [gradient(values.detach(), worker, step) for worker in range(workers)]
-        values.grad = sum(own[1:], own[0].clone()) * (1 / workers)
+        grads = [gradient(values.detach(), worker, step) for worker in range(workers)]
+        values.grad = sum(grads[1:], grads[0].clone()) * (1 / workers)
         optimizer.step()
     return values.detach()
 
@@ -38,7 +38,7 @@ def line(directory: Directory) -> str:
 
 
 def serve(node: ps.Node) -> None:
-    """Serve; server 2 lets its shards move to the others after some steps, and leaves."""
+    """Serve; after some steps server 2 hands its shards to the other servers, and leaves."""
     asked = []
 
     def drain_once() -> None:
@@ -65,11 +65,11 @@ def main() -> None:
             table.push(gradient(table.pull(), node.number, step))
         values = table.pull().clone()
         node.postoffice.wait_until(lambda: 2 not in node.postoffice.directory.servers, 60)
-        node.barrier("trained")  # all workers have come
+        node.barrier("trained")  # all workers have finished training
         if node.number == 0:
             print(*map(line, (*seen[:2], *seen[-1:])), sep="\n")
         assert torch.equal(values, alone(node.num_workers))
-        print(f"values are those of one process bit by bit, over {len(seen)} epochs")
+        print(f"values equal one process bit by bit, over {len(seen)} epochs")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a van does for its messages: urgency, chunks, memory that is reused, shared memory.
+"""Messages over a van: priorities, chunks, reused receive buffers, shared memory.
 
 braid run -n 2 examples/32_messages.py
 """
@@ -20,14 +20,14 @@ NUMEL, TIMES = 8 << 20, 5  # 32 MiB
 
 
 class Values(msgspec.Struct, tag="values", frozen=True):
-    """Tensors, which travel beside it."""
+    """Describes tensors that are sent along with the message."""
 
     specs: list[TensorSpec]
     number: int
 
 
 class Note(msgspec.Struct, tag="note", frozen=True):
-    """A few bytes."""
+    """A short text."""
 
     text: str
 
@@ -51,7 +51,7 @@ def send(van: SocketVan) -> None:
 
 
 def receive(van: SocketVan) -> tuple[list[str], set[int]]:
-    """Return what has come, in its order, and where values lay."""
+    """Return the messages in the order of arrival, and the addresses of the received tensors."""
     names: list[str] = []
     places: set[int] = set()
     while len(names) < TIMES + 2:
@@ -64,7 +64,7 @@ def receive(van: SocketVan) -> tuple[list[str], set[int]]:
         assert torch.equal(tensor, values(message.number))
         names.append(f"values {message.number}")
         places.add(tensor.data_ptr())
-        del tensor, delivery  # the last views of this memory, which the next message may have
+        del tensor, delivery  # frees this memory for the next message
     return names, places
 
 
@@ -86,7 +86,7 @@ def main() -> None:
                 print(f"shared memory {shared}, {len(places)} blocks: {', '.join(names)}")
             group.barrier()
     if group.rank == 0:
-        print("all values are those that were sent bit by bit")
+        print("all received values equal the sent ones bit by bit")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Requests over links that lose every fifth message: sent again, answered in parts, executed once.
+"""Requests over links that lose every fifth message: resent, answered in parts, executed once.
 
 braid run --servers 2 --workers 2 examples/33_customer.py
 """
@@ -20,7 +20,7 @@ PUSHES = 60
 
 
 class CountingHandle(kv.KVServerDefaultHandle):
-    """Sums what is pushed, and counts how often each request is executed."""
+    """Sums pushed values, and counts how often each request is executed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,17 +33,17 @@ class CountingHandle(kv.KVServerDefaultHandle):
 
 
 def values(worker: int, number: int) -> torch.Tensor:
-    """Values whose sums are exact, so that their order does not matter."""
+    """Return whole numbers: their sums are exact in any order."""
     generator = torch.Generator().manual_seed(100 * number + worker)
     return torch.randint(-999, 999, (len(KEYS),), generator=generator).float()
 
 
 def work(node: kv.KVNode) -> None:
     worker = kv.KVWorker(node)
-    done: list[int] = []
+    finished: list[int] = []
     stamps = [
-        worker.push(KEYS, values(node.number, n), callback=lambda number=n: done.append(number))
-        for n in range(PUSHES)  # all under way at once
+        worker.push(KEYS, values(node.number, n), callback=lambda number=n: finished.append(number))
+        for n in range(PUSHES)  # without waiting for earlier ones
     ]
     for stamp in stamps:
         worker.wait(stamp, timeout_s=60)
@@ -51,9 +51,9 @@ def work(node: kv.KVNode) -> None:
     worker.wait(worker.pull(KEYS, sums := torch.empty(0)), timeout_s=60)
     alone = sum(values(w, n) for w in range(node.num_workers) for n in range(PUSHES))
     assert torch.equal(sums, alone)
-    early = sum(a > b for a, b in itertools.pairwise(done))
+    early = sum(a > b for a, b in itertools.pairwise(finished))
     print(f"timestamps {stamps[0]} to {stamps[-1]}; {early} callbacks overtook the one before")
-    print("sums are those of one process bit by bit")
+    print("sums equal one process bit by bit")
 
 
 def count_arrivals(node: kv.KVNode) -> Counter[str]:

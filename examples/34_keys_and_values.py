@@ -1,4 +1,4 @@
-"""Keys and values: a handle of one's own on the servers, a slicer, and filters that save bytes.
+"""Keys and values: a custom handle on the servers, a slicer, and filters that save bytes.
 
 braid run --servers 2 --workers 2 examples/34_keys_and_values.py
 """
@@ -14,12 +14,12 @@ import torch
 import braid
 from braid.ps import kv
 
-KEYS = torch.arange(20_000)  # small numbers: by range, all of them would lie on server 0
+KEYS = torch.arange(20_000)  # small numbers: a division by ranges puts all keys on server 0
 ROUNDS = 5
 
 
 class Largest:
-    """Keeps the largest value of each key, whatever the order in which values come."""
+    """Keeps the largest value of each key, so the order of values does not matter."""
 
     def __init__(self) -> None:
         self.values: dict[int, float] = {}
@@ -50,12 +50,12 @@ def work(node: kv.KVNode) -> None:
     node.barrier(kv.WORKER_GROUP)
     worker.wait(worker.pull(KEYS, largest := torch.empty(0)))
     everyone = itertools.product(range(node.num_workers), range(ROUNDS))
-    alone = torch.stack([values(*each) for each in everyone]).amax(0)
+    alone = torch.stack([values(*push) for push in everyone]).amax(0)
     whole = (ROUNDS + 1) * KEYS.nbytes + (ROUNDS + 1) * alone.nbytes
     saved = ", ".join(f"{type(f).__name__} saves {f.saved_bytes:,}" for f in filters)
     print(f"of {whole:,} bytes {saved}")
     assert torch.equal(largest, alone)
-    print("the largest values are those of one process bit by bit")
+    print("the largest values equal one process bit by bit")
 
 
 def main() -> None:

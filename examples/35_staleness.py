@@ -1,4 +1,4 @@
-"""How far may workers be apart? Time and error of six consistencies, with workers that are slow.
+"""Time and error of six consistency models, with slow workers.
 
 braid run --servers 1 --workers 4 examples/35_staleness.py
 """
@@ -18,7 +18,7 @@ import torch
 import braid
 from braid import ps
 
-FILE = Path(sys.argv[1]) if len(sys.argv) > 1 else None  # measures for longer, and writes it
+FILE = Path(sys.argv[1]) if len(sys.argv) > 1 else None  # run longer, write the curves there
 STEPS, UNIT_S = (80, 0.02) if FILE else (5, 0.002)
 D, ROWS, SLOW = 200, 16, 4
 WAYS = {
@@ -34,14 +34,14 @@ TRUTH = torch.randn(D, generator=torch.Generator().manual_seed(0))
 
 
 def gradient(values: torch.Tensor, worker: int, step: int) -> torch.Tensor:
-    """Gradient of a linear regression's mean loss over some rows, which are noisy."""
+    """Return the gradient of a linear regression's mean loss over noisy rows."""
     generator = torch.Generator().manual_seed(100 * step + worker)
     x, noise = (torch.randn(ROWS, n, generator=generator) for n in (D, 1))
     return x.T @ (x @ (values - TRUTH) - noise.squeeze()) / ROWS
 
 
 def seconds(kind: str, worker: int, step: int) -> float:
-    """Return how long a step takes: one worker is always slow, or any is now and then."""
+    """Return the duration of a step: worker 3 is always slow, or any worker now and then."""
     chance = random.Random(1000 * worker + step).random()
     is_slow = worker == 3 if kind == "permanent" else chance < 0.1
     return UNIT_S * (SLOW if is_slow else 1)
@@ -51,19 +51,19 @@ def alone(workers: int) -> torch.Tensor:
     values = torch.nn.Parameter(torch.zeros(D))
     optimizer = SGD([values])
     for step in range(STEPS):
-        own = [gradient(values.detach(), worker, step) for worker in range(workers)]
-        values.grad = sum(own[1:], own[0].clone()) * (1 / workers)
+        grads = [gradient(values.detach(), worker, step) for worker in range(workers)]
+        values.grad = sum(grads[1:], grads[0].clone()) * (1 / workers)
         optimizer.step()
     return values.detach()
 
 
 def train(node: ps.Node, table: ps.DenseTable, kind: str) -> tuple[list[list[float]], torch.Tensor]:
-    """Return seconds and distance from the truth after each step, and the last values."""
+    """Return time and mean squared error after each step, and the last values."""
     node.barrier(f"before {table.name}")
     began, curve = time.perf_counter(), []
     for step in range(STEPS):
         values = table.pull()
-        time.sleep(seconds(kind, node.number, step))  # the forward and the backward
+        time.sleep(seconds(kind, node.number, step))  # stands for forward and backward
         table.push(gradient(values, node.number, step))
         error = (values - TRUTH).square().mean().item()
         curve.append([round(time.perf_counter() - began, 4), round(error, 5)])

@@ -1,9 +1,9 @@
-"""A server dies in the middle of a training; the bits of the result do not change.
+"""A server dies during training; the bits of the result do not change.
 
 braid run --servers 3 --workers 2 examples/36_failover.py
 
-Here a server closes its connections and goes. With `--replicas 1` after `--workers 2`, and the word
-`kill` at the end, it is killed by a signal.
+Here a server closes its connections and leaves. With `--replicas 1` after `--workers 2`, and the
+word `kill` at the end, it kills itself by a signal.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def alone(workers: int) -> torch.Tensor:
     values = torch.nn.Parameter(torch.zeros(NUMEL))
     optimizer = ADAM([values])
     for step in range(STEPS):
-        own = [gradient(values.detach(), worker, step) for worker in range(workers)]
-        values.grad = sum(own[1:], own[0].clone()) * (1 / workers)
+        grads = [gradient(values.detach(), worker, step) for worker in range(workers)]
+        values.grad = sum(grads[1:], grads[0].clone()) * (1 / workers)
         optimizer.step()
     return values.detach()
 
 
 def serve(node: ps.Node) -> None:
-    """Serve; server 0 dies when it has seen half of the steps."""
+    """Serve; server 0 dies after half of the steps."""
 
     def die() -> None:
         records = max(shard.state.applied.number for shard in node.server.shards)
@@ -65,7 +65,7 @@ def main() -> None:
         if not node.is_worker:
             serve(node)
             return
-        table.pull()  # all are here now
+        table.pull()  # returns when all nodes have joined
         times = []
         for step in range(STEPS):
             began = time.perf_counter()
@@ -75,7 +75,7 @@ def main() -> None:
         middle, longest = sorted(times)[STEPS // 2], max(times)
         print(f"a step takes {1e3 * middle:.0f} ms, the longest {1e3 * longest:.0f} ms")
         assert torch.equal(values, alone(node.num_workers))
-        print(f"values are those of one process bit by bit; epoch {node.postoffice.epoch}")
+        print(f"values equal one process bit by bit; epoch {node.postoffice.epoch}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two hot shards on one server: one of them moves. A snapshot begins on fewer servers.
+"""One of two busy shards moves to another server; a snapshot is restored on fewer servers.
 
 braid run --servers 3 --workers 1 examples/37_moves.py
 """
@@ -18,7 +18,7 @@ from braid.ps.protocol.directory import virtual_shard
 ADAM = partial(torch.optim.AdamW, lr=0.1)
 STEPS = 10
 NAMES = [f"table {number}" for number in range(12)]
-HOT = [name for name in NAMES if virtual_shard(name, 0) % 3 == 0][:2]  # both begin on server 0
+HOT = [name for name in NAMES if virtual_shard(name, 0) % 3 == 0][:2]  # both start on server 0
 
 
 def tables(node: ps.Node) -> list[ps.DenseTable]:
@@ -26,7 +26,7 @@ def tables(node: ps.Node) -> list[ps.DenseTable]:
 
 
 def train(values: torch.Tensor, step: int) -> torch.Tensor:
-    """Return the gradient at some values."""
+    """Return the gradient of a step at these values."""
     return values - torch.randn(1000, generator=torch.Generator().manual_seed(step))
 
 
@@ -52,8 +52,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(group.objects.broadcast(name)) / "snapshots"
         with ps.join(group, options=ps.Options(rebalance_s=0.1)) as node:
-            own = tables(node)
-            work(node, own, folder) if node.is_worker else node.serve()
+            trained = tables(node)
+            work(node, trained, folder) if node.is_worker else node.serve()
         group.barrier()
         fewer = group.split(0 if group.rank in {0, 1, group.size - 1} else None)
         if fewer is not None:
@@ -62,7 +62,7 @@ def main() -> None:
                 if not node.is_worker:
                     node.serve()
                 else:
-                    compare(again, own[0].clock)
+                    compare(again, trained[0].clock)
         group.barrier()
 
 
@@ -73,7 +73,7 @@ def compare(again: list[ps.DenseTable], steps: int) -> None:
         values.grad = train(values.detach(), step)
         optimizer.step()
     assert all(torch.equal(table.pull(), values) for table in again)
-    print(f"after {steps} steps and on one server values are those of one process bit by bit")
+    print(f"after {steps} steps and on one server values equal one process bit by bit")
 
 
 if __name__ == "__main__":

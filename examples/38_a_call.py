@@ -1,4 +1,4 @@
-"""A call from request to reply: results, errors and deadlines, and the time of each part.
+"""Remote calls: results, errors, deadlines, and the time of a round trip.
 
 braid run -n 2 examples/38_a_call.py
 """
@@ -23,7 +23,7 @@ def scaled(x: torch.Tensor, *, by: float = 1.0) -> torch.Tensor:
 
 
 def nested(x: torch.Tensor) -> torch.Tensor:
-    """Run in the callee, and call the caller back, which is waiting."""
+    """Call back the caller while it waits for this call; runs in the callee."""
     return rpc.rpc_sync("caller", torch.neg, (scaled(x),))
 
 
@@ -50,15 +50,15 @@ def first_line(act: Callable[[], object]) -> str:
     except (RuntimeError, CommTimeout) as exc:
         lines = str(exc).splitlines()
         return f"{type(exc).__name__}: {' / '.join(lines[:2])}"
-    raise AssertionError("there is no error")
+    raise AssertionError("no error was raised")
 
 
 def call() -> None:
     x = torch.arange(1.0, 5.0)
     assert torch.equal(rpc.rpc_sync("callee", scaled, (x,), {"by": 2.0}), scaled(x, by=2.0))
     assert torch.equal(rpc.rpc_sync("callee", nested, (x,)), -scaled(x))
-    futures = [rpc.rpc_async("callee", scaled, (x + n,)) for n in range(20)]  # all under way
-    assert all(torch.equal(each.wait(), scaled(x + n)) for n, each in enumerate(futures))
+    futures = [rpc.rpc_async("callee", scaled, (x + n,)) for n in range(20)]  # run concurrently
+    assert all(torch.equal(future.wait(), scaled(x + n)) for n, future in enumerate(futures))
     print(first_line(lambda: rpc.rpc_sync("callee", torch.dot, (x, x[:2]))))
     print(first_line(lambda: rpc.rpc_sync("callee", os.getenv, ("HOME",))))
     late = first_line(lambda: rpc.rpc_sync("callee", slow, timeout=0.1))
@@ -68,7 +68,7 @@ def call() -> None:
         sent = torch.ones(numel)
         took_us = median_us(lambda sent=sent: rpc.rpc_sync("callee", same, (sent,)), times)
         print(f"{name} there and back: {took_us:,.0f} us")
-    print("results are those of local calls bit by bit")
+    print("results equal local calls bit by bit")
 
 
 if __name__ == "__main__":

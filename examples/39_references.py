@@ -1,4 +1,4 @@
-"""Remote references: who holds a value alive, and when it goes.
+"""Remote references: which references keep a value alive, and when the owner deletes it.
 
 braid run -n 3 examples/39_references.py
 """
@@ -34,18 +34,18 @@ def forget() -> None:
 
 
 def forks() -> tuple[int, int]:
-    """Return the numbers of values that others refer to, and of references to them."""
+    """Return how many values other nodes refer to, and how many references they have."""
     counts = current_agent().references.counts()
     return counts.shared, counts.forks
 
 
 def show(text: str, expected: tuple[int, int]) -> None:
-    """Print the counts of the owner, once they are those that are expected."""
+    """Print the owner's counts as soon as they equal `expected`."""
     until = time.monotonic() + 20
-    while (own := rpc.rpc_sync("owner", forks)) != expected:
-        assert time.monotonic() < until, (text, own)
+    while (counts := rpc.rpc_sync("owner", forks)) != expected:
+        assert time.monotonic() < until, (text, counts)
         time.sleep(0.01)
-    print(f"{text}: {own[0]} value, {own[1]} references")
+    print(f"{text}: {counts[0]} value, {counts[1]} references")
 
 
 def share() -> None:
@@ -63,12 +63,12 @@ def share() -> None:
     show("let go there", (0, 0))
     assert torch.equal(total, made(0) + made(1))
     assert torch.equal(squares, made(0).square())
-    wrong = rpc.remote("owner", torch.ones, ([-1],))  # raises nothing here
+    wrong = rpc.remote("owner", torch.ones, ([-1],))  # fails on the owner; to_here() raises
     try:
         wrong.to_here()
     except RuntimeError as exc:
         print(str(exc).splitlines()[1])
-    print("values are those of one process bit by bit")
+    print("values equal one process bit by bit")
 
 
 if __name__ == "__main__":

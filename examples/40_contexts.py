@@ -1,4 +1,4 @@
-"""Contexts: the graph of one forward lies in two processes, and sends and receives are its seams.
+"""Contexts: one autograd graph in two processes, joined by sends and receives.
 
 braid run -n 2 examples/40_contexts.py
 """
@@ -23,7 +23,7 @@ def layer(x: torch.Tensor, weight: torch.Tensor = WEIGHT) -> torch.Tensor:
 
 
 def seams(context: int) -> str:
-    """Return the sends and receives that a context has in this node."""
+    """Return the sends and receives of a context in this node."""
     state = current_agent().contexts.get(context).state
     sends = [f"send {number} to node {to}" for number, to in enumerate(state.sends.values())]
     receives = [f"receive {n} from node {to}" for n, to in enumerate(state.receives.values())]
@@ -43,7 +43,7 @@ def one_step(x: torch.Tensor) -> list[torch.Tensor]:
             print(f"here: {seams(context)}")
             print(f"there: {rpc.rpc_sync('there', seams, (context,))}")
         dist_autograd.backward(context, [layer(hidden).sum()])
-        del unused  # without a gradient, and without a wait
+        del unused  # it gets no gradient, and backward does not wait for one
         return [gradient(context), rpc.rpc_sync("there", gradient, (context,))]
 
 
@@ -59,16 +59,16 @@ def compare() -> None:
     threads = [  # contexts of several threads, on the same parameters
         threading.Thread(target=lambda x=x: results.append(one_step(x))) for x in inputs[1:]
     ]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     expected = [alone(x) for x in inputs]
     assert len(results) == len(expected)
     for grads in results:
-        assert any(all(map(torch.equal, grads, each)) for each in expected)
-    assert WEIGHT.grad is None  # it is the contexts' that have gradients
-    print(f"gradients of {len(results)} contexts are those of one process bit by bit")
+        assert any(all(map(torch.equal, grads, reference)) for reference in expected)
+    assert WEIGHT.grad is None  # gradients are in the contexts
+    print(f"gradients of {len(results)} contexts equal one process bit by bit")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""FAST and SMART: two ways to know which results get gradients, and the messages of each.
+"""FAST and SMART: two ways to find out which results get gradients, and their messages.
 
 braid run -n 3 examples/41_fast_and_smart.py
 """
@@ -43,7 +43,7 @@ def passed_on(x: torch.Tensor) -> torch.Tensor:  # runs in b
 
 
 def program(x: torch.Tensor, unused: int) -> torch.Tensor:
-    for _ in range(unused):  # as metrics, or a branch that was not taken
+    for _ in range(unused):  # results without an effect on the loss, such as metrics
         rpc.rpc_sync("c", doubled, (x,))
     return rpc.rpc_sync("b", passed_on, (x,)).sum()
 
@@ -68,7 +68,7 @@ def compare() -> None:
         gradients(x, 5, "fast")
     except CommError as exc:
         print(f"fast, 5 unused: {exc}")
-    print("gradients are those of one process bit by bit")
+    print("gradients equal one process bit by bit")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The engine: local backwards of three processes, which wait for the gradients of their sends.
+"""The engine: local backward passes of three processes, which wait for gradients of their sends.
 
 braid run -n 3 examples/42_engine.py
 """
@@ -14,18 +14,18 @@ from braid.rpc import dist_autograd
 from braid.rpc.current import current_agent
 
 NAMES = ("a", "b", "c")
-RAN: list[str] = []  # local backwards of this node, in their order
+RAN: list[str] = []  # local backward passes of this node, in order
 BIAS = torch.ones(3, requires_grad=True)  # a parameter of each node
 
 
 def record() -> None:
     contexts = current_agent().contexts
-    run = contexts._run  # noqa: SLF001 - to look on
+    run = contexts._run  # noqa: SLF001 - to record its calls
 
-    def recorded(own: object, source: object, backward: object) -> None:
-        edges = [] if source is None else list(own.state.sends)
+    def recorded(context: object, source: object, backward: object) -> None:
+        edges = [] if source is None else list(context.state.sends)
         RAN.append("roots" if source is None else f"send {edges.index(source)}")
-        run(own, source, backward)
+        run(context, source, backward)
 
     contexts._run = recorded  # noqa: SLF001
 
@@ -35,7 +35,7 @@ def ran() -> list[str]:
 
 
 def through_c(x: torch.Tensor) -> torch.Tensor:
-    """Run in b: tensors go to c twice, and to a, which waits."""
+    """Call c twice, and a once while it waits; runs in b."""
     y = x * x
     first = rpc.rpc_sync("c", shifted, (y,))
     second = rpc.rpc_sync("c", shifted, (y + first,))
@@ -68,7 +68,7 @@ def compare() -> None:
     assert all(map(torch.equal, [of_x, of_a, of_c], expected))
     for name, order in zip(NAMES, rpc.broadcast(NAMES, ran), strict=True):
         print(f"{name} ran {', '.join(order)}")
-    print("gradients are those of one process bit by bit")
+    print("gradients equal one process bit by bit")
 
 
 if __name__ == "__main__":

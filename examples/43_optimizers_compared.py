@@ -1,4 +1,4 @@
-"""Five distributed optimizers on one model: who sums gradients, who steps, and who has states.
+"""Five distributed optimizers on one model, compared by the size of optimizer states.
 
 braid run -n 2 examples/43_optimizers_compared.py
 """
@@ -27,25 +27,25 @@ def new_model() -> nn.Sequential:
 
 def loss_of(model: nn.Module, step: int, *ranks: int) -> torch.Tensor:
     generators = [torch.Generator().manual_seed(100 * step + rank) for rank in ranks]
-    x = torch.cat([torch.randn(4, D, generator=each) for each in generators])
+    x = torch.cat([torch.randn(4, D, generator=generator) for generator in generators])
     return nn.functional.mse_loss(model(x), -x)
 
 
 def train(way: str, group: braid.Group) -> tuple[list[torch.Tensor], dict]:
     net, ranks = (model := new_model()), [group.rank]
-    own = optimizer = torch.optim.Adam(model.parameters())
+    stepper = optimizer = torch.optim.Adam(model.parameters())
     if way == "DataParallel":
         net, ranks = braid.DataParallel(model, ["cpu", "cpu"]), RANKS
     elif way == "DDP":
         net = braid.DistributedDataParallel(model, process_group=group)
     elif way == "Horovod":
-        own = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        stepper = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     elif way == "ZeRO":
         shard_optimizer(optimizer, model, stage=1, process_group=group)
     for step in range(STEPS):
-        own.zero_grad()
+        stepper.zero_grad()
         loss_of(net, step, *ranks).backward()
-        own.step()
+        stepper.step()
     return list(model.parameters()), optimizer.state
 
 
@@ -57,14 +57,14 @@ def train_by_calls() -> tuple[list[torch.Tensor], dict]:
             loss = sum(loss_of(there, step, rank) for rank in RANKS) / len(RANKS)
             dist_autograd.backward(context, [loss])
             optimizer.step(context)
-    return [each.to_here() for each in params], optimizer.state_dict()["node1"]["state"]
+    return [param.to_here() for param in params], optimizer.state_dict()["node1"]["state"]
 
 
 if __name__ == "__main__":
     group = braid.init()
     hvd.init()
     rpc.init_rpc(f"node{group.rank}")
-    model = new_model()  # in one process, on the samples of both ranks
+    model = new_model()  # the reference: one process, on the samples of both ranks
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(STEPS):
         accumulate(model, [partial(loss_of, model, step, rank) for rank in RANKS])
@@ -72,8 +72,8 @@ if __name__ == "__main__":
     for way in ("DDP", "Horovod", "ZeRO") + ("DataParallel", "calls") * (group.rank == 0):
         params, states = train_by_calls() if way == "calls" else train(way, group)
         assert all(map(torch.equal, params, model.parameters()))
-        tensors = [x for each in states.values() for x in each.values()]
+        tensors = [x for state in states.values() for x in state.values()]
         kib = sum(x.nbytes for x in tensors if x.dim()) / 1024
         print(f"{way}: {kib:.0f} KiB of states {'in node 1' if way == 'calls' else 'here'}")
-    print("all parameters are those of one process bit by bit")
+    print("all parameters equal one process bit by bit")
     rpc.shutdown()

@@ -1,4 +1,4 @@
-"""Serving: one forward answers the calls of many clients, and a serial object counts them.
+"""Batched serving: one forward answers the calls of many clients; a serial object counts them.
 
 braid run -n 2 examples/44_serving.py
 """
@@ -17,13 +17,13 @@ from torch import nn
 
 from braid import rpc
 
-FILE = Path(sys.argv[1]) if len(sys.argv) > 1 else None  # measures for longer, and writes it
+FILE = Path(sys.argv[1]) if len(sys.argv) > 1 else None  # run longer, write the rates there
 CLIENTS, REQUESTS, D, H = 16, 60 if FILE else 3, 512, 8192
 SIZES = (1, 2, 4, 8, 16)
 MODEL = nn.Sequential(nn.Linear(D, H), nn.ReLU(), nn.Linear(H, 8))
 GENERATOR = torch.Generator().manual_seed(0)
-for each in MODEL.parameters():  # small whole numbers, whose sums are exact in any batch
-    each.data = torch.randint(-2, 3, each.shape, generator=GENERATOR).float()
+for param in MODEL.parameters():  # small whole numbers: their sums are exact in any batch
+    param.data = torch.randint(-2, 3, param.shape, generator=GENERATOR).float()
 
 
 @torch.no_grad
@@ -36,23 +36,23 @@ BATCHED = {size: rpc.batch(max_size=size, max_wait_s=0.005)(answers_of) for size
 
 @rpc.functions.async_execution
 def serve(size: int, state: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    return BATCHED[size](state)  # a future: the reply leaves when the batch is answered
+    return BATCHED[size](state)  # a future: the reply is sent when the batch is computed
 
 
 @rpc.serial
 class Ledger:
-    """A number to which many add; one call runs at a time, so none is lost."""
+    """A counter for many clients: calls run one at a time, so no increment is lost."""
 
     total = 0
 
     def add(self, n: int) -> int:
-        """Add to the number."""
+        """Add n; return the total."""
         self.total += n
         return self.total
 
 
 def client(number: int, size: int, ledger: rpc.RRef) -> tuple[list, list]:
-    """Ask one thing after the other; return what was asked and answered."""
+    """Send requests one at a time; return the requests and the answers."""
     generator = torch.Generator().manual_seed(number)
     states = list(torch.randint(-2, 3, (REQUESTS, D), generator=generator).float())
     answers = [rpc.rpc_sync("server", serve, (size, state)) for state in states]
@@ -69,12 +69,12 @@ if __name__ == "__main__":
             for size in SIZES:
                 began = time.perf_counter()
                 futures = [pool.submit(client, n, size, ledger) for n in range(CLIENTS)]
-                results = [each.result() for each in futures]
+                results = [future.result() for future in futures]
                 rates[size] = round(CLIENTS * REQUESTS / (time.perf_counter() - began))
                 print(f"batches of up to {size}: {rates[size]} requests/s")
                 assert all(all(map(torch.equal, b, answers_of(a))) for a, b in results)
         assert ledger.rpc_sync().add(0) == CLIENTS * REQUESTS * len(SIZES)
         if FILE is not None:
             FILE.write_text(json.dumps(rates))
-        print("answers are those of one process bit by bit, and all are counted")
+        print("answers equal one process bit by bit, and all are counted")
     rpc.shutdown()

@@ -1,4 +1,4 @@
-"""A learner and its actors, whose gradients come as they will: A3C against one process.
+"""A3C: a learner with one actor is compared with one process, then it learns from two actors.
 
 braid run --role learner:1 --role actor:2 --expendable-role actor examples/45_actors_and_learners.py
 """
@@ -18,10 +18,10 @@ PLACES, UPDATES, OPTIONS = 8, 60, rl.LossOptions(discount=0.9)
 
 
 class Corridor:
-    """Eight places in a row, of which the last one gives 1; 40 steps at most."""
+    """Eight places in a row; the last place ends an episode with reward 1; 40 steps at most."""
 
     def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin at the first place."""
+        """Start at the first place."""
         del seed
         self.place = self.steps = 0
         return torch.eye(PLACES)[0].numpy(), {}
@@ -47,18 +47,18 @@ class Net(nn.Linear):
 
 
 class Versions:
-    """A policy of the learner's process that keeps each version."""
+    """A policy in the learner's process that records the weights of each version."""
 
     def __init__(self) -> None:
         self.weights = {}
 
     def load(self, weights: rl.Weights) -> None:
-        """Keep a version."""
+        """Record a version."""
         self.weights[weights.version] = weights.state["weight"]
 
 
 def actor_of(number: int) -> rl.Actor:
-    """Return an actor of four corridors."""
+    """Return an actor with four corridors."""
     policy = rl.LocalPolicy(Net(), seed=number)
     return rl.Actor([Corridor() for _ in range(4)], policy, unroll_length=8, seed=number)
 
@@ -69,18 +69,18 @@ def play(learner: rpc.RRef, number: int) -> None:
 
 
 def learner_of(kept: Versions) -> rl.A3CLearner:
-    """Return a learner whose versions are kept."""
+    """Return a learner that stores its versions in `kept`."""
     net = Net()
     return rl.A3CLearner(net, torch.optim.SGD(net.parameters(), lr=2.0), serving=[kept])
 
 
 def is_over(now: rl.Statistics) -> bool:
-    """Whether there were enough updates."""
+    """Return whether the learner has made enough updates."""
     return now.version >= UPDATES
 
 
 def train(actors: list[str]) -> None:
-    """Learn from one actor, from the same one in this process, and from all."""
+    """Learn from an actor in this process, from the same actor by calls, and from all actors."""
     here, calls = Versions(), Versions()
     local = learner_of(here)
     with ThreadPoolExecutor() as pool:
@@ -93,7 +93,7 @@ def train(actors: list[str]) -> None:
     rl.lead(learner_of(calls), actors[:1], play, is_over=is_over)
     for n in range(1, UPDATES + 1):
         assert torch.equal(here.weights[n], calls.weights[n])
-    print(f"{UPDATES} versions by one actor are those of one process bit by bit")
+    print(f"{UPDATES} versions by one actor equal one process bit by bit")
     end = rl.lead(learner_of(Versions()), actors, play, is_over=is_over)
     print(f"{len(actors)} actors: mean return {end.mean_return:.2f}, lags {set(end.lags)}")
 

@@ -1,4 +1,4 @@
-"""Asynchronous pipelines with three rules for weights, each equal to one process that is as stale.
+"""Asynchronous pipelines with three rules for weights, compared with one process.
 
 braid run -n 4 examples/46_weight_versions.py
 """
@@ -53,15 +53,15 @@ def main() -> None:
         note = ""
         if name != "fresh":
             pipeline = AsynchronousPipeline(new_model(), SGD, group=group, **options)
-            own = pipeline.train_on(microbatches(), loss=functional.mse_loss)
-            assert torch.equal(own, losses)
+            found = pipeline.train_on(microbatches(), loss=functional.mse_loss)
+            assert torch.equal(found, losses)
             known = model.state_dict()
             assert all(torch.equal(x, known[n]) for n, x in pipeline.state_dict().items())
             note = f"oldest {max(pipeline.staleness)}, versions {pipeline.most_live}"
         if group.rank == 0:
             print(f"{name:13} loss {losses[-LAST:].mean():.5f}  {note}".rstrip())
     if group.rank == 0:
-        print("losses and weights are those of one process bit by bit")
+        print("losses and weights equal one process bit by bit")
     braid.shutdown()
 
 

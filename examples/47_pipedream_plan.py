@@ -1,4 +1,4 @@
-"""PipeDream's optimizer on a graph with two branches: cuts, both programs, and every pipeline.
+"""PipeDream's optimizer on a graph with two branches, compared with a search of all pipelines.
 
 braid run -n 1 examples/47_pipedream_plan.py
 """
@@ -16,7 +16,7 @@ MS, MB = 1e-3, 1e6
 
 
 def diamond() -> ProfiledGraph:
-    """Return a -> b, c -> d -> e; b and c do not depend on each other, d has most parameters."""
+    """Return a -> b, c -> d -> e: b and c are independent, d has the most parameters."""
     rows = {  # forward ms, backward ms, output MB, parameters MB
         "a": (4, 8, 4, 1),
         "b": (3, 6, 2, 3),
@@ -33,7 +33,7 @@ def diamond() -> ProfiledGraph:
 
 
 def best_of_all(states) -> float:
-    """The least time of a minibatch over all ways through the states, by the paper's words."""
+    """Return the least time of a minibatch over all pipelines, by the formula of the paper."""
     best, last = np.inf, len(states.compute_s) - 1
     for count in range(MACHINES):
         for cuts in itertools.combinations(range(last), count):
@@ -60,11 +60,11 @@ def main() -> None:
     for members, handed in zip(states.members, states.handed_on, strict=True):
         print(f"up to {''.join(sorted(members)):5} hands on {' '.join(handed)}")
     for recurrence in ("paper", "released"):
-        done = partition(states, [MachineLevel(MACHINES, BANDWIDTH)], recurrence=recurrence)
-        stages = ", ".join(f"{''.join(sorted(s.nodes))} x{s.replicas}" for s in done.stages)
+        best = partition(states, [MachineLevel(MACHINES, BANDWIDTH)], recurrence=recurrence)
+        stages = ", ".join(f"{''.join(sorted(s.nodes))} x{s.replicas}" for s in best.stages)
         print(
-            f"{recurrence:8} {stages}: {done.seconds / MS:.2f} ms, {done.one_machine_s / MS:.0f} "
-            f"on one machine, {done.data_parallel_s / MS:.2f} data parallel"
+            f"{recurrence:8} {stages}: {best.seconds / MS:.2f} ms, {best.one_machine_s / MS:.0f} "
+            f"on one machine, {best.data_parallel_s / MS:.2f} data parallel"
         )
     assert partition(states, [MachineLevel(MACHINES, BANDWIDTH)]).seconds == best_of_all(states)
     print("the paper's program gives the least time of all pipelines, bit by bit")

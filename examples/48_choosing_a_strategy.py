@@ -1,4 +1,4 @@
-"""Which way of splitting is fastest on two clusters, and one step of both ways.
+"""The fastest split of a model on fast and on slow links, and one step with each split.
 
 braid run -n 2 examples/48_choosing_a_strategy.py
 """
@@ -35,7 +35,7 @@ def model() -> nn.Sequential:
 
 
 def chosen(bytes_per_s: float) -> Split:
-    """Return the fastest split over two ranks with such a link."""
+    """Return the fastest split over two ranks that are joined by a link of this bandwidth."""
     named = [(str(i), layer) for i, layer in enumerate(model())]
     operations = count_operations(named, lambda rows: torch.ones(rows, WIDTH))
     costs = DescribedModel("toy", {1: operations}, TOY, "fp32")
@@ -49,16 +49,16 @@ def chosen(bytes_per_s: float) -> Split:
 
 
 def gradients(split: Split, group: braid.Group) -> list[torch.Tensor]:
-    """Return the gradients of one step, those of other stages as well."""
-    own = model()
+    """Return the gradients of one step, including the gradients of other stages."""
+    whole = model()
     hybrid = HybridParallel(
-        own, f"pp={split.pp},dp={split.dp}", group, num_microbatches=split.microbatches
+        whole, f"pp={split.pp},dp={split.dp}", group, num_microbatches=split.microbatches
     )
     x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
     rows = BATCH // split.dp
     mine = x[rows * hybrid.place["dp"] :][:rows]
     hybrid.step(mine, mine.roll(1, 1), loss=nn.functional.mse_loss)
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in own.parameters()]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in whole.parameters()]
     return [hybrid.groups["pp"].all_reduce(grad) for grad in grads]
 
 
@@ -68,11 +68,11 @@ for name, bytes_per_s in LINKS.items():
     split = chosen(bytes_per_s)
     alone = group.split(group.rank)
     assert alone is not None
-    # one process sums as many parts, in the same order
+    # one process adds the same parts in the same order
     parts = Split(microbatches=split.dp * split.microbatches)
     one = gradients(parts, alone)
     equal = all(map(torch.equal, gradients(split, group), one))
     if group.rank == 0:
         print(f"{name}: {split}")
-        print(f"  gradients are those of one process, bit by bit: {equal}")
+        print(f"  gradients equal one process, bit by bit: {equal}")
 braid.shutdown()

@@ -1,4 +1,4 @@
-"""A model that is no row of layers, captured, cut into two stages, and trained on two ranks.
+"""A model that is not sequential is captured, cut into two stages, and trained on two ranks.
 
 braid run -n 2 examples/49_converted_model.py
 """
@@ -14,7 +14,7 @@ BATCH, WIDTH = 8, 16
 
 
 class Residual(nn.Module):
-    """Layers with a sum around each, and a head that also sees the input."""
+    """Layers with residual connections, and a head that also gets the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Residual(nn.Module):
 
 
 def trained(group: braid.Group) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return losses of four steps, and the weights that the ranks of `group` have then."""
+    """Return the losses of four steps on the ranks of `group`, and this rank's weights."""
     torch.manual_seed(0)
     model = Residual()
     graph = braid.capture(model, torch.randn(BATCH, WIDTH))
@@ -60,5 +60,5 @@ expected, whole = trained(alone)
 equal = losses == expected and all(torch.equal(p, whole[name]) for name, p in weights.items())
 everywhere = world.all_gather(torch.tensor([equal])).all().item()
 if world.rank == 0:
-    print(f"losses and weights are those of one process, bit by bit: {everywhere}")
+    print(f"losses and weights equal one process, bit by bit: {everywhere}")
 braid.shutdown()

@@ -1,8 +1,9 @@
-"""One rank of a job, as every launcher tells it, read with one function.
+"""Read the variables that six launchers set for a rank, with one function.
 
 braid run -n 2 examples/50_engines.py
 
-The job is made up: four ranks on hosts a and b. Each of the two processes reads those of one host.
+The job is made up: four ranks on hosts a and b. Each of the two processes reads the variables of
+the ranks of one host.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ def variables(place: RankPlace) -> dict[str, dict[str, object]]:
     }  # fmt: skip
 
 
-def read(told: dict[str, object]) -> JobEnvironment:
-    """Read variables as `braid.init()` reads those of its process."""
-    environ = {name: str(value) for name, value in told.items()}
+def read(values: dict[str, object]) -> JobEnvironment:
+    """Read variables as `braid.init()` reads its environment."""
+    environ = {name: str(value) for name, value in values.items()}
     engine, more = as_torchrun(environ)
     return JobEnvironment.parse(environ | more, engine)
 
@@ -63,8 +64,8 @@ group = braid.init()
 rows = []
 for place in PLACES:
     if place.node == group.rank:
-        for name, told in variables(place).items():
-            env = read(told)
+        for name, values in variables(place).items():
+            env = read(values)
             local = 0 if name == "kubernetes" else place.local_rank
             assert (env.rank, env.world_size, env.local_rank) == (place.rank, SIZE, local)
             assert env.launched_by == name
@@ -75,4 +76,4 @@ if group.rank == 0:
     print(COLUMNS.format("launcher", "rank", "size", "local", "ranks meet at", "secret"))
     for row in everybody[-1][-6:]:
         print(COLUMNS.format(*row, SECRETS.get(row[0], "BRAID_SECRET_FILE")))
-    print("six launchers say of every rank what `braid run -H a:2,b:2` says, bit by bit")
+    print("six launchers describe every rank as `braid run -H a:2,b:2` does, bit by bit")

@@ -1,4 +1,4 @@
-"""Gather the hosts of a job by hand: messages of agents in, phases and instructions out.
+"""Run the rendezvous of a job's hosts by hand: messages of agents in, instructions out.
 
 braid run -n 1 examples/51_host_rendezvous.py
 """
@@ -24,14 +24,14 @@ NAMES = {LAUNCHER: "launcher", 0: "a", 1: "b", 2: "c"}
 
 
 def addresses(node: int) -> HostAddresses:
-    """Return the addresses of a host: a bridge for containers, which each has, and a network."""
+    """Return the addresses of a host: a container bridge, the same on every host, and eth0."""
     bridge = Endpoint(node, "docker0", "172.17.0.1", 16, 5000 + node)
     network = Endpoint(node, "eth0", f"10.0.0.{node + 2}", 24, 5000 + node)
     return HostAddresses(f"machine {node}", (bridge, network))
 
 
 def attempts(probe: ProbeTargets, cut: set[tuple[int, int]]) -> tuple[Attempt, ...]:
-    """Return what a host finds out about the addresses of all others."""
+    """Return the result of a host's attempts to connect to the addresses of the other hosts."""
     tried = []
     for end in probe.targets:
         why = "another host answers at this address" if end.interface == "docker0" else ""
@@ -41,7 +41,7 @@ def attempts(probe: ProbeTargets, cut: set[tuple[int, int]]) -> tuple[Attempt, .
 
 
 def gather(cut: set[tuple[int, int]], seed: int, show: bool = False) -> HostRendezvousState:
-    """Answer the state machine as agents do, in an order that the seed chooses."""
+    """Run the state machine with messages of agents in an order that the seed chooses."""
     state = HostRendezvousState(
         {node: name for node, name in NAMES.items() if node != LAUNCHER}, 3,
         own_addresses=addresses(LAUNCHER), version=braid.__version__,
@@ -61,7 +61,7 @@ def gather(cut: set[tuple[int, int]], seed: int, show: bool = False) -> HostRend
             out = state.on_probe_result(node, attempts(message, cut), now_ns=0)
         elif isinstance(message, PrepareHost):
             out = state.on_prepared(node, Prepared(port=29500 if node == 0 else 0))
-        waiting += [(each.node, each) for each in out]
+        waiting += [(instruction.node, instruction) for instruction in out]
         if show:
             answer = {
                 "Greet": "HostAddresses",
@@ -69,8 +69,8 @@ def gather(cut: set[tuple[int, int]], seed: int, show: bool = False) -> HostRend
                 "PrepareHost": "Prepared",
             }
             kind = answer.get(type(message).__name__, type(message).__name__)
-            told = f" -> {len(out)} x {type(out[0]).__name__}" if out else ""
-            print(f"{before.name:9} {NAMES[node]:>8}: {kind}{told}")
+            effect = f" -> {len(out)} x {type(out[0]).__name__}" if out else ""
+            print(f"{before.name:9} {NAMES[node]:>8}: {kind}{effect}")
     return state
 
 

@@ -1,4 +1,4 @@
-"""Judge made-up ends of ranks on two hosts, and show the error block of each.
+"""Find the cause of four made-up failures on two hosts, and show the error block of each.
 
 braid run -n 1 examples/52_verdict.py
 """
@@ -47,7 +47,7 @@ RAISED = [  # rank 2 ends last, since it prints a traceback
         type="ValueError", message="shard-7 is missing", where="train.py:57 in load"
     )),
 ]  # fmt: skip
-TWO = [  # two causes; times of ranks 2 and 3 are those of host b, whose clock is 1 s ahead
+TWO = [  # two causes; the clock of host b, with ranks 2 and 3, is 1 s ahead
     end(2, 1010.0, signal=11),
     end(1, 12.0, exit_code=3),
     lost(3, 2, "was killed by signal 11 (SIGSEGV)", 1013.0),
@@ -57,18 +57,18 @@ PINGS = [(0.0, 1000.9, 1.4), (5.0, 1005.2, 5.4), (9.0, 1012.0, 9.9)]  # ms: sent
 
 
 def offset_ms() -> float:
-    """Return the difference of the launcher's and b's clock, by the ping that was back first."""
+    """Return the launcher's clock minus host b's, by the ping with the shortest round trip."""
     sent, answered, back = min(PINGS, key=lambda ping: ping[2] - ping[0])
     return (sent + back) / 2 - answered
 
 
 def on_one_clock(one: RankEnd) -> RankEnd:
-    """Return the end with the time of the launcher's clock."""
+    """Return the end with its time on the launcher's clock."""
     shift_ms = offset_ms() if one.host == "b" else 0.0
     return replace(one, ended_ns=one.ended_ns + round(shift_ms * MS))
 
 
-assert [each.rank for each in judge(TWO).cause] == [1]  # by clocks as they are
+assert [one.rank for one in judge(TWO).cause] == [1]  # with clocks that differ
 cases = {"a killed rank": KILLED, "a lost host": HOST, "an exception": RAISED}
 cases["two causes, on one clock"] = [on_one_clock(one) for one in TWO]
 for title, ends in cases.items():

@@ -1,9 +1,9 @@
-"""Parts of a model on named devices of three tasks: a master runs steps of all parts.
+"""Parts of a model on named devices of three tasks; the master runs the steps.
 
     braid run -n 3 examples/53_placed.py
 
-The encoder and the head are on task 1, the layers between them on task 2, so activations and
-gradients cross four times in a step. The master also trains the same model alone.
+The encoder and the head are on task 1, the layers between them on task 2, so a step sends
+activations twice and gradients twice. The master also trains the same model alone.
 """
 
 import os
@@ -21,7 +21,7 @@ STEPS = 10
 
 
 class Net(nn.Module):
-    """A residual network whose middle part names its device itself."""
+    """A residual network; its forward names the device of the middle layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,13 +39,13 @@ class Net(nn.Module):
 
 
 def make() -> tuple[nn.Module, torch.Tensor]:
-    """Return the model and an example; each task calls it."""
+    """Return the model and an example input; each task calls it."""
     torch.manual_seed(0)
     return Net(), torch.randn(8, 16)
 
 
 def train() -> None:
-    """Train the placed model, and the same one in this process."""
+    """Train the placed model, and the same model in this process."""
     alone, _ = make()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     devices = {"encoder": "/task:1", "tanh at 1": "/task:1", "head": "/task:1"}

@@ -1,4 +1,4 @@
-"""A training without a loop: replicas, evaluation, early stop, and a resumed run, in one call.
+"""Training by one call of `fit`: replicas, evaluation, early stop, and a resumed run.
 
 braid run -n 2 examples/54_fit.py
 """
@@ -45,8 +45,8 @@ def main() -> None:
     group = braid.init()
     strategy = MultiWorkerMirroredStrategy(device="cpu", group=group)
     history, model = train(strategy)
-    with tempfile.TemporaryDirectory() as own:
-        directory = group.objects.broadcast(own)
+    with tempfile.TemporaryDirectory() as name:
+        directory = group.objects.broadcast(name)
         train(strategy, directory, epochs=2)
         resumed, again = train(strategy, directory)
         group.barrier()
@@ -60,7 +60,8 @@ def main() -> None:
     if group.rank == 0:
         for epoch, results in enumerate(history):
             print(f"epoch {epoch}", *(f"{name} {value:.4f}" for name, value in results.items()))
-        print(f"{group.size} processes, resumed or not, and as many threads agree bit by bit")
+        size = group.size
+        print(f"{size} processes, resumed or not, and {size} threads agree bit by bit")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Variables on two servers, in shards; each of two workers runs the loop on its share of a batch.
+"""Variables in shards on two servers; two workers run the loop on their shares of a batch.
 
     braid run --servers 2 --workers 2 examples/55_parameter_server_strategy.py
 
-The weights are divided by rows, and lie on servers in turn. The embedding is sparse, so a step
-pulls and pushes only the rows of its batch. Training is bulk synchronous here, so it ends with the
-parameters of one process; without `consistency`, it is asynchronous.
+Weights are divided into shards of rows, which are placed on the servers in turn. The embedding is
+sparse, so a step pulls and pushes only the rows of its batch. Training is bulk synchronous here, so
+its parameters equal one process; without `consistency` it is asynchronous.
 """
 
 from collections.abc import Iterator

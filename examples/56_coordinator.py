@@ -1,9 +1,9 @@
-"""A coordinator hands out closures, and two workers run them; variables lie on a server.
+"""A coordinator schedules closures on two workers; the variables are on a server.
 
     braid run --servers 1 --workers 2 examples/56_coordinator.py
 
-Training is synchronous: workers run closures in turns, and a step needs a gradient of each. In the
-end the chief pulls the parameters, and compares them with those of one process.
+Training is synchronous: workers run closures in turns, and each step needs a gradient from every
+worker. At the end the chief pulls the parameters, and compares them with one process.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ with strategy.scope():
 
 
 def train(number: int) -> float:
-    """Train on a batch: a closure. Its step pushes gradients, and the server steps."""
+    """Train on a batch: the optimizer's step pushes gradients, and the server applies them."""
     optimizer.zero_grad()
     x, y = batch(number)
     loss = functional.mse_loss(model(x), y)
@@ -61,7 +61,7 @@ def alone() -> Iterator[torch.Tensor]:
 
 
 def main() -> None:
-    """Hand out the closures; only the chief calls it."""
+    """Schedule the closures; only the chief calls this function."""
     with ClusterCoordinator(strategy) as coordinator:
         losses = [coordinator.schedule(train, (number,)) for number in range(STEPS * WORKERS)]
         coordinator.join()

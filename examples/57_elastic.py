@@ -1,9 +1,9 @@
-"""A training kills one of its ranks, goes on without it, and has the bits of one process.
+"""Training loses a rank, continues without it, and ends with the bits of one process.
 
     braid run -n 3 --min-ranks 2 examples/57_elastic.py
 
 Rank 1 dies in step 5. Other deaths can be passed as RANK:STEP, such as `1:5 0:20`. A process that
-takes the place of a dead one has a new number, so it does not die again.
+replaces a dead one has a new number, so it does not die again.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""A pipeline with sharded optimizer states loses a rank, goes on as replicas, and keeps its bits.
+"""A pipeline with sharded optimizer states loses a rank, and continues as replicas, bit by bit.
 
     braid run -n 4 --min-ranks 3 --restarts 0 examples/58_elastic_mesh.py
 
 Rank 1 dies in step 5. Other deaths can be passed as RANK:STEP. With `--min-ranks 4` and without
-`--restarts 0`, the others wait for a new process, and the mesh stays.
+`--restarts 0`, the others wait for a new process, and the mesh does not change.
 """
 
 import os

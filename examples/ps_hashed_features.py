@@ -1,10 +1,9 @@
-"""Logistic regression with FTRL on hashed features: which lines are prose, which are Python?
+"""Logistic regression with FTRL on hashed features: lines of prose against lines of Python.
 
     braid run --servers 2 --workers 2 examples/ps_hashed_features.py
 
-Each feature is a word or a pair of neighbours, hashed to 63 bits: no dictionary is made. Weights
-come into being on the servers when they are first pushed. Most of them end as exact zeros, by the
-L1 norm.
+Each feature is a word or a pair of neighbours, hashed to 63 bits, so no dictionary is needed. The
+servers create a weight when it is first pushed. The L1 norm makes most weights exactly zero.
 
 Source: H. B. McMahan et al., Ad Click Prediction: a View from the Trenches, KDD 2013.
 """
@@ -70,9 +69,9 @@ with ps.join(group) as node:
         train, test = rows[TEST:], rows[:TEST]
         weights = ps.Embedding(table)
         for begin in range(0, len(train) - BATCH + 1, BATCH):
-            own = train[begin : begin + BATCH][node.number :: node.num_workers]
+            share = train[begin : begin + BATCH][node.number :: node.num_workers]
             functional.binary_cross_entropy_with_logits(
-                logits(weights, own), labels(own), reduction="sum"
+                logits(weights, share), labels(share), reduction="sum"
             ).backward()
             weights.step()
         with torch.no_grad():

@@ -2,8 +2,8 @@
 
     braid run --servers 2 --workers 2 examples/ps_logistic.py
 
-Each worker has the gradient of its half of each batch; the servers average both in the order of
-workers and step. The weights end with the bits of one process that does the same in turn.
+Each worker computes the gradient on its half of each batch; the servers average both gradients in
+the order of workers, and step. The weights equal one process bit by bit.
 """
 
 from functools import partial

@@ -2,9 +2,9 @@
 
     braid run --servers 3 --workers 2 examples/ps_word_vectors.py
 
-Words that stand near the same words get near vectors. The score is the share of all words that are
-further from a word than its partner is, over given pairs. Vectors have the same bits
-with any number of servers.
+Words with similar neighbours get similar vectors. The score, a mean over pairs of related words, is
+the share of all words that are less similar to the first word than the second one is. Vectors have
+the same bits with any number of servers.
 
 Source: T. Mikolov et al., Distributed Representations of Words and Phrases, NeurIPS 2013.
 """
@@ -29,7 +29,7 @@ PAIRS = (
 
 
 def words_of_library(num_bytes: int = 4_000_000) -> tuple[list[str], torch.Tensor]:
-    """Return the most frequent words, and the text as places in that list."""
+    """Return the most frequent words, and the text as indices into that list."""
     text = standard_library().train[:num_bytes].decode(errors="ignore").lower()
     tokens = re.findall(r"[a-z]{2,}", text)
     words = [word for word, _ in Counter(tokens).most_common(WORDS)]
@@ -38,7 +38,7 @@ def words_of_library(num_bytes: int = 4_000_000) -> tuple[list[str], torch.Tenso
 
 
 def batch(step: int, worker: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return words [n], and for each a near word and some random ones [n, 1 + NEGATIVES]."""
+    """Return words [n], and for each a near word and random words [n, 1 + NEGATIVES]."""
     generator = torch.Generator().manual_seed(1000 * step + worker)
     near = torch.randint(1, WINDOW + 1, (BATCH,), generator=generator)
     at = torch.randint(len(text) - WINDOW, (BATCH,), generator=generator)
@@ -47,7 +47,7 @@ def batch(step: int, worker: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def score(vectors: torch.Tensor, shift: int = 0) -> float:
-    """Return how many words are further from a word than its partner, or another pair's."""
+    """Return the mean share of words less similar than the partner `shift` pairs further on."""
     unit = functional.normalize(vectors)
     pairs = [pair.split() for pair in PAIRS.split("|")]
     shares = []

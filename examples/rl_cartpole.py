@@ -1,11 +1,11 @@
-"""Actors balance a pole, and a learner learns from them: CartPole-v1, until it counts as solved.
+"""CartPole-v1 with actors and a learner, trained until it is solved.
 
     pip install 'braid-train[rl]'
     braid run --role learner:1 --role actor:2 --expendable-role actor examples/rl_cartpole.py
     braid run --role learner:1 --role actor:4 examples/rl_cartpole.py --algorithm a3c --seed 2
 
-It is solved when the last 100 episodes have a mean return of 475, and 100 new ones, in which the
-policy always takes its most probable action, have it, too.
+It is solved when the last 100 episodes have a mean return of at least 475, and so do 100 new ones
+in which the policy always takes its most probable action.
 """
 
 import argparse
@@ -51,14 +51,14 @@ def play(learner: rpc.RRef, number: int, algorithm: str, seed: int, server: rpc.
 
 
 class Exam:
-    """Decides when training is over: the last 100 episodes, then 100 new ones, are good enough."""
+    """Ends training when the last 100 episodes, and then 100 new ones, are good enough."""
 
     def __init__(self) -> None:
         self.learner: rl.Learner | None = None
         self.shown = self.failed_at = 0
 
     def is_over(self, now: rl.Statistics) -> bool:
-        """Return whether the task is solved; show how it goes."""
+        """Return whether the task is solved; print the progress."""
         if now.steps >= self.shown:
             self.shown += 100_000
             print(f"{now.steps:8} steps, {now.episodes:5} episodes: return {now.mean_return:5.1f}")

@@ -1,10 +1,10 @@
-"""A policy learns tic-tac-toe against itself, in a league of what it was before.
+"""A policy learns tic-tac-toe by self-play, in a league of its earlier versions.
 
     braid run --role learner:1 --role actor:2 --expendable-role actor examples/rl_league.py
 
-Nobody shows it a good move: actors play against members of the league, which is given the policy
-again and again. Afterwards it plays against a random player, and against a perfect one, who never
-loses; before training it lost most of those games.
+Actors play against members of the league; the learner adds its policy to the league every 100
+versions. At the end the policy plays against a random player, and against a perfect player; before
+training it loses most of those games.
 """
 
 import torch
@@ -18,7 +18,7 @@ OPTIONS = rl.LossOptions(discount=1.0, lambda_=0.9, entropy_cost=0.1, value_cost
 
 
 class Net(nn.Module):
-    """A policy that only makes moves that the rules permit, and the value of a state."""
+    """A policy that makes only legal moves, and the value of a state."""
 
     def __init__(self, hidden: int = 128) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def play(learner: rpc.RRef, number: int, league: rpc.RRef) -> None:
 
 
 def train(actors: list[str]) -> None:
-    """Learn, and let the league grow; runs in the learner."""
+    """Learn, and add versions to the league; runs in the learner."""
     torch.manual_seed(1)
     net = Net()
     print(f"before: {strength(net)}")
@@ -53,7 +53,7 @@ def train(actors: list[str]) -> None:
         net,
         torch.optim.Adam(net.parameters(), lr=1e-3),
         OPTIONS,
-        replay=rl.Replay(2000, seed=1),  # each unroll is learned from four times
+        replay=rl.Replay(2000, seed=1),  # each unroll is used four times
         num_replayed=3,
         max_grad_norm=5.0,
     )

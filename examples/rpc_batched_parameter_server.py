@@ -2,9 +2,9 @@
 
     braid run --role ps:1 --role trainer:3 examples/rpc_batched_parameter_server.py
 
-Each trainer sends a gradient and gets new parameters. The answer leaves when all trainers have
-sent theirs: the function returns a future, so that no thread of the server waits. The last trainer
-dies half-way, and the others go on without it.
+Each trainer sends a gradient and gets new parameters. The server answers when all trainers have
+sent their gradients: the function returns a future, so that no thread of the server waits. The last
+trainer dies half-way, and the others continue without it.
 """
 
 import os
@@ -22,7 +22,7 @@ STEPS, BATCH, DIES_AT = 60, 32, 30
 
 
 class Server:
-    """Parameters, and the gradients of the step that is under way."""
+    """Parameters, and the gradients of the current step."""
 
     def __init__(self, trainers: int) -> None:
         self.weights = torch.zeros(65, 10)
@@ -34,7 +34,7 @@ class Server:
 
     @rpc.functions.async_execution
     def step(self, grad: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Take a gradient; the parameters after the step come when all gradients are here."""
+        """Add a gradient; return a future of the parameters after the step with all gradients."""
         with self.lock:  # the gradient counts under the lock, or updates would be lost
             self.grads.append(grad)
             answer = self.answer
@@ -42,18 +42,19 @@ class Server:
         return answer
 
     def leave(self) -> None:
-        """Wait for one trainer fewer."""
+        """Expect one trainer fewer."""
         with self.lock:
             self.expected -= 1
         self.complete()
 
     def complete(self) -> None:
-        """Step and answer if all gradients are here."""
+        """Step and answer if all gradients have arrived."""
         with self.lock:
             if not self.grads or len(self.grads) < self.expected:
                 return
-            self.weights = self.weights - 0.5 * torch.stack(self.grads).mean(0)  # a new tensor:
-            self.updates += len(self.grads)  # what was handed out does not change
+            # a new tensor, since earlier answers may still refer to the old one
+            self.weights = self.weights - 0.5 * torch.stack(self.grads).mean(0)
+            self.updates += len(self.grads)
             answer, self.answer = self.answer, torch.futures.Future()
             self.grads = []
             weights = self.weights
@@ -61,14 +62,14 @@ class Server:
 
 
 def train(server: rpc.RRef, number: int, dies: bool) -> None:
-    """Send gradients, and go on with the parameters that come back; runs in a trainer."""
+    """Send gradients, and continue with the returned parameters; runs in a trainer."""
     images, classes = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32) / 16
     x, y = torch.cat([x, torch.ones(len(x), 1)], 1), torch.tensor(classes)
     weights = torch.zeros(65, 10)
     for step in range(STEPS):
         if dies and step == DIES_AT:
-            os._exit(0)  # without a word, as if it had been killed
+            os._exit(0)  # without a shutdown, as if it had been killed
         generator = torch.Generator().manual_seed(100 * number + step)
         rows = torch.randint(len(x), (BATCH,), generator=generator)
         leaf = weights.clone().requires_grad_()
@@ -80,7 +81,7 @@ def train(server: rpc.RRef, number: int, dies: bool) -> None:
 
 
 def serve(trainers: list[str]) -> None:
-    """Let the trainers train, and wait no longer for those that are lost."""
+    """Run the trainers; stop waiting for a trainer that is lost."""
     server = Server(len(trainers))
     shared = rpc.RRef(server)
     calls = []
@@ -93,7 +94,7 @@ def serve(trainers: list[str]) -> None:
 
 
 def finished(server: Server, name: str, call: torch.futures.Future[None]) -> None:
-    """Note that a trainer has ended, or is lost."""
+    """Handle the end of a trainer; if it is lost, the server continues without it."""
     try:
         call.value()
     except PeerLostError as exc:

@@ -1,11 +1,11 @@
-"""An embedding table on a server, and dense layers that are data parallel on the trainers.
+"""An embedding table on a server, and data parallel dense layers on the trainers.
 
     braid run --role ps:1 --role trainer:2 examples/rpc_embeddings.py
 
-Each trainer looks its samples up in the server's table, a remote module, and has a replica of the
+Each trainer looks up its samples in the server's table, a remote module, and has a replica of the
 dense layers. Within a context of distributed autograd, gradients of the dense layers are averaged
-over the trainers, and those of the table go to the server, where each trainer steps with its own.
-The server also trains the same model alone, and holds both against each other.
+over the trainers. Gradients of the table stay on the server, and each trainer steps with its own.
+The server also trains the same model alone, and compares both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEVELS = 17  # values of a pixel; a pixel with its value is a row of the table
 
 
 def table() -> nn.EmbeddingBag:
-    """Return the table; the same one in any process."""
+    """Return the table, with the same values in every process."""
     weight = 0.1 * torch.randn(64 * LEVELS, SIZE, generator=torch.Generator().manual_seed(1))
     return nn.EmbeddingBag.from_pretrained(weight.double(), freeze=False, mode="sum")
 
@@ -39,7 +39,7 @@ def dense() -> nn.Sequential:
 
 @functools.cache
 def trainers() -> braid.Group | None:
-    """Return the group of the trainers, which all ranks make together; None in the server."""
+    """Return the group of the trainers, or None in the server; every rank must call it."""
     return braid.init().split(0 if rpc.own_role().name == "trainer" else None)
 
 
@@ -49,31 +49,31 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ids = torch.tensor(images).long() + LEVELS * torch.arange(64)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(len(ids), (STEPS, BATCH), generator=generator)
-    return [(ids[each], torch.tensor(classes)[each]) for each in rows]
+    return [(ids[samples], torch.tensor(classes)[samples]) for samples in rows]
 
 
 def train(embedding: rpc.RemoteModule) -> tuple[int, list[torch.Tensor]]:
-    """Train with a part of each batch; return the dense parameters. Runs in a trainer."""
-    group, own = trainers(), rpc.own_role()
+    """Train on a part of each batch; return the dense parameters. Runs in a trainer."""
+    group, role = trainers(), rpc.own_role()
     ddp = braid.DistributedDataParallel(dense(), process_group=group)
     groups = [
-        {"params": [rpc.RRef(each) for each in ddp.parameters()]},  # averaged gradients
-        {"params": embedding.remote_parameters(), "lr": LR / own.size},  # each trainer's own
+        {"params": [rpc.RRef(p) for p in ddp.parameters()]},  # averaged gradients
+        {"params": embedding.remote_parameters(), "lr": LR / role.size},  # each trainer's own
     ]
     optimizer = rpc.DistributedOptimizer(torch.optim.SGD, groups, lr=LR)
     for ids, classes in batches():
-        mine = slice(own.number, None, own.size)
+        mine = slice(role.number, None, role.size)
         with dist_autograd.context() as context:
             loss = functional.cross_entropy(ddp(embedding(ids[mine])), classes[mine])
-            dist_autograd.backward(context, [loss])  # the trainers meet here, and average
-            assert all(each.grad is None for each in ddp.parameters()), "they are the context's"
+            dist_autograd.backward(context, [loss])  # averages over the trainers
+            assert all(p.grad is None for p in ddp.parameters()), "gradients are in the context"
             optimizer.step(context)
         group.barrier()  # the next look-up sees the steps of all trainers
-    return own.number, [each.detach() for each in ddp.parameters()]
+    return role.number, [p.detach() for p in ddp.parameters()]
 
 
 def alone() -> tuple[nn.EmbeddingBag, nn.Sequential, float]:
-    """Train the same model in one process; return it with the share of its right answers."""
+    """Train the same model in one process; return it and the accuracy on the last batch."""
     embedding, layers = table(), dense()
     params = [*embedding.parameters(), *layers.parameters()]
     optimizer = torch.optim.SGD(params, lr=LR)
@@ -86,7 +86,7 @@ def alone() -> tuple[nn.EmbeddingBag, nn.Sequential, float]:
 
 
 def serve(names: list[str]) -> None:
-    """Let all trainers train at once, and compare."""
+    """Run all trainers at the same time, and compare with one process."""
     shared = rpc.RRef(table())
     embedding = rpc.RemoteModule.init_from_module_rref(rpc.own_role().node, shared)
     results = rpc.broadcast(names, train, (embedding,))
@@ -95,7 +95,7 @@ def serve(names: list[str]) -> None:
     for _, params in results:
         pairs += zip(params, layers.parameters(), strict=True)
     same = all(torch.allclose(a, b, rtol=0, atol=1e-11) for a, b in pairs)
-    print(f"{right:.1%} of the last batch right; values are those of one process: {same}")
+    print(f"{right:.1%} of the last batch right; values equal one process: {same}")
 
 
 if __name__ == "__main__":

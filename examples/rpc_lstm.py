@@ -1,10 +1,10 @@
-"""A language model whose embedding and decoder live in one process, and whose LSTM in another.
+"""A language model in two processes: embedding and decoder in one, the LSTM in the other.
 
     braid run --role trainer:1 --role ps:1 examples/rpc_lstm.py
 
-The trainer has the LSTM. The server has the tables that grow with the vocabulary: it looks the
-characters of a text up, and turns hidden states into scores. Gradients of all three pass back
-through the calls, and one optimizer steps all of them where they live.
+The trainer has the LSTM. The server has the tables that grow with the vocabulary: the embedding of
+characters, and the decoder that turns hidden states into scores. Gradients go back through the
+calls, and one optimizer steps all three parts, each in its process.
 """
 
 from pydoc_data import topics
@@ -22,18 +22,18 @@ LETTERS = sorted(set(TEXT))
 
 
 def seeded(kind: type[nn.Module], seed: int, *args: int) -> nn.Module:
-    """Return a module with the same first values in any process."""
+    """Return a module, with the same initial values in every process."""
     torch.manual_seed(seed)
     return kind(*args)
 
 
 def references(module: rpc.RRef) -> list[rpc.RRef]:
-    """Return references to the parameters of a module; runs where it lives."""
-    return [rpc.RRef(each) for each in module.local_value().parameters()]
+    """Return references to the parameters of a module; runs in its process."""
+    return [rpc.RRef(param) for param in module.local_value().parameters()]
 
 
 class Model:
-    """The three parts; `rnn` is here, the others are references."""
+    """The three parts: `rnn` is local, the others are references."""
 
     def __init__(self, server: str) -> None:
         letters = len(LETTERS)
@@ -42,15 +42,15 @@ class Model:
         self.rnn = seeded(nn.LSTM, 3, SIZE, SIZE)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return scores of the next letters; shape [length, batch, letters]."""
+        """Return scores of the next letters, [length, batch, letters]."""
         hidden, _ = self.rnn(self.embedding.rpc_sync().forward(ids))
         return self.decoder.rpc_sync().forward(hidden)
 
     def parameters(self) -> list[rpc.RRef]:
         """Return references to all parameters."""
         parts = (self.embedding, self.decoder)
-        there = [p for each in parts for p in rpc.rpc_sync(each.owner(), references, (each,))]
-        return [*there, *(rpc.RRef(each) for each in self.rnn.parameters())]
+        there = [p for part in parts for p in rpc.rpc_sync(part.owner(), references, (part,))]
+        return [*there, *(rpc.RRef(param) for param in self.rnn.parameters())]
 
 
 def train() -> None:

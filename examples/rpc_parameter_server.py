@@ -2,9 +2,9 @@
 
     braid run --role ps:1 --role trainer:2 examples/rpc_parameter_server.py
 
-The server is an object whose methods trainers call. First one trainer works alone: the parameters
-are those of one process, bit by bit. Then all work at the same time, and nobody waits for others
-but while a step changes parameters; a gradient may be of parameters that are some steps old.
+The server is an object with methods that trainers call. First one trainer works alone: the
+parameters equal one process, bit by bit. Then all trainers work at the same time without waiting
+for each other, except for a lock around each step, so gradients may be some steps old.
 """
 
 import threading
@@ -20,7 +20,7 @@ ALONE, TOGETHER, BATCH, RATE = 10, 150, 32, 0.2
 
 
 def network() -> nn.Module:
-    """Return a perceptron, the same one in each process."""
+    """Return an MLP, with the same values in every process."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
@@ -35,7 +35,7 @@ class Server:
         self.pushes = self.stale = 0
 
     def pull(self) -> tuple[int, list[torch.Tensor]]:
-        """Return the number of steps and the parameters after them: copies, which do not change."""
+        """Return the number of steps, and copies of the parameters after them."""
         with self.lock:
             return self.pushes, [param.detach().clone() for param in self.net.parameters()]
 
@@ -56,11 +56,11 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def batches(number: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return batches of a trainer's own."""
+    """Return the batches of a trainer."""
     x, y = digits()
     generator = torch.Generator().manual_seed(number)
     rows = torch.randint(len(x), (count, BATCH), generator=generator)
-    return [(x[each], y[each]) for each in rows]
+    return [(x[samples], y[samples]) for samples in rows]
 
 
 def train(server: rpc.RRef, number: int, count: int) -> None:
@@ -88,12 +88,12 @@ def alone() -> nn.Module:
 
 
 def serve(trainers: list[str]) -> None:
-    """Hold the parameters, and let trainers train them."""
+    """Hold the parameters, and run the trainers."""
     server = Server()
     shared = rpc.RRef(server)
     rpc.rpc_sync(trainers[0], train, (shared, 0, ALONE))
     same = all(map(torch.equal, server.net.parameters(), alone().parameters()))
-    print(f"parameters after {ALONE} steps of one trainer are those of one process: {same}")
+    print(f"parameters after {ALONE} steps of one trainer equal one process: {same}")
     calls = [
         rpc.rpc_async(name, train, (shared, number, TOGETHER), timeout=0)
         for number, name in enumerate(trainers, start=1)

@@ -2,11 +2,11 @@
 
     braid run --role master:1 --role stage:2 examples/rpc_pipeline.py
 
-The master sends micro-batches to the first stage, which hands each on to the second one. A stage
-answers when the rest of the pipeline has: its function returns the future of the next call, so no
-thread waits, and the stage computes the next micro-batch meanwhile. Gradients come back through the
-calls, and a distributed optimizer steps each stage where it lives. The master also trains the same
-network alone, and holds both against each other.
+The master sends micro-batches to the first stage, which passes each on to the second one. The
+function of a stage returns the future of its call to the next stage, so no thread waits, and the
+stage computes the next micro-batch meanwhile. Gradients go back through the calls, and a
+distributed optimizer steps each stage in its process. The master also trains the same network
+alone, and compares both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = ((64, WIDTH, WIDTH), (WIDTH, WIDTH, 10))  # sizes of each stage
 
 
 def layers(number: int) -> nn.Sequential:
-    """Return the layers of a stage; the same ones in any process."""
+    """Return the layers of a stage, with the same values in every process."""
     torch.manual_seed(number)
     inputs, hidden, outputs = KINDS[number]
     relu = [nn.ReLU()] if number == 0 else []
@@ -45,7 +45,7 @@ class Stage:
 
     @rpc.functions.async_execution
     def forward(self, x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Compute one micro-batch at a time; the future is that of the next stage."""
+        """Compute one micro-batch at a time; return the future of the pipeline's output."""
         with self.lock:
             began = time.monotonic()
             y = self.layers(x)
@@ -58,27 +58,27 @@ class Stage:
 
     def parameters(self) -> list[rpc.RRef]:
         """Return references to the parameters."""
-        return [rpc.RRef(each) for each in self.layers.parameters()]
+        return [rpc.RRef(param) for param in self.layers.parameters()]
 
     def gradients(self, context: int) -> list[torch.Tensor]:
-        """Return the gradients that a context has for the parameters."""
+        """Return the gradients of the parameters in a context."""
         known = dist_autograd.get_gradients(context)
-        return [known[each] for each in self.layers.parameters()]
+        return [known[param] for param in self.layers.parameters()]
 
     def intervals(self) -> list[tuple[float, float]]:
-        """Return when the stage has computed forwards."""
+        """Return the start and end of each forward."""
         return self.busy
 
 
 def train() -> None:
-    """Train in a pipeline, and in this process alone."""
+    """Train in a pipeline and in this process, and compare."""
     images, classes = load_digits(return_X_y=True)
     x, y = torch.tensor(images) / 16, torch.tensor(classes)
     first_name, second_name = rpc.names_of("stage")
     second = rpc.remote(second_name, Stage, args=(1, None))
     first = rpc.remote(first_name, Stage, args=(0, second))
     stages = (first, second)
-    params = [each for stage in stages for each in stage.rpc_sync().parameters()]
+    params = [param for stage in stages for param in stage.rpc_sync().parameters()]
     optimizer = rpc.DistributedOptimizer(torch.optim.SGD, params, lr=0.2, momentum=0.9)
     alone = nn.Sequential(layers(0), layers(1)).double()
     stepper = torch.optim.SGD(alone.parameters(), lr=0.2, momentum=0.9)
@@ -87,21 +87,21 @@ def train() -> None:
         rows = torch.randint(len(x), (BATCH,), generator=torch.Generator().manual_seed(step))
         with dist_autograd.context() as context:
             parts = [first.rpc_async().forward(part) for part in x[rows].chunk(MICROBATCHES)]
-            scores = torch.cat([each.wait() for each in parts])
+            scores = torch.cat([part.wait() for part in parts])
             loss = functional.cross_entropy(scores, y[rows])
             dist_autograd.backward(context, [loss])
-            grads = [each for stage in stages for each in stage.rpc_sync().gradients(context)]
+            grads = [grad for stage in stages for grad in stage.rpc_sync().gradients(context)]
             optimizer.step(context)
         stepper.zero_grad()
         functional.cross_entropy(alone(x[rows]), y[rows]).backward()
         pairs = zip(grads, alone.parameters(), strict=True)
-        largest = max(largest, *((grad - each.grad).abs().max().item() for grad, each in pairs))
+        largest = max(largest, *((grad - p.grad).abs().max().item() for grad, p in pairs))
         stepper.step()
     ones, twos = (stage.rpc_sync().intervals() for stage in stages)
     overlaps = sum(any(a < d and c < b for c, d in twos) for a, b in ones)
     right = (first.rpc_sync().forward(x).argmax(1) == y).float().mean()
     print(f"{overlaps} of {len(ones)} forwards of the first stage overlap with the second one's")
-    print(f"{right:.1%} right; gradients are those of one process: {largest < 1e-12}")
+    print(f"{right:.1%} right; gradients equal one process: {largest < 1e-12}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The reference: one process adds the gradients of all shares, and scales once.
+"""The reference: one process adds the gradients of all shares, and divides the sum.
 
 braid run -n 1 examples/four_ways/alone.py
 """

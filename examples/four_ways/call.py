@@ -1,4 +1,4 @@
-"""Data parallel by a call: braid has the loop, and cuts each batch into shares.
+"""Data parallel by a call: `braid.fit` runs the loop, and divides each batch into shares.
 
 braid run -n 2 examples/four_ways/call.py
 """

@@ -1,4 +1,4 @@
-"""What all four train: a small network, the share of each rank in each step, and how it ends."""
+"""The training that all programs here share: network, data of each rank, loss, digest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def new_layers() -> tuple[nn.Module, nn.Module]:
 
 
 def share(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of a rank."""
+    """Return the inputs and targets of a rank."""
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
     return x, x.sum(1, keepdim=True)
 
@@ -27,6 +27,6 @@ def loss_of(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def digest(params: list[torch.Tensor]) -> str:
-    """Of all weights, to be compared."""
+    """Return a hash of all weights, for comparisons."""
     raw = b"".join(param.detach().numpy().tobytes() for param in params)
     return hashlib.sha256(raw).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Data parallel by the optimizer: the model stays as it is.
+"""Data parallel by a wrapped optimizer, without a change of the model.
 
 braid run -n 2 examples/four_ways/optimizer.py
 """

@@ -1,9 +1,9 @@
-"""Model parallel by hand: the first layers on the first rank, the last ones on the last.
+"""Model parallel by hand: the first layers on rank 0, the last layers on rank 1.
 
 braid run -n 2 examples/four_ways/placed.py
 
-The shares of a step go through one after the other, so that gradients add up as those of as many
-ranks would.
+The shares of a step run in turn, so gradients are added in the same order as in data parallel
+training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ assert group.size == 2, "two ranks, one for each part"
 first = group.rank == 0
 layer = new_layers()[group.rank]
 optimizer = torch.optim.SGD(layer.parameters(), lr=LEARNING_RATE)
-between = torch.empty(16, 32)  # what goes from one to the other, and its gradient
+between = torch.empty(16, 32)  # receives the activations, or their gradient
 for step in range(STEPS):
     optimizer.zero_grad()
     for rank in range(group.size):
@@ -39,11 +39,11 @@ for step in range(STEPS):
     optimizer.step()
 
 # the first rank collects the other's weights
-own = list(layer.parameters())
+params = list(layer.parameters())
 if first:
     shapes = [param.shape for param in new_layers()[1].parameters()]
     others = [group.recv(torch.empty(shape), 1) for shape in shapes]
-    print(digest([*own, *others]))
+    print(digest([*params, *others]))
 else:
-    for param in own:
+    for param in params:
         group.send(param.detach(), 0)

@@ -1,4 +1,4 @@
-"""Data parallel by a scope: each replica has a copy of the model that is made in it.
+"""Data parallel by a scope: each replica gets a copy of the model that is created inside.
 
 braid run -n 2 examples/four_ways/scope.py
 """

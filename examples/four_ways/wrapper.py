@@ -1,4 +1,4 @@
-"""Data parallel by one line.
+"""Data parallel by one line: the model is wrapped in DistributedDataParallel.
 
 braid run -n 2 examples/four_ways/wrapper.py
 """

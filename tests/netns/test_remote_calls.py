@@ -48,7 +48,7 @@ def test_programs_of_calls_run_on_several_hosts(lab, tmp_path):
     script = str(EXAMPLES / "rpc_parameter_server.py")
     done = hosts.run("-H", "a:2,b:1", *roles, script, cwd=tmp_path)
     assert done.code == 0, done.text
-    assert "are those of one process: True" in done.out
+    assert "equal one process: True" in done.out
     assert "310 pushes" in done.out
 
 

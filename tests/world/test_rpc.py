@@ -660,7 +660,7 @@ def test_schedulers_and_checkpoints_know_no_nodes(tmp_path):
 @pytest.mark.proof
 def test_the_example_has_the_gradients_of_one_process(tmp_path):
     shown = run_example("rpc_two_workers.py", tmp_path / "run", "-n", "2")
-    assert "gradients are those of one process: True" in shown
+    assert "gradients equal one process: True" in shown
 
 
 def test_roles_are_those_of_the_launcher():

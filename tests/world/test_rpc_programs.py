@@ -126,7 +126,7 @@ print("averaged")
 def test_a_program_gives_what_one_process_gives(procs, program):
     roles = ",".join(PROGRAMS[program])
     first, *_ = run_program(procs, 3, EXAMPLES / program, BRAID_ROLES=roles)
-    assert "of one process: True" in first
+    assert "equal one process: True" in first
 
 
 @pytest.mark.proof
@@ -134,7 +134,7 @@ def test_a_program_gives_what_one_process_gives(procs, program):
 def test_a_program_runs_with_the_command_in_its_docstring(program, tmp_path):
     roles = [word for each in PROGRAMS[program] for word in ("--role", each)]
     assert f"braid run {' '.join(roles)} examples/{program}" in (EXAMPLES / program).read_text()
-    assert "of one process: True" in run_example(program, tmp_path / "run", *roles)
+    assert "equal one process: True" in run_example(program, tmp_path / "run", *roles)
 
 
 @pytest.mark.procs
