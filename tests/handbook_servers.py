@@ -20,11 +20,12 @@ import torch
 
 from braid.programs.schedule.bars import COLOURS, Bar, draw
 from braid.ps import BSP, Options
-from braid.ps.kv import by_hash, by_range
+from braid.ps.kv import SERVER_GROUP, WORKER_GROUP, SimpleApp, SimpleData, by_hash, by_range
 from braid.ps.protocol.directory import Directory
 from braid.runtime.message import VanConfig
 from braid.runtime.message.protocol.heads import Beat, Open, unpack
 from braid.runtime.message.protocol.send_queue import Outbox, Outgoing
+from kv_nodes import Simulation as KVSimulation
 from ps_simulation import Simulation
 from support.message_faults import Faults
 
@@ -192,8 +193,9 @@ COLOUR_OF = {
     "NodeJoin": COLOURS[5],
     "Installed": COLOURS[6],
     "ShardSnapshot": COLOURS[5],
+    "Note": COLOURS[0],
 }
-ANSWERS = {"Accepted": "Push", "Pulled": "Pull", "Elsewhere": "Here"}
+ANSWERS = {"Accepted": "Push", "Pulled": "Pull", "Elsewhere": "Here", "NoteReceived": "Note"}
 
 
 class Wire:
@@ -203,7 +205,7 @@ class Wire:
         run: The simulation, whose nodes have just been made.
     """
 
-    def __init__(self, run: Simulation) -> None:
+    def __init__(self, run: Simulation | KVSimulation) -> None:
         self._clock = run.network.clock
         self._later = partial(run.network.call_later, 0.0)
         self._directories: dict[str, object] = {}  # by receiver: sent at one moment, in any order
@@ -267,6 +269,7 @@ def _arrows(
     *,
     ends: Sequence[tuple[str, float]] = (),
     heads: Sequence[tuple[str, float, float]] = (),
+    notes: Sequence[tuple[float, str]] = (),
     most_s: float = 1.0,
 ) -> str:
     """Draw a line for each node, and an arrow for each message; pauses longer than `most_s` are cut out."""
@@ -329,6 +332,11 @@ def _arrows(
         parts.append(
             _text(middle, bottom + 26, f"{1e3 * (last_s - first_s):.0f} ms", "middle", "#888888")
         )
+    for at_s, text in notes:
+        parts.append(
+            _line(f"M{x(at_s):.1f} {top - 16}V{bottom + 12}", "#888888", ' stroke-dasharray="2 3"')
+        )
+        parts.append(_text(x(at_s), bottom + 26, text, "middle"))
     drawn: Counter[tuple[object, ...]] = Counter()
     for each in inside:
         kind = ANSWERS.get(each.kind, each.kind)
@@ -443,6 +451,37 @@ def failover() -> str:
         ends=[(name, died_s)],
         heads=[(name, span_s[0], died_s), (successor, chosen_s, span_s[1])],
     )
+
+
+SAVING_S = 2e-3  # of a server, until it answers
+
+
+def commands_to_groups() -> str:
+    """A command to both servers, of which one answers later, and one to servers and workers."""
+    run = KVSimulation(3, servers=2, workers=2)
+    wire = Wire(run)
+    apps = {name: SimpleApp(node, 1) for name, node in run.nodes.items()}
+
+    def answer(app: SimpleApp, asked: SimpleData) -> None:
+        app.response(asked, "done")
+
+    for name, app in apps.items():
+        later_s = SAVING_S if name == "server:1" else 0.0
+        app.set_request_handle(
+            lambda asked, app, later_s=later_s: run.network.call_later(
+                later_s, partial(answer, app, asked)
+            )
+        )
+    begin_s, ends = wire.now_s, []
+    for name, to in (("worker:0", SERVER_GROUP), ("scheduler", SERVER_GROUP + WORKER_GROUP)):
+        app = apps[name]
+        stamp = app.request(1, "save", to)
+        run.until(lambda app=app, stamp=stamp: app.customer.is_done(stamp))
+        ends.append(wire.now_s)
+    nodes = ["scheduler", "worker:0", "worker:1", "server:0", "server:1"]
+    notes = [(at_s, "complete") for at_s in ends]
+    span_s = begin_s - 2e-4, ends[-1] + 1e-3
+    return _arrows(nodes, wire.messages(), span_s, notes=notes)
 
 
 # -- measured consistencies
@@ -563,6 +602,7 @@ SERVERS = (
     chunks_on_a_link,
     lost_and_sent_again,
     keys_on_servers,
+    commands_to_groups,
     staleness_measured,
     failover,
     shards_over_epochs,
