@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from braid.comm import Group
+from braid.compat.horovod.fusion.autotune import Autotuner, Settings, TuneOptions, grid_around
 from braid.compat.horovod.fusion.fusion_state import FusionState
 from braid.compat.horovod.fusion.request import Request
 from braid.parallel.data_parallel import (
@@ -44,6 +45,7 @@ from braid.programs.topology import flat
 from braid.runtime.clock import VirtualClock
 from braid.runtime.events import Recorder
 from braid.types import TensorSpec
+from handbook_servers import LOST, _svg, _text
 from support.worlds import run_threads
 
 # Replicas: a device touches memory at 100 GB/s; between devices go 20 GB/s.
@@ -436,4 +438,71 @@ def where_steps_are_taken() -> str:
     return draw(WAYS, bars, max(bar.end_s for bar in bars), legend=colours)
 
 
-DATA_PARALLEL = (replicas, buckets, negotiation, where_steps_are_taken)
+TUNED_GRADIENTS, TUNED_BYTES, TUNED_BACKWARD_S, EXCHANGE_S = 64, 512 << 10, 10e-3, 60e-6
+MESSAGE_S = 200e-6  # of each sum, besides the ring
+SEARCH_START = Settings(128 << 20, 0.025)
+
+
+def _step_s(settings: Settings) -> float:
+    """Seconds of a backward, and of the sums of its gradients on four ranks."""
+    ready_s = [TUNED_BACKWARD_S * (n + 1) / TUNED_GRADIENTS for n in range(TUNED_GRADIENTS)]
+    now_s, num_sent = 0.0, 0
+    per_batch = max(1, settings.threshold_bytes // TUNED_BYTES)
+    while num_sent < TUNED_GRADIENTS:
+        now_s = max(now_s, ready_s[num_sent])
+        if now_s < TUNED_BACKWARD_S:  # until the optimizer waits
+            now_s = min(now_s + settings.cycle_time_s, max(now_s, TUNED_BACKWARD_S))
+        num_ready = sum(at_s <= now_s for at_s in ready_s) - num_sent
+        now_s += EXCHANGE_S
+        for first in range(0, num_ready, per_batch):
+            count = min(per_batch, num_ready - first)
+            now_s += MESSAGE_S + all_reduce_s(count * TUNED_BYTES, 4)
+        num_sent += num_ready
+    return now_s
+
+
+def search_of_settings() -> str:
+    """Which settings the search tries, in which order, and the speed of all settings."""
+    nbytes = TUNED_GRADIENTS * TUNED_BYTES
+    grid = grid_around(SEARCH_START)
+    seconds = {settings: _step_s(settings) for settings in grid}
+    options = TuneOptions(warmup_samples=0, steps_per_sample=1, max_samples=12, noise=0.1)
+    tuner, settings, now_s = Autotuner(SEARCH_START, options), SEARCH_START, 0.0
+    while not tuner.done:
+        settings = tuner.note(["x"], nbytes, now_s) or settings
+        now_s += seconds[settings]
+    tries: dict[Settings, list[str]] = {}
+    for number, (tried, _) in enumerate(tuner.samples, 1):
+        tries.setdefault(tried, []).append(str(number))
+    thresholds = sorted({each.threshold_bytes for each in grid})
+    times = sorted({each.cycle_time_s for each in grid})
+    wide, high, left, top = 76, 34, 96, 44
+    least, most = nbytes / max(seconds.values()), nbytes / min(seconds.values())
+    parts = [_text(left, 16, "limit of a batch, MiB", "start")]
+    for column, threshold in enumerate(thresholds):
+        parts.append(
+            _text(left + wide * (column + 0.5), 36, f"{threshold / (1 << 20):g}", "middle")
+        )
+    for row, time_s in enumerate(times):
+        y = top + high * row
+        parts.append(_text(left - 8, y + 21, f"{time_s * 1e3:g} ms", "end"))
+        for column, threshold in enumerate(thresholds):
+            x, each = left + wide * column, Settings(threshold, time_s)
+            speed = nbytes / seconds[each]
+            share = (speed - least) / (most - least)
+            title = f"<title>{speed / 1e9:.2f} GB/s</title>"
+            border = LOST if each == tuner.best else "white"
+            parts.append(
+                f'<rect x="{x + 1.5}" y="{y + 1.5}" width="{wide - 3}" height="{high - 3}" '
+                f'fill="{COLOURS[0]}" fill-opacity="{0.05 + 0.55 * share:.2f}" stroke="{border}" '
+                f'stroke-width="3">{title}</rect>'
+            )
+            order = ", ".join(tries.get(each, []))
+            parts.append(_text(x + wide / 2, y + 21, order, "middle"))
+    bottom = top + high * len(times)
+    scale = f"light {least / 1e9:.1f} GB/s, dark {most / 1e9:.1f} GB/s; numbers: order of trials"
+    parts.append(_text(left, bottom + 22, scale))
+    return _svg(left + wide * len(thresholds) + 8, bottom + 32, parts)
+
+
+DATA_PARALLEL = (replicas, buckets, negotiation, where_steps_are_taken, search_of_settings)
