@@ -49,6 +49,7 @@ from handbook_meshes import MESHES
 from handbook_pipedream import PIPEDREAM
 from handbook_pipelines import PIPELINES
 from handbook_placed import placed_step
+from handbook_racks import RACK_PICTURES
 from handbook_sequences import SEQUENCES
 from handbook_servers import LOST, SERVERS
 from handbook_sharding import SHARDING
@@ -288,6 +289,7 @@ PICTURES: tuple[Callable[[], str], ...] = (
     *SLICES,
     *SHARDING,
     *MESHES,
+    *RACK_PICTURES,
     *SERVERS,
     lag_of_actors,
     *CALL_PICTURES,
