@@ -46,6 +46,7 @@ from handbook_elastic import ELASTIC
 from handbook_interfaces import INTERFACES
 from handbook_launching import LAUNCHING
 from handbook_meshes import MESHES
+from handbook_optimizers import parts_of_optimizers
 from handbook_pipedream import PIPEDREAM
 from handbook_pipelines import PIPELINES
 from handbook_placed import placed_step
@@ -283,6 +284,7 @@ def kinds_of_splits() -> str:
 PICTURES: tuple[Callable[[], str], ...] = (
     ways_of_training,
     *DATA_PARALLEL,
+    parts_of_optimizers,
     *PIPELINES,
     *PIPEDREAM,
     *SEQUENCES,
