@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from html import escape
 from itertools import pairwise
@@ -355,15 +355,19 @@ def _arrows(
             f'<path d="{path}" stroke="{COLOUR_OF[kind]}" stroke-width="1.6" fill="none"{dash} '
             f'marker-end="url(#{kind})">{title}</path>'
         )
+    for number in _milliseconds(spans, begin_s):
+        at = x(begin_s + number / 1e3)
+        parts.append(_line(f"M{at:.1f} {bottom + 34}v5", "#888888"))
+        parts.append(_text(at, bottom + 52, f"{number} ms", "middle"))
+    return _svg(left + wide + 30, bottom + 62, parts)
+
+
+def _milliseconds(spans: Sequence[tuple[float, float]], begin_s: float) -> Iterator[int]:
+    """Yield the whole milliseconds after `begin_s` that are inside of spans."""
     for first_s, last_s in spans:
-        steps = range(
+        yield from range(
             math.ceil(1e3 * (first_s - begin_s) - 1e-6), int(1e3 * (last_s - begin_s) + 1e-6) + 1
         )
-        for number in steps:
-            at = x(begin_s + number / 1e3)
-            parts.append(_line(f"M{at:.1f} {bottom + 34}v5", "#888888"))
-            parts.append(_text(at, bottom + 52, f"{number} ms", "middle"))
-    return _svg(left + wide + 30, bottom + 62, parts)
 
 
 def _without_pauses(
