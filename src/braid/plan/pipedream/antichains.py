@@ -21,6 +21,7 @@ visits.
 from __future__ import annotations
 
 from collections import deque
+from math import fsum
 from typing import NamedTuple
 
 import numpy as np
@@ -85,7 +86,8 @@ def states_of(graph: ProfiledGraph) -> States:
     nodes = graph.nodes
 
     def totals(key: str) -> NDArray[np.float64]:
-        return np.array([sum(getattr(nodes[n], key) for n in names) for names in members])
+        # exact sums: the order of a set must not decide between plans of the same time
+        return np.array([fsum(getattr(nodes[n], key) for n in names) for names in members])
 
     return States(
         handed_on,
