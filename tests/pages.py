@@ -65,7 +65,7 @@ OWN = (  # algorithms of the engine: names, what they do, file
         "broadcast_gather.py",
     ),
     ("the same, pulled", "read from private memory by the kernel", "broadcast_gather.py"),
-    ("reduce_scatter, reduce, scan staged, pulled", "likewise, with sums", "reduce_scatter.py"),
+    ("reduce_scatter, reduce, scan staged, pulled", "the same, with sums", "reduce_scatter.py"),
     ("broadcast, all_gather, reduce_scatter hierarchical", "by relays on every host", "relays.py"),
     ("send, recv", "a line per pair, small messages inside of it", "send.py"),
 )
