@@ -141,7 +141,7 @@ def test_every_engine_of_sharding_trains_and_is_measured(tmp_path, quiet):
     (row,) = report.rows
     assert report.saves is not None
     assert 0 < report.saves.stall_s < report.saves.write_s
-    assert "a save of 64 MiB behind the training" in str(zero.zero_verdicts(report)[-1])
+    assert "a background save of 64 MiB" in str(zero.zero_verdicts(report)[-1])
     assert not (tmp_path / "saves").exists()
     assert set(row.step_s) == set(row.speedup) == set(zero_worker.VARIANTS)
     assert row.num_params == 4 * 32 * 32

@@ -249,7 +249,7 @@ def test_without_cloudpickle_a_function_without_a_module_is_refused(monkeypatch)
     monkeypatch.setattr(run_function, "dumps", pickle.dumps)
     with pytest.raises(ConfigError, match="is not a function at the top level of a module"):
         horovod.run(lambda: 1)
-    with pytest.raises(ConfigError, match=r"its arguments cannot be pickled.*brings cloudpickle"):
+    with pytest.raises(ConfigError, match=r"its arguments cannot be pickled.*installs cloudpickle"):
         horovod.run(jobs.told, (lambda: 1,))
 
 
