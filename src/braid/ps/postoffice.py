@@ -188,9 +188,7 @@ class Postoffice:
             self._expected.pop(number, None)
 
     def begin(self, timeout_s: float | None = None) -> None:
-        """Connect to the scheduler and announce this node, without waiting for other nodes.
-
-        It does nothing if the scheduler has already sent the error of a failed run.
+        """Connect to the scheduler and announce this node, unless the run is known to have failed.
 
         Raises:
             RendezvousError: The scheduler cannot be reached.
@@ -232,11 +230,7 @@ class Postoffice:
         return self.directory is not None or not is_over()
 
     def ensure_joined(self, timeout_s: float | None = None) -> None:
-        """Join the run unless this node has joined already; see `join`.
-
-        Raises:
-            PeerLostError: The run cannot go on.
-        """
+        """Join the run unless this node has joined; see `join`, and `raise_failure` for errors."""
         if self.directory is None:
             self.join(timeout_s)
             self.raise_failure()
