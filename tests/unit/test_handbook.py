@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from itertools import combinations
 from xml.etree import ElementTree as ET
 
@@ -51,3 +53,21 @@ def test_the_table_lists_every_page():
     table = (HANDBOOK / "README.md").read_text()
     pages = sorted(path.name for path in HANDBOOK.glob("[0-9]*.md"))
     assert [name for name in pages if f"({name})" not in table] == []
+
+
+def _table():
+    """Yield the name of each page in the first table, and its file."""
+    table = (HANDBOOK / "README.md").read_text().partition("## For readers of a book")[0]
+    for page, file in re.findall(
+        r"^\|[^|]+\| \[[^]]+\]\((\d[^)]+)\) \| \[[^]]+\]\(([^)]+)\)", table, re.M
+    ):
+        yield page, (HANDBOOK / file).resolve()
+
+
+@pytest.mark.parametrize(("page", "file"), [*_table()])
+def test_the_file_of_a_page_is_short_or_quoted(page, file):
+    """Quotes are verbatim: see `test_quoted_lines_are_those_of_the_file`."""
+    text = (HANDBOOK / page).read_text()
+    title = f'```python title="{file.relative_to(HANDBOOK.parents[1])}"\n'
+    assert len(file.read_text().splitlines()) <= 150 or title in text
+    assert f"({os.path.relpath(file, HANDBOOK)})" in text.partition("## Where it is")[2]
