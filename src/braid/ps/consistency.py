@@ -24,7 +24,7 @@ __all__ = ["BSP", "Consistency"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Consistency:
-    """Consistency of a table.
+    """Consistency of a table: staleness of workers, and pushes that complete a clock (a step).
 
     Attributes:
         staleness: Clocks that a worker may be ahead of the slowest one; infinity for any number.

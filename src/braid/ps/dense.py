@@ -197,11 +197,14 @@ def dense_spec(
         ConfigError: See `Node.dense`.
     """
     if not values.is_floating_point():
-        msg = f"table {name!r} needs floating-point values, got {values.dtype}"
+        msg = f"table {name!r} needs floating-point values, got {values.dtype}: convert them"
         raise ConfigError(msg)
     flat = values.detach().reshape(-1)
     if sizes and (sum(sizes) != len(flat) or optimizer is None):
-        msg = f"table {name!r} has {len(flat)} values and {optimizer}, got sizes {[*sizes]}"
+        msg = (
+            f"table {name!r} has {len(flat)} values and {optimizer}, got sizes {[*sizes]}: pass "
+            "sizes that add up to the number of values"
+        )
         raise ConfigError(msg)
     if lengths and (sum(lengths) != len(flat) or len(lengths) > MAX_SHARDS):
         msg = (

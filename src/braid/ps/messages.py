@@ -129,7 +129,7 @@ class ValuesAnswer(Answer, frozen=True):
 
 
 class Pulled(ValuesAnswer, tag="pulled", frozen=True):
-    """Values of shards.
+    """Answer to a pull: the values of a server's shards.
 
     Attributes:
         specs: Specs of each shard's tensors; empty if numbers were requested.
@@ -320,7 +320,7 @@ class RunTasks(msgspec.Struct, tag="run-tasks", frozen=True):
 
 
 class TaskEnd(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a task.
+    """The end of a task that a worker has run, with its result or error.
 
     Attributes:
         number: Number of the task.

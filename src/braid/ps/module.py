@@ -202,7 +202,10 @@ class ParameterServer(nn.Module):
         self._partitions: list[_ParamPartition] = []
         partitions = _divided(module, groups, partition_bytes)
         if not partitions:
-            msg = f"{type(module).__name__} has no parameter that requires a gradient"
+            msg = (
+                f"{type(module).__name__} has no parameter that requires a gradient: there is "
+                "nothing to push"
+            )
             raise ConfigError(msg)
         for number, (params, make) in enumerate(partitions):
             on_workers = where == "workers"
@@ -276,14 +279,17 @@ class ParameterServer(nn.Module):
             ConfigError: Workers step, and the new staleness is above 0.
         """
         if not consistency.by_clock and any(part.optimizer for part in self._partitions):
-            msg = f"with where='workers' staleness must be 0, got {consistency}"
+            msg = (
+                f"where='workers' needs staleness 0, got {consistency}: leave consistency out, or "
+                "pass where='servers'"
+            )
             raise ConfigError(msg)
         for partition in self._partitions:
             partition.table.set_consistency(consistency)
 
     @property
     def num_partitions(self) -> int:
-        """Number of tables."""
+        """Number of tables that the parameters are divided into."""
         return len(self._partitions)
 
     def _add(
@@ -338,8 +344,8 @@ def _groups(
     wrong = [n for n, p in module.named_parameters() if p.requires_grad and counts[p] != 1]
     if wrong:
         msg = (
-            f"each parameter needs one optimizer; {', '.join(wrong[:5])} are in no pair, or in "
-            "several"
+            "each parameter must be in one pair of parameters and optimizer: "
+            f"{', '.join(wrong[:5])} are in none or in several"
         )
         raise ConfigError(msg)
     return groups

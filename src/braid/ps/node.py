@@ -262,7 +262,7 @@ class Node(BaseNode):
             this step has a snapshot only if its replacement repeats the step.
         """
         if self._customer is None:
-            msg = "workers save; servers serve()"
+            msg = "only workers save snapshots: servers call serve()"
             raise ConfigError(msg)
         self._customer.wait_all()
         self._barrier("before a snapshot", step=step)
@@ -283,27 +283,27 @@ class Node(BaseNode):
         state: State | None = None,
         restore: Path | None = None,
     ) -> AnyTable:
-        """Declare a table of any kind; all nodes declare the same tables.
+        """Declare a table of any kind; all nodes must declare the same tables.
 
         Args:
             spec: Spec of the table.
-            make: Function of a worker's customer (None on other nodes) and the spec that returns
-                the table object.
+            make: Called as `make(customer, spec)`; returns the table object. The customer sends a
+                worker's requests; it is None on servers and the scheduler.
             state: Exported state to begin with, on servers.
             restore: Snapshot to begin with; `Options.restore` when None.
 
         Raises:
-            ConfigError: A table of this name exists, or the quorum exceeds the number of workers.
+            ConfigError: A table of this name exists, or fewer workers than the quorum exist.
         """
         if spec.name in self.postoffice.tables:
-            msg = f"there is a table {spec.name!r} already"
+            msg = f"a table {spec.name!r} exists already: choose another name"
             raise ConfigError(msg)
         if not spec.name or "/" in spec.name:
-            msg = f"a table's name is not empty and has no slash, got {spec.name!r}"
+            msg = f"a table's name must not be empty or contain a slash, got {spec.name!r}"
             raise ConfigError(msg)
         quorum = spec.consistency.quorum
         if quorum is not None and quorum > self.num_workers:
-            msg = f"a quorum of {quorum} exceeds the {self.num_workers} workers"
+            msg = f"a quorum of {quorum} exceeds the {self.num_workers} workers: choose less"
             raise ConfigError(msg)
         self.postoffice.tables[spec.name] = spec.form, spec.first
         if self._server is not None:
@@ -379,7 +379,7 @@ class Node(BaseNode):
             CommError: This worker has been removed from the run.
         """
         if self._customer is None or not self._tables:
-            msg = "workers resume, once their tables are declared"
+            msg = "resume() needs a worker with tables: call it after declaring them"
             raise ConfigError(msg)
         clock = min(table.fetch_clock() for table in self._tables)
         for table in self._tables:
@@ -394,7 +394,7 @@ class Node(BaseNode):
             CommTimeout: Some workers have not entered it.
         """
         if self._customer is None:
-            msg = "barriers are for workers"
+            msg = "only workers enter barriers: call barrier() on workers"
             raise ConfigError(msg)
         check_type("the name of a barrier is a text", name, str)
         self._barrier(name, timeout_s)
@@ -441,7 +441,7 @@ class Node(BaseNode):
             PeerLostError: The run cannot go on.
         """
         if self._customer is None:
-            msg = "samples are for workers"
+            msg = "only workers train on samples: call samples() on workers"
             raise ConfigError(msg)
         self.postoffice.ensure_joined()
         return dealt_ranges(self._ask_scheduler, name, num_samples, shard_size, epochs)

@@ -373,7 +373,7 @@ def make_van(
         ConfigError: The fraction is out of range, or the address cannot be used.
     """
     if not 0 <= drop < 1:
-        msg = f"the share of messages to drop is 0 to 1, got {drop}"
+        msg = f"the share of messages to drop must be from 0 to 1, got {drop}"
         raise ConfigError(msg)
     if listen_anywhere is None:
         listen_anywhere = bool(place.listen) and not Address.parse(place.listen).is_loopback

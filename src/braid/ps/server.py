@@ -64,7 +64,7 @@ Asker = tuple[str, int]  # node, and number of its message
 
 
 class Server:
-    """The shards of one server.
+    """Serves the shards of all tables that one server has.
 
     Args:
         postoffice: Post office of the node.
@@ -223,7 +223,10 @@ class Server:
             msg = f"only workers push and pull, not {delivery.sender}"
             raise CommError(msg)
         if len(message.specs) != len(message.shards):
-            msg = f"{len(message.shards)} shards with {len(message.specs)} values"
+            msg = (
+                f"a message has {len(message.shards)} shards, but {len(message.specs)} tensors of "
+                "values"
+            )
             raise CommError(msg)
         flat = [spec for specs in message.specs for spec in specs]
         tensors = iter(from_buffers(flat, delivery.buffers))
@@ -476,11 +479,17 @@ class Server:
     def _shard(self, table: str, number: int) -> TableShard:
         if table not in self._tables:
             known = ", ".join(sorted(self._tables)) or "none"
-            msg = f"there is no table {table!r}; the server has {known}"
+            msg = (
+                f"the server has no table {table!r}, only {known}: declare the same tables on all "
+                "nodes"
+            )
             raise CommError(msg)
         if (table, number) not in self._shards:
             count = self._tables[table].num_shards
-            msg = f"table {table!r} has {count} shards here, and the request is for {number}"
+            msg = (
+                f"table {table!r} has {count} shards here, but the request is for {number}: "
+                "declare the same tables on all nodes"
+            )
             raise CommError(f"{msg}: do worker and server have the same model?")
         return self._shards[table, number]
 

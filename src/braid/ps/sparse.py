@@ -35,7 +35,7 @@ MAX_SPARSE_SHARDS = 64  # so that all their states fit into the buffers of one m
 
 
 class Rows(NamedTuple):
-    """Rows that a worker is pulling.
+    """Rows of a sparse table that a worker is pulling.
 
     Attributes:
         timestamp: Timestamp of the request.
@@ -200,7 +200,9 @@ def sparse_spec(
     dtype: torch.dtype,
     has_first: bool,
 ) -> TableSpec:
-    """Return the spec of a sparse table, with a checksum of the rows in `init` if `has_first`.
+    """Return the spec of a sparse table; its arguments are explained at `Node.sparse`.
+
+    `has_first` adds a checksum of the rows in `init`, which nodes compare.
 
     Raises:
         ConfigError: See `Node.sparse`.

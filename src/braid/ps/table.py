@@ -92,7 +92,7 @@ class Table:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the directory."""
+        """Epoch of the directory, which changes when shards move."""
         return self._customer.postoffice.epoch
 
     def set_consistency(self, consistency: Consistency, at_clock: int | None = None) -> int:
@@ -188,7 +188,7 @@ class Table:
     @property
     def _customer(self) -> Customer:
         if self._own_customer is None:
-            msg = f"only workers pull and push table {self.name!r}: servers serve()"
+            msg = f"only workers pull and push table {self.name!r}: servers call serve()"
             raise ConfigError(msg)
         return self._own_customer
 

@@ -30,7 +30,7 @@ Awaited = tuple[frozenset[str], list[str], int]
 
 
 class Waits:
-    """Records the waits of a node.
+    """Records which nodes a node waits for, for hang reports.
 
     Args:
         events: Recorder that the launcher reads.
@@ -47,7 +47,7 @@ class Waits:
         self._due_ns = 0
 
     def note_lives(self, lives: Mapping[int, int]) -> None:
-        """Record the process of each worker; the rank of a later process is unknown."""
+        """Record the process of each worker: `lives` maps a worker to the number of its process."""
         for worker, life in lives.items():
             if self._lives.setdefault(worker, life) != life:
                 self._replaced.add(f"worker:{worker}")

@@ -106,7 +106,8 @@ class App(ABC):
         if not 0 <= timestamp < self._customer.next_timestamp:
             msg = (
                 f"there is no request {timestamp} of app {self.app_id}, customer "
-                f"{self.customer_id}: it has made {self._customer.next_timestamp}"
+                f"{self.customer_id}, which has made {self._customer.next_timestamp} requests: "
+                "pass a timestamp that a request returned"
             )
             raise ConfigError(msg)
         self._customer.wait(timestamp, timeout_s)
@@ -265,7 +266,10 @@ class App(ABC):
         executed = self._node.executed
         with self._postoffice.lock:
             if not executed.finish(ticket.stream, ticket.timestamp, (message, buffers)):
-                msg = f"request {ticket.timestamp} of {ticket.node} was answered already"
+                msg = (
+                    f"request {ticket.timestamp} of {ticket.node} was answered already: call "
+                    "response() once per request"
+                )
                 raise ConfigError(msg)
             try:
                 self._send(ticket, message, buffers)

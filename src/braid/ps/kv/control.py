@@ -44,7 +44,7 @@ class Control(App):
 
     def _execute(self, delivery: Delivery, ticket: Ticket) -> None:
         del delivery, ticket
-        msg = f"{self._node.name} is not the scheduler: it has no barriers"
+        msg = f"{self._node.name} is not the scheduler, and only the scheduler has barriers"
         raise CommError(msg)
 
 

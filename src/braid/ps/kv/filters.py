@@ -101,7 +101,7 @@ class Compression(Filter):
                 parcel.heads.append(head)
 
     def coding(self) -> Coding | None:
-        """See `Filter.coding`."""
+        """Return the encoding for answers; see `Filter.coding`."""
         return Coding(level=self._level)
 
 
@@ -143,7 +143,7 @@ class FixedPoint(Filter):
         parcel.heads.append(FixedPointed(scale, dtype_name(vals.dtype)))
 
     def coding(self) -> Coding | None:
-        """See `Filter.coding`."""
+        """Return the encoding for answers; see `Filter.coding`."""
         return Coding(bits=self._bits, seed=self._seed)
 
 
@@ -187,11 +187,11 @@ class TopK(Filter):
         self._residuals[place] = wanted
 
     def keep(self) -> None:
-        """See `Filter.keep`."""
+        """Commit the state changes of `encode`; see `Filter.keep`."""
         self._before.clear()
 
     def undo(self) -> None:
-        """See `Filter.undo`."""
+        """Roll back the state changes of `encode`; see `Filter.undo`."""
         for place, residual in self._before.items():
             if residual is None:
                 del self._residuals[place]

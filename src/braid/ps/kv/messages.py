@@ -115,7 +115,7 @@ class Coding(msgspec.Struct, frozen=True):
 
 
 class Transfer(KVRequest, tag="kv.transfer", frozen=True, kw_only=True):
-    """A push, a pull or both.
+    """Request of a worker to a server: a push, a pull or both.
 
     Attributes:
         cmd: Number for the server's handle.

@@ -242,11 +242,16 @@ class KVNode(BaseNode):
         place = self._place(app.app_id, app.customer_id)
         is_control = app.app_id == CONTROL_APP and not self._apps
         if not is_control and (app.app_id < 0 or app.customer_id < 0):
-            msg = f"app {app.app_id}, customer {app.customer_id}: numbers are not negative"
+            msg = (
+                f"app_id and customer_id must be at least 0, got {app.app_id} and {app.customer_id}"
+            )
             raise ConfigError(msg)
         if place in self._apps:
             customer = f" with customer {app.customer_id}" if self.is_worker else ""
-            msg = f"{self.name} has an app {app.app_id}{customer} already"
+            msg = (
+                f"{self.name} has an app {app.app_id}{customer} already: choose another app_id or "
+                "customer_id"
+            )
             raise ConfigError(msg)
         with self.postoffice.lock:
             self._apps[place] = app

@@ -33,7 +33,7 @@ LENGTHS = {torch.int32, torch.int64}
 
 
 class KVPairs:
-    """Keys with their values.
+    """Sorted keys with their values, as pushes, pulls and answers carry them.
 
     Args:
         keys: Keys, sorted and unique: torch.uint64, nonnegative torch.int64, numpy arrays of these,
@@ -88,7 +88,7 @@ def as_keys(keys: Keys) -> torch.Tensor:
     if keys.dtype == torch.int64:
         if len(keys) and int(keys.min()) < 0:
             place = int(keys.argmin())
-            msg = f"keys are 0 to 2^64 - 1, got {int(keys[place])} at place {place}"
+            msg = f"keys must be from 0 to 2^64 - 1, got {int(keys[place])} at place {place}"
             raise ConfigError(msg)
         keys = keys.view(torch.uint64)
     return keys
@@ -99,7 +99,7 @@ def _array(keys: Iterable[int]) -> np.ndarray:
     try:
         return np.array([operator.index(number) for number in numbers], dtype=np.uint64)
     except (TypeError, OverflowError) as exc:
-        msg = f"keys are whole numbers from 0 to 2^64 - 1, got {reprlib.repr(numbers)}: {exc}"
+        msg = f"keys must be whole numbers from 0 to 2^64 - 1, got {reprlib.repr(numbers)}: {exc}"
         raise ConfigError(msg) from exc
 
 
@@ -154,14 +154,16 @@ def check_pairs(keys: torch.Tensor, num_vals: int | None, lens: torch.Tensor | N
         problems.append(f"keys are {fault}: {first}, {second} at place {place}")
     if lens is not None:
         if len(lens) != len(keys):
-            problems.append(f"{len(keys)} keys with {len(lens)} lens")
+            problems.append(
+                f"lens has {len(lens)} elements for {len(keys)} keys: pass one for each key"
+            )
         elif int(lens.min()) < 0:
             place = int(lens.argmin())
-            problems.append(f"lens are not negative: {int(lens[place])} at place {place}")
+            problems.append(f"lens must not be negative, got {int(lens[place])} at place {place}")
         elif num_vals is not None and int(lens.sum()) != num_vals:
-            problems.append(f"lens add up to {int(lens.sum())}, and there are {num_vals} vals")
+            problems.append(f"lens add up to {int(lens.sum())}, but there are {num_vals} vals")
     elif num_vals is not None and (num_vals % len(keys) if len(keys) else num_vals):
-        problems.append(f"{num_vals} vals are not a multiple of {len(keys)} keys, without lens")
+        problems.append(f"{num_vals} vals are not a multiple of {len(keys)} keys: pass lens")
     raise_all(problems)
 
 

@@ -87,7 +87,7 @@ class KVServer(SimpleApp):
 
     def __init__(self, node: KVNode, app_id: int = 0, *, num_cached: int = NUM_CACHED) -> None:
         if not node.is_server:
-            msg = f"{node.name} is not a server: only servers have a KVServer"
+            msg = f"{node.name} is not a server: make a KVServer on servers only"
             raise ConfigError(msg)
         self._kv_handle: RequestHandle | None = None
         self._num_cached = num_cached
@@ -109,7 +109,7 @@ class KVServer(SimpleApp):
         super().set_request_handle(handle)
 
     def response(self, asked: KVMeta | SimpleData, pairs: KVPairs | str | None = None) -> None:
-        """Answer a request.
+        """Answer a push, a pull or a note.
 
         Args:
             asked: The request that the handle was called with.
@@ -125,14 +125,20 @@ class KVServer(SimpleApp):
             super().response(asked, "" if pairs is None else pairs)  # type: ignore[arg-type]
             return
         if isinstance(pairs, str):
-            msg = "pushes and pulls are answered with KVPairs, and notes with a text"
+            msg = (
+                "the answer has the wrong type: pass KVPairs for a push or pull, and a text for a "
+                "note"
+            )
             raise ConfigError(msg)
         parcel = Parcel({})
         if asked.pull:
             pairs = KVPairs() if pairs is None else pairs
             lens = pairs.lens
             if lens is not None and len(lens) != asked.num_keys:
-                msg = f"{len(lens)} lens in answer to {asked.num_keys} keys"
+                msg = (
+                    f"{len(lens)} lens in answer to {asked.num_keys} keys: return a length for "
+                    "each key"
+                )
                 raise ConfigError(msg)
             total = asked.num_keys if lens is None else int(lens.sum())
             count = len(pairs.vals)
@@ -157,7 +163,10 @@ class KVServer(SimpleApp):
             super()._execute(delivery, ticket)
             return
         if self._kv_handle is None:
-            msg = f"app {self.app_id} of {self._node.name} has no handle for pushes and pulls"
+            msg = (
+                f"app {self.app_id} of {self._node.name} has no handle for pushes and pulls: call "
+                "set_request_handle(function) of its KVServer first"
+            )
             raise CommError(msg)
         pairs = self._pairs(message, delivery)
         if pairs is None:
@@ -184,7 +193,10 @@ class KVServer(SimpleApp):
         """
         parcel = Parcel.unpack(message.names, message.specs, delivery.buffers, message.heads)
         if not {*message.names} <= {"keys", "vals", "lens", "places"}:
-            msg = f"a request has keys, vals and lens, got {list(message.names)}"
+            msg = (
+                f"a request may contain keys, vals, lens and places, got {list(message.names)}: "
+                "does the worker run the same version of braid?"
+            )
             raise CommError(msg)
         parcel.decode()
         keys = parcel.tensors.get("keys")
@@ -219,7 +231,7 @@ class KVServer(SimpleApp):
 
     def _remember(self, digest: bytes, keys: torch.Tensor) -> None:
         if digest != digest_of(keys):
-            msg = "the digest does not fit the keys"
+            msg = "the digest of a request does not match its keys: the message is damaged"
             raise CommError(msg)
         with self._postoffice.lock:
             self._cached[digest] = keys

@@ -77,7 +77,7 @@ class SimpleApp(App):
         callback: Callable[[], object] | None = None,
         priority: int = 0,
     ) -> int:
-        """Send a note.
+        """Send a note (a number and a text) to a node or a group of nodes.
 
         Args:
             head: Number for the receiver's handle.
@@ -97,7 +97,10 @@ class SimpleApp(App):
         check_type("the body of a note is a text", body, str)
         nodes = members_of(to, self._node.num_servers, self._node.num_workers)
         if self._node.name in nodes:
-            msg = f"{self._node.name} is itself in {to}: a node cannot send notes to itself"
+            msg = (
+                f"{self._node.name} is in group {to}, and a node cannot send notes to itself: name "
+                "other nodes"
+            )
             raise ConfigError(msg)
 
         def on_answer(part: int, delivery: Delivery) -> None:
@@ -118,14 +121,14 @@ class SimpleApp(App):
             )
 
     def response(self, asked: SimpleData, body: str = "") -> None:
-        """Answer a note.
+        """Answer a note with a text.
 
         Raises:
             ConfigError: `asked` is not a received note, or was answered before, or the answer is
                 not a string.
         """
         if asked.ticket is None:
-            msg = "this is an answer, and not a request: it cannot be answered"
+            msg = "response() got an answer: pass the request that the handle was called with"
             raise ConfigError(msg)
         check_type("the answer to a note is a text", body, str)
         self._reply(asked.ticket, NoteReceived((asked.ticket.part,), body))
@@ -133,10 +136,16 @@ class SimpleApp(App):
     def _execute(self, delivery: Delivery, ticket: Ticket) -> None:
         message = delivery.message
         if not isinstance(message, Note):
-            msg = f"app {self.app_id} of {self._node.name} has no keys: a KVServer has"
+            msg = (
+                f"app {self.app_id} of {self._node.name} is a SimpleApp, which has no keys: make a "
+                "KVServer for pushes and pulls"
+            )
             raise CommError(msg)
         if self._note_handle is None:
-            msg = f"app {self.app_id} of {self._node.name} has no handle for requests"
+            msg = (
+                f"app {self.app_id} of {self._node.name} has no handle for requests: call "
+                "set_request_handle(function) first"
+            )
             raise CommError(msg)
         asker = id_of(ticket.node)
         data = SimpleData(

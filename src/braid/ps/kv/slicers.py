@@ -72,7 +72,9 @@ def check_slices(slices: dict[int, Places], num_keys: int, num_servers: int) -> 
     uses = torch.zeros(num_keys, dtype=torch.int64)
     for server, places in slices.items():
         if not 0 <= server < num_servers:
-            msg = f"the slicer sends keys to server {server}, and there are {num_servers}"
+            msg = (
+                f"the slicer sends keys to server {server}, but servers are 0 to {num_servers - 1}"
+            )
             raise ConfigError(msg)
         indices = torch.arange(num_keys)[places] if isinstance(places, slice) else places
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= num_keys):
@@ -84,7 +86,10 @@ def check_slices(slices: dict[int, Places], num_keys: int, num_servers: int) -> 
         uses[indices] += 1
     if num_keys and (int(uses.min()), int(uses.max())) != (1, 1):
         place = int((uses != 1).nonzero()[0])
-        msg = f"the slicer sends the key at place {place} to {int(uses[place])} servers"
+        msg = (
+            f"the slicer sends the key at place {place} to {int(uses[place])} servers: it must "
+            "send each key to one server"
+        )
         raise ConfigError(msg)
 
 

@@ -63,7 +63,10 @@ class SumStore:
         if self._rows is None:
             return torch.zeros(len(ids), length, dtype=dtype)
         if dtype != self._rows.dtype:
-            msg = f"the store has values of {self._rows.dtype}, and {dtype} was requested"
+            msg = (
+                f"the store has values of {self._rows.dtype}, but {dtype} was requested: pull into "
+                "a tensor of the store's dtype"
+            )
             raise ConfigError(msg)
         slots = self._slots(ids)
         rows = self._rows.index_select(0, slots.clamp(min=0))
@@ -75,7 +78,7 @@ class SumStore:
         expected = self._rows.shape[1], self._rows.dtype
         if (length, dtype) != expected:
             msg = (
-                f"the store has {expected[0]} values of {expected[1]} for each key, and the push "
+                f"the store has {expected[0]} values of {expected[1]} for each key, but the push "
                 f"has {length} of {dtype}"
             )
             raise ConfigError(msg)

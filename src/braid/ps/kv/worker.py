@@ -99,7 +99,7 @@ class KVWorker(SimpleApp):
         filters: Sequence[Filter] = (),
     ) -> None:
         if not node.is_worker:
-            msg = f"{node.name} is not a worker: only workers push and pull"
+            msg = f"{node.name} is not a worker: make a KVWorker on workers only"
             raise ConfigError(msg)
         super().__init__(node, app_id, customer_id)
         self._slicer: Slicer = by_range
@@ -124,7 +124,7 @@ class KVWorker(SimpleApp):
         filters: Sequence[Filter] | None = None,
         copy: bool = True,
     ) -> int:
-        """Push values.
+        """Start to push the values of some keys to the servers.
 
         Args:
             keys: Keys, sorted and unique; see `KVPairs`.
@@ -211,7 +211,7 @@ class KVWorker(SimpleApp):
         direct: bool = False,
     ) -> int:
         if not 0 <= priority < NUM_PRIORITIES:
-            msg = f"a priority is 0 to {NUM_PRIORITIES - 1}, got {priority}"
+            msg = f"a priority must be from 0 to {NUM_PRIORITIES - 1}, got {priority}"
             raise ConfigError(msg)
         check_type("cmd is a whole number", cmd, int)
         push = bool(len(pairs.vals)) or out is None
@@ -330,10 +330,16 @@ class KVWorker(SimpleApp):
         parcel.decode(lambda head, nbytes: _count(transfer.filters, head, nbytes))
         vals, lens = parcel.tensors.get("vals"), parcel.tensors.get("lens")
         if vals is None or vals.dim() != 1:
-            msg = "it has no values, though they were requested"
+            msg = (
+                "the server's answer to a pull has no values: pass KVPairs with vals to "
+                "response() there"
+            )
             raise CommError(msg)
         if vals.dtype != transfer.out.dtype:
-            msg = f"the server has {vals.dtype}, and vals is a tensor of {transfer.out.dtype}"
+            msg = (
+                f"the server has {vals.dtype}, but vals is a tensor of {transfer.out.dtype}: pass "
+                f"one of {vals.dtype}"
+            )
             raise CommError(msg)
         places = transfer.slices[server]
         num_keys = _count_of(places)
@@ -341,7 +347,10 @@ class KVWorker(SimpleApp):
             transfer.pairs.keys[:0] if lens is None else transfer.pairs.keys[:num_keys], None, lens
         )
         if (len(vals) % num_keys) if lens is None else (int(lens.sum()) != len(vals)):
-            msg = f"{len(vals)} values came for {num_keys} keys"
+            msg = (
+                f"the server answered {num_keys} keys with {len(vals)} values: return equally many "
+                "values for each key, or lens"
+            )
             raise CommError(msg)
         transfer.answers[server] = vals, lens
         if len(transfer.answers) == len(transfer.slices):
@@ -359,10 +368,13 @@ def _copied(keys: Keys, vals: torch.Tensor | None, lens: Lens) -> KVPairs:
 
 def _check_out(num_keys: int, out: torch.Tensor | None, out_lens: torch.Tensor | None) -> None:
     if out is not None and (out.dim() != 1 or not out.is_contiguous()):
-        msg = f"vals must be contiguous in one dim, got {tuple(out.shape)}, {out.stride()}"
+        msg = (
+            f"vals must be one-dimensional and contiguous, got shape {tuple(out.shape)} and "
+            f"strides {out.stride()}: pass torch.empty(n)"
+        )
         raise ConfigError(msg)
     if out_lens is not None and len(out_lens) not in {0, num_keys}:
-        msg = f"lens is for {len(out_lens)} keys, and there are {num_keys}: pass an empty tensor"
+        msg = f"lens has {len(out_lens)} elements for {num_keys} keys: pass an empty tensor"
         raise ConfigError(msg)
     for name, tensor in (("vals", out), ("lens", out_lens)):
         if tensor is None or len(tensor):
@@ -395,7 +407,10 @@ def _assemble(transfer: _Transfer, out: torch.Tensor) -> None:
     if not len(out):
         out.resize_(total)
     if len(out) != total:
-        msg = f"{total} values came for {num_keys} keys, and vals has room for {len(out)}"
+        msg = (
+            f"{total} values came for {num_keys} keys, but vals has {len(out)} elements: pass a "
+            "larger or an empty tensor"
+        )
         raise ConfigError(msg)
     out = out.detach()  # may be a parameter: the copy must not be recorded by autograd
     layout = KeyLayout(num_keys, total, lens)

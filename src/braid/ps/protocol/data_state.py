@@ -29,7 +29,7 @@ class Issue(NamedTuple):
 
 
 class DataState:
-    """Assignment of one set of samples.
+    """Assignment of the shards of one set of samples to workers.
 
     Args:
         num_shards: Number of shards, over all epochs.

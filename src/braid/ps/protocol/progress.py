@@ -24,7 +24,7 @@ MAX_RATES = 1000  # if the rate changes every clock, a worker may be this number
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One change of a shard.
+    """One change of a shard, such as an applied sum of pushes, which all replicas repeat.
 
     Attributes:
         number: Index among all changes of the shard, from 1.
@@ -117,7 +117,7 @@ class ShardProgress:
         return task < self.oldest_task or number < self.tasks.get(task, 0)
 
     def clocks_of(self, members: Mapping[int, int]) -> dict[int, int]:
-        """Return the next clock of each member; its first clock if it has not pushed."""
+        """Return the step of each worker's next push; `members` maps workers to first steps."""
         return {worker: self.clocks.get(worker, start) for worker, start in members.items()}
 
     def slowest(self, members: Mapping[int, int], pushes: Sequence[Push] = ()) -> int:

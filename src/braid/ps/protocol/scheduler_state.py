@@ -162,7 +162,10 @@ class SchedulerState(MembersState[str, int]):
             StaleError: The process was removed; the message has the reason.
         """
         if reason := self._removed.get((worker, life)):
-            msg = f"worker {worker} was removed from the run, which goes on without it: {reason}"
+            msg = (
+                f"worker {worker} was removed from the run, which continues without this worker: "
+                f"{reason}"
+            )
             raise StaleError(msg)
 
     def worker_joins(
@@ -258,10 +261,16 @@ class SchedulerState(MembersState[str, int]):
             CommError: The first directory does not exist yet, or no other server would remain.
         """
         if self.directory is None:
-            msg = f"server {server} cannot leave before all servers and workers have joined"
+            msg = (
+                f"server {server} cannot leave before all servers and workers have joined: call "
+                "drain() later"
+            )
             raise CommError(msg)
         if len(self.directory.servers) - len({*self.directory.leaving, server}) < 1:
-            msg = f"server {server} cannot leave: it is the last one, and has all shards"
+            msg = (
+                f"server {server} cannot leave: the last server has all shards. Call close() to "
+                "end the run"
+            )
             raise CommError(msg)
         self._leaving[server] = request
         return self._change(self.directory.drained(server))

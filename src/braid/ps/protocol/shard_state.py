@@ -158,8 +158,8 @@ class ShardState:
         rule = self.decided.rules.at(clock)
         if clock < self.decided.completed and rule.by_clock and rule.quorum is None:
             msg = (
-                f"clock {clock} of worker {worker} is over: the others are at clock "
-                f"{self.decided.completed}, so a worker that joins must begin later"
+                f"worker {worker} pushed for clock {clock}, which is complete: the other workers "
+                f"are at clock {self.decided.completed}, so begin at a later clock"
             )
             raise CommError(msg)
         if not self._kept.add((worker, clock), request, key, lr):
@@ -492,7 +492,7 @@ class ShardState:
     def _check(self, worker: int) -> None:
         if worker not in self.view.members:
             known = ", ".join(map(str, self.view.members)) or "none"
-            msg = f"worker {worker} is not a worker of this table: its workers are {known}"
+            msg = f"worker {worker} does not train this table: its workers are {known}"
             raise CommError(msg)
 
 

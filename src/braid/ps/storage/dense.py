@@ -149,13 +149,13 @@ class DenseStorage(_Vector):
         return (self._values,)
 
     def export(self) -> State:
-        """See `Storage`."""
+        """Return a copy of the whole state by name; see `Storage.export`."""
         updates = torch.tensor(self._updates)
         return {"values": self._values.clone(), "updates": updates, **self._stepper.export()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See `Storage`."""
+        """Replace the whole state by a copy of `state`; see `Storage.load`."""
         self._check_values(state)
         rest = {name: value for name, value in state.items() if name not in {"values", "updates"}}
         self._stepper.check(rest)
@@ -166,15 +166,15 @@ class DenseStorage(_Vector):
 
     @property
     def lr(self) -> float:
-        """See `Storage`."""
+        """Learning rate; None without an optimizer; see `Storage.lr`."""
         return self._stepper.lr
 
     def set_lr(self, lr: float) -> None:
-        """See `Storage`."""
+        """Change the learning rate; see `Storage.set_lr`."""
         self._stepper.set_lr(lr)
 
     def check_lr(self, lr: float) -> None:
-        """See `Storage`."""
+        """Check a learning rate; see `Storage.check_lr`."""
         self._stepper.check_lr(lr)
 
 
@@ -205,11 +205,11 @@ class SumStorage(_Vector):
         return (self._values,)
 
     def export(self) -> State:
-        """See `Storage`."""
+        """Return a copy of the whole state by name; see `Storage.export`."""
         return {"values": self._values.clone(), "updates": torch.tensor(self._updates)}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See `Storage`."""
+        """Replace the whole state by a copy of `state`; see `Storage.load`."""
         unknown = sorted(set(state) - {"values", "updates"})
         if unknown:
             msg = f"table {self.table!r}: the state has the unknown {', '.join(unknown)}. {ADVICE}"

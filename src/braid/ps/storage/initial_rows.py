@@ -55,7 +55,7 @@ class Constant(Init):
     value: float = 0.0
 
     def draw(self, key: int, ids: torch.Tensor, dim: int) -> torch.Tensor:  # noqa: ARG002
-        """See `Init`."""
+        """Return initial rows of shape [len(ids), dim]; see `Init.draw`."""
         return torch.full((len(ids), dim), self.value, dtype=torch.float64)
 
 
@@ -76,7 +76,7 @@ class Uniform(Init):
             raise ConfigError(msg)
 
     def draw(self, key: int, ids: torch.Tensor, dim: int) -> torch.Tensor:
-        """See `Init`."""
+        """Return initial rows of shape [len(ids), dim]; see `Init.draw`."""
         return _fractions(key, ids, dim).mul_(self.high - self.low).add_(self.low)
 
 
@@ -97,7 +97,7 @@ class Normal(Init):
             raise ConfigError(msg)
 
     def draw(self, key: int, ids: torch.Tensor, dim: int) -> torch.Tensor:
-        """See `Init`."""
+        """Return initial rows of shape [len(ids), dim]; see `Init.draw`."""
         return normal_quantiles(_fractions(key, ids, dim)).mul_(self.std).add_(self.mean)
 
 
@@ -108,7 +108,7 @@ class GivenRows(Init):
     rows: torch.Tensor
 
     def draw(self, key: int, ids: torch.Tensor, dim: int) -> torch.Tensor:  # noqa: ARG002
-        """See `Init`.
+        """Return initial rows of shape [len(ids), dim]; see `Init.draw`.
 
         Raises:
             ConfigError: An id is out of range.

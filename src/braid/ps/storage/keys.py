@@ -62,7 +62,7 @@ def shard_of(ids: torch.Tensor, num_shards: int) -> torch.Tensor:
         ConfigError: The number of shards is out of range.
     """
     if not 1 <= num_shards <= 1 << 31:
-        msg = f"a table has 1 to 2^31 shards, got {num_shards}"
+        msg = f"num_shards of a table must be from 1 to 2^31, got {num_shards}"
         raise ConfigError(msg)
     high = (mix(ids) >> 32).bitwise_and_(0xFFFFFFFF)
     return high.mul_(num_shards).bitwise_right_shift_(32)

@@ -74,7 +74,7 @@ class ParameterStorage(Storage):
         return [DenseStorage(part, self._rule, table=self.table) for part in parts]
 
     def check(self, push: Tensors) -> None:
-        """See `Storage`."""
+        """Check the tensors of a push; see `Storage.check`."""
         dtype, length = self._parts[0].values.dtype, sum(self._sizes)
         expected = [
             Expected("grad", dtype, (length,)),
@@ -84,7 +84,7 @@ class ParameterStorage(Storage):
         check_tensors(self.table, "a push", push, expected[: max(1, len(push))], advice)
 
     def check_query(self, query: Tensors) -> None:
-        """See `Storage`."""
+        """Check the tensors of a query; see `Storage.check_query`."""
         self._parts[0].check_query(query)
 
     def merge(self, pushes: Sequence[Tensors], scale: float) -> Tensors:
@@ -115,7 +115,7 @@ class ParameterStorage(Storage):
         return (self._whole,)
 
     def export(self) -> State:
-        """See `Storage`."""
+        """Return a copy of the whole state by name; see `Storage.export`."""
         exports = [part.export() for part in self._parts]
         state: State = {
             "values": torch.cat([export["values"] for export in exports]),
@@ -143,7 +143,7 @@ class ParameterStorage(Storage):
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See `Storage`."""
+        """Replace the whole state by a copy of `state`; see `Storage.load`."""
         dtype, length = self._parts[0].values.dtype, sum(self._sizes)
         expected = [Expected("values", dtype, (length,)), Expected("sizes", torch.int64, (None,))]
         tensors = [state[name] for name in ("values", "sizes") if name in state]
@@ -165,22 +165,22 @@ class ParameterStorage(Storage):
         self._updates = int(state["updates"])
 
     def statistics(self) -> dict[str, int]:
-        """See `Storage`."""
+        """Return counts by name, such as `num_updates`; see `Storage.statistics`."""
         num_bytes = sum(part.values.nbytes for part in self._parts)
         return {"num_updates": self._updates, "num_bytes": num_bytes}
 
     @property
     def lr(self) -> float:
-        """See `Storage`."""
+        """Learning rate; None without an optimizer; see `Storage.lr`."""
         return self._parts[0].lr
 
     def set_lr(self, lr: float) -> None:
-        """See `Storage`."""
+        """Change the learning rate; see `Storage.set_lr`."""
         for part in self._parts:
             part.set_lr(lr)
 
     def check_lr(self, lr: float) -> None:
-        """See `Storage`."""
+        """Check a learning rate; see `Storage.check_lr`."""
         self._parts[0].check_lr(lr)
 
 

@@ -77,7 +77,7 @@ def join_shards(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
         ConfigError: Shards differ in names, number of updates or rate, or share an id.
     """
     if not states:
-        msg = "a table has at least one shard, got the states of none"
+        msg = "a table has at least one shard: pass the state of each shard"
         raise ConfigError(msg)
     if all("sizes" in state for state in states):
         states = _with_same_names(states)
@@ -85,8 +85,8 @@ def join_shards(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
         if state.keys() != states[0].keys():
             differ = ", ".join(sorted(state.keys() ^ states[0].keys()))
             msg = (
-                f"shard {shard} and shard 0 are not of the same table, or not after the same "
-                f"update: one of them lacks {differ}"
+                f"shard {shard} and shard 0 belong to different tables or updates, since one state "
+                f"lacks {differ}: export all shards at the same clock"
             )
             raise ConfigError(msg)
     return _joined_rows(states) if "ids" in states[0] else _joined_ranges(states)

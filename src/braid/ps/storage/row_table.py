@@ -32,7 +32,7 @@ class Width(NamedTuple):
 
 
 class RowTable:
-    """Rows by id.
+    """Table that maps ids to rows of one or several columns.
 
     Args:
         widths: Columns, by name.

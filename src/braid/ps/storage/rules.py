@@ -122,18 +122,18 @@ class SGD(_Rated):
     def __post_init__(self) -> None:
         _check_ranges(self, lr=(0, INF), momentum=(0, 1), weight_decay=(0, INF))
         if self.nesterov and not self.momentum:
-            msg = "SGD: nesterov needs a momentum above 0"
+            msg = "SGD: nesterov=True needs a momentum above 0"
             raise ConfigError(msg)
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """See `Rule`."""
+        """Columns of the state, by name; see `Rule.columns`."""
         return {"momentum_buffer": Column(per_element=True)} if self.momentum else {}
 
     def step(
         self, rows: torch.Tensor, grads: torch.Tensor, state: Mapping[str, torch.Tensor]
     ) -> None:
-        """See `Rule`."""
+        """Step rows and their state in place; see `Rule.step`."""
         grads = _decayed(rows, grads, self.weight_decay)
         if self.momentum:
             buffer = state["momentum_buffer"].mul_(self.momentum).add_(grads)
@@ -160,13 +160,13 @@ class Adagrad(_Rated):
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """See `Rule`."""
+        """Columns of the state, by name; see `Rule.columns`."""
         return {"sum": Column(per_element=self.by_elements, fill=self.initial_accumulator_value)}
 
     def step(
         self, rows: torch.Tensor, grads: torch.Tensor, state: Mapping[str, torch.Tensor]
     ) -> None:
-        """See `Rule`."""
+        """Step rows and their state in place; see `Rule.step`."""
         grads = _decayed(rows, grads, self.weight_decay)
         std = state["sum"].addcmul_(grads, grads, value=1).sqrt().add_(self.eps)
         rows.addcdiv_(grads, std, value=-self.lr)
@@ -190,7 +190,7 @@ class RowWiseAdagrad(Adagrad):
     def step(
         self, rows: torch.Tensor, grads: torch.Tensor, state: Mapping[str, torch.Tensor]
     ) -> None:
-        """See `Rule`."""
+        """Step rows and their state in place; see `Rule.step`."""
         grads = _decayed(rows, grads, self.weight_decay)
         total = state["sum"].add_(grads.square().mean(dim=1, keepdim=True))
         rows.addcdiv_(grads, total.sqrt().add_(self.eps), value=-self.lr)
@@ -219,7 +219,7 @@ class Adam(_Rated):
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """See `Rule`."""
+        """Columns of the state, by name; see `Rule.columns`."""
         element = Column(per_element=True)
         step = Column(per_element=False, counts=True)
         return {"step": step, "exp_avg": element, "exp_avg_sq": element}
@@ -227,7 +227,7 @@ class Adam(_Rated):
     def step(
         self, rows: torch.Tensor, grads: torch.Tensor, state: Mapping[str, torch.Tensor]
     ) -> None:
-        """See `Rule`."""
+        """Step rows and their state in place; see `Rule.step`."""
         beta1, beta2 = self.betas
         if self.weight_decay and self.decoupled:
             rows.mul_(1 - self.lr * self.weight_decay)
@@ -288,27 +288,27 @@ class FTRL(Rule):
     def __post_init__(self) -> None:
         _check_ranges(self, alpha=(0, INF), beta=(0, INF), l1=(0, INF), l2=(0, INF))
         if not self.alpha:
-            msg = "FTRL: alpha must be above 0, since it divides"
+            msg = "FTRL: alpha must be above 0, since the rule divides by alpha"
             raise ConfigError(msg)
 
     @property
     def learning_rate(self) -> float:
-        """See `Rule`."""
+        """Learning rate; see `Rule.learning_rate`."""
         return self.alpha
 
     def with_learning_rate(self, lr: float) -> Rule:
-        """See `Rule`."""
+        """Return this rule with the learning rate `lr`; see `Rule.with_learning_rate`."""
         return dataclasses.replace(self, alpha=lr)
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """See `Rule`."""
+        """Columns of the state, by name; see `Rule.columns`."""
         return {"z": Column(per_element=True), "n": Column(per_element=True)}
 
     def step(
         self, rows: torch.Tensor, grads: torch.Tensor, state: Mapping[str, torch.Tensor]
     ) -> None:
-        """See `Rule`."""
+        """Step rows and their state in place; see `Rule.step`."""
         z, n = state["z"], state["n"]
         root = n.sqrt()
         new_root = n.addcmul_(grads, grads, value=1).sqrt()

@@ -102,7 +102,7 @@ class SparseStorage(Storage):
         self._empty = self.export()  # names, dtypes and widths of a state
 
     def check(self, push: Tensors) -> None:
-        """See `Storage`."""
+        """Check the tensors of a push; see `Storage.check`."""
         expected = [
             Expected("ids", torch.int64, (None,)),
             Expected("grads", self._dtype, (None, self._dim)),
@@ -111,13 +111,13 @@ class SparseStorage(Storage):
         ids, grads = push
         if len(ids) != len(grads):
             msg = (
-                f"table {self.table!r}: a push has a gradient for each id, got {len(ids)} ids and "
-                f"{len(grads)} gradients"
+                f"table {self.table!r}: a push needs one gradient for each id, got {len(ids)} ids "
+                f"and {len(grads)} gradients"
             )
             raise ConfigError(msg)
 
     def check_query(self, query: Tensors) -> None:
-        """See `Storage`."""
+        """Check the tensors of a query; see `Storage.check_query`."""
         expected = [Expected("ids", torch.int64, (None,))]
         check_tensors(self.table, "a query", query, expected, ADVICE)
 
@@ -250,7 +250,7 @@ class SparseStorage(Storage):
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See `Storage`."""
+        """Replace the whole state by a copy of `state`; see `Storage.load`."""
         self._check_state(state)
         rule = self._rule.with_learning_rate(float(state["lr"]))
         counts = {
@@ -280,15 +280,15 @@ class SparseStorage(Storage):
 
     @property
     def lr(self) -> float:
-        """See `Storage`."""
+        """Learning rate; None without an optimizer; see `Storage.lr`."""
         return self._rule.learning_rate
 
     def set_lr(self, lr: float) -> None:
-        """See `Storage`."""
+        """Change the learning rate; see `Storage.set_lr`."""
         self._rule = self._rule.with_learning_rate(lr)
 
     def check_lr(self, lr: float) -> None:
-        """See `Storage`."""
+        """Check a learning rate; see `Storage.check_lr`."""
         self._rule.with_learning_rate(lr)
 
     def statistics(self) -> dict[str, int]:

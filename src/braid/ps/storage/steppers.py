@@ -125,8 +125,8 @@ class RuleStepper(Stepper):
     def __init__(self, table: str, values: torch.Tensor, rule: Rule) -> None:
         if not rule.by_elements:
             msg = (
-                f"table {table!r}: {type(rule).__name__} needs whole rows, and a dense table may "
-                "be cut anywhere. Use another rule such as Adagrad, or a sparse table"
+                f"table {table!r}: {type(rule).__name__} needs whole rows, but servers may divide "
+                "a dense table anywhere. Use another rule such as Adagrad, or a sparse table"
             )
             raise ConfigError(msg)
         self._table = table
@@ -135,20 +135,20 @@ class RuleStepper(Stepper):
         self._state = allocate(rule, (1, len(values)), self._dtype)
 
     def step(self, values: torch.Tensor, grad: torch.Tensor) -> None:
-        """See `Stepper`."""
+        """Step `values` in place with their gradient; see `Stepper.step`."""
         rows = values.to(self._dtype)  # the same memory unless the table has half precision
         self._rule.step(rows[None], grad.to(self._dtype)[None], self._state)
         if rows is not values:
             values.copy_(rows)
 
     def export(self) -> State:
-        """See `Stepper`."""
+        """Return a copy of the optimizer's state; see `Stepper.export`."""
         lr = torch.tensor(self.lr, dtype=torch.float64)
         state = {f"state.{name}": self._part(name).clone() for name in self._state}
         return {**state, "lr": lr}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See `Stepper`."""
+        """Check a state for `load`; see `Stepper.check`."""
         check_names(self._table, state, [*(f"state.{name}" for name in self._state), "lr"])
         problems = []
         for name in self._state:
@@ -162,22 +162,22 @@ class RuleStepper(Stepper):
         self._rule.with_learning_rate(float(state["lr"]))
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See `Stepper`."""
+        """Replace the optimizer's state by a copy of `state`; see `Stepper.load`."""
         for name in self._state:
             self._part(name).copy_(state[f"state.{name}"])
         self.set_lr(float(state["lr"]))
 
     @property
     def lr(self) -> float:
-        """See `Stepper`."""
+        """Learning rate; see `Stepper.lr`."""
         return self._rule.learning_rate
 
     def set_lr(self, lr: float) -> None:
-        """See `Stepper`."""
+        """Change the learning rate; see `Stepper.set_lr`."""
         self._rule = self._rule.with_learning_rate(lr)
 
     def check_lr(self, lr: float) -> None:
-        """See `Stepper`."""
+        """Check a learning rate; see `Stepper.check_lr`."""
         self._rule.with_learning_rate(lr)
 
     def _part(self, name: str) -> torch.Tensor:
@@ -219,29 +219,29 @@ class TorchStepper(Stepper):
             reason = "it is not known to do so"
         if reason is not None:
             msg = (
-                f"table {self._table!r}: a table is cut over servers, so its optimizer must change "
-                f"each element by itself, and not {name}: {reason}. Use a class of torch.optim, "
-                "such as SGD or AdamW, and change it by its options and hooks"
+                f"table {self._table!r}: servers divide a table, so its optimizer must change each "
+                f"element separately. {name} does not: {reason}. Use a class of torch.optim, such "
+                "as SGD or AdamW, and change it by its options and hooks"
             )
             raise ConfigError(msg)
         groups = [len(group["params"]) for group in optimizer.param_groups]
         if groups != [1]:
             msg = (
-                f"table {self._table!r}: an optimizer has one group with the one parameter that it "
-                f"is given, got groups of {groups} parameters"
+                f"table {self._table!r}: the optimizer must have one group with the single "
+                f"parameter that the function gets, but has groups of {groups} parameters"
             )
             raise ConfigError(msg)
         return optimizer
 
     def step(self, values: torch.Tensor, grad: torch.Tensor) -> None:
-        """See `Stepper`."""
+        """Step `values` in place with their gradient; see `Stepper.step`."""
         self._param.data = values
         self._param.grad = grad
         self._optimizer.step()
         self._param.grad = None
 
     def export(self) -> State:
-        """See `Stepper`."""
+        """Return a copy of the optimizer's state; see `Stepper.export`."""
         state: State = {"lr": torch.tensor(self.lr, dtype=torch.float64)}
         for name, value in self._optimizer.state[self._param].items():
             if isinstance(value, torch.Tensor):
@@ -252,7 +252,7 @@ class TorchStepper(Stepper):
         return state
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See `Stepper`."""
+        """Check a state for `load`; see `Stepper.check`."""
         problems = [] if "lr" in state else ["it lacks lr"]
         for name, value in state.items():
             if not name.startswith(("state.", "scalar.")):
@@ -268,7 +268,7 @@ class TorchStepper(Stepper):
             raise ConfigError(msg)
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See `Stepper`."""
+        """Replace the optimizer's state by a copy of `state`; see `Stepper.load`."""
         optimizer_state: dict[str, Any] = {}
         for key, value in state.items():
             kind, _, name = key.partition(".")
@@ -283,17 +283,17 @@ class TorchStepper(Stepper):
 
     @property
     def lr(self) -> float:
-        """See `Stepper`."""
+        """Learning rate; see `Stepper.lr`."""
         return float(self._group["lr"])
 
     def check_lr(self, lr: float) -> None:
-        """See `Stepper`."""
+        """Check a learning rate; see `Stepper.check_lr`."""
         if not 0 <= lr < math.inf:
             msg = f"table {self._table!r}: a learning rate must be at least 0 and finite, got {lr}"
             raise ConfigError(msg)
 
     def set_lr(self, lr: float) -> None:
-        """See `Stepper`."""
+        """Change the learning rate; see `Stepper.set_lr`."""
         self.check_lr(lr)
         if isinstance(self._group["lr"], torch.Tensor):
             self._group["lr"].fill_(lr)

@@ -27,7 +27,7 @@ Ticket = TypeVar("Ticket")
 
 
 class Refuse(NamedTuple):
-    """Refuse these requests."""
+    """Answer the requests of these tickets with an error."""
 
     tickets: tuple[Any, ...]
     text: str
@@ -69,13 +69,16 @@ class KVMembersState(MembersState[tuple[int, int], Ticket]):
         """
         counts = {"server": self._num_servers, "worker": self._num_workers}
         if role not in counts:
-            msg = f"there is no role {role!r}: processes are servers or workers"
+            msg = f"unknown role {role!r}: a process must be a server or a worker"
             raise CommError(msg)
         asked = candidate, role
         if asked not in self._numbers:
             number = sum(other == role for _, other in self._numbers)
             if number >= counts[role]:
-                msg = f"the run has {counts[role]} {role}s already, and this is one more"
+                msg = (
+                    f"the run has {counts[role]} {role}s already: start no more, or raise their "
+                    "number"
+                )
                 raise CommError(msg)
             self._numbers[asked] = number
         return self._numbers[asked]
@@ -92,7 +95,7 @@ class KVMembersState(MembersState[tuple[int, int], Ticket]):
             raise CommError(msg)
         if self._lives.setdefault(node, incarnation) != incarnation:
             fate = f"was lost ({self.lost[node]})" if node in self.lost else "is here already"
-            msg = f"{node} {fate}: another process cannot be it"
+            msg = f"{node} {fate}: another process cannot take its name"
             raise CommError(msg)
         is_known = node in self.addresses and node not in self.lost
         self.addresses[node] = address
