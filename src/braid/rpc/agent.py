@@ -131,7 +131,7 @@ class Agent:
         seconds = self.options.rpc_timeout if timeout < 0 else timeout
         future.add_done_callback(lambda _: self._pool.notify())
         if not self._pool.wait(future.done, seconds or None, lambda _: False):
-            msg = f"a value of {self.info.name} was not made within {seconds:g} s"
+            msg = f"{self.info.name} has not computed the value of a reference within {seconds:g} s"
             raise CommTimeout(msg)
         return future.value()
 

@@ -84,7 +84,10 @@ def all_gather(
     known = [info.name for info in agent.directory.infos]
     chosen = tuple(sorted(set(known if names is None else names)))
     if agent.info.name not in chosen:
-        msg = f"{agent.info.name} takes part in an all_gather of {', '.join(chosen)} without it"
+        msg = (
+            f"{agent.info.name} calls an all_gather of {', '.join(chosen)} that does not include "
+            "it: add its name"
+        )
         raise RpcError(msg)
     number = agent.part(AllGathers).next_number(chosen)
     arguments = (number, list(chosen), agent.info.name, value)

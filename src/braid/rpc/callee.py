@@ -140,7 +140,10 @@ class Callee:
             msg = f"{call.function} was cancelled before it began"
             raise CancelledError(msg)
         if scope.deadline_ns is not None and self.peers.now_ns() >= scope.deadline_ns:
-            msg = f"{call.function} did not begin in time: {self.peers.info.name} was busy"
+            msg = (
+                f"{call.function} did not begin before its deadline: all threads of "
+                f"{self.peers.info.name} were busy. Raise num_worker_threads there, or the timeout"
+            )
             raise CommTimeout(msg)
         function = self.codec.names.find(call.function)  # last: references of arguments must arrive
         try:

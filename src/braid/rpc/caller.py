@@ -340,5 +340,8 @@ class Caller:
             return self._pending.count(to.id) < limit or self.peers.is_closed
 
         if not self.pool.wait(has_room, left_s, self._pending.is_quick):
-            msg = f"{name} was not called: {to.name} has not answered {limit:,} calls from here"
+            msg = (
+                f"{name} was not called: {to.name} has not answered {limit:,} calls of this node. "
+                "Wait for results, or raise max_unanswered"
+            )
             raise CommTimeout(msg)

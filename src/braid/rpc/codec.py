@@ -53,7 +53,7 @@ Where: TypeAlias = "str | tuple[Where, object]"
 
 
 class Packed(msgspec.Struct, frozen=True, eq=False):
-    """Values that can travel.
+    """Values as bytes and tensors that can be sent to another node.
 
     Attributes:
         data: Plain bytes.
@@ -163,7 +163,7 @@ class Codec:
                 self._unshare(reference)
             if not isinstance(exc, RecursionError):
                 raise
-            msg = f"{where} is nested too deeply to travel, or contains itself"
+            msg = f"{where} is nested too deeply to be sent, or contains itself: send it in parts"
             raise RpcError(msg) from None
 
     def unpack(
@@ -254,7 +254,7 @@ class Codec:
         if self._allow_pickle:
             return self._extension(_PICKLE, self._pickled(value, packing, where))
         msg = (
-            f"{_noun(where)} is a {kind.__module__}.{kind.__qualname__}, which cannot travel: "
+            f"{_noun(where)} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent: "
             f"{self._advice}"
         )
         raise RpcError(msg)
@@ -293,7 +293,7 @@ class Codec:
         if not is_plain or value.is_quantized or value.is_meta:
             msg = (
                 f"{_noun(where)} is a tensor of {value.layout} {value.dtype} on {value.device}, "
-                "which cannot travel: send its parts"
+                "which cannot be sent: send its parts"
             )
             raise RpcError(msg)
         packing.tensors.append(value)
@@ -342,7 +342,10 @@ class Codec:
             return self.names.find(value)
         if code == _PICKLE:
             if not self._allow_pickle:
-                msg = f"{sender} sent a pickle, which this node refuses: RpcOptions(allow_pickle=)"
+                msg = (
+                    f"{sender} sent a pickle, which this node refuses: pass "
+                    "RpcOptions(allow_pickle=True) to both"
+                )
                 raise CommError(msg)
             try:
                 return _Unpickler(io.BytesIO(value[0]), value[1]).load()
@@ -361,7 +364,10 @@ class Codec:
             for name in {f.name for f in dataclasses.fields(kind)} & value[1].keys():
                 object.__setattr__(made, name, value[1][name])
             return made
-        msg = f"{sender} sent a value of the unknown form {code}"
+        msg = (
+            f"{sender} sent a value with the unknown code {code}: install the same version of "
+            "braid on all nodes"
+        )
         raise CommError(msg)
 
 
@@ -409,7 +415,7 @@ class _Unpacking(msgspec.Struct, frozen=True, eq=False):
     will_answer: bool
 
     def decode(self, data: bytes) -> Any:
-        """Return the value."""
+        """Return the value that `data` encodes."""
         return msgspec.msgpack.decode(data, ext_hook=self.extension)
 
     def extension(self, code: int, inner: memoryview) -> Any:

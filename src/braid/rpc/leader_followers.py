@@ -96,7 +96,7 @@ class LeaderFollowers:
         self._bounded, self._urgent = _Backlog(self.max_running), _Backlog(float("inf"))
 
     def start(self) -> None:
-        """Begin to receive."""
+        """Start the threads that receive messages and run calls."""
         with self._lock:
             self._spawn()
             self._spawn()

@@ -63,12 +63,12 @@ def init_rpc(
             the node's role, see `roles`.
         backend: For programs of torch; not used.
         rank: Number of the node; set by the launcher when -1.
-        world_size: Number of nodes; every node waits for all. When None, it is set by the launcher;
-            if `rank` is given, nodes may join and leave at any time.
+        world_size: Number of nodes, for which every node waits. When None and `rank` is -1, the
+            launcher sets it. When None and `rank` is given, nodes may join and leave at any time.
         rpc_backend_options: Options of this node.
 
     Raises:
-        ConfigError: An argument cannot work, or this process is a node already.
+        ConfigError: An argument is invalid, or this process is a node already.
         RendezvousError: Nodes did not come, or two have one name or number.
     """
     del backend
@@ -83,7 +83,10 @@ def init_rpc(
     options = rpc_backend_options or RpcOptions()
     job, rank, world_size, is_local = _meet(options.init_method, rank, world_size)
     if options.allow_pickle and job.network.insecure:
-        msg = "allow_pickle=True lets peers run any code: not on a network without a secret"
+        msg = (
+            "allow_pickle=True allows peers to run any code: leave it out on a network without a "
+            "secret"
+        )
         raise ConfigError(msg)
     store: Store = PrefixStore("rpc/", job.store)
     with contextlib.ExitStack() as resources:
@@ -186,7 +189,7 @@ def join(
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
-    """End this node.
+    """Leave remote calls, once calls in flight have ended if `graceful`.
 
     Args:
         graceful: Whether to wait until no node has calls in flight; without a fixed world size,

@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Body(msgspec.Struct, frozen=True):
-    """Values with tensors.
+    """Packed values of a message, and descriptions of their tensors.
 
     Attributes:
         packed: The values, packed by `codec`.
@@ -68,7 +68,7 @@ class AutogradEdge(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, tag="rpc.call", frozen=True):
-    """A call of a function.
+    """Request to call a function in the receiving node.
 
     Attributes:
         function: Its name, as `names` gives it.
@@ -92,14 +92,14 @@ class CancelCall(msgspec.Struct, tag="rpc.cancel", frozen=True):
 
 
 class CallReply(msgspec.Struct, tag="rpc.reply", frozen=True):
-    """The result of a call."""
+    """Reply to a call: its result."""
 
     body: Body
     edge: AutogradEdge | None = None
 
 
 class Raised(msgspec.Struct, tag="rpc.raised", frozen=True):
-    """A call has raised an exception; its type by name, and its text with the traceback."""
+    """Reply to a call that raised: type of the exception by name, and text with traceback."""
 
     error: str
     text: str

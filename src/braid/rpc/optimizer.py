@@ -178,7 +178,9 @@ class DistributedOptimizer:
         if not any(isinstance(item, dict) for item in params_rref):
             groups = [{"params": list(params_rref)}]
         if not any(group["params"] for group in groups):
-            msg = "DistributedOptimizer needs at least one reference to a parameter"
+            msg = (
+                "DistributedOptimizer got an empty list: pass at least one reference to a parameter"
+            )
             raise ConfigError(msg)
         kwargs = {**_named(optimizer_class, args), **kwargs}
         by_owner: dict[int, list[dict[str, Any]]] = {}
@@ -250,7 +252,10 @@ class DistributedOptimizer:
         """
         names = {rref.owner_name(): rref for rref in self._optimizers.values()}
         if names.keys() != state.keys():
-            msg = f"the state is of nodes {sorted(state)}, the parameters are in {sorted(names)}"
+            msg = (
+                f"the state belongs to nodes {sorted(state)}, but the parameters are on "
+                f"{sorted(names)}: load the state of an optimizer of the same nodes"
+            )
             raise ConfigError(msg)
         torch.futures.wait_all(
             [rref.rpc_async().load_state_dict(state[name]) for name, rref in names.items()]

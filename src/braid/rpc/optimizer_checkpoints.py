@@ -26,7 +26,7 @@ __all__ = ["Part", "read", "write"]
 
 @register
 class Part(NamedTuple):
-    """The parameters of one node.
+    """Parameters and optimizer states of one node, in a checkpoint.
 
     Attributes:
         params: Values.
@@ -46,7 +46,7 @@ def write(
     step: int,
     keep: int | None,
 ) -> Path:
-    """Write a checkpoint.
+    """Write the parameters and states of all nodes as a checkpoint.
 
     Args:
         directory: Directory of checkpoints.

@@ -18,7 +18,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 @dataclass(kw_only=True)
 class RpcOptions:
-    """Options of a node.
+    """Options of a node of remote calls, for `init_rpc`.
 
     Attributes:
         num_worker_threads: Calls of peers that run at the same time.

@@ -95,7 +95,7 @@ class CallOutcome(msgspec.Struct, eq=False):
     is_here: bool = False
 
     def finish(self, value: Any, error: BaseException | None) -> None:
-        """Record the end."""
+        """Record the value or the error, and mark the outcome as complete."""
         self.value, self.error, self.is_here = value, error, True
 
 

@@ -152,8 +152,8 @@ class Peers:
     def ended(self) -> StaleError:
         """Return the error for a call, or a value, of a node that has ended."""
         msg = (
-            f"the node {self.info.name} has ended by rpc.shutdown(), and its references with it: "
-            "use them before, or call rpc.init_rpc() and make them again"
+            f"rpc.shutdown() has ended node {self.info.name} and its references: use them before, "
+            "or call rpc.init_rpc() and make them again"
         )
         return StaleError(msg)
 

@@ -55,7 +55,7 @@ def is_idempotent(function: object) -> bool:
 
 
 class PendingCall(msgspec.Struct, eq=False):
-    """A call that is not answered.
+    """A call that this node has made and that is not answered yet.
 
     Attributes:
         to: Number of the callee.
@@ -202,7 +202,7 @@ class Retries:
         send(on_end)
 
     def tick(self, now_ns: int) -> None:
-        """Send what is due."""
+        """Send again the calls that are due at `now_ns`."""
         with self._lock:
             due = [again for at_ns, again, _ in self._waiting if at_ns <= now_ns]
             self._waiting = [call for call in self._waiting if call[0] > now_ns]

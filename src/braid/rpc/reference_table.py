@@ -31,7 +31,7 @@ __all__ = ["References"]
 
 
 class Counts(NamedTuple):
-    """Numbers of references of a node.
+    """Numbers of remote references and values of a node, to find leaks.
 
     Attributes:
         shared: Values of this node that others refer to, or that a call has made.

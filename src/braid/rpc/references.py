@@ -162,8 +162,8 @@ class RRef:
 
     def __reduce__(self) -> Any:
         msg = (
-            "Can not pickle rref in python pickler: a remote reference travels as an argument or a "
-            "result of remote calls only"
+            "Can not pickle rref in python pickler: pass a remote reference only as an argument "
+            "or a result of remote calls"
         )
         raise RuntimeError(msg)
 

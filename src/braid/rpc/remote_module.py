@@ -34,7 +34,7 @@ _LOCAL_ONLY = (
 
 @register
 class RemoteModule(torch.nn.Module):
-    """A module of another node.
+    """A module that lives in another node, and is called like a local one.
 
     Args:
         remote_device: Node and device: "name/cpu", "rank:1/cuda:0", or "name" for its main memory.
@@ -95,7 +95,7 @@ class RemoteModule(torch.nn.Module):
         return self.module_rref
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Set the module, in its node, to training."""
+        """Set the module, in its node, to training, or to evaluation if not `mode`."""
         rpc_sync(self.on, _set_training, (self.module_rref, mode))
         self.training = mode
         return self
@@ -107,7 +107,7 @@ class RemoteModule(torch.nn.Module):
     def __getstate__(self) -> NoReturn:
         msg = (
             "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when "
-            "using RPC: it travels as an argument or a result of remote calls"
+            "using RPC: pass it as an argument or a result of remote calls"
         )
         raise RuntimeError(msg)
 

@@ -16,7 +16,7 @@ __all__ = ["Role", "names_of", "num_restarts", "own_role"]
 
 
 class Role(NamedTuple):
-    """The role of a node.
+    """Role of a node, such as actor 2 of 8, from the launcher's `--role`.
 
     Attributes:
         name: Name of the role.
@@ -49,7 +49,10 @@ def own_role(environ: Mapping[str, str] | None = None) -> Role:
         if rank < count:
             return Role(name, rank, count)
         rank -= count
-    msg = f"rank {environ.get('RANK')} is beyond the roles {environ.get(ROLES)!r}"
+    msg = (
+        f"rank {environ.get('RANK')} is not in the roles {environ.get(ROLES)!r}: start the program "
+        "with braid run --role NAME:COUNT"
+    )
     raise ConfigError(msg)
 
 
@@ -61,7 +64,7 @@ def names_of(role: str, environ: Mapping[str, str] | None = None) -> list[str]:
     """
     counts = dict(_roles(os.environ if environ is None else environ))
     if role not in counts:
-        msg = f"there is no role {role!r}; the launcher has given {', '.join(counts)}"
+        msg = f"unknown role {role!r}: the launcher has started {', '.join(counts)}"
         raise ConfigError(msg)
     return [f"{role}:{index}" for index in range(counts[role])]
 

@@ -137,7 +137,7 @@ def _answer(
     try:
         results = function([item for item, _ in calls])
         if len(results) != len(calls):
-            msg = f"a batch of {len(calls)} calls needs as many results, got {len(results)}"
+            msg = f"a batch of {len(calls)} calls needs one result per call, got {len(results)}"
             raise ConfigError(msg)
     except BaseException as exc:  # noqa: BLE001 - the callers must receive any error
         error, _ = described(current_agent().info.name, exc)

@@ -91,7 +91,7 @@ class _Inbox:
         return value
 
     def close(self) -> None:
-        """Refuse further results."""
+        """Close the receiving end: refuse further results."""
         with self._changed:
             self._is_closed = True
             waiting = [answer for _, answer in self._results.values()]

@@ -70,7 +70,9 @@ def check_name(name: str) -> None:
         RpcError: It is too long, or has other signs than letters, digits, `_`, `:` and `-`.
     """
     if _NAME.fullmatch(str(name)) is None:
-        msg = f"the name of a node has 1 to 128 letters, digits, '_', ':' or '-', got {name!r}"
+        msg = (
+            f"the name of a node must have 1 to 128 letters, digits, '_', ':' or '-', got {name!r}"
+        )
         raise RpcError(msg)
 
 

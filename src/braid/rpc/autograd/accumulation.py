@@ -176,8 +176,8 @@ def in_own_memory(
 ) -> list[torch.Tensor | None]:
     """Return gradients that programs may change in place, such as by clipping.
 
-    Autograd returns one tensor for several leaves, and expanded ones. A gradient that shares
-    memory, also with `others`, or elements of its memory, is copied.
+    Autograd may return one tensor for several leaves, or expanded tensors. These gradients are
+    copied, and also gradients that share memory with `others`.
     """
     taken = {storage_id(x.untyped_storage()) for x in others if _has_storage(x)}
     result: list[torch.Tensor | None] = []

@@ -131,8 +131,8 @@ class Contexts:
         context = self._contexts.get(number)
         if context is None:
             msg = (
-                f"Could not find autograd context with id: {number}. It is over, or no call of it "
-                f"has come to {self.peers.info.name}"
+                f"Could not find autograd context with id: {number}. The context has ended, or "
+                f"{self.peers.info.name} has not received a call inside the context"
             )
             raise RpcError(msg)
         return context
@@ -234,12 +234,12 @@ class Contexts:
             if not root.requires_grad or root.numel() != 1:
                 msg = (
                     f"root {place} has {root.numel()} elements and requires_grad is "
-                    f"{root.requires_grad}: the backward begins at tensors of one element that "
+                    f"{root.requires_grad}: pass tensors of one element, such as the loss, that "
                     "were computed in the context"
                 )
                 raise RpcError(msg)
         if not roots:
-            msg = "the backward needs at least one root"
+            msg = "backward() needs at least one root: pass a list with the loss"
             raise RpcError(msg)
         with context.lock:
             this = Id(self.peers.info.id, next(self._numbers))

@@ -20,7 +20,7 @@ __all__ = ["Context"]
 
 
 class Context:
-    """A context on one node.
+    """State of a distributed autograd context on one node.
 
     Args:
         process: Number of the node.

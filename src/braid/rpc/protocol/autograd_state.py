@@ -94,7 +94,7 @@ class Mark(msgspec.Struct, tag="rpc.mark", frozen=True):
 
 
 class Gradients(msgspec.Struct, tag="rpc.gradients", frozen=True):
-    """The gradients of an edge's tensors.
+    """Message with the gradients of the tensors that an edge has carried.
 
     Attributes:
         context: Number of the context.

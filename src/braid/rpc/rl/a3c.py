@@ -49,7 +49,10 @@ class A3CLearner(Learner):
         params = list(self.module.parameters())
         expected, got = [tuple(p.shape) for p in params], [tuple(g.shape) for g in gradients]
         if expected != got:
-            msg = f"the actor's module has parameters of shapes {got}, the learner's {expected}"
+            msg = (
+                f"the actor's module has parameters of shapes {got}, but the learner's has "
+                f"{expected}: make both modules with the same class and arguments"
+            )
             raise ConfigError(msg)
         with self._changed:
             if self._is_over:
@@ -78,7 +81,9 @@ def play_a3c(learner: Any, actor: Actor, options: LossOptions | None = None) -> 
     """
     policy = actor.policy
     if not isinstance(policy, LocalPolicy):
-        msg = f"A3C computes gradients where it plays: needs a LocalPolicy, got {type(policy)}"
+        msg = (
+            f"A3C computes gradients in the actor's process: pass a LocalPolicy, got {type(policy)}"
+        )
         raise ConfigError(msg)
     params = list(policy.module.parameters())
     weights = learner.weights()

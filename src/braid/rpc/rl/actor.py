@@ -27,7 +27,7 @@ __all__ = ["Actor", "Environment", "Unroll", "make_environment"]
 
 
 class Environment(Protocol):
-    """A world that an actor plays in, with the interface of gymnasium."""
+    """Interface of an environment that an actor plays in, as in gymnasium."""
 
     def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode; return the first observation."""
@@ -61,7 +61,7 @@ def make_environment(name: str, **options: Any) -> Environment:
 
 @register
 class Unroll(NamedTuple):
-    """T steps of B environments.
+    """T consecutive steps of B environments, with the observations around them.
 
     Attributes:
         observations: Observations x_0 to x_T, [T + 1, B, ...].
@@ -93,7 +93,7 @@ class Unroll(NamedTuple):
 
 
 class Actor:
-    """Plays environments by a policy.
+    """Plays environments with the actions of a policy, and returns unrolls.
 
     Args:
         environments: Environments, at least one; all have observations of one shape.

@@ -134,7 +134,7 @@ class PerfectPlayer:
 
 
 class Record(NamedTuple):
-    """Games of a player.
+    """Numbers of games that a player has won, drawn and lost.
 
     Attributes:
         wins: Number of games that it has won.

@@ -35,7 +35,7 @@ Answer = torch.futures.Future  # of weights, or None at the end
 
 
 class Replay:
-    """The newest unrolls, drawn uniformly.
+    """Buffer of the newest unrolls, from which batches are drawn uniformly.
 
     Args:
         capacity: Unrolls that are kept; the oldest goes first.
@@ -59,7 +59,7 @@ class Replay:
         return len(self._unrolls)
 
     def add(self, unroll: Unroll) -> None:
-        """Keep an unroll."""
+        """Add an unroll to the buffer."""
         if len(self._unrolls) < self._capacity:
             self._unrolls.append(unroll)
         else:
@@ -75,7 +75,7 @@ class Replay:
 
 
 class ImpalaLearner(Learner):
-    """Learns from unrolls of actors.
+    """IMPALA learner: updates the policy with unrolls of actors, corrected by V-trace.
 
     Args:
         module: Module of the policy, owned by this object.
@@ -109,7 +109,7 @@ class ImpalaLearner(Learner):
         capacity = 2 * batch_size if capacity is None else capacity
         if batch_size < 1 or capacity < batch_size:
             msg = (
-                "a learner needs batch_size >= 1 and room for a batch, got batch_size "
+                "a learner needs batch_size >= 1 and a capacity for one batch, got batch_size "
                 f"{batch_size} and capacity {capacity}"
             )
             raise ConfigError(msg)

@@ -43,7 +43,7 @@ class Opponent(NamedTuple):
 
 @register
 class Result(NamedTuple):
-    """A game of the newest policy.
+    """Result of one game of the newest policy against a member of the league.
 
     Attributes:
         number: Number of the member against which it was.
@@ -55,7 +55,7 @@ class Result(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A policy of the past.
+    """Member of a league: an earlier version of the policy, and the score against it.
 
     Attributes:
         version: Version of the weights.
@@ -69,7 +69,7 @@ class Member(NamedTuple):
 
 
 class League:
-    """Policies of the past.
+    """League of earlier policies, from which opponents for self-play are drawn.
 
     Args:
         latest: Share of games against the last member.
@@ -93,7 +93,7 @@ class League:
 
     @property
     def members(self) -> list[Member]:
-        """Members, the oldest first."""
+        """Members of the league, the oldest first."""
         with self._lock:
             return list(self._members)
 

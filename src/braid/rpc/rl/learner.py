@@ -57,7 +57,7 @@ class Statistics(NamedTuple):
 
 
 class Learner(abc.ABC):
-    """Weights that actors play with.
+    """Base class of learners: holds the weights that actors play with, and updates them.
 
     Args:
         module: Module of the policy, owned by this object.
@@ -154,7 +154,7 @@ class Learner(abc.ABC):
 
     @property
     def statistics(self) -> Statistics:
-        """Numbers of the training."""
+        """Counts of the training so far, such as updates and steps."""
         with self._changed:
             returns = list(self._returns)
             return Statistics(
@@ -195,7 +195,10 @@ class Learner(abc.ABC):
             remaining_s = None if until is None else until - time.monotonic()
             if remaining_s is not None and remaining_s <= 0:
                 actors = ", ".join(sorted(self._actors))
-                msg = f"no experience came within {timeout_s:g} s from {actors}: look there"
+                msg = (
+                    f"no experience came within {timeout_s:g} s from {actors}: look for the first "
+                    "error there"
+                )
                 raise CommTimeout(msg)
             self._changed.wait(remaining_s)
         return not self._is_over

@@ -25,7 +25,7 @@ __all__ = ["LossOptions", "a3c_loss", "impala_loss", "join_unrolls"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOptions:
-    """Choices of a loss.
+    """Options of the loss of an actor-critic, such as discount and weights of its terms.
 
     Attributes:
         discount: Factor of a reward one step later.

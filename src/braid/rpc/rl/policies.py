@@ -19,7 +19,7 @@ __all__ = ["Decision", "LocalPolicy", "Policy", "Weights", "sample", "weights_of
 
 @register
 class Weights(NamedTuple):
-    """Weights of a policy.
+    """Weights of a policy, with their version.
 
     Attributes:
         version: Number of updates that have made them.
@@ -32,7 +32,7 @@ class Weights(NamedTuple):
 
 @register
 class Decision(NamedTuple):
-    """Actions for a batch of observations.
+    """Actions that a policy has chosen for a batch of observations.
 
     Attributes:
         actions: Actions, [B].
@@ -46,7 +46,7 @@ class Decision(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses actions."""
+    """Interface of policies: chooses an action for each observation."""
 
     def decide(self, observations: Tensor) -> Decision:
         """Choose an action for each observation of a batch."""

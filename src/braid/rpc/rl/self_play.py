@@ -24,7 +24,7 @@ NUM_KEPT = 8  # modules of opponents in an actor
 
 
 class PolicyPlayer:
-    """Plays by a policy.
+    """Player of a game that makes the moves of a policy.
 
     Args:
         game: The rules.

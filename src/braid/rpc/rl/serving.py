@@ -57,7 +57,7 @@ class PolicyServer:
 
 
 class ServedPolicy:
-    """The policy of a server elsewhere.
+    """Policy with actions that a `PolicyServer` in another node computes.
 
     Args:
         server: Reference to a `PolicyServer`.

@@ -30,7 +30,7 @@ __all__ = ["Steps", "VTrace", "advantages", "vtrace"]
 
 
 class Steps(NamedTuple):
-    """Steps of B environments.
+    """T consecutive steps of B environments, as needed to compute targets.
 
     Shape: all tensors are [T, B].
 
@@ -50,7 +50,7 @@ class Steps(NamedTuple):
 
 
 class VTrace(NamedTuple):
-    """Targets by V-trace.
+    """Targets of the value function and the policy by V-trace.
 
     Attributes:
         targets: Targets of the value function, v_t.
@@ -121,5 +121,5 @@ def _accumulate(deltas: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor)
 def _check(*tensors: torch.Tensor) -> None:
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if len(set(shapes)) != 1 or len(shapes[0]) < 1 or not shapes[0][0]:
-        msg = f"steps need tensors of one shape [T, B] with T >= 1, got {shapes}"
+        msg = f"the tensors of steps must have one shape [T, B] with T >= 1, got {shapes}"
         raise ConfigError(msg)
