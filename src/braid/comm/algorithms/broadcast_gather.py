@@ -93,7 +93,7 @@ def broadcast(ch: Channel, x: torch.Tensor, root: int, *, private: bool = False)
 def all_gather(
     ch: Channel, outs: Sequence[torch.Tensor], x: torch.Tensor, *, private: bool = False
 ) -> Steps:
-    """Copy the flat tensor `x` of each rank r into `outs[r]`; sizes may differ."""
+    """Copy `x` of each rank r into `outs[r]`; `private` permits reads of private memory."""
     longest = max(out.numel() for out in outs)
     chunk = chunk_of(CHUNK_BYTES, x.dtype)
     target = outs[ch.rank]
@@ -125,7 +125,7 @@ def gather(
     *,
     private: bool = False,
 ) -> Steps:
-    """Copy the flat tensor `x` of each rank r into `outs[r]` of `root`."""
+    """Copy `x` of rank r into `outs[r]` of `root`, which may read private memory if `private`."""
     receiving = ch.rank == root
     sends = [x.numel() if r == root else 0 for r in range(ch.size)]
     expects = [out.numel() for out in outs] if receiving else [0] * ch.size
@@ -163,7 +163,7 @@ def scatter(
     *,
     private: bool = False,
 ) -> Steps:
-    """Copy part r of the flat tensor `x` of `root` into `out` of rank r."""
+    """Copy part r of the root's `x` to rank r; `private` permits reads of private memory."""
     sending = ch.rank == root
     sends = list(widths) if sending else [0] * ch.size
     expects = [out.numel() if r == root else 0 for r in range(ch.size)]

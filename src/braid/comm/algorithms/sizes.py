@@ -27,7 +27,7 @@ UNKNOWN = -1
 def agree_on_sizes(
     ch: Channel, sends: Sequence[int], expects: Sequence[int]
 ) -> Generator[Wait | WaitAny, None, Matrix]:
-    """Exchange sizes.
+    """Exchange the sizes of an all-to-all, and check that senders and receivers agree.
 
     Args:
         ch: Channel of the group.

@@ -52,7 +52,7 @@ _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class Group(Handle, Reductions, Movements, PointToPoint):
-    """Ranks that communicate.
+    """Ranks that communicate: the object on which collectives are called.
 
     Attributes:
         rank: Index of this rank in the group.
@@ -116,7 +116,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
             PeerLostError: A rank was lost before the group existed.
         """
         if sum_order not in {"rank", "any"}:
-            msg = f"sum_order is 'rank' or 'any', not {sum_order!r}"
+            msg = f"sum_order must be 'rank' or 'any', got {sum_order!r}"
             raise ConfigError(msg)
         page = ControlPages.first_page(transport)
         ranks = tuple(range(context.world_size))
@@ -274,8 +274,8 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         whole = all(is_number(number) for number in (color or 0, key))
         if not whole or (color is not None and color < 0):
             msg = (
-                f"rank {self.context.rank} called split(color={color!r}, key={key!r}): color is a "
-                "whole number of at least 0 or None, and key a whole number"
+                f"rank {self.context.rank} called split(color={color!r}, key={key!r}): pass a "
+                "whole number of at least 0 or None as color, and a whole number as key"
             )
             raise ConfigError(msg)
         self._check_open()

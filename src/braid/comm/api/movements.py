@@ -284,7 +284,10 @@ class Movements(Face):
         if self.rank != root:
             self._refuse_elsewhere(x, "x", root)
         elif x is None:
-            msg = f"this rank is the root (group rank {root}), but passed no parts to scatter"
+            msg = (
+                f"this rank is the root (group rank {root}), but passed no parts: pass one tensor "
+                "per rank to scatter"
+            )
             raise ConfigError(msg)
         elif is_sequence(x):
             flat, widths = self._read_parts(copies, x, "scatter input")  # type: ignore[arg-type]

@@ -184,9 +184,8 @@ class Request:
             msg = f"{self!r} has been retired: make another request"
         else:
             msg = (
-                f"request {self._number} ({self._collective.text}) is busy, its last start has not "
-                "ended: "
-                "wait for the Work that start() returned"
+                f"request {self._number} ({self._collective.text}) is busy, because its last start "
+                "has not ended: wait for the Work that start() returned"
             )
         raise StaleError(msg)
 
@@ -218,7 +217,7 @@ def describe_persistent(
             copied at every start although it is on the group's device.
     """
     if kind not in PERSISTENT:
-        msg = f"{kind!r} has no persistent form: kind is one of {', '.join(PERSISTENT)}"
+        msg = f"{kind!r} cannot be a persistent request: choose one of {', '.join(PERSISTENT)}"
         raise ConfigError(msg)
     if wire is not None and kind != "all_reduce":
         msg = (

@@ -45,7 +45,10 @@ def check_call(
         msg = f"call {signature}, got {_described(x)} as {name}: {_advice(x)}"  # type: ignore[unreachable]
         raise ConfigError(msg)
     if not hasattr(dim, "__index__") or not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
-        msg = f"{operation} got dim {dim!r}, which {name} of shape {list(x.shape)} does not have"
+        msg = (
+            f"{operation} got dim {dim!r}, but {name} has the shape {list(x.shape)}: pass a dim of "
+            f"{name}"
+        )
         raise ConfigError(msg)
 
 

@@ -100,7 +100,10 @@ def reduce_scatter(
         return reduce_scatter(group, x.movedim(dim, 0), op, sizes=sizes).movedim(0, dim)
     rows = None if sizes is None else check_sizes(group, sizes, None, "reduce_scatter")
     if rows is not None and sum(rows) != x.shape[0]:
-        msg = f"dim {dim} of x is {x.shape[0]} long, but sizes {rows} sum to {sum(rows)}"
+        msg = (
+            f"dim {dim} of x is {x.shape[0]} long, but sizes {rows} sum to {sum(rows)}: pass sizes "
+            "that sum to the length"
+        )
         raise ConfigError(msg)
     scale = 1 if op == "sum" else group.size
 
@@ -151,7 +154,10 @@ def all_to_all(
     to = check_sizes(group, send_sizes, None, "all_to_all send")
     source = check_sizes(group, receive_sizes, None, "all_to_all receive")
     if sum(to) != x.shape[0]:
-        msg = f"dim 0 of x is {x.shape[0]} long, but send_sizes {to} sum to {sum(to)}"
+        msg = (
+            f"dim 0 of x is {x.shape[0]} long, but send_sizes {to} sum to {sum(to)}: pass sizes "
+            "that sum to the length"
+        )
         raise ConfigError(msg)
 
     def run(t: torch.Tensor) -> torch.Tensor:
@@ -184,8 +190,8 @@ def check_sizes(group: Group, sizes: Sequence[int], own: int | None, operation: 
         raise ConfigError(msg)
     if own is not None and rows[group.rank] != own:
         msg = (
-            f"part of group rank {group.rank} is {own} long, but {operation} sizes {rows} give "
-            f"it {rows[group.rank]}"
+            f"part of group rank {group.rank} is {own} long, but {operation} sizes {rows} name "
+            f"{rows[group.rank]} for this rank: pass the lengths of all parts"
         )
         raise ConfigError(msg)
     return rows

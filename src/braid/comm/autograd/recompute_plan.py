@@ -229,8 +229,8 @@ def by_budget(
     if not reached[n]:
         msg = (
             f"budget of {budget_bytes} bytes (in grains of {grain}) is too small for these {n} "
-            f"layers, which need at least {least_budget(layers)}: no plan of one level keeps "
-            "less; pass a larger budget or cut layers finer"
+            f"layers, which need at least {least_budget(layers)}: pass a larger budget, or divide "
+            "the model into more layers"
         )
         raise ConfigError(msg)
     return _plan_of(min(reached[n].values(), key=lambda prefix: (prefix.extra_s, prefix.kept)))

@@ -164,7 +164,10 @@ def scatter(
         )
         raise ConfigError(msg)
     if x is not None and is_root and rows is not None and sum(rows) != x.shape[0]:
-        msg = f"dim 0 of x is {x.shape[0]} long, but sizes {rows} sum to {sum(rows)}"
+        msg = (
+            f"dim 0 of x is {x.shape[0]} long, but sizes {rows} sum to {sum(rows)}: pass sizes "
+            "that sum to the length"
+        )
         raise ConfigError(msg)
     source = like.new_empty((0, *shape[1:])) if x is None else x
 

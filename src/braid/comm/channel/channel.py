@@ -307,7 +307,10 @@ class Channel:
         """Return a flat view of the data that `peer` published in the current step."""
         line = self._lines[peer]
         if line is None:
-            msg = f"step {self.value} of rank {peer} was read before it was published"
+            msg = (
+                f"step {self.value} of rank {peer} was read before rank {peer} published it: wait "
+                "for the step first"
+            )
             raise StaleError(msg)
         address = line[2 + 3 * (self.value & 1) + 1]
         return self._arena.view(self.ranks[peer], address, numel, dtype)

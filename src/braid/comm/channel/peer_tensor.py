@@ -42,7 +42,10 @@ def remote_of(ch: Channel, peer: int, numel: int, dtype: torch.dtype) -> Remote:
     """Return the tensor that `peer` exposed in the current step, with `numel` elements."""
     entry = ch.entry(peer, ch.value)
     if not entry.value:
-        msg = f"step {ch.value} of rank {peer} was read before it was published"
+        msg = (
+            f"step {ch.value} of rank {peer} was read before rank {peer} published it: wait for "
+            "the step first"
+        )
         raise StaleError(msg)
     return remote_at(ch, peer, entry.block, numel, dtype)
 

@@ -186,7 +186,7 @@ class SharedMemoryEngine:
         return MemoryRequest(self, collective, channel)
 
     def advance(self) -> bool:
-        """Take the steps that are possible now, of all operations that this rank has started."""
+        """Advance the operations that this rank has started; return whether any could advance."""
         self.progress.refuse_fork()
         return self.progress.advance_started()
 

@@ -51,7 +51,7 @@ class FloatFormat:
         return numel * self.dtype.itemsize
 
     def encode(self, x: torch.Tensor, into: torch.Tensor) -> int:
-        """See `WireFormat.encode`."""
+        """Write `x` into the beginning of `into`; see `WireFormat.encode`."""
         x = numbers(x, "x")
         nbytes = self.nbytes(x.numel())
         into = room(into, "into", nbytes)
@@ -60,12 +60,12 @@ class FloatFormat:
         return nbytes
 
     def decode(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
-        """See `WireFormat.decode`."""
+        """Write the numbers in `buffer` into `out`; see `WireFormat.decode`."""
         out = numbers(out, "out")
         out.copy_(self._read(buffer, out))
 
     def add(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
-        """See `WireFormat.add`."""
+        """Add the numbers in `buffer` to `out`; see `WireFormat.add`."""
         out = numbers(out, "out")
         out.add_(self._read(buffer, out))
 

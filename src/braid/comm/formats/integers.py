@@ -81,7 +81,7 @@ class Int8:
         return SCALE_BYTES * _num_blocks(numel) + numel
 
     def encode(self, x: torch.Tensor, into: torch.Tensor) -> int:
-        """See `WireFormat.encode`."""
+        """Write `x` into the beginning of `into`; see `WireFormat.encode`."""
         x = numbers(x, "x")
         nbytes = self.nbytes(x.numel())
         into = room(into, "into", nbytes)
@@ -99,14 +99,14 @@ class Int8:
         return nbytes
 
     def decode(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
-        """See `WireFormat.decode`."""
+        """Write the numbers in `buffer` into `out`; see `WireFormat.decode`."""
         out = numbers(out, "out")
         scales, codes = self._read(buffer, out)
         for rows, of_rows, scale in _blocks(out, codes, scales):
             torch.mul(of_rows, scale, out=rows)
 
     def add(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
-        """See `WireFormat.add`."""
+        """Add the numbers in `buffer` to `out`; see `WireFormat.add`."""
         out = numbers(out, "out")
         scales, codes = self._read(buffer, out)
         for rows, of_rows, scale in _blocks(out, codes, scales):

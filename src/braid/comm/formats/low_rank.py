@@ -66,8 +66,8 @@ class LowRank:
     def __init__(self, rows: int, columns: int, rank: int, *, generator: torch.Generator) -> None:
         if not 1 <= rank <= min(rows, columns):
             msg = (
-                f"a matrix of {rows} x {columns} has ranks from 1 to {min(rows, columns)}, not "
-                f"{rank}: send small matrices and vectors as they are"
+                f"a matrix of {rows} x {columns} can have a rank from 1 to {min(rows, columns)}, "
+                f"not {rank}: send small matrices and vectors as they are"
             )
             raise ConfigError(msg)
         self.rows, self.columns, self.rank = rows, columns, rank

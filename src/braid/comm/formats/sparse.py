@@ -66,7 +66,8 @@ class TopKFormat:
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             msg = (
-                f"the ratio of topk is above 0 and at most 1, not {self.ratio}: topk:0.01 sends 1 %"
+                f"the ratio of topk must be above 0 and at most 1, got {self.ratio}: write "
+                "topk:0.01 to send 1 %"
             )
             raise ConfigError(msg)
 
@@ -85,11 +86,11 @@ class TopKFormat:
         return min(numel, math.ceil(self.ratio * numel))
 
     def nbytes(self, numel: int) -> int:
-        """See `WireFormat.nbytes`."""
+        """Return an upper bound on the encoded bytes; see `WireFormat.nbytes`."""
         return COUNT_BYTES + ENTRY_BYTES * self.max_entries(numel)
 
     def encode(self, x: torch.Tensor, into: torch.Tensor) -> int:
-        """See `WireFormat.encode`."""
+        """Write `x` into the beginning of `into`; see `WireFormat.encode`."""
         x = numbers(x, "x")
         if x.numel() > MAX_NUMEL:
             msg = (
@@ -108,13 +109,13 @@ class TopKFormat:
         return COUNT_BYTES + ENTRY_BYTES * count
 
     def decode(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
-        """See `WireFormat.decode`."""
+        """Write the numbers in `buffer` into `out`; see `WireFormat.decode`."""
         out = numbers(out, "out")
         indices, values = self._read(buffer, out)
         out.zero_().index_copy_(0, indices, values)
 
     def add(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
-        """See `WireFormat.add`."""
+        """Add the numbers in `buffer` to `out`; see `WireFormat.add`."""
         out = numbers(out, "out")
         indices, values = self._read(buffer, out)
         out.index_add_(0, indices, values)

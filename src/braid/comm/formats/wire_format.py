@@ -103,9 +103,8 @@ def room(buffer: torch.Tensor, name: str, nbytes: int = 0) -> torch.Tensor:
         raise ConfigError(msg)
     if buffer.storage_offset() % ALIGNMENT or buffer.data_ptr() % ALIGNMENT:
         msg = (
-            f"{name} begins at byte {buffer.storage_offset()} of memory at "
-            f"{buffer.untyped_storage().data_ptr():#x}, which is not a multiple of {ALIGNMENT}: "
-            "round the offset up"
+            f"{name} begins at address {buffer.data_ptr():#x}, offset {buffer.storage_offset()}: "
+            f"make both multiples of {ALIGNMENT}"
         )
         raise ConfigError(msg)
     if buffer.numel() < nbytes:

@@ -77,12 +77,18 @@ def carry_out(steps: RedistributionPlan, x: torch.Tensor, groups: Groups) -> tor
     along = {axis: groups(axis) for axis, size in mesh.axes.items() if axis in named and size > 1}
     for axis, group in along.items():
         if group.size != mesh.axes[axis]:
-            msg = f"axis {axis} of {mesh} has {mesh.axes[axis]} ranks, but its group {group.size}"
+            msg = (
+                f"axis {axis} of {mesh} has {mesh.axes[axis]} ranks, but its group has "
+                f"{group.size}: pass the group of this axis"
+            )
             raise ConfigError(msg)
     rank = mesh.rank({axis: group.rank for axis, group in along.items()})
     _check_part(x, steps.source.box(steps.shape, rank), steps.source, rank)
     if x.element_size() != steps.itemsize:
-        msg = f"{x.dtype} has {x.element_size()} bytes, but the plan is for {steps.itemsize}"
+        msg = (
+            f"x has elements of {x.element_size()} bytes ({x.dtype}), but the plan is for "
+            f"{steps.itemsize}: make a plan with this itemsize"
+        )
         raise ConfigError(msg)
     layout, x = steps.source, x.detach()
     for step in steps.steps:

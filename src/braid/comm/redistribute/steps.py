@@ -29,7 +29,7 @@ class AxisCost:
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(x) and x >= 0 for x in (self.latency_s, self.s_per_byte)):
-            msg = f"seconds of an axis must be finite and at least 0, got {self}"
+            msg = f"costs of an axis in seconds must be finite and at least 0, got {self}"
             raise ConfigError(msg)
 
 

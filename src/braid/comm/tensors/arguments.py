@@ -191,7 +191,7 @@ def check_seconds(timeout_s: Any, *, zero: bool = False) -> float | None:
     if not isinstance(timeout_s, int | float) or not (timeout_s > 0 or (zero and timeout_s == 0)):
         least = "of at least 0" if zero else "above 0"
         msg = (
-            f"timeout_s is a number of seconds, {least}, not {timeout_s!r}: for a timedelta "
+            f"timeout_s must be a number of seconds, {least}, got {timeout_s!r}: for a timedelta "
             "pass total_seconds()"
         )
         raise ConfigError(msg)
@@ -206,7 +206,7 @@ def check_movable(x: object) -> None:
     """
     if not isinstance(x, torch.Tensor) or x.device.type != "cpu":
         description = f"one on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
-        msg = f"only a tensor on the CPU can move its storage, not {description}"
+        msg = f"only a tensor on the CPU can be moved to shared memory, got {description}"
         raise ConfigError(msg)
 
 

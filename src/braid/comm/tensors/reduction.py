@@ -58,8 +58,8 @@ def identity(op: str, x: torch.Tensor) -> torch.Tensor:
     if op == "product":
         return torch.ones_like(x)
     msg = (
-        f"an exclusive scan is defined for sum, product, bor and bxor, not for {op!r}: rank 0 "
-        "would have no result"
+        f"an exclusive scan needs op sum, product, bor or bxor, got {op!r}, which has no result "
+        "for rank 0"
     )
     raise ConfigError(msg)
 
