@@ -38,7 +38,7 @@ class MonotonicClock:
     sleep = staticmethod(time.sleep)
 
     def after_ns(self, duration_s: float) -> int:
-        """See `Clock`."""
+        """Return the time in `duration_s` seconds; see `Clock.after_ns`."""
         return time.monotonic_ns() + round(duration_s * 1e9)
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class VirtualClock:
         return self._now_ns
 
     def after_ns(self, duration_s: float) -> int:
-        """See `Clock`."""
+        """Return the time in `duration_s` seconds; see `Clock.after_ns`."""
         return self._now_ns + round(duration_s * 1e9)
 
     def sleep(self, duration_s: float) -> None:

@@ -225,7 +225,7 @@ class Van(ABC):
             while (delivery := self._next_delivery()) is None:
                 if self._is_roused:
                     self._is_roused = False
-                    msg = f"recv of {self.node} was ended early by rouse"
+                    msg = f"another thread ended recv of {self.node} by calling rouse()"
                     raise CommTimeout(msg)
                 if not self._wait(deadline_ns):
                     now_ns = self._clock.now_ns()

@@ -76,5 +76,5 @@ def _numbers(piece: str, text: str) -> list[str]:
 
 
 def _refuse(text: str) -> NoReturn:
-    msg = f"{text!r} is not a list of Slurm, such as n[1-3,7] or 4(x2),1"
+    msg = f"{text!r} is not a list in Slurm's form, such as n[1-3,7] or 4(x2),1"
     raise ConfigError(msg)

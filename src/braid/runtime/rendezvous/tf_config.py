@@ -76,7 +76,7 @@ def read_tf_config(environ: Mapping[str, str]) -> TFConfig:
     kind, index = task.get("type"), task.get("index")
     if not problems:
         if not task:
-            problems.append('it has no "task" with the type and the index of this process')
+            problems.append('the object has no "task" with the type and the index of this process')
         elif not isinstance(kind, str) or kind not in jobs:
             problems.append(f"task type {kind!r} is not a job of the cluster: {', '.join(jobs)}")
         elif type(index) is not int or not 0 <= index < len(jobs[kind]):
@@ -93,7 +93,7 @@ def read_tf_config(environ: Mapping[str, str]) -> TFConfig:
 def _jobs(config: Any, problems: list[str]) -> dict[str, tuple[str, ...]]:
     cluster = config.get("cluster") if isinstance(config, dict) else None
     if not isinstance(cluster, dict) or not cluster:
-        problems.append('it has no "cluster" with the addresses of jobs')
+        problems.append('the object has no "cluster" with the addresses of jobs')
         return {}
     jobs: dict[str, tuple[str, ...]] = {}
     for job, tasks in cluster.items():

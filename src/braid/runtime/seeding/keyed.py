@@ -87,7 +87,7 @@ def key_of(*parts: int | str) -> int:
 
 
 class Draws:
-    """Random numbers for some samples in one step.
+    """Random numbers, such as dropout masks, for some samples in one step.
 
     Args:
         seed: Seed of the run.

@@ -70,7 +70,7 @@ class StoreClient(Store):
         return f"<StoreClient of {self._connection.peer}>"
 
     def ask(self, request: Request, timeout_s: float) -> Reply:
-        """See `Store.ask`."""
+        """Execute a request, and return the store's reply; see `Store.ask`."""
         number = next(self._numbers)
         timeout_ns = max(0, round(timeout_s * 1e9))
         deadline_ns = self._now_ns() + timeout_ns + round(_ANSWER_LIMIT_S * 1e9)

@@ -116,7 +116,7 @@ class FileStore(Store):
         return f"<FileStore {self._path}>"
 
     def ask(self, request: Request, timeout_s: float) -> Reply:
-        """See `Store.ask`."""
+        """Execute a request, and return the store's reply; see `Store.ask`."""
         deadline_ns = self._deadline_ns(timeout_s)
         # A short time-out for a key must not shorten the wait for the lock.
         lock_deadline_ns = self._deadline_ns(max(timeout_s, self.default_timeout_s))

@@ -36,7 +36,7 @@ class HashStore(Store):
         return f"<HashStore with {self._state.num_keys} keys>"
 
     def ask(self, request: Request, timeout_s: float) -> Reply:
-        """See `Store.ask`."""
+        """Execute a request, and return the store's reply; see `Store.ask`."""
         caller = next(self._callers)
         timeout_ns = round(timeout_s * 1e9)
         with self._arrived:

@@ -95,7 +95,7 @@ class Store(ABC):
         self._value(StoreWait(_keys(keys)), timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` are set now."""
+        """Return whether all `keys` are set now."""
         return cast("bool", self._value(Check(_keys(keys))))
 
     def delete_key(self, key: str) -> bool:
@@ -111,7 +111,7 @@ class Store(ABC):
         return cast("list[bytes]", self._value(MultiGet(_keys(keys)), timeout_s))
 
     def multi_set(self, items: Mapping[str, bytes]) -> None:
-        """Set several keys in one atomic operation."""
+        """Set all keys of `items` to their values in one atomic operation."""
         self._value(MultiSet({_key(key): _bytes(key, value) for key, value in items.items()}))
 
     def append(self, key: str, value: bytes) -> None:
@@ -145,7 +145,7 @@ class PrefixStore(Store):
         return f"PrefixStore({self._prefix[:-1]!r}, {self._store!r})"
 
     def ask(self, request: Request, timeout_s: float) -> Reply:
-        """See `Store.ask`."""
+        """Execute a request, and return the store's reply; see `Store.ask`."""
         return self._store.ask(self._prefixed(request), timeout_s)
 
     def _prefixed(self, request: Request) -> Request:
@@ -165,8 +165,8 @@ def missing_keys_error(keys: Sequence[str], timeout_s: float, store: str) -> Com
     if len(keys) > _SHOWN_KEYS:
         shown += f" and {len(keys) - _SHOWN_KEYS} more"
     msg = (
-        f"keys {shown} are missing in {store} after {timeout_s:g} s: the process that sets "
-        "them has not come so far, or has ended"
+        f"keys {shown} are missing in {store} after {timeout_s:g} s: look whether the process that "
+        "sets them has started, and for its first error"
     )
     return CommTimeout(msg)
 

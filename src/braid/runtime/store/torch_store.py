@@ -67,7 +67,7 @@ class TorchStore(Store):
         self._store: Any = store  # its annotations require str where it accepts bytes
 
     def ask(self, request: Request, timeout_s: float) -> Reply:
-        """See `Store.ask`."""
+        """Execute a request, and return the store's reply; see `Store.ask`."""
         keys: list[str] = []
         if isinstance(request, Get):
             keys = [request.key]

@@ -336,7 +336,7 @@ class LinkWaiter(Waiter):
         self._looks = LOCAL_LOOKS if local else 1
 
     def until(self, ready: Callable[[], bool], check: Callable[[], None]) -> int:
-        """See `Waiter.until`."""
+        """Wait until `ready()` is true, and return the nanoseconds it took; see `Waiter.until`."""
         if ready():
             return 0
         links = self._links

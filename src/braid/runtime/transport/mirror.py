@@ -130,7 +130,10 @@ class MirroredMemory(PeerMemory):
             self._news.wait_for(known, ARRIVAL_S)
             nbytes = root.extent(extent_id).nbytes
             if not nbytes and rank in self._ended:
-                msg = f"rank {rank} has ended before it announced its memory"
+                msg = (
+                    f"rank {rank} has ended before it announced its memory: look for the first "
+                    "error of that rank"
+                )
                 raise PeerLostError(msg, rank=rank)
             if not nbytes:
                 msg = f"rank {rank} has not announced extent {extent_id} within {ARRIVAL_S:g} s"

@@ -78,7 +78,10 @@ def read(rank: int, pid: int, address: int, destination: int, nbytes: int) -> No
         if count <= 0:
             code = ctypes.get_errno()
             if code == errno.ESRCH:
-                msg = f"rank {rank} has ended while its memory was read"
+                msg = (
+                    f"rank {rank} has ended while its memory was read: look for the first error of "
+                    "that rank"
+                )
                 raise PeerLostError(msg, rank=rank)
             why = os.strerror(code) if count < 0 else "nothing could be read"
             msg = (

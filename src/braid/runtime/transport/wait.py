@@ -120,7 +120,7 @@ class DeviceWait(NamedTuple):
         end = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while not self.event.query():
             if end is not None and time.monotonic() > end:
-                msg = f"timed out: work queued on {self.device} has not ended"
+                msg = f"timed out: operations queued on {self.device} have not ended"
                 raise TimeoutError(msg)
             time.sleep(EVENT_POLL_S)
 

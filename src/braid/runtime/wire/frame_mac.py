@@ -47,7 +47,7 @@ class FrameKeys(NamedTuple):
 
 
 class FrameMac:
-    """Codes of the frames of one direction, in order.
+    """Message authentication codes of the frames of one direction, in order.
 
     Args:
         key: Key of this direction and connection, 32 bytes.

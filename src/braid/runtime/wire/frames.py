@@ -134,7 +134,7 @@ class FrameDecoder:
 
     Args:
         limits: Limits of a frame; larger ones are refused.
-        mac: Codes that the frames must have; None for frames without codes.
+        mac: Checker of the message authentication code of each frame; None for frames without.
     """
 
     def __init__(
@@ -236,7 +236,10 @@ class FrameDecoder:
         mark, count, meta_bytes = _HEADER.unpack_from(self._scratch, begin)
         if mark != _MARK:
             head = bytes(self._scratch[self._begin : self._begin + _HEADER.size])
-            msg = f"expected the head of a frame, got {head!r}: the stream is out of step"
+            msg = (
+                f"expected the head of a frame, got {head!r}: close the connection, because frame "
+                "boundaries are lost"
+            )
             raise CommError(msg)
         code_bytes = 0 if self._mac is None else CODE_BYTES
         self._head_bytes = _HEADER.size + count * _SIZE_BYTES + meta_bytes + code_bytes

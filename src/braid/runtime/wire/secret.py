@@ -117,9 +117,9 @@ class Secret:
             mode = stat.S_IMODE(status.st_mode)
             if not stat.S_ISREG(status.st_mode) or mode != 0o600 or status.st_uid != os.geteuid():
                 msg = (
-                    f"the secret {name} must be a regular file of user {os.geteuid()} with "
-                    f"mode 0600, got mode {mode:04o} of user {status.st_uid}: anybody may have "
-                    f"read it; make a new one and `chmod 600 {name}`"
+                    f"the secret {name} must be a regular file of user {os.geteuid()} with mode "
+                    f"0600, got mode {mode:04o} of user {status.st_uid}: other users may have read "
+                    f"it; make a new one and `chmod 600 {name}`"
                 )
                 raise ConfigError(msg)
             return cls(_read_all(fd))

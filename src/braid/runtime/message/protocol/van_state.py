@@ -347,7 +347,7 @@ class VanState:
             ConfigError: `epoch` is earlier than the current one.
         """
         if epoch < self.epoch:
-            msg = f"{self.node} is in epoch {self.epoch} already, got {epoch}: epochs only grow"
+            msg = f"{self.node} is in epoch {self.epoch} already, got {epoch}: pass a larger number"
             raise ConfigError(msg)
         if epoch == self.epoch:
             return

@@ -87,7 +87,10 @@ class LocalNetwork:
         here, there = self._vans[node], self._vans.get(to)
         if there is None:
             names = ", ".join(self._vans)
-            msg = f"this process has no node {to} (it has {names}): let it join first"
+            msg = (
+                f"this process has no node {to} (only {names}): call join({to!r}) of the network "
+                "first"
+            )
             raise RendezvousError(msg)
         ours, theirs = next(self._links), next(self._links)
         self._peer_ends[ours] = _End(there, theirs)
