@@ -23,7 +23,7 @@ def check_attention(
         halves: Whether a rank's positions consist of two chunks.
     """
     if not isinstance(group, Group):
-        msg = f"attention over ranks needs a braid.Group first, got {type(group).__name__}"  # type: ignore[unreachable]
+        msg = f"the first argument must be a braid.Group, got {type(group).__name__}"  # type: ignore[unreachable]
         raise ConfigError(msg)
     shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in (("q", q), ("k", k), ("v", v)))
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -34,7 +34,7 @@ def check_attention(
         dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
         problems.append(f"q, k and v must have one floating-point dtype, got {dtypes}")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
-        problems.append("batches differ")
+        problems.append("q, k and v have different batch sizes")
     if not q.shape[2] == k.shape[2] == v.shape[2]:
         problems.append(
             "numbers of positions differ: each rank has queries, keys and values of the same "
@@ -66,7 +66,7 @@ def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def shapes_differ(keys: torch.Tensor, values: torch.Tensor, error: MismatchError) -> MismatchError:
-    """Return the error for ranks with messages of different shapes."""
+    """Return `error` with the shapes of this rank's keys and values and what to do."""
     return MismatchError(
         "ranks that share sequences must have equal numbers of positions and heads, of one dtype; "
         f"this rank has keys {list(keys.shape)} and values {list(values.shape)}: split sequences "

@@ -93,7 +93,7 @@ class MatmulKernel:
     """Kernel of plain products in float32 at least, for every device and dtype."""
 
     def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel`."""
+        """Return the block's output and logsumexp; see `Kernel.forward`."""
         scores = _scores(inputs)
         lse = scores.logsumexp(-1)
         return (scores - lse.unsqueeze(-1)).exp() @ _repeated(inputs.v, inputs.q.shape[1]), lse
@@ -101,7 +101,7 @@ class MatmulKernel:
     def backward(
         self, inputs: KernelInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
-        """See `Kernel`."""
+        """Return the block's terms of the gradients of q, k and v; see `Kernel.backward`."""
         q, k, v, _, scale = inputs
         heads, kv_heads = q.shape[1], k.shape[1]
         p = (_scores(inputs) - lse.unsqueeze(-1)).exp()
@@ -117,7 +117,7 @@ class FlashKernelCPU:
     """Kernel of torch's flash attention on the CPU, for float32, float64, bfloat16 and float16."""
 
     def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel`."""
+        """Return the block's output and logsumexp; see `Kernel.forward`."""
         q, k, v, causal, scale = inputs
         out, lse = flash_attention_on_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
@@ -125,7 +125,7 @@ class FlashKernelCPU:
     def backward(
         self, inputs: KernelInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
-        """See `Kernel`."""
+        """Return the block's terms of the gradients of q, k and v; see `Kernel.backward`."""
         q, k, v, causal, scale = inputs
         flash = flash_attention_backward_on_cpu
         return cast("Tensors", flash(grad, q, k, v, out, lse, 0.0, causal, scale=scale))
@@ -135,7 +135,7 @@ class FlashKernelCUDA:
     """Kernel of torch's flash attention on GPUs, for bfloat16 and float16."""
 
     def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel`."""
+        """Return the block's output and logsumexp; see `Kernel.forward`."""
         q, k, v, causal, scale = inputs
         k, v = _repeated_as_is(k, q.shape[1]), _repeated_as_is(v, q.shape[1])
         out, lse, *_ = flash_attention(q, k, v, 0.0, causal, False, scale=scale)
@@ -144,7 +144,7 @@ class FlashKernelCUDA:
     def backward(
         self, inputs: KernelInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
-        """See `Kernel`."""
+        """Return the block's terms of the gradients of q, k and v; see `Kernel.backward`."""
         q, k, v, causal, scale = inputs
         heads = q.shape[1]
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is 0

@@ -39,7 +39,7 @@ def mean_over_sequence(
     if included is not None and included.shape != losses.shape:
         msg = (
             f"losses of shape {list(losses.shape)} and included of shape {list(included.shape)} "
-            "must have one shape"
+            "must have the same shape"
         )
         raise ConfigError(msg)
     included_losses = losses if included is None else losses.masked_fill(~included, 0)
@@ -52,7 +52,10 @@ def mean_over_sequence(
     )
     total, num = all_reduce(group, numbers).unbind()
     if not num.item():
-        msg = "no rank has a position with a loss: all positions are ignored"
+        msg = (
+            "all positions of all ranks are ignored, so the mean loss is undefined: leave this "
+            "batch out"
+        )
         raise ConfigError(msg)
     return (total / num.detach()).to(losses.dtype)
 

@@ -85,7 +85,7 @@ def context_parallel(
             "first"
         )
     if attention not in WAYS:
-        problems.append(f"attention is {' or '.join(WAYS)}, not {attention!r}")
+        problems.append(f"attention must be {' or '.join(WAYS)}, got {attention!r}")
     names = list(inspect.signature(model.forward).parameters)
     wanted = INPUTS if inputs is None else inputs
     unknown = [name for name in wanted if name not in names]
@@ -147,7 +147,7 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
             self._handles += self._adapter.handles
 
     def remove(self) -> None:
-        """Restore the model."""
+        """Undo the sharding of sequences: restore the forward of the model."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -181,8 +181,8 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
         present = {n: dim for n, dim in self._inputs.items() if values.get(n) is not None}
         if not set(present) - {"position_ids"}:
             msg = (
-                f"{type(model).__name__} was called without any of {', '.join(self._inputs)}: "
-                "there is no sequence to divide"
+                f"{type(model).__name__} was called without a sequence to divide: pass one of "
+                f"{', '.join(self._inputs)}"
             )
             raise ConfigError(msg)
         lengths = {name: values[name].shape[dim] for name, dim in present.items()}

@@ -201,5 +201,5 @@ def _loss(closure: Callable[[], float] | None) -> float | None:
 def _check(**numbers: float) -> None:
     wrong = [f"{name}={value}" for name, value in numbers.items() if not 0 <= value < float("inf")]
     if wrong:
-        msg = f"numbers of an optimizer must be finite and not negative, got {', '.join(wrong)}"
+        msg = f"options of an optimizer must be finite and not negative, got {', '.join(wrong)}"
         raise ConfigError(msg)

@@ -198,7 +198,10 @@ def auxiliary_loss(
     """
     layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     if not layers:
-        msg = f"{type(model).__name__} has no MixtureOfExperts, so there is no loss of its routers"
+        msg = (
+            f"{type(model).__name__} has no MixtureOfExperts, so the loss of its routers does not "
+            "exist: leave this call out"
+        )
         raise ConfigError(msg)
     terms = [load_balance * m.load_balance_loss + router_z * m.router_z_loss for m in layers]
     return torch.stack(terms).sum()

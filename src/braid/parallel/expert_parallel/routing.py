@@ -32,7 +32,7 @@ __all__ = ["Routing", "capacity_of", "keep_within", "load_balance_loss", "route"
 
 
 class Routing(NamedTuple):
-    """Choices of a rank's tokens.
+    """Experts that the router has chosen for this rank's tokens.
 
     Attributes:
         logits: Scores of experts, (T, E).

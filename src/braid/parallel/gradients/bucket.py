@@ -81,7 +81,7 @@ class LateNumbers:
 
 
 class Bucket:
-    """Gradients that are reduced together.
+    """Gradients that are reduced together, and the flat buffer that they are copied into.
 
     Args:
         index: Index of the bucket; reports show `index + 1`.

@@ -83,7 +83,7 @@ def plan_buckets(
     delayed: frozenset[int] = frozenset(),
     devices: Mapping[int, str] | None = None,
 ) -> tuple[BucketLayout, ...]:
-    """Assign parameters to buckets.
+    """Assign parameters to the buckets in which their gradients are reduced.
 
     Args:
         specs: Parameters by position.

@@ -171,7 +171,7 @@ class ReadyTimes:
         self._last = layouts, self._ready_ns
 
     def restart(self) -> None:
-        """Restart the clock."""
+        """Restart the clock that bucket times are relative to."""
         self._ready_ns = {}
         self._began_ns = self._now_ns()
 

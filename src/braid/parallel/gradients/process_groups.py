@@ -51,7 +51,7 @@ def group_of(process_group: Any, device_mesh: Any = None) -> Group:
 
 
 def shown_group_of(process_group: Any, device_mesh: Any = None) -> Any:
-    """Return the group to show as `process_group`: the user's argument, or torch's default."""
+    """Return a wrapper's `process_group`: the mesh's group, the argument, or torch's default."""
     if device_mesh is not None:
         return device_mesh.get_group(mesh_dim=0)
     return dist.group.WORLD if process_group is None else process_group

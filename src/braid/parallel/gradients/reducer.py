@@ -175,10 +175,10 @@ class GradientReducer(GradientListener):
             ConfigError: A backward is running, or a hook is already registered.
         """
         if self._hook is not None:
-            msg = "a communication hook has been registered before: a model takes one"
+            msg = "this model has a communication hook already: register only one"
             raise ConfigError(msg)
         if self._state.phase is not BackwardPhase.IDLE:
-            msg = "a backward is under way: register communication hooks between two steps"
+            msg = "a backward is running: register communication hooks between two steps"
             raise ConfigError(msg)
         self._hook = hook
         if self.is_set_up:

@@ -13,7 +13,7 @@ __all__ = ["ReducerPolicy"]
 
 
 class ReducerPolicy(NamedTuple):
-    """Decisions of one rank.
+    """Decisions of one rank about when to launch buckets and which state to report.
 
     Attributes:
         options: Options of the reducer.

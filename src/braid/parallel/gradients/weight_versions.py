@@ -33,7 +33,7 @@ class WeightVersion:
 
     Args:
         tensors: Weights by parameter.
-        end: Called when a use of the version has ended.
+        end: Called when a micro-batch no longer needs the version.
     """
 
     def __init__(self, tensors: dict[nn.Parameter, torch.Tensor], end: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ class WeightVersion:
         return functional_call(module, weights, args, kwargs)
 
     def add_gradients(self) -> None:
-        """Move the gradients of a backward to the parameters, and end one use of the version."""
+        """Add gradients of these weights to `.grad` of the parameters; release one use of them."""
         for param, tensor in self.tensors.items():
             grad, tensor.grad = tensor.grad, None
             if grad is not None:
@@ -97,7 +97,7 @@ class WeightVersions:
         return self._versions[version]
 
     def step(self, step: Callable[[], None]) -> list[int]:
-        """Create the next version.
+        """Create the next version of the weights by calling `step`.
 
         Args:
             step: Function that changes the parameters in place.

@@ -59,7 +59,7 @@ class Made(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """Written files of a model.
+    """Result of a conversion: Python files of the stages of a captured model.
 
     Attributes:
         files: Text of each file, by name.
@@ -88,7 +88,7 @@ def load_model(target: str) -> Made:
     try:
         function = getattr(importlib.import_module(module), name, None)
     except ImportError as exc:
-        msg = f"{target}: {exc}; modules are looked for in this directory and where Python does"
+        msg = f"{target}: {exc}; put the module into this directory or a directory in PYTHONPATH"
         raise ConfigError(msg) from exc
     if not callable(function):
         msg = f"{target}: the module {module} has no function {name}"
@@ -231,8 +231,8 @@ def _check(made: Made, graph: CapturedGraph, kinds: list[Callable[[nn.Module], n
         if len(one) != len(other) or not all(map(_same, one, other)):
             msg = (
                 f"the stages of {made.module}:{made.function} return another result than the "
-                "model: does it draw random numbers outside of torch, or keep state between "
-                "calls? Nothing was written"
+                "model, so nothing was written: does the model draw random numbers outside of "
+                "torch, or keep state between calls?"
             )
             raise ConfigError(msg)
 

@@ -72,7 +72,10 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedGraph:
     rows_of = next((i for i, x in enumerate(tensors) if x.dim()), 0)
     rows = tensors[rows_of].shape[0] if tensors[rows_of].dim() else 0
     if rows < 3:
-        msg = f"an example needs at least 3 rows (dim 0) to find what depends on them, got {rows}"
+        msg = (
+            "pass an example with at least 3 rows (dim 0), so that capture finds values that "
+            f"depend on the number of rows, got {rows}"
+        )
         raise ConfigError(msg)
     with kept_as_it_was(model, tensors):
         runs = []
@@ -150,7 +153,8 @@ def _buffers_kept(model: nn.Module, inside: set[nn.Module]) -> Iterator[None]:
     if replaced:
         msg = (
             f"the model replaces its buffer {', '.join(replaced)} between its modules, which a "
-            "captured model would not do: write to it in place, or do it in a module"
+            "captured model would not do: write to the buffer in place, or replace it inside of a "
+            "module"
         )
         raise ConfigError(msg)
 
@@ -161,9 +165,9 @@ def _check_tensors(one: _CapturedRun, other: _CapturedRun) -> None:
     for value in tensors.keys() - one.graph.names.keys():
         if value in others and tensors[value] is not others[value]:
             msg = (
-                f"a tensor that is used at {one.lines[value]} is made where capture cannot see it: "
-                "in an object that a module returns, under vmap or torch.func, or from numpy. Make "
-                "it in a module that returns it"
+                f"capture cannot see where the tensor used at {one.lines[value]} is made: in an "
+                "object that a module returns, under vmap or torch.func, or from numpy. Make the "
+                "tensor in a module that returns it"
             )
             raise ConfigError(msg)
 

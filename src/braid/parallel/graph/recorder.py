@@ -142,8 +142,9 @@ class CallRecorder(FunctionMode):
     def _check_python_state(self) -> None:
         if random.getstate() != self._python_state:
             msg = (
-                f"the model draws from Python's random numbers before {line()}, between its "
-                "modules, which would be frozen: draw inside of a module, or with torch"
+                f"the model draws Python's random numbers before {line()}, between its modules, "
+                "and a captured model would repeat the same numbers: draw inside of a module, or "
+                "with torch"
             )
             raise ConfigError(msg)
 

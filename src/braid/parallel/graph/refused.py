@@ -81,18 +81,20 @@ def check_function(
     refused, tensors = REFUSED.get(func), [x for x in args if isinstance(x, torch.Tensor)]
     if refused is not None and any(map(is_data, tensors)):
         msg = (
-            f"{refused} at {line()} makes the model depend on data between its "
-            "modules, which a captured model cannot: move it into a module, or out of the model"
+            f"{refused} at {line()} makes the model depend on data between its modules, which "
+            "cannot be captured: move this call into a module, or out of the model"
         )
         raise ConfigError(msg)
     if func in SIZES and any(map(is_unsized, tensors[:1])):
         msg = (
             f"the shape of a tensor at {line()} depends on data (by a mask, nonzero() or "
-            "unique()), which a captured model cannot: move it into a module"
+            "unique()), which cannot be captured: move the operation into a module"
         )
         raise ConfigError(msg)
     if func in LOST:
-        msg = f"{LOST[func]} at {line()} would be lost between modules: move it into a module"
+        msg = (
+            f"{LOST[func]} at {line()} would be lost between modules: move this call into a module"
+        )
         raise ConfigError(msg)
 
 

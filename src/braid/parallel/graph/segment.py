@@ -186,7 +186,7 @@ class GraphNodes(nn.Module):
         if len(made) != len(node.outputs):
             msg = (
                 f"{node} at {node.where} returned {len(node.outputs)} tensors when it was "
-                f"captured, and now {len(made)}"
+                f"captured, but now {len(made)}: capture the model again"
             )
             raise ConfigError(msg)
         known.update(zip(node.outputs, made, strict=True))
@@ -269,7 +269,10 @@ class GraphSegment(GraphNodes):
     def _inputs(self, value: Any) -> list[torch.Tensor]:
         _, inputs = flatten(value)
         if len(inputs) != self._graph.num_inputs:
-            msg = f"the model was captured with {self._graph.num_inputs} tensors, got {len(inputs)}"
+            msg = (
+                f"the model was captured with {self._graph.num_inputs} input tensors, got "
+                f"{len(inputs)}: pass the same inputs as the example"
+            )
             raise ConfigError(msg)
         return inputs
 

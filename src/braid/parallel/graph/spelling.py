@@ -179,7 +179,7 @@ class Spelling:
     def _container(self, tree: Any, names: Sequence[str]) -> str:
         parts = parts_of(tree)
         if parts is None:
-            msg = f"its value {tree!r} ({type(tree).__name__}) has no literal"
+            msg = f"the value {tree!r} ({type(tree).__name__}) cannot be written as Python source"
             raise Unspelled(msg)
         values = {key: self.value(part, names) for key, part in parts.items()}
         if type(tree) is dict:
@@ -200,7 +200,10 @@ class Spelling:
         elif dataclasses.is_dataclass(tree) and not isinstance(tree, MutableMapping):
             made = {field.name for field in dataclasses.fields(tree) if field.init}
             if not made >= values.keys():
-                msg = f"a {kind} is not made from its fields {sorted(values.keys() - made)}"
+                msg = (
+                    f"the constructor of {kind} does not take the fields "
+                    f"{sorted(values.keys() - made)}"
+                )
                 raise Unspelled(msg)
         return f"{kind}({', '.join(f'{key}={value}' for key, value in values.items())})"
 
@@ -232,7 +235,11 @@ def _literal(x: Any) -> str:
 
 
 def spell_path(owner: str, path: str) -> str:
-    """Return the expression of a module or tensor with this name in the model."""
+    """Return Python source for the module or tensor `path` of the variable `owner`.
+
+    >>> spell_path("self", "layers.0.weight")
+    'self.layers[0].weight'
+    """
     for name in path.split(".") if path else ():
         if name.isidentifier() and not keyword.iskeyword(name):
             owner += f".{name}"

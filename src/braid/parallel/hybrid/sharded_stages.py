@@ -44,7 +44,7 @@ GATHERED = 3  # stage with sharded parameters
 
 
 class ShardedStages:
-    """Sharding of a rank's stages.
+    """Shards a rank's pipeline stages over the replicas of these stages.
 
     Args:
         model: The whole model.
@@ -197,7 +197,7 @@ class _Pieces:
         self._group = group
 
     def pieces(self) -> Iterable[Slice]:
-        """See `Snapshot`."""
+        """Return this rank's slices of tensors; see `Snapshot.pieces`."""
         rank, size = self._group.rank, self._group.size
         for piece in self._snapshot.pieces():
             name = param_of(piece.name)

@@ -54,7 +54,7 @@ class HybridSnapshot:
         self._experts = experts
 
     def pieces(self) -> Iterable[Slice]:
-        """See `Snapshot`."""
+        """Return this rank's slices of tensors; see `Snapshot.pieces`."""
         rank, size = self._group.rank, self._group.size
         for name, tensor in self._tensors.items():
             param = self._params.get(param_of(name))

@@ -65,7 +65,7 @@ class Balance(Sequence[int]):
 
     @property
     def stage_costs(self) -> list[float]:
-        """Cost of each stage."""
+        """Total cost of the layers of each stage."""
         ends = itertools.accumulate(self.sizes)
         return [
             math.fsum(self.costs[end - size : end])

@@ -179,7 +179,10 @@ def check_target(target: Any, rows: int) -> None:
     """Raise ConfigError unless a target has the same number of rows as the batch."""
     count = num_rows(target) if list(tensors_in(target)) else rows
     if count != rows:
-        msg = f"the target has {count} rows, but the batch has {rows}"
+        msg = (
+            f"the target has {count} rows, but the batch has {rows}: pass a target with one row "
+            "per sample"
+        )
         raise ConfigError(msg)
 
 

@@ -122,7 +122,7 @@ class DevicePipeline(nn.Module):
         batch = map_tensors(batch, lambda x: x.to(self.devices[0]))
         sizes = self._sizes_of(num_rows(batch))
         if not sizes:
-            msg = "a batch of 0 rows cannot be split into micro-batches"
+            msg = "a batch of 0 rows cannot be split into micro-batches: leave it out"
             raise ConfigError(msg)
         trains = torch.is_grad_enabled()
         run = _BatchRun(self, sizes, trains=trains)

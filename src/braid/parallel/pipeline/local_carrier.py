@@ -107,34 +107,34 @@ class LocalCarrier:
         self._device = wire.devices[rank]
 
     def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
-        """See `Carrier`."""
+        """Send an output to stage `peer`; see `Carrier.send_value`."""
         self._wire.put(self.rank, peer, edge, map_tensors(value, lambda x: self._moved(x, peer)))
 
     def recv_value(self, peer: int, edge: int = 0) -> Any:
-        """See `Carrier`."""
+        """Receive the output that stage `peer` has sent; see `Carrier.recv_value`."""
         value = self._wire.get(peer, self.rank, edge)
         arriving = self._wire.stream(self._device, sends=False)
         wait_stream(current_stream(self._device), arriving)
         return value
 
     def send_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
-        """See `Carrier`."""
+        """Send tensors of known shapes; see `Carrier.send_tensors`."""
         self.send_value(list(tensors), peer, edge)
 
     def recv_tensors(
         self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
     ) -> list[torch.Tensor]:
-        """See `Carrier`."""
+        """Receive tensors with the shapes and dtypes of `like`; see `Carrier.recv_tensors`."""
         tensors = self.recv_value(peer, edge)
         assert len(tensors) == len(like), "gradients of other outputs than the sent ones"
         return tensors  # type: ignore[no-any-return]
 
     def finish(self) -> None:
-        """See `Carrier`."""
+        """Wait until all messages have been sent; see `Carrier.finish`."""
 
     @contextmanager
     def span(self, name: str, microbatch: int) -> Iterator[None]:
-        """See `Carrier`."""
+        """Return a context that records the duration of an action; see `Carrier.span`."""
         if self._wire.spans is None:
             yield
             return
@@ -144,11 +144,11 @@ class LocalCarrier:
         self._wire.spans.append(span)
 
     def abort(self, text: str) -> None:
-        """See `Carrier`."""
+        """Make all other ranks raise an error with this text; see `Carrier.abort`."""
         self._wire.abort(f"device {self._device} of stage {self.rank} {text}")
 
     def pass_on(self, text: str) -> None:
-        """See `Carrier`."""
+        """Make the ranks of this rank's groups raise a received error; see `Carrier.pass_on`."""
 
     def _moved(self, x: torch.Tensor, peer: int) -> torch.Tensor:
         """Return a tensor on the device of `peer`; tensors on the CPU stay there."""

@@ -179,7 +179,7 @@ class Messages:
         self._expected_here: dict[tuple[int, int], _Expected] = {}
 
     def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
-        """See `Carrier`."""
+        """Send an output to stage `peer`; see `Carrier.send_value`."""
         tree, tensors = flatten(value)
         specs = tuple(map(SentSpec.of, tensors))
         parts = value if type(value) is tuple else (value,)
@@ -206,7 +206,7 @@ class Messages:
         self.send_tensors(tensors, peer, edge)
 
     def recv_value(self, peer: int, edge: int = 0) -> Any:
-        """See `Carrier`."""
+        """Receive the output that stage `peer` has sent; see `Carrier.recv_value`."""
         expected = None if edge else self._expected_here.get((peer, edge))
         if expected is not None and expected.layout is not None:
             packed = torch.empty(expected.layout.nbytes, dtype=torch.uint8)
@@ -227,36 +227,36 @@ class Messages:
         return unflatten(structure.tree, tensors)
 
     def send_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
-        """See `Carrier`."""
+        """Send tensors of known shapes; see `Carrier.send_tensors`."""
         for tensor in tensors:
             self._send(tensor.detach(), peer, edge)
 
     def recv_tensors(
         self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
     ) -> list[torch.Tensor]:
-        """See `Carrier`."""
+        """Receive tensors with the shapes and dtypes of `like`; see `Carrier.recv_tensors`."""
         tensors = [SentSpec.of(x).empty(x.device) for x in like]
         self._recv(tensors, peer, edge)
         return tensors
 
     def finish(self) -> None:
-        """See `Carrier`."""
+        """Wait until all messages have been sent; see `Carrier.finish`."""
         for sent in self._under_way:
             sent.work.wait()
             sent.check()
         self._under_way.clear()
 
     def span(self, name: str, microbatch: int) -> AbstractContextManager[object]:
-        """See `Carrier`."""
+        """Return a context that records the duration of an action; see `Carrier.span`."""
         return self._group.context.events.span(name, seq=microbatch)
 
     def abort(self, text: str) -> None:
-        """See `Carrier`."""
+        """Make all other ranks raise an error with this text; see `Carrier.abort`."""
         for group in (self._group, *self.others):
             group.abort(f"rank {self._group.ranks[self.rank]} {text}")
 
     def pass_on(self, text: str) -> None:
-        """See `Carrier`."""
+        """Make the ranks of this rank's groups raise a received error; see `Carrier.pass_on`."""
         for group in (self._group, *self.others):
             group.abort(text)
 

@@ -26,7 +26,10 @@ def num_rows(batch: Any) -> int:
     lengths = {tensor.shape[0] for tensor in tensors if tensor.dim()}
     if len(lengths) != 1:
         shown = f"tensors of {sorted(lengths)} rows" if lengths else "no tensor with rows"
-        msg = f"a batch is cut along dim 0 of its tensors, which must be equally long, got {shown}"
+        msg = (
+            "a batch is split along dim 0, so its tensors must have the same length there, got "
+            f"{shown}"
+        )
         raise ConfigError(msg)
     return int(lengths.pop())
 
@@ -56,8 +59,8 @@ def gather(parts: list[Any]) -> Any:
     counts = {len(items) for items in tensors}
     if len(counts) > 1:
         msg = (
-            f"micro-batches returned {', '.join(map(str, sorted(counts)))} tensors: their outputs "
-            "need one structure to be joined to a batch"
+            f"micro-batches returned {', '.join(map(str, sorted(counts)))} tensors: return the "
+            "same number for each, so that they can be joined to a batch"
         )
         raise ConfigError(msg)
     if len(parts) > 1 and any(not x.dim() for x in tensors[0]):

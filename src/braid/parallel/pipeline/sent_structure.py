@@ -105,7 +105,10 @@ class SentStructure(NamedTuple):
             node = _node(self.tree, "the value")
             return encode([node, [spec.as_plain() for spec in self.specs]])
         except RecursionError:
-            msg = "a value for another stage contains itself, or is nested too deeply"
+            msg = (
+                "a value for another stage contains itself, or is nested too deeply: send its "
+                "parts in a flat list or dictionary"
+            )
             raise ConfigError(msg) from None
 
 
@@ -269,7 +272,7 @@ def _object(module: str, name: str, form: int, content: Any, attributes: Any = (
         )
         raise CommError(msg)
     if problem := _problem_of(kind):
-        msg = f"a stage sent a value of the class {module}.{name}, {problem}: not allowed"
+        msg = f"a stage sent a value of the class {module}.{name}, {problem}, which is not allowed"
         raise CommError(msg)
     if form == MEMBER and issubclass(kind, enum.Enum):
         return kind.__members__[content]

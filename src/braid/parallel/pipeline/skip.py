@@ -148,7 +148,8 @@ class Skippable(nn.Module):
         problems += [f"{name!r} has not been popped" for name in self._pop if name not in popped]
         if problems:
             msg = (
-                f"{type(self.module).__name__} has declared more than it did: {'; '.join(problems)}"
+                f"{type(self.module).__name__} declares stashes or pops that its forward does not "
+                f"use: {'; '.join(problems)}"
             )
             raise SkipError(msg)
 

@@ -60,7 +60,7 @@ class Edge(NamedTuple):
 
 
 class StageError(Exception):
-    """Exception in a layer.
+    """Exception that a layer of a stage has raised.
 
     Attributes:
         layer: Name and type of the layer.
@@ -420,7 +420,10 @@ def _dropping(*, drops: bool) -> Iterator[None]:
 
 
 def _refuse(_nothing: None) -> torch.Tensor:
-    msg = "saved tensors of this forward were dropped: recompute must run before backward"
+    msg = (
+        "the schedule runs backward before recompute, so the saved tensors are missing: put "
+        "recompute before it"
+    )
     raise InternalError(msg)
 
 

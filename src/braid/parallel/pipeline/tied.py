@@ -33,7 +33,7 @@ class _Tied(NamedTuple):
 
 
 class TiedParams:
-    """Sums of the gradients of copies.
+    """Adds the gradients of parameters that layers of several stages share.
 
     Args:
         parts: Layers of each stage of the whole model.

@@ -24,7 +24,7 @@ __all__ = ["FlatGradients", "sums_in_dtype_of_pieces"]
 
 
 class FlatGradients:
-    """Gradients of a flat vector.
+    """Gradients of the parameters that share one flat vector.
 
     Args:
         flat: The parameters.

@@ -258,7 +258,7 @@ def _groups_of(process_group: Any, mesh: Any) -> _ShardGroups:
     if mesh is None:
         groups = [group_of(process_group)]
     elif process_group is not None:
-        msg = "pass either process_group or mesh, got both"
+        msg = "got process_group and mesh: pass only one of them"
         raise ConfigError(msg)
     elif isinstance(mesh, Group):
         groups = [mesh]

@@ -182,7 +182,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         module = module.module
     original = getattr(module, method_name, None)
     if not callable(original):
-        msg = f"{type(module).__name__} has no method {method_name!r}"
+        msg = (
+            f"{type(module).__name__} has no method {method_name!r}: pass the name of a method "
+            "that computes"
+        )
         raise ConfigError(msg)
     if not any(key in vars(module) for key in (NOTE, CALL)):
         if any(hasattr(param, MARK) for param in module.parameters()):

@@ -121,8 +121,8 @@ def load_optimizer_state_dict(
     theirs = [list(g["params"]) for g in state["param_groups"]]
     if list(map(sorted, mine)) != list(map(sorted, theirs)):
         msg = (
-            f"the state has groups of {list(map(len, theirs))} parameters, and the optimizer of "
-            f"{list(map(len, mine))}, or others: create the optimizer with the same groups"
+            f"the state's parameter groups (sizes {list(map(len, theirs))}) differ from the "
+            f"optimizer's (sizes {list(map(len, mine))}): create the optimizer with the same groups"
         )
         raise ConfigError(msg)
     numbers = {name: i for i, name in enumerate(n for group_names in mine for n in group_names)}

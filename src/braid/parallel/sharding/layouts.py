@@ -65,7 +65,7 @@ def layouts_of(stage: int, mesh: Mesh, axis: str = SHARD) -> Layouts:
 
 
 class Bytes(NamedTuple):
-    """Bytes per parameter.
+    """Bytes that a rank holds per parameter, by kind of tensor.
 
     Attributes:
         param: Bytes of a parameter in computation.

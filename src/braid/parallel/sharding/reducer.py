@@ -96,10 +96,10 @@ class ShardReducer(GradientListener):
         at_end_of_backward(self._backward_ended)
 
     def on_gradient(self, position: int, /) -> None:
-        """See `GradientListener`.
+        """Record that parameter `position` has its gradient; start sums that are complete.
 
         Raises:
-            ConfigError: The sum of the gradient was started earlier in this backward.
+            ConfigError: The parameter got a second gradient after its sum was started.
         """
         self.backward_begins()
         gradients = self._owner[position]
@@ -157,7 +157,7 @@ class ShardReducer(GradientListener):
         self.drop()
 
     def drop(self) -> None:
-        """Drop local gradients."""
+        """Drop the local gradients that `no_sync` has accumulated."""
         for gradients in self._gradients:
             gradients.drop()
 

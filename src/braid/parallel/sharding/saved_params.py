@@ -78,7 +78,7 @@ class SavedParams:
         push_saved_tensors_hooks(pack, unpack)
 
     def pop(self) -> None:
-        """Undo the last `push`."""
+        """Deactivate the hooks that the last `push` activated."""
         pop_saved_tensors_hooks()
 
 

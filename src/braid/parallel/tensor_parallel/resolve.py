@@ -52,7 +52,10 @@ class LayerKind(NamedTuple):
             name, _, number = value.partition(":")
             return cls(name, int(number or 1))
         if not isinstance(value, Layout | tuple | list):
-            msg = f"a plan has kinds ({', '.join(KINDS)}) or layouts by expression, got {value!r}"
+            msg = (
+                f"a plan maps a regular expression to a kind ({', '.join(KINDS)}) or a layout, got "
+                f"{value!r}"
+            )
             raise ConfigError(msg)
         if not isinstance(value, Layout):
             msg = (
@@ -61,11 +64,14 @@ class LayerKind(NamedTuple):
             raise ConfigError(msg)
         split = [dim for dim, axes in enumerate(value.dims) if axes]
         if len(split) != 1 or value.partial or len(value.dims) != MATRIX:
-            msg = f"a layout of a weight splits one of its two dims, got {value}"
+            msg = f"a layout of a weight must split one of its two dims, got {value}"
             raise ConfigError(msg)
         parts = math.prod(value.mesh.axes[axis] for axis in value.dims[split[0]])
         if parts != size:
-            msg = f"the layout {value} of a weight has {parts} parts, but the group {size} ranks"
+            msg = (
+                f"the layout {value} of a weight has {parts} parts, but the group has {size} "
+                f"ranks: name an axis of {size} ranks"
+            )
             raise ConfigError(msg)
         return cls("row") if split[0] else cls("column", value.blocks[0] if value.blocks else 1)
 

@@ -125,8 +125,8 @@ def checked_hook(state: object, hook: object) -> Hook:
     except TypeError as error:
         name = getattr(hook, "__qualname__", repr(hook))
         msg = (
-            f"a communication hook is called as hook(state, bucket), and "
-            f"{name}{inspect.signature(hook)} cannot be: {error}"
+            "a communication hook is called as hook(state, bucket), but "
+            f"{name}{inspect.signature(hook)} does not take these arguments: {error}"
         )
         raise ConfigError(msg) from None
     except ValueError:  # functions written in C have no signature to check

@@ -23,7 +23,7 @@ __all__ = ["Agreed", "AgreedNames", "agree"]
 
 
 class Agreed(NamedTuple):
-    """Counts with which all ranks continue.
+    """Step counts of compressed parameters with which all ranks continue.
 
     Attributes:
         counts: Counts of the given parameters.
@@ -50,7 +50,7 @@ class AgreedNames:
         return new
 
     def clear(self) -> None:
-        """Forget all names."""
+        """Forget the names of all parameters."""
         self._names.clear()
 
 
@@ -80,7 +80,7 @@ def agree(hook: str, bucket: GradBucket, names: Sequence[str], counts: Sequence[
             f"{row[place]} on rank {rank}" for rank, row in zip(group.ranks, rows, strict=True)
         )
         msg = (
-            f"the state of {hook} is of different steps on different ranks, for parameter "
+            f"the state of {hook} belongs to different steps on different ranks, for parameter "
             f"{names[place % len(names)]!r}: {listed}. Load the result of hook_state() of the same "
             "step on each rank, and nothing on new ranks"
         )

@@ -251,7 +251,7 @@ class _Memory:
     feedback: ErrorFeedback | None = None
 
     def kept(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return Q and error."""
+        """Return the factor Q and the residual error; None where they do not exist."""
         q = self.q if self.low_rank is None else self.low_rank.state_dict()["q"]
         error = self.error if self.feedback is None else self.feedback.state_dict()["residual"]
         return q, error

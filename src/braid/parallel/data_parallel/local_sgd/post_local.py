@@ -82,7 +82,7 @@ class PostLocalSGDHook:
             ConfigError: The state has other keys.
         """
         if set(state) != {"steps"}:
-            msg = f"state of PostLocalSGDHook must have the key 'steps' alone, got {sorted(state)}"
+            msg = f"state of PostLocalSGDHook must have only the key 'steps', got {sorted(state)}"
             raise ConfigError(msg)
         self._num_steps = Counter(state["steps"])
         self._agreed.clear()

@@ -127,7 +127,7 @@ class AsynchronousPipeline(nn.Module):
         counts = tuple(replicas or (1,) * group.size)
         if sum(counts) != group.size:
             msg = (
-                f"replicas={list(counts)} are {sum(counts)} ranks, but the group has "
+                f"replicas={list(counts)} need {sum(counts)} ranks, but the group has "
                 f"{group.size}: assign each rank to a stage"
             )
             raise ConfigError(msg)
@@ -138,7 +138,10 @@ class AsynchronousPipeline(nn.Module):
         refuse_shared(parts)
         idle = [s for s, part in enumerate(parts) if not trained_params(part)]
         if idle:
-            msg = f"stage {idle[0]} has no parameters to train: assign other layers by balance"
+            msg = (
+                f"stage {idle[0]} has no parameters to train: give it layers with parameters by "
+                "balance="
+            )
             raise ConfigError(msg)
         self.balance = tuple(map(len, parts))
         arguments = {

@@ -47,7 +47,7 @@ class MicrobatchStream:
         return self._at(i).target
 
     def draws(self, i: int) -> Draws:
-        """Return the random numbers of a micro-batch."""
+        """Return the random numbers, such as dropout masks, of micro-batch `i`."""
         return self._at(i).draws
 
     def exhaust(self) -> None:
@@ -66,7 +66,10 @@ class MicrobatchStream:
     def _read(self) -> None:
         pair = next(self._source, None)
         if pair is None:
-            msg = f"{self._num_read} micro-batches came, but {self._count} were promised"
+            msg = (
+                f"the iterator ended after {self._num_read} of {self._count} micro-batches: pass "
+                "more, or a smaller number"
+            )
             raise ConfigError(msg)
         try:
             batch, target = pair

@@ -22,7 +22,7 @@ Dims = tuple[int | None, ...]
 
 @dataclass
 class Labels:
-    """Labels of an operation.
+    """Labels of the dims of an operation, as in an einsum: equal labels are split alike.
 
     Attributes:
         inputs: Labels of each tensor argument.

@@ -16,7 +16,7 @@ __all__ = ["Conflict", "ExplanationRow", "InsertionOptions", "Scheme"]
 
 @dataclass(frozen=True)
 class InsertionOptions:
-    """Options of the pass.
+    """Options of the pass that shards a captured graph and inserts collectives.
 
     Attributes:
         sequence: Whether values between sharded layers are split along dim 1.
@@ -33,7 +33,7 @@ class InsertionOptions:
 
 @dataclass(frozen=True)
 class Scheme:
-    """Plan for sharding a model.
+    """Plan for sharding a model: mesh, and layouts of its parameters.
 
     Attributes:
         mesh: Named axes.
@@ -50,7 +50,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class ExplanationRow:
-    """Row of the explanation.
+    """Row of the table that explains the layout of each value.
 
     Attributes:
         node: Name of the value.
@@ -69,7 +69,7 @@ class ExplanationRow:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Split value that had to be gathered.
+    """Conflict: a sharded value that an operation needs whole, and that is therefore gathered.
 
     Attributes:
         node: Operation that needs the whole value.
