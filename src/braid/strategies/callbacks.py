@@ -12,7 +12,7 @@ __all__ = ["Callback", "EarlyStop"]
 
 @runtime_checkable
 class Callback(Protocol):
-    """An action after each epoch.
+    """Interface of callbacks: an action that `fit` runs after each epoch.
 
     A callback with `state_dict` and `load_state_dict` is saved and resumed with the training.
     """
@@ -55,14 +55,17 @@ class EarlyStop:
         self._best, self._num_worse = float("inf"), 0
 
     def on_epoch_end(self, epoch: int, results: Mapping[str, float]) -> bool:
-        """See `Callback`.
+        """Return True after `patience` epochs without a better result; see `Callback`.
 
         Raises:
             ConfigError: `results` does not contain the result.
         """
         del epoch
         if self._result not in results:
-            msg = f"EarlyStop waits for {self._result!r}, and results are {', '.join(results)}"
+            msg = (
+                f"EarlyStop watches {self._result!r}, but the results are {', '.join(results)}: "
+                "name one of them"
+            )
             raise ConfigError(msg)
         value = self._sign * results[self._result]
         self._num_worse = 0 if value < self._best else self._num_worse + 1

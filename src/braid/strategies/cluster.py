@@ -67,7 +67,7 @@ class _Cluster:
     _jobs: ClusterSpec
 
     def cluster_spec(self) -> ClusterSpec:
-        """See `ClusterResolver`."""
+        """Return the addresses of all tasks, by job; see `ClusterResolver.cluster_spec`."""
         return self._jobs
 
     def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
@@ -80,7 +80,10 @@ class _Cluster:
             task_type = "chief" if self._jobs.get("chief") else "worker"
         tasks, number = self._jobs.get(task_type, ()), task_id or 0
         if not 0 <= number < len(tasks):
-            msg = f"the cluster has no task {number} of {task_type}, but {len(tasks)} of them"
+            msg = (
+                f"the cluster has {len(tasks)} tasks of {task_type}, so task {number} does not "
+                "exist"
+            )
             raise ConfigError(msg)
         return tasks[number]
 

@@ -82,7 +82,7 @@ class NcclAllReduce(CrossDeviceOps):
     """All-reduce of NCCL for each gradient at the end of backward; each replica has its own GPU."""
 
     def check(self, devices: Sequence[torch.device]) -> None:
-        """See `CrossDeviceOps`."""
+        """Raise ConfigError if these devices cannot combine gradients in this way."""
         if len(set(devices)) < len(devices) or any(device.type != "cuda" for device in devices):
             names = ", ".join(map(str, devices))
             msg = (
@@ -94,7 +94,7 @@ class NcclAllReduce(CrossDeviceOps):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationOptions:
-    """Options of gradients between processes.
+    """Options of the all-reduce of gradients between processes.
 
     Attributes:
         bytes_per_pack: Maximum number of bytes in a bucket; 0 for braid's sizes.

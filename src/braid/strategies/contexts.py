@@ -44,7 +44,7 @@ _PLACE = _Place()
 
 
 class ReplicaContext:
-    """One replica in a `run`.
+    """Context of one replica inside `strategy.run`.
 
     Args:
         strategy: Strategy that runs it.
@@ -143,7 +143,7 @@ def checked_op(op: str) -> str:
     """
     name = str(getattr(op, "name", op)).lower()
     if name not in {"sum", "mean"}:
-        msg = f"values of replicas are combined by sum or mean, got {op!r}"
+        msg = f"values of replicas are combined by op sum or mean, got {op!r}"
         raise ConfigError(msg)
     return name
 

@@ -173,7 +173,7 @@ def num_samples(batch: Any) -> int:
     lengths = {x.shape[0] if x.dim() else None for x in tensors_in(batch)}
     if len(lengths) != 1 or None in lengths:
         msg = (
-            f"a batch must have tensors with one number of samples in dim 0, got "
+            "all tensors of a batch must have the same length in dim 0, got "
             f"{sorted(map(str, lengths)) or 'no tensors'}"
         )
         raise ConfigError(msg)

@@ -279,7 +279,7 @@ class _Steps:
         if self._loss is None:
             return {"loss": self._model(*parts)}, num_samples(batch)
         if len(parts) < 2:
-            msg = "a batch is a tuple of inputs and a target where loss= is a function of both"
+            msg = "with loss=, a batch must be a tuple of inputs and a target"
             raise ConfigError(msg)
         output, target = self._model(*parts[:-1]), parts[-1]
         values = {name: metric(output, target) for name, metric in metrics.items()}

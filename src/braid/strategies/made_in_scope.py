@@ -161,7 +161,7 @@ class MadeInScope:
         return list(dict.fromkeys(module for module in alive if id(module) not in parts))
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers."""
+        """Return the optimizers made in the scope."""
         return [thing for ref in self._objects if isinstance(thing := ref(), torch.optim.Optimizer)]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:

@@ -79,19 +79,19 @@ class OneRank:
         self._group = group
 
     def run(self, call: Callable[[int, Group], Any]) -> list[Any]:
-        """See `LocalReplicas`."""
+        """Call a function in parallel, once for each replica; see `LocalReplicas.run`."""
         return [call(0, self._group)]
 
     def merge(self, index: int, args: Any, call: Callable[[list[Any]], Any]) -> Any:
-        """See `LocalReplicas`."""
+        """Call a function once, with the values of all replicas; see `LocalReplicas.merge`."""
         del index
         return call([args])
 
     def end_step(self, index: int) -> None:
-        """See `LocalReplicas`."""
+        """Note that a replica has returned from its step; see `LocalReplicas.end_step`."""
 
     def close(self) -> None:
-        """See `LocalReplicas`."""
+        """End the replicas; see `LocalReplicas.close`."""
 
 
 class ThreadReplicas:
@@ -118,7 +118,7 @@ class ThreadReplicas:
         self._num_ended = 0
 
     def run(self, call: Callable[[int, Group], Any]) -> list[Any]:
-        """See `LocalReplicas`."""
+        """Call a function in parallel, once for each replica; see `LocalReplicas.run`."""
         if self._fabric is None:
             self._meet()
         fabric, failures = self._fabric, list[BaseException]()
@@ -145,11 +145,11 @@ class ThreadReplicas:
         return results
 
     def merge(self, index: int, args: Any, call: Callable[[list[Any]], Any]) -> Any:
-        """See `LocalReplicas`."""
+        """Call a function once, with the values of all replicas; see `LocalReplicas.merge`."""
         return self._meeting.merge(index, args, call)
 
     def end_step(self, index: int) -> None:
-        """See `LocalReplicas`."""
+        """Note that a replica has returned from its step; see `LocalReplicas.end_step`."""
         self._meeting.leave()
         self._end(1)
         with self._changed:
@@ -160,7 +160,7 @@ class ThreadReplicas:
             fabric.lose(index, "its step has ended", left=True)
 
     def close(self) -> None:
-        """See `LocalReplicas`."""
+        """End the replicas; see `LocalReplicas.close`."""
         for group in self._groups:
             group.close()
         self._groups = []

@@ -283,7 +283,7 @@ class Strategy:
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[int], Any]
     ) -> PerReplica:
-        """Return a function's value for the number of each replica of this process."""
+        """Call `value_fn(number)` for each replica of this process, and return the results."""
         first = 0 if self._replicas.across is None else self._replicas.across.rank
         return PerReplica([value_fn(first + i) for i in range(len(self.devices))])
 

@@ -47,7 +47,7 @@ QueueInstruction: TypeAlias = Assign | EndClosure | CancelClosure
 
 
 class ClosureQueue:
-    """Closures of one coordinator.
+    """State of the closures that one coordinator has scheduled.
 
     Args:
         max_waiting: Number of waiting closures from which on the queue is full.
@@ -109,7 +109,7 @@ class ClosureQueue:
 
     @property
     def workers(self) -> list[str]:
-        """Workers that are here."""
+        """Workers that are connected."""
         return list(self._running)
 
     @property

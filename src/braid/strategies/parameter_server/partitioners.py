@@ -116,8 +116,8 @@ def rows_of_shards(
     count = counts[0] if counts else 1
     if len(counts) != max(1, len(shape)) or any(other != 1 for other in counts[1:]):
         msg = (
-            f"the partitioner divides a variable of shape {list(shape)} into {counts} shards: it "
-            "must return one number for each dim, and divide dim 0 only"
+            f"the partitioner divides a variable of shape {list(shape)} into {counts} shards: "
+            "return one number for each dim, and divide dim 0 only"
         )
         raise ConfigError(msg)
     if not 1 <= count <= min(max_shards, max(1, num_rows)):

@@ -69,7 +69,7 @@ class VariableStorage(Storage):
         self._updates = 0
 
     def check(self, push: Tensors) -> None:
-        """See `Storage`."""
+        """Check the tensors of a push; see `Storage.check`."""
         count = push[1].numel() if len(push) > 1 else 0
         expected = [
             Expected("operation", torch.int64, ()),
@@ -78,15 +78,21 @@ class VariableStorage(Storage):
         ]
         check_tensors(self.table, "a push", push, expected, ADVICE)
         if not 0 <= int(push[0]) < len(NAMES):
-            msg = f"variable {self.table!r} knows no operation {int(push[0])}"
+            msg = (
+                f"variable {self.table!r} got the unknown operation {int(push[0])}: install the "
+                "same version of braid on all nodes"
+            )
             raise ConfigError(msg)
         if NAMES[int(push[0])] == "div" and not self._values.is_floating_point():
-            msg = f"variable {self.table!r} of {self._values.dtype} cannot be divided"
+            msg = (
+                f"scatter_div needs a floating-point variable, but {self.table!r} has "
+                f"{self._values.dtype}: declare it with a floating-point dtype"
+            )
             raise ConfigError(msg)
         self._check_rows(push[1])
 
     def check_query(self, query: Tensors) -> None:
-        """See `Storage`."""
+        """Check the tensors of a query; see `Storage.check_query`."""
         if query:
             check_tensors(
                 self.table, "a query", query, [Expected("ids", torch.int64, (None,))], ADVICE
@@ -122,28 +128,28 @@ class VariableStorage(Storage):
         self._updates += 1
 
     def read(self, query: Tensors) -> Tensors:
-        """See `Storage`."""
+        """Return the rows that `query` names; see `Storage.read`."""
         return (self._values[query[0]] if query else self._values,)
 
     def export(self) -> State:
-        """See `Storage`."""
+        """Return a copy of the whole state by name; see `Storage.export`."""
         return {"values": self._values.flatten(), "updates": torch.tensor(self._updates)}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See `Storage`."""
+        """Replace the whole state by a copy of `state`; see `Storage.load`."""
         expected = Expected("values", self._values.dtype, (self._values.numel(),))
         check_tensors(self.table, "the state", [state["values"]], [expected], ADVICE)
         self._values = state["values"].view(self._values.shape).clone()
         self._updates = int(state["updates"])
 
     def statistics(self) -> dict[str, int]:
-        """See `Storage`."""
+        """Return counts by name, such as `num_updates`; see `Storage.statistics`."""
         return {"num_updates": self._updates, "num_bytes": self._values.nbytes}
 
     def _check_rows(self, ids: torch.Tensor) -> None:
         wrong = ids[(ids < 0) | (ids >= len(self._values))]
         if len(wrong):
-            msg = f"variable {self.table!r} has no such row in this shard: {int(wrong[0])}"
+            msg = f"this shard of variable {self.table!r} has no row {int(wrong[0])}"
             raise ConfigError(msg)
 
 
@@ -193,43 +199,43 @@ class ShardedVariable(Table):
         return self._pulled(flat).view(*ids.shape, *self.shape[1:])
 
     def assign(self, value: torch.Tensor | float) -> None:
-        """Replace the value."""
+        """Replace the whole variable by `value`."""
         self._carry_out("assign", None, value)
 
     def assign_add(self, value: torch.Tensor | float) -> None:
-        """Add to the value."""
+        """Add `value` to the whole variable."""
         self._carry_out("add", None, value)
 
     def assign_sub(self, value: torch.Tensor | float) -> None:
-        """Subtract from the value."""
+        """Subtract `value` from the whole variable."""
         self._carry_out("sub", None, value)
 
     def scatter_update(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
-        """Replace rows; of a row that occurs twice, the last one counts."""
+        """Replace the rows `ids` by `values`; of a row that occurs twice, the last one counts."""
         self._carry_out("assign", ids, values)
 
     def scatter_add(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
-        """Add to rows."""
+        """Add `values` to the rows `ids`."""
         self._carry_out("add", ids, values)
 
     def scatter_sub(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
-        """Subtract from rows."""
+        """Subtract `values` from the rows `ids`."""
         self._carry_out("sub", ids, values)
 
     def scatter_mul(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
-        """Multiply rows."""
+        """Multiply the rows `ids` by `values`."""
         self._carry_out("mul", ids, values)
 
     def scatter_div(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
-        """Divide rows."""
+        """Divide the rows `ids` by `values`."""
         self._carry_out("div", ids, values)
 
     def scatter_max(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
-        """Replace elements of rows by larger ones."""
+        """Replace each element of the rows `ids` by the maximum of element and value."""
         self._carry_out("max", ids, values)
 
     def scatter_min(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
-        """Replace elements of rows by smaller ones."""
+        """Replace each element of the rows `ids` by the minimum of element and value."""
         self._carry_out("min", ids, values)
 
     def begin_step(self) -> None:
@@ -249,7 +255,10 @@ class ShardedVariable(Table):
         values = torch.as_tensor(value).detach().cpu()
         is_whole = values.numel() == 1 and float(values) == round(float(values))
         if not torch.can_cast(values.dtype, self.dtype) and not is_whole:
-            msg = f"variable {self.name!r} is of {self.dtype}, got values of {values.dtype}"
+            msg = (
+                f"variable {self.name!r} has {self.dtype}, got values of {values.dtype}: convert "
+                "them"
+            )
             raise ConfigError(msg)
         if name == "div" and not self.dtype.is_floating_point:
             msg = f"variable {self.name!r} of {self.dtype} cannot be divided: use a floating dtype"
@@ -316,7 +325,10 @@ class ShardedVariable(Table):
         flat = ids.detach().cpu().reshape(-1)
         wrong = flat[(flat < 0) | (flat >= self._num_rows)]
         if len(wrong):
-            msg = f"variable {self.name!r} has {self._num_rows} rows, got the id {int(wrong[0])}"
+            msg = (
+                f"variable {self.name!r} has {self._num_rows} rows, got the id {int(wrong[0])}: "
+                f"pass ids from 0 to {self._num_rows - 1}"
+            )
             raise ConfigError(msg)
         return flat
 
@@ -344,7 +356,7 @@ def variable_spec(
         ConfigError: The aggregation is unknown.
     """
     if aggregation not in {"none", "mean", "sum"}:
-        msg = f"an aggregation is none, mean or sum, got {aggregation!r}"
+        msg = f"aggregation must be none, mean or sum, got {aggregation!r}"
         raise ConfigError(msg)
     if aggregation == "mean" and not initial.is_floating_point():
         msg = f"variable {name!r} of {initial.dtype} has no mean: use a floating dtype"

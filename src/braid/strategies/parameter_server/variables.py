@@ -121,8 +121,8 @@ class ServerVariables:
                 ]
             if _has_stepped(optimizer):
                 msg = (
-                    f"{type(optimizer).__name__} has a state already, and servers begin without: "
-                    "restore variables with their states by Options(restore=...)"
+                    f"{type(optimizer).__name__} has a state already, but servers begin without "
+                    "one: restore variables with their states by Options(restore=...)"
                 )
                 raise ConfigError(msg)
             _replace_step(optimizer, self._step)
@@ -303,8 +303,8 @@ class ServerVariables:
         known = sum(len(group.params) for group in dense) + len(rows)
         if known != sum(len(group["params"]) for group in optimizer.param_groups):
             msg = (
-                f"{type(optimizer).__name__} has other parameters than before the first step: "
-                "servers know those alone, so add parameter groups earlier"
+                f"{type(optimizer).__name__} has other parameters than before the first step, and "
+                "servers do not have the new ones: add parameter groups before the first step"
             )
             raise ConfigError(msg)
         pushed: list[_Pushed] = [*dense, *rows]
@@ -342,7 +342,8 @@ def _sparse_embeddings(modules: Sequence[nn.Module]) -> dict[int, list[nn.Embedd
         if part.max_norm is not None:
             msg = (
                 f"an embedding of {part.num_embeddings} rows has max_norm={part.max_norm}, which "
-                "changes the worker's copy of a weight that lies on servers: leave it out"
+                "would change only the worker's copy of the weight, not the servers': leave "
+                "max_norm out"
             )
             raise ConfigError(msg)
         if isinstance(part, nn.Embedding) and part.sparse:
@@ -375,7 +376,7 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 
 def _refuse_to_load(*_: object) -> None:
     msg = (
-        "load_state_dict after the first step changes this process alone, and variables lie on "
+        "load_state_dict() after the first step changes only this process, not the variables on "
         "servers: load before the first step in all processes, or use Options(restore=...)"
     )
     raise ConfigError(msg)

@@ -183,5 +183,5 @@ def _check_cycles(
     if cycles:
         cycle = cycles[0]
         text = ", ".join(f"{name!r} with {references[name]!r}" for name in cycle)
-        msg = f"a cycle by colocation: {text}. Name a device for one of them"
+        msg = f"these nodes are colocated in a cycle: {text}. Name a device for one of them"
         raise ConfigError(msg)

@@ -20,7 +20,7 @@ rpc.register(TensorPlace)
 @rpc.register
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """A loss of results and target.
+    """Loss function of a placed model's output and target.
 
     Attributes:
         function: Function (output, target) that returns a number.
@@ -62,10 +62,10 @@ def with_loss(graph: CapturedGraph, loss: LossSpec | None) -> tuple[CapturedGrap
 
 
 def node_values(graph: CapturedGraph) -> list[NodeValues]:
-    """Return the values of each node.
+    """Return which values each node reads, makes and overwrites.
 
-    Nodes that change buffers or other tensors of the model are kept though no fetched value needs
-    them, as in a call of the model.
+    Nodes that change buffers or other tensors of the model also run if no returned value depends
+    on them, as in a call of the model.
     """
     tensors = set(graph.tensors)
     values = []

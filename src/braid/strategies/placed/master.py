@@ -227,7 +227,7 @@ class PlacedModel:
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         tree, tensors = flatten(((), inputs) if isinstance(inputs, dict) else (args, {}))
         if len(tensors) == self._graph.num_inputs and tree != self._graph.batch_tree:
-            msg = f"the model was captured with {self._graph.batch_tree}, got {tree}"
+            msg = f"the model was captured with {self._graph.batch_tree}, got {tree}: pass the same"
             raise ConfigError(f"{msg}: give the same arguments in the same order")
         if len(tensors) != self._graph.num_inputs:
             msg = (
@@ -235,7 +235,7 @@ class PlacedModel:
             )
             raise ConfigError(msg)
         if any(x.requires_grad for x in tensors):
-            msg = "an input requires a gradient, which placed models do not return: detach it"
+            msg = "an input requires a gradient, which placed models do not compute: detach it"
             raise ConfigError(msg)
         return dict(enumerate(tensors))
 

@@ -81,10 +81,10 @@ class PartSpan(NamedTuple):
 
 
 class PartEdges(Protocol):
-    """Edges of a part in one step."""
+    """Interface of the edges between parts on different devices, in one step."""
 
     def put(self, target: str, edge: str, x: torch.Tensor | None, requires_grad: bool) -> None:
-        """Give a tensor to the part of another device."""
+        """Give the tensor `x` of an edge to the part of device `target`."""
         ...
 
     def ask(self, source: str, edge: str) -> Callable[[], Received]:
@@ -93,7 +93,7 @@ class PartEdges(Protocol):
 
 
 class PartProgram(NamedTuple):
-    """A part that is registered.
+    """Part of a graph that a worker has made ready to run.
 
     Attributes:
         part: Its segments.
@@ -141,7 +141,7 @@ class _SegmentPass:
 
 
 class PartStep:
-    """A step of a part.
+    """One step of a part: runs its segments forward and backward.
 
     Args:
         program: The part.

@@ -29,7 +29,7 @@ __all__ = ["GradientLink", "NodeValues", "PlacedPart", "PlacedSegment", "partiti
 
 
 class NodeValues(NamedTuple):
-    """Values of a node.
+    """Values that a node of a graph reads, makes and overwrites.
 
     Attributes:
         inputs: Values that it uses.
@@ -92,7 +92,7 @@ class PlacedSegment:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
-    """All nodes of a device.
+    """Part of a graph: all nodes that run on one device.
 
     Attributes:
         device: The device.

@@ -15,12 +15,12 @@ MOST_PLANS = 16  # that are registered at the same time
 
 
 class PlanKey(NamedTuple):
-    """Values of a plan.
+    """Key of a plan: the values of the graph that the caller reads and gives.
 
     Attributes:
-        fetches: Values that are fetched; empty for the loss.
-        feeds: Values that are fed; None for the inputs of the model. With None, nodes that change
-            buffers also run.
+        fetches: Values that are returned; empty to return only the loss.
+        feeds: Values that the caller gives; None for the model's inputs, and then nodes that
+            change buffers also run.
     """
 
     fetches: tuple[int, ...] = ()
@@ -28,7 +28,7 @@ class PlanKey(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """A pruned and split graph.
+    """Graph of one kind of step, pruned to the needed nodes and split by device.
 
     Attributes:
         number: Number of the plan.

@@ -50,7 +50,7 @@ class Rendezvous:
             return self._state.num_pending
 
     def put(self, key: RendezvousKey, tensor: torch.Tensor | None, requires_grad: bool) -> None:
-        """Give a value to the receiver that asks for it, now or later."""
+        """Give the tensor of `key` to its receiver, now or when the receiver asks."""
         with self._lock:
             self._values[key] = tensor, requires_grad
             ends = self._carry_out(self._state.put(key))

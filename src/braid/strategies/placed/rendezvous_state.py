@@ -49,14 +49,14 @@ class RendezvousKey(NamedTuple):
 
 
 class AnswerAsker(NamedTuple):
-    """Give the value of a key to an asker, and forget it."""
+    """Give the value of a key to a waiting receiver, and drop the value."""
 
     ticket: int
     key: RendezvousKey
 
 
 class FailAsker(NamedTuple):
-    """Fail an asker."""
+    """Make the future of a waiting receiver raise an error."""
 
     ticket: int
     reason: str
@@ -78,7 +78,7 @@ class _StepPairs:
 
 
 class RendezvousState:
-    """Values and askers of one task.
+    """Values of one task that receivers have not taken, and receivers that wait for values.
 
     Args:
         incarnation: Incarnation of the task.
@@ -95,12 +95,12 @@ class RendezvousState:
         return sum(len(pairs.kept) + len(pairs.waiting) for pairs in self._steps.values())
 
     def put(self, key: RendezvousKey) -> list[RendezvousInstruction]:
-        """Return the instructions when a value is there."""
+        """Return the instructions to carry out when the value of `key` has been put."""
         if self._has_ended(key.graph, key.step):
             return [DropValue(key)]
         pairs = self._steps.setdefault((key.graph, key.step), _StepPairs())
         if key in pairs.kept:
-            msg = f"the value {key} was put twice"
+            msg = f"the value {key} was put into the rendezvous twice"
             raise InternalError(msg)
         ticket = pairs.waiting.pop(key, None)
         if ticket is None:
@@ -110,7 +110,7 @@ class RendezvousState:
         return [AnswerAsker(ticket, key)]
 
     def ask(self, key: RendezvousKey, ticket: int) -> list[RendezvousInstruction]:
-        """Return the instructions when a receiver asks for a value."""
+        """Return the instructions to carry out when a receiver asks for `key`."""
         if key.incarnation != self._incarnation:
             reason = (
                 f"{key.source} has restarted: {key.edge} of step {key.step} was asked from "

@@ -19,7 +19,7 @@ __all__ = ["SentTensor", "arrived", "sent"]
 @rpc.register
 @dataclass(frozen=True, slots=True)
 class SentTensor:
-    """A value between two parts.
+    """Tensor as it is sent from one part to another, with its strides.
 
     Attributes:
         elements: Elements in the order of the shape, with one element in expanded dims; None for a
@@ -36,7 +36,7 @@ class SentTensor:
 
 
 def sent(x: torch.Tensor | None, *, requires_grad: bool = False) -> SentTensor:
-    """Return a tensor as it travels."""
+    """Return a tensor in the form in which it is sent to another task."""
     if x is None:
         return SentTensor(None)
     x = x.detach()
@@ -52,7 +52,7 @@ def sent(x: torch.Tensor | None, *, requires_grad: bool = False) -> SentTensor:
 
 
 def arrived(value: SentTensor, device: torch.device) -> torch.Tensor | None:
-    """Return a tensor that has travelled, on a device."""
+    """Return the received tensor on a device."""
     if value.elements is None:
         return None
     elements = value.elements.to(device)

@@ -34,7 +34,7 @@ NUM_THREADS = 64  # parts of this task that run at the same time
 
 @dataclass(slots=True)
 class TaskCall:
-    """A call of a task's worker.
+    """Call of a method of another task's worker, with its future.
 
     Attributes:
         node: Name of the task's node.
@@ -148,7 +148,7 @@ class Tasks:
         return TaskCall(node, self._agent.caller.call_async(call), self._agent)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads that call the tasks."""
         self._pool.shutdown()
 
 

@@ -82,7 +82,7 @@ class TaskReport:
 @rpc.register
 @dataclass(frozen=True, slots=True)
 class TaskAddress:
-    """The task of a device.
+    """Address of the task that has a device.
 
     Attributes:
         node: Name of its node.
@@ -96,7 +96,7 @@ class TaskAddress:
 @rpc.register
 @dataclass(frozen=True, slots=True)
 class PartResult:
-    """The end of a part's step.
+    """Result of one step of a part.
 
     Attributes:
         fetched: Values that the master fetches.
@@ -147,7 +147,7 @@ def graph_digest(graph: CapturedGraph) -> str:
 
 
 class PlacedWorker:
-    """The worker of this task."""
+    """Worker of this task: hosts nodes of graphs, and runs their steps for masters."""
 
     def __init__(self) -> None:
         self.incarnation = os.urandom(8).hex()
@@ -167,7 +167,7 @@ class PlacedWorker:
     def host_local(
         self, name: str, graph: CapturedGraph, devices: list[str], tasks: dict[str, TaskAddress]
     ) -> None:
-        """Keep the nodes of this task of a graph that a master in this process has captured."""
+        """Keep this task's nodes of a graph that a master in this process has captured."""
         self._host(name, graph, devices, tasks)
 
     def host(
@@ -223,7 +223,7 @@ class PlacedWorker:
     def register(
         self, name: str, plan: int, part: PlacedPart, loss: LossSpec | None, forgotten: int
     ) -> None:
-        """Make a part ready to run, and drop an older plan; a plan is registered once."""
+        """Make `part` of plan `plan` of graph `name` ready to run; drop plan `forgotten`."""
         hosted = self._hosted(name)
         hosted.programs.pop((forgotten, part.device), None)
         graph, _, _ = with_loss(hosted.graph, loss)
@@ -263,7 +263,7 @@ class PlacedWorker:
         return PartResult({value: x.cpu() for value, x in step.fetched.items()})
 
     def finish(self, name: str, step: int, applies: bool) -> None:
-        """Drop the state of a step that all parts have run; take the optimizer's step."""
+        """Drop the state of a finished step; step the optimizer if `applies`."""
         hosted = self._hosted(name)
         self.rendezvous.end(name, step, "all parts have run")
         if applies and hosted.optimizer is not None:
@@ -333,7 +333,7 @@ class PlacedWorker:
             optimizer.load_state_dict(state)
 
     def zero_grad(self, name: str) -> None:
-        """Set gradients to None."""
+        """Set the gradients of this task's parameters to None."""
         nodes = self._hosted(name).nodes
         assert nodes is not None
         nodes.zero_grad()
@@ -352,7 +352,9 @@ class PlacedWorker:
 
     def _hosted(self, name: str) -> HostedGraph:
         if name not in self._graphs:
-            msg = f"{self.node or 'this task'} has no graph {name}: it was closed"
+            msg = (
+                f"{self.node or 'this task'} has no graph {name}, because its master has closed it"
+            )
             raise StaleError(msg)
         return self._graphs[name]
 
@@ -380,13 +382,13 @@ class StepEdges:
         self._name, self._timeout_s = (graph, request.step), request.timeout_s
 
     def put(self, target: str, edge: str, x: torch.Tensor | None, requires_grad: bool) -> None:
-        """See `PartEdges`."""
+        """Give a tensor to the part of another device; see `PartEdges.put`."""
         incarnation = self._worker.incarnation
         key = RendezvousKey(self._device, incarnation, target, edge, *self._name)
         self._worker.rendezvous.put(key, x, requires_grad)
 
     def ask(self, source: str, edge: str) -> Callable[[], Received]:
-        """See `PartEdges`."""
+        """Ask a part for a tensor; return a function that waits for it; see `PartEdges.ask`."""
         task = self._tasks[source]
         key = RendezvousKey(source, task.incarnation, self._device, edge, *self._name)
         if task.incarnation == self._worker.incarnation:
