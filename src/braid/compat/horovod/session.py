@@ -66,7 +66,8 @@ class SessionMember:
         if self._engine is None:
             msg = (
                 f"this rank is not in process set {self.number} "
-                f"({', '.join(map(str, self.ranks))}) and cannot use it"
+                f"({', '.join(map(str, self.ranks))}) and cannot use it: call the operation on the "
+                "set's ranks only"
             )
             raise ConfigError(msg)
         return self._engine

@@ -54,7 +54,7 @@ class HyperCommGrid:
         if self.size + rank_offset > world_size:
             problems.append(
                 f"shape {self.shape} from rank {rank_offset} needs {self.size + rank_offset} "
-                f"ranks, and there are {world_size}"
+                f"ranks, but there are {world_size}"
             )
         raise_all(problems, UsageError)
 
@@ -75,7 +75,8 @@ class HyperCommGrid:
         key = self._key(dims)
         if key in self._groups:
             msg = (
-                f"groups along {key} have been created already: get_pg({key!r}) returns this rank's"
+                f"groups along {key} have been created already: call get_pg({key!r}) for this "
+                "rank's group"
             )
             raise KeyError(msg)
         local_group = None

@@ -39,8 +39,8 @@ class RankGenerator:
         sizes = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
         if ep > 1 and cp > 1:
             msg = (
-                f"ep={ep} and cp={cp}: one RankGenerator has experts or context parallelism, not "
-                "both. Make two, as initialize_model_parallel does"
+                f"ep={ep} and cp={cp}: one RankGenerator supports either experts or context "
+                "parallelism. Make two, as initialize_model_parallel does"
             )
             raise UsageError(msg)
         try:
@@ -83,7 +83,7 @@ def generate_masked_orthogonal_rank_groups(
     """
     problems = []
     if len(mask) != len(parallel_size):
-        problems.append(f"parallel_size has {len(parallel_size)} dims, and mask {len(mask)}")
+        problems.append(f"parallel_size has {len(parallel_size)} dims, but mask has {len(mask)}")
     if math.prod(parallel_size) != world_size:
         problems.append(
             f"parallel_size {list(parallel_size)} has {math.prod(parallel_size)} ranks, and the "

@@ -32,7 +32,7 @@ class Batch:
     def tensor(self) -> torch.Tensor:
         """The tensor; raises AttributeError for a tuple."""
         if not isinstance(self.value, torch.Tensor):
-            msg = "not atomic batch: it has a tuple of tensors"
+            msg = "not atomic batch: this batch has a tuple of tensors"
             raise AttributeError(msg)
         return self.value
 
@@ -40,7 +40,7 @@ class Batch:
     def tensors(self) -> Tensors:
         """The tuple; raises AttributeError for one tensor."""
         if isinstance(self.value, torch.Tensor):
-            msg = "batch is atomic: it has one tensor"
+            msg = "batch is atomic: this batch has one tensor"
             raise AttributeError(msg)
         return self.value
 

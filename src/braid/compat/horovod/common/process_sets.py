@@ -190,5 +190,5 @@ def _check_new(added: ProcessSet, size: int) -> None:
         raise ConfigError(msg)
     for number, ranks in get_process_set_ids_and_ranks().items():
         if added.ranks == ranks:
-            msg = f"process set of ranks {ranks} exists already, as number {number}"
+            msg = f"a process set of ranks {ranks} exists already: use process set {number}"
             raise ConfigError(msg)

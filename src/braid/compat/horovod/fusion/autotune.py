@@ -42,11 +42,11 @@ Array = npt.NDArray[np.float64]
 
 
 class Settings(NamedTuple):
-    """One point of the search.
+    """Settings of the fusion of collectives, one point of the search.
 
     Attributes:
-        threshold_bytes: Limit of a batch.
-        cycle_time_s: Time for which requests are collected.
+        threshold_bytes: Largest number of bytes that are fused into one collective.
+        cycle_time_s: Seconds for which requests are collected before they are fused.
     """
 
     threshold_bytes: int
@@ -102,7 +102,7 @@ def grid_around(start: Settings, options: TuneOptions | None = None) -> list[Set
 
 
 class Autotuner:
-    """Search for the best settings, on one rank.
+    """Search, on one rank, for the batch limit and cycle time with the most bytes per second.
 
     Args:
         start: Initial settings.

@@ -217,8 +217,8 @@ class FusionState:
             seen.add(name)
         if self._joined and seen:
             msg = (
-                f"{requests[0].name!r} was submitted {where}, which has joined and may "
-                "submit nothing until all have"
+                f"{requests[0].name!r} was submitted {where}, which has called join(): wait until "
+                "all ranks have joined before the next operation"
             )
             raise ConfigError(msg)
 
@@ -313,7 +313,10 @@ class FusionState:
         """Compare the lists of all ranks, in rank order, and return the answer; for rank 0."""
         table = self._coordinator
         if table is None:
-            msg = f"answer() was called on position {self._rank}: only rank 0 answers"
+            msg = (
+                f"answer() was called on rank {self._rank} of the process set: call it on rank 0 "
+                "only"
+            )
             raise ConfigError(msg)
         stop = ""
         for rank, data in enumerate(lists):

@@ -464,7 +464,7 @@ def _parts(
 
 def _given(entry: TensorTableEntry) -> torch.Tensor:
     if entry.tensor is None:
-        msg = f"{entry.request.kind} of {entry.request.name!r} has no tensor"
+        msg = f"{entry.request.kind} of {entry.request.name!r} got no tensor on this rank: pass one"
         raise CommError(msg)
     return entry.tensor
 

@@ -75,7 +75,7 @@ def wants_elastic(flags: Flags) -> bool:
         return True
     further = [f"--{name}" for name in FURTHER if name in flags.values]
     if further:
-        msg = f"{', '.join(further)}: for elastic runs only, give --min-np or {SCRIPT}"
+        msg = f"{', '.join(further)} are for elastic runs only: add --min-np or {SCRIPT}"
         raise ConfigError(msg)
     return False
 
@@ -107,7 +107,10 @@ def elastic_plan(
     most = most or (MAX_RANKS if script else num_slots)
     if num_slots < least:
         source = SCRIPT if script else "the list of hosts"
-        msg = f"{source} gives {num_slots} slots on this host, and --min-np asks for {least}"
+        msg = (
+            f"{source} gives {num_slots} slots on this host, but --min-np asks for {least}: give "
+            "more slots"
+        )
         raise ConfigError(msg)
     limits = ElasticLimits(min_ranks=least, max_ranks=most, restarts=0, gains_slots=is_open)
     begin_with = min(num_slots, most) if hosts else num_ranks or least
@@ -145,7 +148,7 @@ def hosts_of_script(text: str, slots_per_host: int) -> tuple[Host, ...]:
             msg += f" and {len(wrong) - 1} more"
         raise ConfigError(msg)
     if not hosts:
-        msg = f"{SCRIPT} has listed no host"
+        msg = f"{SCRIPT} has listed no host: print lines NAME:SLOTS"
         raise ConfigError(msg)
     return tuple(hosts.values())
 

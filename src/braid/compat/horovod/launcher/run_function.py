@@ -149,8 +149,8 @@ def run(
     elastic = sorted(f"--{name}" for name in values.keys() & {*OPENING, *FURTHER})
     if elastic:
         msg = (
-            f"{', '.join(elastic)}: a function has one result for each of a fixed number of ranks; "
-            "start a script with horovodrun"
+            f"{', '.join(elastic)} cannot be used with a function, which needs a fixed number of "
+            "ranks: start a script with horovodrun"
         )
         raise ConfigError(msg)
     packed = _packed(func, args, kwargs or {})

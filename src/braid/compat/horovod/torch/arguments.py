@@ -94,7 +94,10 @@ def check_tensor(tensor: Any) -> None:
         )
         raise ConfigError(msg)
     if tensor.device.type == "meta":
-        msg = f"tensor of shape {list(tensor.shape)} is on the meta device and has no numbers"
+        msg = (
+            f"tensor of shape {list(tensor.shape)} is on the meta device, so its numbers do not "
+            "exist: make it on a device"
+        )
         raise ConfigError(msg)
     reach = zip(tensor.shape, tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum((n - 1) * stride for n, stride in reach)

@@ -227,9 +227,7 @@ def _reduced(
 
 def _check_linear(op: ReduceOp) -> None:
     if op not in {Average, Sum, Adasum}:
-        msg = (
-            f"{op.name} has no gradient here, only Average, Sum and Adasum have: detach the tensor"
-        )
+        msg = f"{op.name} is not differentiable: use Average, Sum or Adasum, or detach the tensor"
         raise UnsupportedArgumentError(msg)
 
 

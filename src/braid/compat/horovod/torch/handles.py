@@ -47,7 +47,7 @@ class Pending:
             HorovodInternalError: An operation failed.
         """
         if self._is_consumed:
-            msg = f"{self!r} was waited for already: wait for a handle only once"
+            msg = f"{self!r} has been waited for already: wait for a handle only once"
             raise ConfigError(msg)
         self._is_consumed = True
         try:

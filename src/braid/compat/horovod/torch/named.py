@@ -41,7 +41,10 @@ def named_of(
         raise ConfigError(msg)
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
-        msg = f"parameters share names: {first_few(map(repr, twice), 5)} came more than once"
+        msg = (
+            f"parameters must have different names, but {first_few(map(repr, twice), 5)} occur "
+            "more than once"
+        )
         raise ConfigError(msg)
     names = {param: name for name, param in reversed(pairs)}
     missing = sum(param not in names for _, _, param in positions)

@@ -22,7 +22,7 @@ __all__ = ["SharedGrad", "SharedGrads"]
 
 
 class SharedGrad(NamedTuple):
-    """Memory of one gradient.
+    """Memory of one parameter's gradient, and its place in shared memory.
 
     Attributes:
         tensor: Memory with the shape and strides of the parameter.

@@ -136,7 +136,10 @@ def adopt(state: State, report: MemberReport, reports: Sequence[MemberReport]) -
     if target < state.base:  # only members in `sync` remain, which may have all of the state
         target = first.candidate
     if target < state.base or target not in {first.num_commits, first.candidate}:
-        msg = f"the state of {state.base} commits is lost: no rank that has it is left"
+        msg = (
+            f"the state after {state.base} commits is lost, because all ranks that had it have "
+            "ended: start again from a checkpoint"
+        )
         raise CommError(msg)
     state.base = target
     keeps = all(other.is_live for other in reports if other.num_commits != NEVER)

@@ -87,7 +87,7 @@ class SessionMembers:
 
     @property
     def is_newcomer(self) -> bool:
-        """See `ElasticMembers`."""
+        """Whether the other members have not accepted this process yet."""
         return self.may_change and context.membership().is_newcomer
 
     @property
@@ -96,7 +96,7 @@ class SessionMembers:
         return limit is not None and self._num_resets >= limit and not self.is_newcomer
 
     def agree_on_update(self) -> bool:
-        """See `ElasticMembers`; always False for fixed members."""
+        """Return False, as fixed members never change; see `ElasticMembers`."""
         if not self.may_change:
             return False
         # at the limit a new process waits, so that it does not end a run without failures
@@ -104,10 +104,12 @@ class SessionMembers:
         return bool(allreduce_(torch.tensor([int(pauses)]), name=UPDATE, op=Max).item())
 
     def join_next(self, report: MemberReport) -> list[MemberReport]:
-        """See `ElasticMembers`."""
+        """Join the next epoch, and return all members' reports; see `ElasticMembers.join_next`."""
         if self._is_exhausted:
             limit = self._environment.reset_limit
-            msg = f"the members have changed {self._num_resets} times, and may {limit} times"
+            msg = (
+                f"the members have changed {self._num_resets} times, but reset_limit allows {limit}"
+            )
             raise CommError(msg)
         if started():  # otherwise the last epoch has ended before its session began
             self._sets = session().added_sets
