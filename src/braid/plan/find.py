@@ -63,7 +63,7 @@ def captured_layers(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedLaye
         raise ConfigError(msg) from exc
     args, kwargs = bound.args, bound.kwargs
     if args and kwargs:
-        msg = f"give arguments without a place ({', '.join(kwargs)}) only if all are given by name"
+        msg = f"pass {', '.join(kwargs)} by name only if all arguments are passed by name"
         raise ConfigError(msg)
     graph = capture(model, *args, **kwargs)
     refused = graph.refused_cuts()

@@ -72,7 +72,7 @@ class DescribedMachines:
         self._crossed = cache(self._crossed_by)
 
     def collective_s(self, operation: str, axis: Axis, nbytes: float) -> float:
-        """See `Machines`."""
+        """Return the seconds of a collective; see `Machines.collective_s`."""
         if axis.size == 1:
             return 0.0
         if operation == "push_pull":
@@ -81,18 +81,18 @@ class DescribedMachines:
         return min(self._seconds(cost, axis) for cost in costs)
 
     def message_s(self, axis: Axis, nbytes: float) -> float:
-        """See `Machines`."""
+        """Return the seconds of a message to the next rank of an axis; see `Machines.message_s`."""
         if axis.size == 1:
             return 0.0
         return self.device.efficiency.transfer_s + self._seconds(Cost(1, nbytes), axis, 0.0)
 
     def optimizer_s(self, param_bytes: float) -> float:
-        """See `Machines`."""
+        """Return the seconds of clipping and the optimizer's step; see `Machines.optimizer_s`."""
         moved = TOUCHES * param_bytes * self._state_scale
         return moved / (self.device.bytes_per_s * self.device.efficiency.memory)
 
     def level_bytes(self, axis: Axis, sent: float) -> Mapping[str, float]:
-        """See `Machines`."""
+        """Return the bytes sent over a link of each level; see `Machines.level_bytes`."""
         return {level.name: rows * sent for level, rows in self._crossed(axis)}
 
     def _seconds(self, cost: Cost, axis: Axis, message_s: float | None = None) -> float:

@@ -228,7 +228,10 @@ def _layer(
 ) -> LayerOperations:
     few, many = both
     if [op[0] for op in few.operations] != [op[0] for op in many.operations]:
-        msg = f"layer {name} does other operations with {ROWS[1]} rows than with {ROWS[0]}"
+        msg = (
+            f"layer {name} runs other operations with {ROWS[1]} rows than with {ROWS[0]}: its cost "
+            "cannot be estimated"
+        )
         raise ConfigError(msg)
     params = list(dict.fromkeys(layer.parameters()))
     return LayerOperations(

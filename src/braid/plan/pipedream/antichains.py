@@ -72,7 +72,7 @@ def states_of(graph: ProfiledGraph) -> States:
         if not targets and graph.nodes[name].text.startswith("__getitem__")
     )
     if not graph.nodes:
-        msg = "the graph has inputs only: there is nothing to divide"
+        msg = "the graph has only inputs, so no layer can be divided: add nodes with a cost"
         raise ConfigError(msg)
     after = _search(graph)
     members = _order(after)

@@ -67,7 +67,7 @@ class StagePlan(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """A pipeline.
+    """Pipeline that the search has found, with its predicted times.
 
     Attributes:
         seconds: Time of a minibatch in the steady state: the time of the slowest stage or transfer.

@@ -36,7 +36,7 @@ class MeasuredModel:
         return sorted(self._layers)
 
     def layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
-        """See `ModelCosts`."""
+        """Return the costs of all layers for a micro-batch; see `ModelCosts.layers`."""
         key = rows, tensor
         if key not in self._costs:
             self._costs[key] = [_cost(layer, rows) for layer in self._layers[tensor]]
@@ -78,21 +78,21 @@ class MeasuredMachines:
         self._host = host
 
     def collective_s(self, operation: str, axis: Axis, nbytes: float) -> float:
-        """See `Machines`."""
+        """Return the seconds of a collective; see `Machines.collective_s`."""
         if axis.size == 1:
             return 0.0
         return self._curve(operation, axis.size).of(nbytes)
 
     def message_s(self, axis: Axis, nbytes: float) -> float:
-        """See `Machines`."""
+        """Return the seconds of a message to the next rank of an axis; see `Machines.message_s`."""
         return self._host.message.of(nbytes) if axis.size > 1 else 0.0
 
     def optimizer_s(self, param_bytes: float) -> float:
-        """See `Machines`."""
+        """Return the seconds of clipping and the optimizer's step; see `Machines.optimizer_s`."""
         return self._host.optimizer.of(param_bytes)
 
     def level_bytes(self, axis: Axis, sent: float) -> Mapping[str, float]:
-        """See `Machines`."""
+        """Return the bytes sent over a link of each level; see `Machines.level_bytes`."""
         return {"host": sent} if axis.size > 1 else {}
 
     def _curve(self, operation: str, size: int) -> Curve:
