@@ -144,7 +144,9 @@ class Layout:
             msg = f"layout {self} has packed blocks, so a rank's part is not one box: use pieces"
             raise ConfigError(msg)
         if len(shape) != len(self.dims):
-            msg = f"layout {self} has {len(self.dims)} dims, and shape {list(shape)} {len(shape)}"
+            msg = (
+                f"layout {self} has {len(self.dims)} dims, but shape {list(shape)} has {len(shape)}"
+            )
             raise ConfigError(msg)
         here = self.mesh.coordinates(rank)
         return tuple(

@@ -134,8 +134,8 @@ class Mesh:
         other = Mesh.parse(axes) if isinstance(axes, str) else Mesh(dict(axes))
         if other.size != self.size:
             msg = (
-                f"{other} has {other.size} ranks and {self} has {self.size}: a view has the same "
-                "ranks"
+                f"{other} has {other.size} ranks, but {self} has {self.size}: choose a view with "
+                "the same number of ranks"
             )
             raise ConfigError(msg)
         # both are made of the same parts if the ranks below any two cuts divide each other
@@ -163,8 +163,8 @@ class Mesh:
         parts = Mesh.parse(into) if isinstance(into, str) else Mesh(dict(into))
         if parts.size != self.axes[axis]:
             msg = (
-                f"axis {axis} has {self.axes[axis]} ranks, and {parts} {parts.size}: let the sizes "
-                f"multiply to {self.axes[axis]}"
+                f"axis {axis} has {self.axes[axis]} ranks, but {parts} has {parts.size}: choose "
+                f"sizes whose product is {self.axes[axis]}"
             )
             raise ConfigError(msg)
         return self._replaced([axis], parts.axes)

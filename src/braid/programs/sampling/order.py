@@ -73,7 +73,10 @@ class SampleOrder:
             ConfigError: The epoch has no such step.
         """
         if at.epoch < 0 or not 0 <= at.step < self.steps_per_epoch:
-            msg = f"the order has steps 0..{self.steps_per_epoch - 1} of epochs from 0, got {at}"
+            msg = (
+                f"there is no batch at epoch {at.epoch}, step {at.step}: pass an epoch of at least "
+                f"0 and a step from 0 to {self.steps_per_epoch - 1}"
+            )
             raise ConfigError(msg)
         start = at.step * self.batch_size
         return self.samples(at.epoch, range(start, start + self.batch_size))

@@ -218,7 +218,7 @@ class Cluster:
         if len(sources):
             self.check_size(1 + int(max(sources.max(), targets.max())))
             if min(sources.min(), targets.min()) < 0:
-                msg = f"ranks count from 0, got {int(min(sources.min(), targets.min()))}"
+                msg = f"ranks must be at least 0, got {int(min(sources.min(), targets.min()))}"
                 raise ConfigError(msg)
         latency = np.zeros(len(sources))
         links = np.full((len(sources), 2 * len(self.levels)), -1, dtype=np.int64)

@@ -67,7 +67,7 @@ def algorithm(
         raise ConfigError(msg)
     check_ranks(num_ranks)
     if root is not None and operation not in ROOTED:
-        msg = f"{operation} has no root, got {root}"
+        msg = f"{operation} has no root, got root {root}: leave root out"
         raise ConfigError(msg)
     if name == "hierarchical":
         if row is None:

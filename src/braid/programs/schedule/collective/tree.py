@@ -29,30 +29,30 @@ __all__ = ["all_reduce", "broadcast", "gather", "reduce", "scatter"]
 
 
 def broadcast(num_ranks: int, root: int = 0) -> Rounds:
-    """Send the root's buffer to all ranks."""
+    """Return the rounds of a broadcast by a binomial tree, from the root to all ranks."""
     steps = tuple(_down(num_ranks, root))
     return Rounds("tree", "broadcast", num_ranks, 1, steps, root)
 
 
 def reduce(num_ranks: int, root: int = 0) -> Rounds:
-    """Send the sum of all buffers to the root."""
+    """Return the rounds of a reduction by a binomial tree, from all ranks to the root."""
     return Rounds("tree", "reduce", num_ranks, 1, tuple(_up(num_ranks, root)), root)
 
 
 def all_reduce(num_ranks: int) -> Rounds:
-    """Reduce to rank 0, then broadcast from there."""
+    """Return the rounds of an all-reduce: a reduction to rank 0, then a broadcast."""
     steps = (*_up(num_ranks, 0), *_down(num_ranks, 0))
     return Rounds("tree", "all_reduce", num_ranks, 1, steps)
 
 
 def scatter(num_ranks: int, root: int = 0) -> Rounds:
-    """Send block r of the root to rank r; every message carries the blocks of a subtree."""
+    """Return the rounds of a scatter; a message carries the root's blocks for a subtree."""
     steps = [_subtree(num_ranks, root, distance) for distance in _distances(num_ranks)]
     return Rounds("tree", "scatter", num_ranks, num_ranks, tuple(steps), root)
 
 
 def gather(num_ranks: int, root: int = 0) -> Rounds:
-    """Send block r of rank r to the root; scatter backwards."""
+    """Return the rounds of a gather, which are the rounds of `scatter` in reverse."""
     down = scatter(num_ranks, root).steps
     steps = [_backwards(step) for step in reversed(down) if isinstance(step, Round)]
     return Rounds("tree", "gather", num_ranks, num_ranks, tuple(steps), root)
