@@ -86,10 +86,11 @@ class ChaosAccount(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         begin_s: Time of the first finished step, in seconds since 1970.
-        end_s: End of the account.
-        num_steps: Number of steps that were finished between both.
+        end_s: Time of the end of the run, in seconds since 1970; later events do not count.
+        num_steps: Number of steps that were finished between `begin_s` and `end_s`.
         num_possible: Number of steps that the surviving ranks could have finished.
-        num_possible_by_all: Number of steps that the most ranks at a time could have finished.
+        num_possible_by_all: Number of steps that the most ranks which ever ran at the same time
+            could have finished.
         num_lost_steps: Number of finished steps that were done again.
         faults: Faults, in the order of their times.
         rates: Undisturbed steps per second, by number of members.

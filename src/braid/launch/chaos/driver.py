@@ -276,7 +276,9 @@ class _Strikes:
             ConfigError: The run was not started.
         """
         if self._run is None or not self._run.events:
-            msg = f"the run has not started (exit {self._process.returncode}): see its message"
+            msg = (
+                f"the run has not started (exit {self._process.returncode}): read its message above"
+            )
             raise ConfigError(msg)
         run = self._run
         run.refresh()

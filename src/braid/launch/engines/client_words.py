@@ -75,7 +75,7 @@ class ClientWords(dict[str, str]):
                 continue
             if not equals:
                 if index == len(words):
-                    msg = f"{name} needs a value"
+                    msg = f"{name} needs a value: add one after it"
                     raise ConfigError(msg)
                 value, index = words[index], index + 1
             made[name[2:]] = value

@@ -97,7 +97,7 @@ class AgentActor:
     """An actor that runs an agent, so that Ray ends it with the job."""
 
     def run(self, line: bytes, payload: bytes) -> Ended:
-        """See `run_agent`."""
+        """Run braid's agent on this node until its ranks have ended; see `run_agent`."""
         return run_agent(line, payload)
 
 

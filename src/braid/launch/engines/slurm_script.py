@@ -82,7 +82,7 @@ class BatchScript:
         if self.num_ranks < 1 or self.cpus < 1:
             problems.append("numbers of ranks and processors must be at least 1")
         if not 0 <= self.min_ranks <= self.num_ranks:
-            problems.append(f"--min-ranks is 0 to -n {self.num_ranks}, got {self.min_ranks}")
+            problems.append(f"--min-ranks must be 0 to -n {self.num_ranks}, got {self.min_ranks}")
         if self.nodes < 0 or self.gpus < 0:
             problems.append("numbers of nodes and GPUs must not be negative")
         options = shlex.split(self.options)
@@ -90,7 +90,9 @@ class BatchScript:
         if any("\n" in text for text in texts):
             problems.append("options must be on one line")
         if not re.fullmatch(r"[\w.-]+", self.name):
-            problems.append(f"a name has letters, numbers, dots and dashes, got {self.name!r}")
+            problems.append(
+                f"the name may have letters, digits, dots and dashes, got {self.name!r}"
+            )
         problems += [f"{word!r} is not an option of sbatch" for word in options if word[:1] != "-"]
         raise_all(problems)
 

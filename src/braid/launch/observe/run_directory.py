@@ -145,7 +145,9 @@ def read_record(path: Path) -> RunRecord:
     try:
         version = str(msgspec.json.decode(raw, type=dict[str, object]).get("braid", ""))
         if _major_minor(version) > _major_minor(__version__):
-            msg = f"{path} is a run of braid {version}, this is braid {__version__}: update braid"
+            msg = (
+                f"{path} is a run of braid {version}, but this is braid {__version__}: update braid"
+            )
             raise ConfigError(msg)
         return msgspec.json.decode(raw, type=RunRecord)
     except msgspec.MsgspecError as exc:

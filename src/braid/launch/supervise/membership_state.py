@@ -70,7 +70,7 @@ class Pause(NamedTuple):
 
 
 class Replace(NamedTuple):
-    """Start another process."""
+    """Instruction: start another process."""
 
 
 class Dismiss(NamedTuple):
