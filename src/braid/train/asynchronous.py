@@ -180,7 +180,7 @@ class AsynchronousStages:
             yield from zip(torch.split(inputs, sizes), torch.split(targets, sizes), strict=True)
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
-        """See `Shards`."""
+        """Compute the mean loss without gradients; see `Shards.evaluate`."""
         inputs, targets = windows.batch(indices)
         if isinstance(self._pipeline, AsynchronousPipeline):
             return self._pipeline.evaluate(inputs, targets, loss=mean_loss).item()
@@ -188,7 +188,7 @@ class AsynchronousStages:
             return float(self._model(inputs, targets))
 
     def checkpoint(self, optimizer: torch.optim.Optimizer) -> tuple[Snapshot, dict[str, Any]]:
-        """See `Shards`: each rank writes the tensors of its stage."""
+        """Return the tensors of this rank's stage; see `Shards.checkpoint`."""
         tensors = training_tensors(self._model, optimizer)
         numbers = training_numbers(self._model, optimizer)
         if isinstance(self._pipeline, Emulation):
@@ -201,7 +201,7 @@ class AsynchronousStages:
         return ReplicatedSnapshot(mine), merged_numbers(numbers, self._group)
 
     def share_weights(self) -> None:
-        """See `Shards`."""
+        """Gather all weights on rank 0; see `Shards.share_weights`."""
         if self._group.size > 1:
             for name, param in self._model.named_parameters():
                 self._group.broadcast(param.data, self._owners[name])

@@ -98,7 +98,10 @@ def _check_resume(path: Path) -> None:
     from braid.checkpoint import ls, read_manifest  # noqa: PLC0415 - imports torch
 
     if not path.is_dir():
-        msg = f"there is no checkpoint and no directory of a run at {path} to resume from"
+        msg = (
+            f"{path} is not a checkpoint or a run's directory, so the training cannot be resumed: "
+            "pass another path"
+        )
         raise ConfigError(msg)
     if ls(path):
         return

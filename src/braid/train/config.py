@@ -357,7 +357,10 @@ class TrainConfig:
             )
             raise ConfigError(msg)
         if self.meshes and self.meshes[0].size != num_ranks:
-            msg = f"--mesh {self.mesh} has {self.meshes[0].size} ranks, got -n {num_ranks}"
+            msg = (
+                f"--mesh {self.mesh} has {self.meshes[0].size} ranks, got -n {num_ranks}: make "
+                "them equal"
+            )
             raise ConfigError(msg)
         self._check_stages()
         heads = MODELS[self.model].heads
@@ -425,8 +428,8 @@ class TrainConfig:
         stages, num_ranks = len(self.counts), self.reference_shards or self.num_stage_ranks
         if sum(self.counts) != num_ranks:
             msg = (
-                f"--stage-replicas {self.stage_replicas} needs {sum(self.counts)} ranks, and there "
-                f"are {num_ranks}"
+                f"--stage-replicas {self.stage_replicas} needs {sum(self.counts)} ranks, but there "
+                f"are {num_ranks}: choose other replicas or -n"
             )
             raise ConfigError(msg)
         if self._axes.keys() - {"pp"}:
@@ -441,7 +444,10 @@ class TrainConfig:
             )
             raise ConfigError(msg)
         if self.batch < self.every:
-            msg = f"--batch {self.batch} cannot be cut into {self.every} micro-batches"
+            msg = (
+                f"--batch {self.batch} cannot be divided into {self.every} micro-batches: use a "
+                f"multiple of {self.every}"
+            )
             raise ConfigError(msg)
 
     @property

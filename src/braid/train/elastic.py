@@ -130,7 +130,8 @@ class _Elastic:
             if config.batch % num_shards:
                 msg = (
                     f"--batch {config.batch} cannot be divided into {num_shards} micro-batches, "
-                    "one for each rank at the start of the training"
+                    "one for each rank at the start of the training: use a multiple of "
+                    f"{num_shards}"
                 )
                 raise ConfigError(msg)
             size = config.batch // num_shards

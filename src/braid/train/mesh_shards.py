@@ -57,7 +57,7 @@ class MeshShards:
         self._made: HybridParallel | None = None
 
     def backward(self, batch: Sequence[int], *, stop: bool) -> StepAgreement:
-        """See `Shards`."""
+        """Compute the averaged gradients of a batch; see `Shards.backward`."""
         hybrid = self._hybrid()
         with self._group.context.events.span("data"):
             inputs, targets = self._windows.batch(self._share(batch))
@@ -66,20 +66,20 @@ class MeshShards:
         return StepAgreement((loss.item(),), bool(stops.any()))
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
-        """See `Shards`."""
+        """Compute the mean loss without gradients; see `Shards.evaluate`."""
         hybrid = self._hybrid()
         return hybrid.evaluate(*windows.batch(self._share(indices)), loss=mean_loss).item()
 
     def clip(self, max_norm: float) -> float:
-        """See `Shards`."""
+        """Scale gradients to at most `max_norm`, and return the norm before; see `Shards.clip`."""
         return self._hybrid().clip_grad_norm_(max_norm).item()
 
     def checkpoint(self, optimizer: torch.optim.Optimizer) -> tuple[Snapshot, dict[str, Any]]:
-        """See `Shards`."""
+        """Return the tensors that this rank writes, and other values; see `Shards.checkpoint`."""
         return self._hybrid().checkpoint(optimizer)
 
     def share_weights(self) -> None:
-        """See `Shards`: gather the whole model on every rank."""
+        """Gather the whole model on every rank; see `Shards.share_weights`."""
         self._hybrid().make_whole()
 
     def _hybrid(self) -> HybridParallel:

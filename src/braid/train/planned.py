@@ -84,7 +84,10 @@ def mesh_here(
     if num_ranks == 1:
         return "dp=1"
     if config.batch % shards:
-        msg = f"--batch {config.batch} cannot be divided into {shards} micro-batches, one per rank"
+        msg = (
+            f"--batch {config.batch} cannot be divided into {shards} micro-batches, one per rank: "
+            f"use a multiple of {shards}"
+        )
         raise ConfigError(msg)
     size = config.batch // shards
     parts = {size, max(1, size // config.microbatches)}

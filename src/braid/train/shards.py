@@ -120,7 +120,7 @@ class ParallelShards:
         return self._parallel
 
     def backward(self, batch: Sequence[int], *, stop: bool) -> StepAgreement:
-        """See `Shards`.
+        """Compute the averaged gradients of a batch; see `Shards.backward`.
 
         Cost: the engine's exchange of gradients and one all_gather of 16 bytes a rank.
         """
@@ -140,20 +140,20 @@ class ParallelShards:
         return [x for memory in memory_of(self._sharding) for x in memory] if self._sharding else []
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
-        """See `Shards`."""
+        """Compute the mean loss without gradients; see `Shards.evaluate`."""
         with torch.no_grad():
             loss = self._model(*windows.batch(self._share(indices))).double().cpu()
         losses = self._group.all_gather(loss).tolist()
         return float(sum(losses) / len(losses))
 
     def clip(self, max_norm: float) -> float:
-        """See `Shards`."""
+        """Scale gradients to at most `max_norm`, and return the norm before; see `Shards.clip`."""
         if self._sharding is not None:
             return self._sharding.clip_grad_norm_(max_norm).item()
         return clip_whole(self._model, max_norm)
 
     def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
-        """See `Shards`; a collective if the model is sharded."""
+        """Return the tensors that this rank writes; a collective if the model is sharded."""
         if self._stage:
             self._make()
         if (sharding := self._sharding) is not None:
@@ -163,7 +163,7 @@ class ParallelShards:
         return snapshot, training_numbers(self._model, optimizer)
 
     def share_weights(self) -> None:
-        """See `Shards`: gather sharded weights; replicated weights are complete already."""
+        """Gather sharded weights; replicated weights are complete already."""
         if self._sharding is not None:
             self._sharding.undo()
 
@@ -188,14 +188,14 @@ class ReferenceShards:
         self._num = num
 
     def backward(self, batch: Sequence[int], *, stop: bool) -> StepAgreement:
-        """See `Shards`."""
+        """Compute the averaged gradients of a batch; see `Shards.backward`."""
         losses = accumulate(
             self._model, [self._loss_of(self._windows, batch, r) for r in range(self._num)]
         )
         return StepAgreement(tuple(loss.item() for loss in losses), stop)
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
-        """See `Shards`."""
+        """Compute the mean loss without gradients; see `Shards.evaluate`."""
         with torch.no_grad():
             losses = [
                 self._loss_of(windows, indices, r)().double().item() for r in range(self._num)
@@ -203,16 +203,16 @@ class ReferenceShards:
         return sum(losses) / len(losses)
 
     def clip(self, max_norm: float) -> float:
-        """See `Shards`."""
+        """Scale gradients to at most `max_norm`, and return the norm before; see `Shards.clip`."""
         return clip_whole(self._model, max_norm)
 
     def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
-        """See `Shards`."""
+        """Return the tensors that this rank writes, and other values; see `Shards.checkpoint`."""
         snapshot = ReplicatedSnapshot(training_tensors(self._model, optimizer))
         return snapshot, training_numbers(self._model, optimizer)
 
     def share_weights(self) -> None:
-        """See `Shards`: the one rank has all weights already."""
+        """Do nothing: the only rank has all weights already."""
 
     def _loss_of(
         self, windows: Windows, indices: Sequence[int], rank: int
