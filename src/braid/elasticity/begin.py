@@ -103,7 +103,10 @@ def elastic(
     require_rule(batch_per_rank, shards)
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            msg = f"{name or 'the model'} has an extra state, which new ranks do not get: drop it"
+            msg = (
+                f"{name or 'the model'} has an extra state, which new ranks do not receive: remove "
+                "get_extra_state()"
+            )
             raise ConfigError(msg)
     if division := _division_of(model, optimizer):
         msg = (
@@ -117,7 +120,10 @@ def elastic(
         raise ConfigError(msg)
     for name, other in others.items():
         if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
-            msg = f"{name} has no state_dict() and load_state_dict(): its state would be lost"
+            msg = (
+                f"{name} has no state_dict() and load_state_dict(), so its state would be lost: "
+                "add both methods"
+            )
             raise ConfigError(msg)
     members = JobMembers()
     if members.takes_faults:

@@ -42,8 +42,8 @@ def require_rule(rule: RateRule | None, shards: int | None) -> None:
         raise ConfigError(msg)
     if rule is not None and shards is not None:
         msg = (
-            f"shards={shards} and batch_per_rank={rule!r}: the first one keeps the samples of a "
-            "step, the second one the samples of a rank; pass one of them"
+            f"shards={shards} and batch_per_rank={rule!r}: shards fixes the samples of a step, and "
+            "batch_per_rank the samples of a rank: pass only one of them"
         )
         raise ConfigError(msg)
 

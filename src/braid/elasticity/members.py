@@ -188,35 +188,35 @@ class JobMembers:
 
     @property
     def group(self) -> Group:
-        """See `Members`."""
+        """Group of the members of the present epoch; see `Members.group`."""
         return context.world()
 
     @property
     def may_change(self) -> bool:
-        """See `Members`."""
+        """Whether another epoch can follow; see `Members.may_change`."""
         return bool(context.membership().environment.elastic)
 
     @property
     def has_lost_launcher(self) -> bool:
-        """See `Members`."""
+        """Whether the launcher has ended, so that no epoch can follow."""
         return context.membership().has_lost_launcher
 
     @property
     def is_newcomer(self) -> bool:
-        """See `Members`."""
+        """Whether the other members have not accepted this process yet."""
         return context.membership().is_newcomer
 
     @property
     def pauses(self) -> bool:
-        """See `Members`."""
+        """Whether members must call `next_epoch` after their step; see `Members.pauses`."""
         return context.membership().pauses
 
     def finished_step(self, num_steps: int) -> None:
-        """See `Members`."""
+        """Report that this process has finished a step; see `Members.finished_step`."""
         context.log_step(num_steps, members=self.group.size)
 
     def leave(self, num_steps: int, reason: str) -> NoReturn:
-        """See `Members`."""
+        """End this process; the other members continue without it; see `Members.leave`."""
         member = context.membership()
         if member.has_lost_launcher:
             LOG.warning("the launcher is gone: this rank ends after step %d", num_steps)
@@ -227,6 +227,6 @@ class JobMembers:
         raise SystemExit(0)
 
     def next_epoch(self, num_steps: int) -> list[int]:
-        """See `Members`."""
+        """Join the next epoch; see `Members.next_epoch`."""
         _, epoch = context.next_epoch(num_steps)
         return list(epoch.num_steps)

@@ -105,7 +105,10 @@ def mesh_chooser(mesh: str | Callable[[int], str]) -> Callable[[int], Mesh]:
 def _checked(text: str) -> Mesh:
     mesh = Mesh.parse(text)
     if others := [axis for axis in mesh.axes if axis not in AXES]:
-        msg = f"an elastic mesh has {', '.join(AXES)}, got {', '.join(others)} in {mesh}"
+        msg = (
+            f"an elastic mesh has only the axes {', '.join(AXES)}, got {', '.join(others)} in "
+            f"{mesh}"
+        )
         raise ConfigError(msg)
     return mesh
 
@@ -182,7 +185,7 @@ class MeshReplica:
         progress: dict[str, Any],
         checkpoints: TrainingCheckpoints,
     ) -> None:
-        """See `Replica`.
+        """Continue with these members from the newest state; see `Replica.enter`.
 
         Raises:
             CheckpointError: No member has some part, and no checkpoint exists.
@@ -335,7 +338,7 @@ class MeshReplica:
         return [self._shadow.part]
 
     def begin(self, number: int) -> None:
-        """See `Replica`."""
+        """Begin micro-batch `number`; see `Replica.begin`."""
         self.model.pipeline.num_steps = number  # on which random numbers depend
         if self._shadow is not None:
             self._shadow.check()
@@ -345,7 +348,7 @@ class MeshReplica:
             self._shadow.note()
 
     def prepare(self) -> float:
-        """See `Replica`: cut and clip gradients, and send them to the neighbour."""
+        """Shard and clip gradients, and send them to the neighbour; see `Replica.prepare`."""
         norm = nan
         if self.model.sharding is not None:
             self.model.sharding.keep_own_gradients()
@@ -356,7 +359,7 @@ class MeshReplica:
         return norm
 
     def agree(self, *, flag: bool) -> bool:
-        """See `Replica`."""
+        """Wait until all members have what their updates need; see `Replica.agree`."""
         self._num_agreed += 1
         if self._num_agreed == 2:  # after a step, which makes states
             for part in self._divisions[max(self._divisions)].parts:
@@ -366,7 +369,7 @@ class MeshReplica:
         return bool(self._world.all_reduce(torch.tensor([int(flag)]), op="max").item())
 
     def updated(self) -> None:
-        """See `Replica`."""
+        """Note that the update has been made; see `Replica.updated`."""
         self.model.zero_grad()
         if self._shadow is not None:
             self._shadow.check_update()

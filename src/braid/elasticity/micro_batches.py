@@ -36,7 +36,7 @@ class DataPosition(NamedTuple):
 
 
 class MicroBatches:
-    """Micro-batches of a data set.
+    """Micro-batches into which the samples of each step are divided.
 
     Args:
         loader: Reads samples. Its batch size is the size of a micro-batch; its order counts only as
@@ -77,7 +77,10 @@ class MicroBatches:
             raise ConfigError(msg)
         num_samples = len(loader.dataset)  # type: ignore[arg-type]  # torch has no type for it
         if not num_samples:
-            msg = f"the {type(loader.dataset).__name__} of the loader has no samples"
+            msg = (
+                f"the loader's data set ({type(loader.dataset).__name__}) is empty: pass one with "
+                "samples"
+            )
             raise ConfigError(msg)
         self._order = SampleOrder(
             num_samples=num_samples,

@@ -101,7 +101,7 @@ class WholeModel:
         progress: dict[str, Any],
         checkpoints: TrainingCheckpoints,
     ) -> None:
-        """See `Replica`."""
+        """Continue with these members from the newest state; see `Replica.enter`."""
         self.group = group
         newest: Mapping[str, Any] = progress
         if max(num_steps) < 0:
@@ -109,15 +109,15 @@ class WholeModel:
         progress.update(transfer(group, num_steps, self.state, newest))
 
     def begin(self, number: int) -> None:
-        """See `Replica`."""
+        """Do nothing; see `Replica.begin`."""
 
     def prepare(self) -> float:
-        """See `Replica`: who has not got the sums gets the state of one that has."""
+        """Return NaN: gradients are not changed; see `Replica.prepare`."""
         return nan
 
     def agree(self, *, flag: bool) -> bool:
-        """See `Replica`: the sums have come to all members, or not."""
+        """Return `flag` without a collective; see `Replica.agree`."""
         return flag
 
     def updated(self) -> None:
-        """See `Replica`."""
+        """Do nothing; see `Replica.updated`."""

@@ -167,9 +167,9 @@ def check_same_training(group: Group, theirs: Mapping[str, Any], ours: Mapping[s
     """Refuse a member if its program is in another training than the other programs."""
     if theirs["training"] != ours["training"]:
         msg = (
-            f"rank {group.ranks[group.rank]} comes into training {ours['training']} of its "
-            f"program, and the others are in training {theirs['training']}: let one program have "
-            "one braid.elastic, or resume each stage by itself"
+            f"rank {group.ranks[group.rank]} joins training {ours['training']} of its program, but "
+            f"the other ranks are in training {theirs['training']}: call braid.elastic once per "
+            "program, or resume each stage separately"
         )
         raise MismatchError(msg)
 

@@ -16,7 +16,7 @@ __all__ = ["StepBuffers"]
 
 
 class StepBuffers:
-    """Buffers of a model.
+    """Buffers of a model, such as running means, in a step of several micro-batches.
 
     Args:
         group: Members with the same buffers.
@@ -30,7 +30,7 @@ class StepBuffers:
         self._after: list[torch.Tensor] = []
 
     def begin(self, *, is_first: bool) -> None:
-        """Begin a micro-batch; the first one of a step, or another."""
+        """Begin a micro-batch: save the buffers if `is_first` of a step, else restore them."""
         if is_first:
             self._before = self._copies()
         else:
