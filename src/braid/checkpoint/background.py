@@ -196,5 +196,5 @@ class _Copies:
         self._pieces = pieces
 
     def pieces(self) -> Iterable[Slice]:
-        """See `Snapshot`."""
+        """Return this rank's slices of tensors; see `Snapshot.pieces`."""
         return self._pieces

@@ -79,7 +79,10 @@ def model_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """
     names = [name for name in checkpoint.names() if name.startswith(ROOT)]
     if not names:
-        msg = f"{checkpoint.path} has no model, but {len(checkpoint.names())} other tensors"
+        msg = (
+            f"{checkpoint.path} has no tensors of a model, only {len(checkpoint.names())} others: "
+            "give a checkpoint from braid.save"
+        )
         raise CheckpointError(msg)
     tensors = {name.removeprefix(ROOT): checkpoint.read(name) for name in names}
     for name, stored in _tied(checkpoint).items():

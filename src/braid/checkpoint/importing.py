@@ -128,7 +128,7 @@ def _model_in(path: Path, stored: Any) -> dict[str, torch.Tensor]:
     """Return the state dict in an object read from a file."""
     model = _state_dict_in(stored)
     if not isinstance(model, Mapping):
-        msg = f"{path} has no state dict, but {type(model).__name__}"
+        msg = f"{path} contains {type(model).__name__}: save model.state_dict() instead"
         raise CheckpointError(msg)
     return _only_tensors(path, model)
 

@@ -134,11 +134,14 @@ class Checkpoint:
         if entry is None and self.own_of is not None:
             entry = self.manifest.tensors.get(own_name(self.own_of, name))
         if entry is None:
-            msg = f"{self.path} has no tensor {name!r}, but {len(self.manifest.tensors)} others"
+            msg = f"{self.path} has no tensor {name!r}, only {len(self.manifest.tensors)} others"
             raise CheckpointError(msg)
         dtype = NAMES.get(entry.dtype)
         if dtype is None:
-            msg = f"tensor {name!r} in {self.path} has the unknown dtype {entry.dtype!r}"
+            msg = (
+                f"tensor {name!r} in {self.path} has the unknown dtype {entry.dtype!r}: use the "
+                "version of torch that wrote it"
+            )
             raise CheckpointError(msg)
         wanted = _ranges(entry, box)
         out = torch.empty([high - low for low, high in wanted], dtype=dtype)
@@ -300,7 +303,10 @@ def open_last(where: str | os.PathLike[str]) -> Checkpoint:
     """
     path = Path(where)
     if not path.is_dir():
-        msg = f"{path} is not a checkpoint or a directory of checkpoints"
+        msg = (
+            f"{path} is not a checkpoint or a directory of checkpoints: pass a path that "
+            "braid.save has written"
+        )
         raise CheckpointError(msg)
     inner = path / "checkpoints"
     path = inner if inner.is_dir() else path

@@ -138,7 +138,10 @@ def _header(
     for key, tensor in tensors.items():
         name = DTYPES.get(tensor.dtype)
         if name is None:
-            msg = f"tensor {key!r} has dtype {tensor.dtype}, which safetensors does not support"
+            msg = (
+                f"tensor {key!r} has dtype {tensor.dtype}, which safetensors does not support: "
+                "convert it first"
+            )
             raise CheckpointError(msg)
         end = start + tensor.numel() * tensor.element_size()
         entries[key] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [start, end]}

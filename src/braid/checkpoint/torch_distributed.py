@@ -100,7 +100,10 @@ class _Stored(NamedTuple):
         chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in self.entry.chunks]
         infos = [self.places[self.name, offsets] for offsets, _ in chunks]
         if sum(math.prod(sizes) for _, sizes in chunks) != math.prod(shape):
-            msg = f"the pieces of {self.name} do not add up to its shape {list(shape)}"
+            msg = (
+                f"the pieces of {self.name} do not add up to its shape {list(shape)}: the "
+                "checkpoint is damaged"
+            )
             raise CheckpointError(msg)
         pieces = [self._piece(i, sizes, dtype) for i, (_, sizes) in zip(infos, chunks, strict=True)]
         out = torch.empty(shape, dtype=dtype)  # not larger than the pieces that were read
@@ -115,7 +118,10 @@ class _Stored(NamedTuple):
 
     def _piece(self, info: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if vars(info).get("transform_descriptors"):
-            msg = f"{self.name} is stored by {info.transform_descriptors}: read it with torch"
+            msg = (
+                f"{self.name} is stored with transforms ({info.transform_descriptors}): read the "
+                "checkpoint with torch"
+            )
             raise CheckpointError(msg)
         with regular_file(self.directory, info.relative_path).open("rb") as file:
             file.seek(info.offset)
@@ -161,7 +167,10 @@ def _read_metadata(path: Path) -> Any:
             if value is None and name in _CLASSES.get(module, ()):
                 value = kinds.setdefault(name, type(name, (Described,), {}))
             if value is None:
-                msg = f"it contains {module}.{name}, which a distributed checkpoint does not use"
+                msg = (
+                    f"the metadata contains {module}.{name}, which a distributed checkpoint does "
+                    "not use"
+                )
                 raise pickle.UnpicklingError(msg)
             return value
 
