@@ -73,7 +73,10 @@ class Roles:
         if self.role:
             total = sum(count for _, count in self._counts)
             if unknown := set(self.expendable_role) - {name for name, _ in self._counts}:
-                msg = f"--expendable-role {min(unknown)}: there is no --role {min(unknown)}:COUNT"
+                msg = (
+                    f"--expendable-role {min(unknown)}: add --role {min(unknown)}:COUNT, or leave "
+                    "it out"
+                )
                 raise ConfigError(msg)
             if is_server or n not in {None, total}:
                 msg = f"--role gives {total} ranks: leave out -n, --servers and --workers"
@@ -99,7 +102,7 @@ class Roles:
         total = 1 + self.servers + self.workers + self.spares
         if n not in {None, total}:
             roles = f"--servers {self.servers} and --workers {self.workers}"
-            msg = f"{roles} are {total} ranks with the scheduler, got -n {n}"
+            msg = f"{roles} need {total} ranks with the scheduler, got -n {n}: leave -n out"
             raise ConfigError(msg)
         return total
 

@@ -90,14 +90,14 @@ class ProgramOptions:
         if pipeline is None:
             return program(self.rounds(row))
         if self.operation or self.root is not None:
-            msg = f"--operation and --root are not for the pipeline {self.name}: leave them out"
+            msg = f"--operation and --root do not apply to the pipeline {self.name}: leave them out"
             raise ConfigError(msg)
         return pipeline(self.ranks, self.microbatches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterOptions:
-    """Costs of messages.
+    """Options for the costs of messages: a cluster file, or latency and bandwidth.
 
     Attributes:
         cluster: TOML file of the cluster (default: all ranks at one switch, with the latency and
@@ -162,7 +162,10 @@ def _write_rounds(file: str, program: Program) -> None:
     from braid.programs.schedule.blocks import blocks_svg
 
     if _is_pipeline(program):
-        msg = f"{program} has no rounds: braid schedule simulate --svg draws it over time"
+        msg = (
+            f"{program} has no rounds to draw: use braid schedule simulate --svg, which draws it "
+            "over time"
+        )
         raise ConfigError(msg)
     _write(file, blocks_svg(program))
     print(f"picture  {file}")
@@ -203,8 +206,8 @@ def schedule_simulate(
 
     Args:
         options: Program to simulate.
-        nbytes: Bytes of the largest full buffer of a rank, such as 64Mi or 1G; of the activations
-            of a micro-batch.
+        nbytes: For a collective, bytes of a rank's largest buffer, such as 64Mi or 1G; for a
+            pipeline, bytes of a micro-batch's activations.
         cluster: Costs of messages.
         forward_ms: Milliseconds of the forward pass of a micro-batch on a rank.
         backward_ms: Milliseconds of the backward pass of a micro-batch on a rank; schedules that
@@ -238,7 +241,10 @@ def schedule_simulate(
             return _estimate(options.rounds(row), size, net)
         program = options.program(row)
     if program.num_ranks > MOST_DRAWN:
-        msg = f"at most {MOST_DRAWN} ranks can be drawn, and the program has {program.num_ranks}"
+        msg = (
+            f"at most {MOST_DRAWN} ranks can be drawn, but the program has {program.num_ranks}: "
+            "choose fewer"
+        )
         raise ConfigError(msg)
     net = cluster.of(program.num_ranks)
     net.check_size(program.num_ranks)
