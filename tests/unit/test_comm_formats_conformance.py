@@ -204,7 +204,7 @@ def test_room_that_is_too_small_unaligned_or_no_bytes_is_refused(name):
     room = torch.empty(1000, dtype=torch.uint8)
     for wrong, found in (
         (room[: form.nbytes(100) - 1], f"into has {form.nbytes(100) - 1} bytes"),
-        (room[2:], "begins at byte 2"),
+        (room[2:], "offset 2: make both multiples"),
         (room[::2], r"strides \(2,\)"),
         (torch.empty(1000), "torch.float32"),
     ):
@@ -333,9 +333,9 @@ def test_names_give_formats_that_say_the_same_name():
         ("int8:random", "no wire format 'int8:random'"),
         ("topk", "ratio in 'topk' is not a number"),
         ("topk:few", "ratio in 'topk:few' is not a number"),
-        ("topk:0", "not 0.0"),
-        ("topk:1.5", "not 1.5"),
-        ("topk:nan", "not nan"),
+        ("topk:0", "got 0.0"),
+        ("topk:1.5", "got 1.5"),
+        ("topk:nan", "got nan"),
         ("rank-4", "see LowRank"),
         ("int8:stochastic", "needs a torch.Generator"),
     ],

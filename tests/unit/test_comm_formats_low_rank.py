@@ -111,7 +111,7 @@ def test_bytes_are_those_of_both_factors():
 
 @pytest.mark.parametrize("rank", [0, 6])
 def test_ranks_beyond_the_matrix_are_refused(rank):
-    with pytest.raises(ConfigError, match=f"ranks from 1 to 5, not {rank}"):
+    with pytest.raises(ConfigError, match=f"a rank from 1 to 5, not {rank}"):
         low_rank(9, 5, rank)
 
 

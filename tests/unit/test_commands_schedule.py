@@ -199,9 +199,9 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
         ),
         (
             ("simulate", "1f1b", "--root", "7"),
-            "--operation and --root are not for the pipeline 1f1b",
+            "--operation and --root do not apply to the pipeline 1f1b",
         ),
-        (("simulate", "ring", "--root", "1"), "all_reduce has no root, got 1"),
+        (("simulate", "ring", "--root", "1"), "all_reduce has no root, got root 1"),
         (("simulate", "ring", "--ranks", "1000000000"), "may have at most 1,000,000 ranks"),
         (("simulate", "x" * 3000), "is not an algorithm or a file"),
     ],

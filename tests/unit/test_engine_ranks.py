@@ -121,7 +121,7 @@ def test_the_innermost_launcher_counts(environ: Mapping[str, str], engine: str) 
         ({**SRUN, "WORLD_SIZE": "8"}, "srun gives WORLD_SIZE=4, and WORLD_SIZE=8 is set"),
         ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "four"}, "not numbers: OMPI_COMM_WORLD_SIZE='four'"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "contradict each other: 4 tasks"),
-        ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, "is not a list of Slurm"),
+        ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, "is not a list in Slurm's form"),
         ({**MPIEXEC, "MPI_LOCALNRANKS": "2"}, "does not name the host of rank 0: set MASTER_ADDR"),
         (
             {**MPIRUN, "PMIX_NAMESPACE": "", "OMPI_MCA_ess_base_jobid": ""},
@@ -162,7 +162,7 @@ def test_lists_of_nodes_are_expanded_in_their_order(parts: list[tuple[str, list[
     ["n[1-", "n[2-1]", "n[1-2-3]", "n[1-]", "n[]", "n[1-2", "a,,b", "n[x]", "n[1-99999999]", ","],
 )
 def test_a_list_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a list of Slurm"):
+    with pytest.raises(ConfigError, match="is not a list in Slurm's form"):
         expand_hostlist(text)
 
 
@@ -174,5 +174,5 @@ def test_counts_are_expanded() -> None:
     assert expand_counts("3,1") == [3, 1]
     assert expand_counts("") == []
     for text in ("4(x", "x", "4(x99999999)"):
-        with pytest.raises(ConfigError, match="is not a list of Slurm"):
+        with pytest.raises(ConfigError, match="is not a list in Slurm's form"):
             expand_counts(text)

@@ -182,7 +182,7 @@ def test_a_batch_script_is_valid_and_saves_before_its_time_is_over(tmp_path: Pat
         ({"num_ranks": 0}, "must be at least 1"),
         ({"options": "gpu"}, "'gpu' is not an option of sbatch"),
         ({"partition": "a\nb"}, "must be on one line"),
-        ({"name": "my job"}, "a name has letters, numbers, dots and dashes"),
+        ({"name": "my job"}, "the name may have letters, digits, dots and dashes"),
     ],
 )
 def test_a_batch_script_that_cannot_work_is_refused(
@@ -254,10 +254,10 @@ def test_pods_of_an_elastic_job_may_fail_but_for_the_first() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"name": "Train_1"}, "a name has at most 48 small letters"),
+        ({"name": "Train_1"}, "the name must be at most 48 small letters"),
         ({"image": ""}, "an image and a script are needed"),
         ({"nodes": 0}, "must be at least 1"),
-        ({"min_ranks": 9}, "--min-ranks is 0 to all 8 ranks, got 9"),
+        ({"min_ranks": 9}, "--min-ranks must be 0 to all 8 ranks, got 9"),
         ({"memory": "16 GB"}, "must be such as 4, 500m or 16Gi, got '16 GB'"),
     ],
 )

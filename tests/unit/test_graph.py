@@ -118,14 +118,14 @@ def test_what_depends_on_data_or_takes_another_way_is_refused(how, text):
 
 
 def test_one_row_and_more_parts_than_modules_are_refused(model):
-    with pytest.raises(ConfigError, match="an example needs at least 3 rows"):
+    with pytest.raises(ConfigError, match="pass an example with at least 3 rows"):
         capture(model, tokens(2))
     graph = capture(model, tokens(4))
     with pytest.raises(ConfigError, match="8 modules cannot be cut into 9 parts"):
         segments(graph, 9)
     with pytest.raises(ConfigError, match="cuts must be ascending positions"):
         segments(graph, 2, [1, 3])
-    with pytest.raises(ConfigError, match="captured with 1 tensors, got 2"):
+    with pytest.raises(ConfigError, match="captured with 1 input tensors, got 2"):
         segments(graph, 1)[0]((tokens(2), tokens(2)))
 
 

@@ -200,7 +200,7 @@ HERE = r"gate\(\d\) -> \d at .*test_graph_conversion.py:\d+ cannot be written as
         (lambda x: x + 1, HERE + r".*<lambda>.* cannot be imported: define it with a name"),
         (_closure(), HERE + r".*twice.* cannot be imported: define it with a name"),
         (partial(torch.add, other=1), HERE + "functools.partial.* cannot be imported"),
-        (Plain(), HERE + r".*Plain object.* \(Plain\) has no literal"),
+        (Plain(), HERE + r".*Plain object.* \(Plain\) cannot be written as Python source"),
         ("loose", r"add\(0, 1\) -> 2 at .*uses a tensor of shape \[4\] that is not an attribute"),
     ],
     ids=["lambda", "closure", "partial", "object", "tensor"],

@@ -205,7 +205,7 @@ def test_members_that_disagree_on_skip_sync_synchronize():
 def test_a_state_that_nobody_has_is_no_state_to_go_on_from():
     state = _state(batch=3)
     state.base = 5
-    with pytest.raises(CommError, match="the state of 5 commits is lost"):
+    with pytest.raises(CommError, match="the state after 5 commits is lost"):
         adopt(state, MemberReport(NEVER), [MemberReport(NEVER)])
     complete = MemberReport(NEVER, 6)  # it had arrived, and its sender died
     assert adopt(state, complete, [complete])

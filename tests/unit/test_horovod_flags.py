@@ -250,8 +250,11 @@ def test_all_values_that_are_wrong_are_said_at_once():
         (["-np", "", "x.py"], "--num-proc needs a value, N"),
         (["--xyzzy"], "--xyzzy (see --help)"),
         (["-np", "2", "-H", "a:1", "x.py"], "-n 2 does not fit a:1, with slots for 1 to 1 ranks"),
-        (["-np", "2", "--slots", "1", "x.py"], "--slots: for elastic runs only, give --min-np or"),
-        (["-np", "2", "--min-np", "3", "x.py"], "gives 2 slots on this host, and --min-np asks"),
+        (
+            ["-np", "2", "--slots", "1", "x.py"],
+            "--slots are for elastic runs only: add --min-np or",
+        ),
+        (["-np", "2", "--min-np", "3", "x.py"], "gives 2 slots on this host, but --min-np asks"),
         (["-np", "2", "--min-np", "x", "x.py"], "--min-np must be a whole number, 1 to 4096"),
         (
             ["--min-np", "2", "--blacklist-cooldown-range", "5", "2", "x.py"],

@@ -125,7 +125,7 @@ def test_text_names_dims_in_order_and_partial_axes_in_the_order_of_the_mesh():
         (lambda: Layout.parse(MESH, "dp ; partial"), "got 'dp ; partial'"),
         (
             lambda: Layout.parse(MESH, "dp | -").box((3,), 0),
-            r"layout dp \| - has 2 dims, and shape \[3\] 1",
+            r"layout dp \| - has 2 dims, but shape \[3\] has 1",
         ),
         (lambda: Layout.parse(MESH, "dp").box((3,), 12), "rank 12 is not in a mesh of 12 ranks"),
     ],

@@ -104,9 +104,9 @@ def test_a_view_is_made_of_splits_and_joins_or_refused(axes, data):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda mesh: mesh.view("ep=4"), "ep=4 has 4 ranks and pp=2,dp=3,tp=4 has 24"),
+        (lambda mesh: mesh.view("ep=4"), "ep=4 has 4 ranks, but pp=2,dp=3,tp=4 has 24"),
         (lambda mesh: mesh.view("a=8,b=3"), "a=8,b=3 cuts across pp=2,dp=3,tp=4: blocks of 3 and of 4 ranks"),
-        (lambda mesh: mesh.split("dp", "a=2,b=2"), "axis dp has 3 ranks, and a=2,b=2 4: let the sizes multiply to 3"),
+        (lambda mesh: mesh.split("dp", "a=2,b=2"), "axis dp has 3 ranks, but a=2,b=2 has 4: choose sizes whose product is 3"),
         (lambda mesh: mesh.split("dp", "tp=3"), "has an axis tp already"),
         (lambda mesh: mesh.split("ep", "a=2"), "unknown axis ep"),
         (lambda mesh: mesh.join(["pp", "tp"], "x"), "axes pp, tp are no neighbours in pp=2,dp=3,tp=4"),

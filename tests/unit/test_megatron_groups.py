@@ -150,12 +150,12 @@ def test_wrong_arguments_of_generators_and_grids_are_named(monkeypatch):
     for make, text in (
         (lambda: RankGenerator(1, 2, 1, 1, 2, "tp-cp-ep-dp-pp"), "ep=2 and cp=2"),
         (lambda: RankGenerator(2, 1, 2, 1, 1, "tp-dp").get_ranks("xp"), "xp is not in the order"),
-        (lambda: masked_groups(4, [2, 3], [True]), "2 dims, and mask 1"),
+        (lambda: masked_groups(4, [2, 3], [True]), "2 dims, but mask has 1"),
         (lambda: masked_groups(4, [2, 3], [True, False]), "6 ranks, and the world 4"),
         (lambda: HyperCommGrid([2, 2], ["a"]), "needs 2 different dim_names"),
         (
             lambda: HyperCommGrid([2, 4], ["a", "b"], rank_offset=1),
-            "needs 9 ranks, and there are 4",
+            "needs 9 ranks, but there are 4",
         ),
         (lambda: HyperCommGrid([2], ["a"], rank_offset=-1), "must not be negative"),
         (lambda: HyperCommGrid([2, 2], ["a", "b"]).get_rank_enum("c"), "unknown dim c"),

@@ -306,7 +306,7 @@ def _newer(path):
         (_a_file, "run.json: Not a directory"),
         (_empty_record, "run.json is empty"),
         (_other_json, "missing required field `braid`"),
-        (_newer, "is a run of braid 99.1.0, this is"),
+        (_newer, "is a run of braid 99.1.0, but this is"),
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path, make, problem):

@@ -221,7 +221,7 @@ class Failing(nn.Module):
         (
             Net(),
             {"first": "@last", "last": "@first"},
-            "a cycle by colocation: '(first' with 'last', 'last' with 'first|last' with 'first', 'first)",
+            "these nodes are colocated in a cycle: '(first' with 'last', 'last' with 'first|last' with 'first', 'first)",
         ),
         (
             Net(),

@@ -206,7 +206,7 @@ def test_a_key_of_another_incarnation_fails_immediately():
 def test_a_value_that_is_put_twice_is_a_bug():
     state = RendezvousState("a")
     state.put(key())
-    with pytest.raises(InternalError, match="put twice"):
+    with pytest.raises(InternalError, match="put into the rendezvous twice"):
         state.put(key())
 
 

@@ -118,7 +118,7 @@ def test_a_layer_whose_operations_depend_on_the_rows_is_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + 1 if len(x) > 2 else x
 
-    with pytest.raises(ConfigError, match="layer moody does other operations with 3 rows"):
+    with pytest.raises(ConfigError, match="layer moody runs other operations with 3 rows"):
         count_operations([("moody", Moody())], lambda rows: torch.ones(rows, 2))
 
 

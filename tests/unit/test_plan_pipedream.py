@@ -255,7 +255,7 @@ def test_malformed_text_is_refused_with_its_line(text, problem):
 
 def test_what_cannot_be_divided_is_refused():
     only_input = parse_graph(LINE.replace("Linear(3, 3)", "Input0"))
-    with pytest.raises(ConfigError, match="inputs only"):
+    with pytest.raises(ConfigError, match="has only inputs"):
         states_of(only_input)
     states = states_of(parse_graph(LINE))
     with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs 2 states"):

@@ -271,7 +271,7 @@ def test_candidates_get_numbers_until_there_are_enough():
     assert [state.number(f"candidate:{n}", "worker") for n in (7, 8, 7)] == [0, 1, 0]
     with pytest.raises(CommError, match="the run has 2 workers already"):
         state.number("candidate:9", "worker")
-    with pytest.raises(CommError, match="there is no role 'judge'"):
+    with pytest.raises(CommError, match="unknown role 'judge'"):
         state.number("candidate:9", "judge")
 
 

@@ -169,9 +169,12 @@ class Unknown(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (torch.optim.LBFGS, "not LBFGS: it takes inner products of all parameters"),
-        (torch.optim.Adafactor, "not Adafactor: it looks at the shape or the norm"),
-        (Unknown, "not Unknown: it is not known to do so. Use a class of torch.optim, such as SGD"),
+        (torch.optim.LBFGS, "LBFGS does not: it takes inner products of all parameters"),
+        (torch.optim.Adafactor, "Adafactor does not: it looks at the shape or the norm"),
+        (
+            Unknown,
+            "Unknown does not: it is not known to do so. Use a class of torch.optim, such as SGD",
+        ),
         (RowWiseAdagrad(0.1), "RowWiseAdagrad needs whole rows"),
         (len, "which returned a int"),
         (

@@ -72,7 +72,7 @@ def test_ids_of_one_shard_do_not_share_buckets():
 
 def test_a_number_of_shards_out_of_range_is_named():
     for wrong in (0, -1, 2**31 + 1):
-        with pytest.raises(ConfigError, match=f"1 to 2\\^31 shards, got {wrong}"):
+        with pytest.raises(ConfigError, match=f"from 1 to 2\\^31, got {wrong}"):
             shard_of(torch.arange(3), wrong)
 
 

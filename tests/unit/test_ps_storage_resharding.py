@@ -180,10 +180,10 @@ def test_shards_that_do_not_belong_together_are_named():
     rows.apply((torch.tensor([7]), torch.ones(1, 1)))
     slower = SparseStorage(1, Normal(), SGD(0.2), seed=0, table="emb").export()
     for make, text in (
-        (partial(join_shards, []), "at least one shard, got the states of none"),
+        (partial(join_shards, []), "at least one shard: pass the state of each shard"),
         (
             partial(join_shards, [dense[0], sparse[1]]),
-            "shard 1 and shard 0 are not of the same table.* one of them lacks candidate.count",
+            "shard 1 and shard 0 belong to different tables or updates.* one state lacks candidate.count",
         ),
         (
             partial(join_shards, exported(table)),

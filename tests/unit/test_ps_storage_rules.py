@@ -132,7 +132,7 @@ def test_the_learning_rate_is_replaced_in_a_new_rule(name):
         (partial(SGD, -0.1), r"SGD: lr must be in \[0, inf\), got -0.1"),
         (partial(SGD, float("nan")), r"lr must be in"),
         (partial(SGD, 0.1, momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
-        (partial(SGD, 0.1, nesterov=True), "nesterov needs a momentum above 0"),
+        (partial(SGD, 0.1, nesterov=True), "nesterov=True needs a momentum above 0"),
         (partial(Adagrad, -1, eps=-1), r"lr must be .* got -1; eps must be .* got -1"),
         (partial(RowWiseAdagrad, -1), "RowWiseAdagrad: lr must be"),
         (partial(Adam, 0.1, betas=(0.9, 1.0)), r"Adam: betas must be two numbers in \[0, 1\)"),

@@ -212,7 +212,10 @@ def test_the_learning_rate_is_part_of_the_state():
             (ids_of(1, 2)[None].int(), torch.zeros(6)),
             r"expected ids int64\[n\], got int32\[1, 2\]; expected grads float32\[n, 3\], got float32\[6\]",
         ),
-        ((ids_of(1, 2), torch.zeros(3, 3)), "a gradient for each id, got 2 ids and 3 gradients"),
+        (
+            (ids_of(1, 2), torch.zeros(3, 3)),
+            "needs one gradient for each id, got 2 ids and 3 gradients",
+        ),
         (
             (ids_of(1, 2),),
             r"a push has 2 tensors \(ids int64\[n\], grads float32\[n, 3\]\), got 1 \(int64\[2\]\)",

@@ -580,7 +580,7 @@ def test_batches_are_cut_for_replicas(mirrored):
     assert [x.tolist() for x in only.values] == [[0, 1], [2, 3]]
     with pytest.raises(ConfigError, match="1 samples is too small for 2 replicas"):
         next(iter(mirrored.experimental_distribute_dataset([torch.arange(1)])))
-    with pytest.raises(ConfigError, match="one number of samples in dim 0"):
+    with pytest.raises(ConfigError, match="the same length in dim 0"):
         next(iter(mirrored.experimental_distribute_dataset([(torch.ones(2), torch.ones(3))])))
 
 

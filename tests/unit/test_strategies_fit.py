@@ -159,7 +159,7 @@ def test_early_stop_ends_a_training_that_does_not_improve():
     optimizer.param_groups[0]["lr"] = 0.0
     args = {"optimizer": optimizer, "loss": functional.mse_loss, "epochs": 9}
     assert len(fit(model, pairs(4), callbacks=[EarlyStop("loss", patience=2)], **args)) == 3
-    with pytest.raises(ConfigError, match="waits for 'validation_loss', and results are loss"):
+    with pytest.raises(ConfigError, match="watches 'validation_loss', but the results are loss"):
         fit(model, pairs(4), callbacks=[EarlyStop()], **args)
     with pytest.raises(ConfigError, match="patience must be at least 1"):
         EarlyStop(patience=0)
@@ -183,7 +183,7 @@ def test_progress_is_drawn_on_a_terminal():
         ({"data": iter([])}, "data can be iterated once only"),
         ({"data": []}, "data has no batch"),
         ({"validation": []}, "validation has no batch"),
-        ({"data": [torch.ones(2, 3)]}, "a batch is a tuple of inputs and a target"),
+        ({"data": [torch.ones(2, 3)]}, "a batch must be a tuple of inputs and a target"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(options, problem):

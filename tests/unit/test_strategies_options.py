@@ -183,7 +183,7 @@ def test_resolvers_name_the_tasks_of_engines():
         assert kind(successor).task_id == 1
     assert launched.num_accelerators() == {"GPU": torch.cuda.device_count()}
     assert launched.environment == ""
-    with pytest.raises(ConfigError, match="no task 0 of ps, but 0 of them"):
+    with pytest.raises(ConfigError, match="0 tasks of ps, so task 0 does not exist"):
         launched.master("ps")
 
 

@@ -277,7 +277,7 @@ def test_closing_wakes_a_thread_that_receives(pair):
 def test_bytes_that_are_no_frame_close_the_connection(pair):
     left, right = pair
     left._socket.send(b"GET / HTTP/1.1\r\n")
-    with pytest.raises(CommError, match="out of step"):
+    with pytest.raises(CommError, match="frame boundaries are lost"):
         right.recv(5)
     with pytest.raises(PeerLostError, match="it violated the frame format"):
         right.recv(5)

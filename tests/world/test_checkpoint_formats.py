@@ -142,7 +142,7 @@ def test_what_is_no_model_is_named(run, tmp_path):
     (tmp_path / "notes.txt").write_text("nothing")
     for name, text in [
         ("other.pt", "has a besides tensors: give the state dict of a model"),
-        ("list.pt", "has no state dict, but list"),
+        ("list.pt", "contains list: save model.state_dict()"),
         ("evil.pt", "cannot read the model in .*UnpicklingError"),
         ("cut.safetensors", "cannot read the model in .*cut.safetensors"),
         ("gone.pt", "cannot read the model in .*FileNotFoundError"),

@@ -144,7 +144,7 @@ def _passes_bad_numbers(group: Group) -> None:
             call(group)
     work = group.barrier(async_op=True)  # nothing has been started before
     for timeout_s in ("a", -1, timedelta(seconds=3)):
-        with pytest.raises(ConfigError, match="timeout_s is a number of seconds"):
+        with pytest.raises(ConfigError, match="timeout_s must be a number of seconds"):
             work.wait(timeout_s)
     work.wait()
 

@@ -159,14 +159,14 @@ def test_models_that_cannot_run_on_divided_sequences_are_refused(world):
     assert "has no argument input_ids, inputs_embeds" in names
     assert "(tokens, position_ids, dropout, mask) as inputs, such as" in names
     assert (
-        "attention is ring or all_to_all, not 'rings'; forward of Model has no argument ids"
+        "attention must be ring or all_to_all, got 'rings'; forward of Model has no argument ids"
         in wrong
     )
     assert "Linear has not called torch's scaled_dot_product_attention" in calls
     assert "7 positions cannot be divided over 2 ranks in 4 equal chunks" in length
     assert "a mask of shape [4, 4] is not supported" in masked
     assert "dropout of attention is not supported, got 0.1" in masked
-    assert "Model was called without any of tokens" in missing
+    assert "Model was called without a sequence to divide: pass one of tokens" in missing
     assert 'such as braid.mesh("cp=2")["cp"], got MeshGroups' in twice
     assert "sequences of Model are sharded already: call remove()" in twice
     assert shape == f"torch.Size([2, {LENGTH}, {VOCABULARY}])"

@@ -125,5 +125,5 @@ def test_states_of_different_steps_are_refused_by_the_name_of_the_hook(world, ki
     early = world(2, _trained, kind, {}, range(1))[0][0]
     late = world(2, _trained, kind, {}, range(3))[1][0]
     for text in world(3, _of_different_steps, kind, {0: early, 1: late}):
-        assert f"the state of {name} is of different steps on different ranks" in text
+        assert f"the state of {name} belongs to different steps on different ranks" in text
         assert "1 on rank 0, 3 on rank 1, 0 on rank 2" in text

@@ -38,9 +38,12 @@ def test_hooks_that_are_none_are_refused_before_they_are_called(world, size):
     assert "must be a function hook(state, bucket), got the dict {'a': 1}: call" in mapping
     assert "got the NoneType None" in none
     assert "got the int 3" in number
-    assert "is called as hook(state, bucket), and" in one
-    assert "<lambda>(_bucket) cannot be: too many positional arguments" in one
-    assert "(_state, _bucket, _more) cannot be: missing a required argument: '_more'" in three
+    assert "is called as hook(state, bucket), but" in one
+    assert "<lambda>(_bucket) does not take these arguments: too many positional arguments" in one
+    assert (
+        "(_state, _bucket, _more) does not take these arguments: missing a required argument: '_more'"
+        in three
+    )
     assert swapped.endswith("call register_comm_hook(state, hook): the state comes first")
 
 

@@ -507,7 +507,10 @@ class Stream(IterableDataset):
         (lambda: _loader(batch_size=None), "give a DataLoader batch_size, shuffle and drop_last"),
         (lambda: DataLoader(Stream(), batch_size=2), "an IterableDataset has no samples by number"),
         (lambda: _loader(batch_size=13, drop_last=True), "12 samples, and a step of 1 times 13"),
-        (lambda: DataLoader(TensorDataset(torch.ones(0))), "TensorDataset of the loader has no"),
+        (
+            lambda: DataLoader(TensorDataset(torch.ones(0))),
+            "the loader's data set (TensorDataset) is",
+        ),
     ],
 )
 def test_loaders_whose_order_cannot_be_kept_are_refused(loader, problem):
@@ -539,7 +542,7 @@ def test_models_and_objects_that_cannot_take_part_are_refused():
     with pytest.raises(ConfigError, match="Linear averages gradients itself: pass the model insid"):
         braid.elastic(wrapped, optimizer)
     noted = nn.Sequential(Noted())
-    with pytest.raises(ConfigError, match="0 has an extra state, which new ranks do not get"):
+    with pytest.raises(ConfigError, match="0 has an extra state, which new ranks do not receive"):
         braid.elastic(noted, optimizer)
     with pytest.raises(ConfigError, match=r"counter has no state_dict\(\) and load_state_dict\(\)"):
         braid.elastic(model, optimizer, counter=3)

@@ -71,7 +71,7 @@ def test_deaths_on_any_mesh_leave_the_bits_of_one_process(monkeypatch, undisturb
         try:
             cluster.run(partial(train_on_mesh, mesh=mesh, shard=shard))
         except CheckpointError as error:
-            is_lost = "is lost: the ranks that had it" in str(error)
+            is_lost = "is lost, because the ranks that had it" in str(error)
     is_elsewhere = (1, "loss") in cluster.faults  # rank 1 may not have the last stage
     assert cluster.deaths or cluster.left or is_elsewhere
     assert cluster.results or cluster.end or (is_lost and len(cluster.deaths) > 1)
@@ -114,7 +114,7 @@ def test_a_part_that_nobody_has_is_named(monkeypatch):
     cluster = Cluster(3, {(1, "agree"): 2})
     with points_of_death(monkeypatch), pytest.raises(CheckpointError) as caught:
         cluster.run(partial(train_on_mesh, mesh="pp=3", copies=False))
-    assert "the state of pp=1 is lost: the ranks that had it" in str(caught.value)
+    assert "the state of pp=1 is lost, because the ranks that had it" in str(caught.value)
 
 
 def test_a_part_that_nobody_has_comes_from_the_checkpoint(monkeypatch, undisturbed, tmp_path):
@@ -324,12 +324,15 @@ def test_a_mesh_that_does_not_fit_becomes_replicas():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"mesh": "pp=2,cp=2"}, "an elastic mesh has pp, dp, tp, got cp in pp=2,cp=2"),
+        (
+            {"mesh": "pp=2,cp=2"},
+            "an elastic mesh has only the axes pp, dp, tp, got cp in pp=2,cp=2",
+        ),
         ({"mesh": "pp=2", "clip": 0.0}, "clip must be above 0, got 0.0"),
         ({"mesh": "dp=2", "shard": 4}, "shard must be 0, 1, 2 or 3, got 4"),
         ({"mesh": "dp=2", "checkpoints": "runs"}, "checkpoint_every=0 belong together"),
         ({"mesh": "pp"}, "a mesh is written as pp=2,dp=4"),
-        ({"mesh": "dp=3; cp=2"}, "an elastic mesh has pp, dp, tp, got cp in cp=2"),
+        ({"mesh": "dp=3; cp=2"}, "an elastic mesh has only the axes pp, dp, tp, got cp in cp=2"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, words):

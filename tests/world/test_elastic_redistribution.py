@@ -171,7 +171,7 @@ def test_a_part_that_nobody_has_is_named():
         return str(caught.value)
 
     for text in run_threads(2, main):
-        assert text.startswith("the state of rows 2 is lost: ")
+        assert text.startswith("the state of rows 2 is lost, ")
 
 
 def test_members_with_other_values_of_one_tensor_are_named():

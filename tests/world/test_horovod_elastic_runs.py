@@ -118,7 +118,7 @@ def test_too_many_resets_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("HOROVOD_RESET_LIMIT", "0")
     outcome, _, _ = run_job(tmp_path, "1:3")
     assert not outcome.ok
-    assert "the members have changed 0 times, and may 0 times" in str(outcome)
+    assert "the members have changed 0 times, but reset_limit allows 0" in str(outcome)
 
 
 def test_a_lost_rank_ends_a_run_whose_members_are_fixed(tmp_path):

@@ -132,7 +132,7 @@ def _mistakes() -> dict[str, Mistake]:
         "no numbers": Mistake(
             lambda: hvd.allgather(torch.empty(2, device="meta")),
             lambda: hvd.allgather(x[0]),
-            "is on the meta device and has no numbers",
+            "is on the meta device, so its numbers do not exist",
         ),
         "no memory for the result": Mistake(
             lambda: hvd.allgather(huge), lambda: hvd.allgather(x[0]), "rank 0 has no memory for "

@@ -26,5 +26,5 @@ def test_a_view_has_groups_along_its_own_axes(world):
     ranks = world(8, _peers)
     assert ranks[5][0] == [[4, 5], [1, 3, 5, 7], [4, 5, 6, 7], [1, 5]]
     assert {text for _, text in ranks} == {
-        "ep=6 has 6 ranks and dp=4,tp=2 has 8: a view has the same ranks"
+        "ep=6 has 6 ranks, but dp=4,tp=2 has 8: choose a view with the same number of ranks"
     }

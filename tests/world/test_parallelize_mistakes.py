@@ -69,11 +69,11 @@ def test_each_mistake_is_named_before_anything_is_changed(world):
     assert "'(' is not a regular expression" in expressions
     assert "'ups' matches no module" in expressions
     assert "'colum' is not a kind" in expressions
-    assert "a plan has kinds (column, row, " in number
-    assert "the layout tp | - of a weight has 4 parts, but the group 2 ranks" in parts
-    assert "a model is a torch.nn.Module, got str" in types
+    assert "a plan maps a regular expression to a kind (column, row, " in number
+    assert "the layout tp | - of a weight has 4 parts, but the group has 2 ranks" in parts
+    assert "model must be a torch.nn.Module, got str" in types
     assert 'a braid.Group, such as braid.mesh("dp=2,tp=2")["tp"], got MeshGroups' in types
-    assert "a plan maps expressions to kinds, got list" in types
+    assert "plan must map regular expressions to kinds, got list" in types
     assert "('up', 'down') cannot be combined with annotations of operators (norm)" in both
     assert "the inputs do not fit Tied.forward(ids)" in inputs
     assert "up.weight: 9 outputs do not divide; valid: 1, 3, 9" in odd

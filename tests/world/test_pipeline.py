@@ -270,7 +270,7 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(world):
     assert "unknown schedule '2f2b': choose one of gpipe, 1f1b" in unknown
     assert "use pipeline.step(batch, target, loss=...)" in called
     assert "a batch of 0 rows" in empty
-    assert "must be equally long, got tensors of [1, 4] rows" in ragged
+    assert "must have the same length there, got tensors of [1, 4] rows" in ragged
 
 
 def test_rows_are_divided_evenly_and_the_rest_comes_first():

@@ -109,18 +109,18 @@ def _mistakes(group: Group) -> list[str]:
 
 def test_mistakes_are_named_and_the_server_lives_on(world):
     scheduler, server, worker = world(3, _mistakes)
-    assert "only workers pull and push table 'w': servers serve()" in server[3] == scheduler[3]
+    assert "only workers pull and push table 'w': servers call serve()" in server[3] == scheduler[3]
     twice, dtype, quorum, role, shape, precision, unknown, model, clock, *last = worker
-    assert "there is a table 'w' already" in twice
+    assert "a table 'w' exists already" in twice
     assert "needs floating-point values" in dtype
     assert "a quorum of 2 exceeds the 1 workers" in quorum
     assert "this rank is worker 0: call serve() unless node.is_worker" in role
     assert "table 'w' has torch.float32[4], got a gradient of torch.float32[3]" in shape
     assert "torch.float64[4]" in precision
-    assert "server:0 refuses: there is no table 'only here'; the server has w" in unknown
+    assert "server:0 refuses: the server has no table 'only here', only w" in unknown
     assert "expected grad float32[4], got float32[5]" in model
     assert "settings cannot change at clock -1" in clock
-    assert "table 'w' has 1 shards here, and the request is for 1" in last[0]
+    assert "table 'w' has 1 shards here, but the request is for 1" in last[0]
     assert "a learning rate must be at least 0 and finite, got nan" in last[1]
     assert [each.removeprefix("ConfigError: ") for each in last[2:]] == [
         "a learning rate is a number, got '0.1'",

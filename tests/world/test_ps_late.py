@@ -170,8 +170,8 @@ def _wrong() -> tuple[Secret, str]:
 
 def test_nodes_without_an_address_or_a_table_are_refused(world):
     scheduler, server, worker, _, _ = world(5, _refused)
-    assert "workers resume" in scheduler
-    assert "workers resume" in server
+    assert "resume() needs a worker" in scheduler
+    assert "resume() needs a worker" in server
     assert "all but the scheduler need its address" in worker
 
 

@@ -227,12 +227,12 @@ def test_mistakes_with_modules_and_rows_are_named(world):
     server, worker = world(3, _mistakes)[1:]
     assert "rows need at least 1 element" in worker[0]
     assert "got num_shards 0" in worker[1]
-    assert "workers save; servers serve()" in server[2]
+    assert "only workers save snapshots: servers call serve()" in server[2]
     assert "Tanh has no parameter that requires a gradient" in worker[3]
     assert "workers step with a torch optimizer" in worker[4]
     assert "table 'words' takes int64 ids, got torch.float32" in worker[5]
     assert "of shape [3, 4] for these ids, got torch.float32[3]" in worker[6]
-    assert "with where='workers' staleness must be 0" in worker[7]
+    assert "where='workers' needs staleness 0" in worker[7]
     assert "this worker begins at step 3, but where='workers' keeps" in worker[8]
 
 

@@ -214,7 +214,7 @@ def test_notes_go_to_nodes_and_groups():
         apps["worker:1"].wait(apps["worker:1"].request(4, "", 1), 10)
         assert answers == [(9, "worker:0 2 b"), (10, "server:1 3 c"), (1, "scheduler 4 ")]
         itself = said_by(lambda: apps["server:0"].request(1, "", ALL), ConfigError)
-        assert "server:0 is itself in 7: a node cannot send notes to itself" in itself
+        assert "server:0 is in group 7, and a node cannot send notes to itself" in itself
         assert "there is no node 30 (server:11)" in said_by(
             lambda: apps["server:0"].request(1, "", 30), ConfigError
         )
@@ -229,7 +229,7 @@ def test_a_server_with_keys_answers_notes_too():
         worker.wait(worker.request(1, "a", 8), 10)
         assert answers == ["note a"]
         said = said_by(lambda: worker.wait(worker.push([1], torch.ones(1)), 10), CommError)
-        assert "pushes and pulls are answered with KVPairs" in said
+        assert "pass KVPairs for a push or pull" in said
         server.set_note_handle(lambda asked, app: app.response(asked, kv.KVPairs()))
         said = said_by(lambda: worker.wait(worker.request(1, "a", 8), 10), CommError)
         assert "the answer to a note is a text" in said
@@ -293,21 +293,23 @@ def test_mistakes_are_named_and_the_server_lives_on():
         before = {
             "keys are not sorted: 2, 1 at place 1": lambda: worker.push([0, 2, 1], ones),
             "keys are twice: 2, 2 at place 1": lambda: worker.push([0, 2, 2], ones),
-            "lens add up to 4, and there are 3 vals": lambda: worker.push([0, 1], ones, [2, 2]),
-            "lens are not negative: -1 at place 0": lambda: worker.push([0, 1], ones, [-1, 4]),
-            "2 keys with 1 lens": lambda: worker.push([0, 1], ones, [3]),
+            "lens add up to 4, but there are 3 vals": lambda: worker.push([0, 1], ones, [2, 2]),
+            "lens must not be negative, got -1 at place 0": lambda: worker.push(
+                [0, 1], ones, [-1, 4]
+            ),
+            "lens has 1 elements for 2 keys": lambda: worker.push([0, 1], ones, [3]),
             "3 vals are not a multiple of 2 keys": lambda: worker.push([0, 1], ones),
             "keys must be uint64 or int64 in one dim, got float32[3]": lambda: worker.push(
                 ones, ones
             ),
-            "keys are 0 to 2^64 - 1, got -3 at place 0": lambda: worker.push(
+            "keys must be from 0 to 2^64 - 1, got -3 at place 0": lambda: worker.push(
                 torch.tensor([-3]), ones
             ),
             "lens must be int32 or int64 in one dim, got float32[3]": lambda: worker.push(
                 [1, 2, 3], ones, ones
             ),
             "vals must have one dim, got shape [1, 3]": lambda: worker.push([1], ones[None]),
-            "keys are whole numbers from 0 to 2^64 - 1, got [1.5]": lambda: worker.push(
+            "keys must be whole numbers from 0 to 2^64 - 1, got [1.5]": lambda: worker.push(
                 [1.5], ones
             ),
             "2^64 - 1, got [-1]": lambda: worker.push([-1], ones),
@@ -316,10 +318,12 @@ def test_mistakes_are_named_and_the_server_lives_on():
             "vals is empty, and cannot be resized": lambda: worker.pull(
                 [1], torch.from_numpy(np.empty(0, np.float32))
             ),
-            "a priority is 0 to 15, got 16": lambda: worker.push([1], ones, priority=16),
+            "a priority must be from 0 to 15, got 16": lambda: worker.push([1], ones, priority=16),
             "there is no request 0 of app 0, customer 0": lambda: worker.wait(0),
             "worker:0 has an app 0 with customer 0 already": lambda: kv.KVWorker(node),
-            "app -1, customer 0: numbers are not negative": lambda: kv.KVWorker(node, -1),
+            "app_id and customer_id must be at least 0, got -1 and 0": lambda: kv.KVWorker(
+                node, -1
+            ),
             "worker:0 is not a server": lambda: kv.KVServer(node),
             "server:0 is not a worker": lambda: kv.KVWorker(nodes["server:0"]),
         }
@@ -334,10 +338,10 @@ def test_mistakes_are_named_and_the_server_lives_on():
                 worker.pull([1, 2], out, cmd=2)
             ),
             "server:0 has no app 5; it has 0": lambda: other.wait(other.push([1], ones)),
-            "the server has torch.float32, and vals is a tensor of torch.int64": lambda: (
+            "the server has torch.float32, but vals is a tensor of torch.int64": lambda: (
                 worker.wait(worker.pull([1], torch.empty(1, dtype=torch.int64)))
             ),
-            "1 values came for 1 keys, and vals has room for 4": lambda: worker.wait(
+            "1 values came for 1 keys, but vals has 4 elements": lambda: worker.wait(
                 worker.pull([1], torch.empty(4))
             ),
         }
@@ -423,12 +427,16 @@ def test_what_no_worker_of_ours_sends_is_refused_by_the_server():
             torch.tensor([1, 2]), ones
         )
         assert "2 vals are not a multiple of 3 keys" in send(keys(1, 2, 3), ones)
-        assert "a request has keys, vals and lens" in send(keys(1), ones, names=["keys", "other"])
+        assert "a request may contain keys, vals, lens and places" in send(
+            keys(1), ones, names=["keys", "other"]
+        )
         assert "2 tensors with the names ['keys']" in send(keys(1), ones, names=["keys"])
         assert "are not encoded as in" in send(keys(1), ones, Sparsified(1 << 60))
         assert "are not encoded as in" in send(keys(1), ones, Compressed("vals", "float32", 2))
         assert "is not a dtype" in send(keys(1), ones, FixedPointed(1.0, "load"))
-        assert "the digest does not fit the keys" in send(keys(1), ones, digest=b"1" * 16)
+        assert "the digest of a request does not match its keys" in send(
+            keys(1), ones, digest=b"1" * 16
+        )
         worker.wait(worker.push(keys(1), torch.ones(1)))
         assert pulled(worker, keys(1)) == [1]
 
@@ -443,7 +451,7 @@ def test_the_default_handle_has_values_of_one_length_and_dtype():
             said_by(lambda: worker.wait(worker.push([3], torch.ones(2).double())), CommError),
             said_by(lambda: worker.wait(worker.push([3, 4], torch.ones(3), [1, 2])), CommError),
         ]
-        assert "the store has 2 values of torch.float32 for each key, and the push has 3" in said[0]
+        assert "the store has 2 values of torch.float32 for each key, but the push has 3" in said[0]
         assert "has 2 of torch.float64" in said[1]
         assert "the default handle needs the same number of values" in said[2]
         assert pulled(worker, [2, 3]) == [0, 0, 1, 1]
@@ -524,7 +532,9 @@ def test_slicers_of_programs_are_checked():
     with run(2, 1) as nodes:
         worker = kv.KVWorker(nodes["worker:0"])
         wrong = {
-            "the slicer sends keys to server 2, and there are 2": lambda *_: {2: slice(0, 2)},
+            "the slicer sends keys to server 2, but servers are 0 to 1": lambda *_: {
+                2: slice(0, 2)
+            },
             "the slicer sends the key at place 1 to 0 servers": lambda *_: {0: slice(0, 1)},
             "to 2 servers": lambda *_: {0: slice(0, 2), 1: slice(1, 2)},
             "places that do not ascend": lambda *_: {0: torch.tensor([1, 0])},

@@ -354,14 +354,17 @@ def test_choices_out_of_range_are_refused():
     wrong = [
         (lambda: rl.LossOptions(discount=1.5), "discount and lambda_ must be between 0 and 1"),
         (lambda: rl.Replay(0, 0), "capacity >= 1, got 0"),
-        (lambda: rl.ImpalaLearner(net, sgd(net), batch_size=3, capacity=2), "room for a batch"),
+        (
+            lambda: rl.ImpalaLearner(net, sgd(net), batch_size=3, capacity=2),
+            "a capacity for one batch",
+        ),
         (lambda: rl.ImpalaLearner(net, sgd(net), num_replayed=1), "needs replay=Replay"),
         (lambda: rl.A3CLearner(net, sgd(net), max_grad_norm=0), "must be positive, got 0"),
         (lambda: rl.Actor([], rl.LocalPolicy(net, 0), unroll_length=1, seed=0), "0 environments"),
         (lambda: rl.make_environment("NoSuch-v1"), "cannot make the environment 'NoSuch-v1'"),
         (
             lambda: rl.A3CLearner(net, sgd(net)).apply([torch.zeros(2)], 0, 1, ()),
-            r"parameters of shapes \[\(2,\)\], the learner's",
+            r"parameters of shapes \[\(2,\)\], but the learner's",
         ),
         (
             lambda: rl.lead(rl.A3CLearner(net, sgd(net)), [], play_unrolls, is_over=is_never),
@@ -378,7 +381,7 @@ def test_ranks_of_an_expendable_role_may_die():
     assert roles.num_ranks(None) == 3
     assert roles.expendable == {1, 2}
     assert Roles(role=("learner:1", "actor:2")).expendable == frozenset()
-    with pytest.raises(ConfigError, match="there is no --role player:COUNT"):
+    with pytest.raises(ConfigError, match="add --role player:COUNT"):
         Roles(role=("a:1",), expendable_role=("player",)).num_ranks(None)
     with pytest.raises(ConfigError, match="needs --role"):
         Roles(expendable_role=("a",)).num_ranks(2)

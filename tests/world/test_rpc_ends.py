@@ -317,7 +317,7 @@ def test_a_mistake_in_a_call_that_may_be_repeated_is_an_error_at_once():
     with coming_and_going() as nodes:
         nodes.come("second", 1)
         with acting_for(nodes.come("first", 0)):
-            with pytest.raises(RpcError, match="cannot travel"):
+            with pytest.raises(RpcError, match="cannot be sent"):
                 rpc.rpc_sync("second", lookup, (threading.Lock(),))
             future = rpc.rpc_async("second", hold, ("held",))
             until(lambda: BEGUN == ["held"])

@@ -330,8 +330,8 @@ def test_a_reference_of_an_ended_node_says_what_to_do():
             with pytest.raises(StaleError) as caught:
                 use()
             assert str(caught.value) == (
-                "the node w0 has ended by rpc.shutdown(), and its references with it: use them "
-                "before, or call rpc.init_rpc() and make them again"
+                "rpc.shutdown() has ended node w0 and its references: use them before, or call "
+                "rpc.init_rpc() and make them again"
             )
 
 

@@ -432,7 +432,7 @@ EXPECTED = [
     "shard_placement_fn is not supported",
     "mp_policy must be a MixedPrecisionPolicy",
     "offload_policy must be a CPUOffloadPolicy",
-    "pass either process_group or mesh",
+    "got process_group and mesh",
     "param_dtype must be a floating-point dtype",
     "mesh must be a mesh of braid",
     "has 3 axes",

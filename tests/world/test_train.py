@@ -406,7 +406,7 @@ def test_bad_input_is_refused_before_anything_starts(config, capfd, tmp_path):
         "3 ranks cannot share a batch of 8 samples equally": command(config, "--batch", "8", n=3),
         "model must be one of tiny": command(config, "--model", "huge"),
         "does not exist": command(config, "--data", str(tmp_path / "nothing.txt")),
-        "no directory of a run at nowhere": command(config, "--resume", "nowhere"),
+        "nowhere is not a checkpoint or a run's directory": command(config, "--resume", "nowhere"),
         f"{tmp_path} is not a checkpoint (incomplete: no manifest.json) and contains none": command(
             config, "--resume", str(tmp_path)
         ),
