@@ -134,18 +134,12 @@ class SimpleApp(App):
         self._reply(asked.ticket, NoteReceived((asked.ticket.part,), body))
 
     def _execute(self, delivery: Delivery, ticket: Ticket) -> None:
-        message = delivery.message
+        message, name = delivery.message, f"app {self.app_id} of {self._node.name}"
         if not isinstance(message, Note):
-            msg = (
-                f"app {self.app_id} of {self._node.name} is a SimpleApp, which has no keys: make a "
-                "KVServer for pushes and pulls"
-            )
+            msg = f"{name} is a SimpleApp, which has no keys: make a KVServer for pushes and pulls"
             raise CommError(msg)
         if self._note_handle is None:
-            msg = (
-                f"app {self.app_id} of {self._node.name} has no handle for requests: call "
-                "set_request_handle(function) first"
-            )
+            msg = f"{name} has no handle for requests: call set_request_handle(function) first"
             raise CommError(msg)
         asker = id_of(ticket.node)
         data = SimpleData(
