@@ -98,7 +98,7 @@ def drawn(
     legend = {
         "F": "forward",
         "B": "backward",
-        "R": "again",
+        "R": "forward again",
         "I": "to inputs",
         "W": "to weights",
         "copy": "message",

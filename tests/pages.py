@@ -67,7 +67,11 @@ OWN = (  # algorithms of the engine: names, what they do, file
     ("the same, pulled", "read from private memory by the kernel", "broadcast_gather.py"),
     ("reduce_scatter, reduce, scan staged, pulled", "the same, with sums", "reduce_scatter.py"),
     ("broadcast, all_gather, reduce_scatter hierarchical", "by relays on every host", "relays.py"),
-    ("send, recv", "a line per pair, small messages inside of it", "send.py"),
+    (
+        "send, recv",
+        "a line of memory for each pair of ranks, with small messages inside of it",
+        "send.py",
+    ),
 )
 
 
@@ -270,8 +274,11 @@ def chosen() -> str:
         "",
         (
             "A group measures its primitives when the job starts and computes from them which of its own algorithms is fastest for which size; "
-            "`print(group.engine.explain())` shows the table of your machines. Without measurement, on a two-core machine, and on two such "
-            "hosts with two ranks each over 10 Gbit/s, it is this one:"
+            "`print(group.engine.explain())` shows the table of your machines. Ranks of a host share memory. *Staged*: "
+            "each rank copies its data into slots of this memory, from which the others read. *Pulled*: peers read the private memory of a rank "
+            "through the kernel. *Registered*: the tensor itself lies in shared memory. *Hierarchical*: hosts exchange slices over the network "
+            "while their ranks add up. The first table is for one host of two cores and four ranks without measurement, the second for two such "
+            "hosts with two ranks each over 10 Gbit/s:"
         ),
         "",
         "```",
@@ -290,7 +297,7 @@ def chosen() -> str:
     lines += [
         "",
         (
-            "What the names stand for in seconds is in `_FORMS` and `_SENT` of [selection.py](../../src/braid/comm/engines/selection.py); "
+            "The time of each algorithm is a formula in `_FORMS` and `_SENT` of [selection.py](../../src/braid/comm/engines/selection.py); "
             '`algorithm="..."` takes one by name.'
         ),
     ]

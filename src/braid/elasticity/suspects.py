@@ -57,10 +57,14 @@ class StepTimes:
         self._num_busy += 1
 
     def find_slow(self, group: Group, num_steps: int) -> tuple[int | None, str]:
-        """Find a rank that has been slow in several looks; a collective in some steps.
+        """Find a rank that was slow in three checks in a row; every tenth step is a check.
+
+        Args:
+            group: All ranks; a check is a collective.
+            num_steps: Number of steps so far, the same on all ranks.
 
         Returns:
-            The rank, or None, and a clause with its slowness.
+            The rank, or None, and how slow it is in words.
         """
         if not self._factor or num_steps % LOOK_STEPS or group.size == 1:
             return None, ""

@@ -83,7 +83,8 @@ class Roles:
                 raise ConfigError(msg)
             return total
         if self.expendable_role:
-            msg = f"--expendable-role {self.expendable_role[0]} needs --role with its ranks"
+            name = self.expendable_role[0]
+            msg = f"--expendable-role {name}: add --role {name}:COUNT with its number of ranks"
             raise ConfigError(msg)
         if not is_server:
             return n

@@ -275,7 +275,7 @@ class _AllReduceRun:
             self.values["done", j] = self.window.publish(self.other_local_peers)
 
     def gather_remote(self, j: int) -> Steps:
-        """Copy the summed rows of this rank's slice from the cross-node peers."""
+        """Copy the parts of this rank's slice of chunk `j` that peers on other hosts summed."""
         if self.own_slice >= 0:
             yield from self.window.reached(self.cross_node_peers, self.values["summed", j])
             finished = self._done(j)

@@ -139,8 +139,8 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         if device.type not in {known.type for known in self._device_types}:
             # torch calls this for GPUs on machines without any, and expects this error
             msg = (
-                f"this process group has no backend for device {device}: use a device of this "
-                "machine"
+                f"this process group has no backend for device {device}, which this machine does "
+                "not have: move the tensor to the CPU or to a GPU of this machine"
             )
             raise RuntimeError(msg)
         return self._foreign.backend(device)

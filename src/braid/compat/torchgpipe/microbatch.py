@@ -32,7 +32,7 @@ class Batch:
     def tensor(self) -> torch.Tensor:
         """The tensor; raises AttributeError for a tuple."""
         if not isinstance(self.value, torch.Tensor):
-            msg = "not atomic batch: this batch has a tuple of tensors"
+            msg = "not atomic batch: this batch has a tuple of tensors, so use `tensors` instead"
             raise AttributeError(msg)
         return self.value
 

@@ -196,7 +196,7 @@ class Outcome(StopReport):
 
     @property
     def affected(self) -> tuple[RankEnd, ...]:
-        """All other ranks."""
+        """Ranks that did not make the run fail."""
         return self.verdict.affected
 
     def __str__(self) -> str:

@@ -54,10 +54,10 @@ def context_parallel(
         model: Model, equal on all ranks, with torch's scaled_dot_product_attention.
         group: Ranks that share the sequences; all call the model with the same whole batch.
         attention: Algorithm: ring or all_to_all.
-        inputs: Dim of positions of each argument of the model's forward that has one, by name;
-            None for the names that models of transformers use; empty for a layer with inputs that
-            are sharded already. If a model uses positions in any other way, add an argument
-            `position_ids` to its forward, which is filled in.
+        inputs: Sequence dim of each argument of the model's forward that has one, such as
+            `{"tokens": 1}`; None for the names that models of Hugging Face use; `{}` for a layer
+            with inputs that are sharded already. If a model uses positions in any other way, add an
+            argument `position_ids` to its forward, which is filled in.
 
     Apart from attention, the model must compute each position independently: convolutions along a
     sequence and recurrences are not supported.

@@ -106,8 +106,10 @@ class Layout:
 
         Args:
             mesh: Named axes.
-            text: Axes of each dim, `-` for none, `N*` before them for N packed blocks, or `scalar`
-                for a tensor without dims; then the axes that are partial or vary, if any.
+            text: For each dim the axes that divide it (`-` for none, `3*tp` for three blocks that
+                are divided each), with ` | ` between dims; or `scalar` for a tensor without dims.
+                Then, behind ` ; `, `partial cp` if values are still to be summed over cp, and
+                `varying tp` if gradients differ over tp.
 
         Raises:
             ConfigError: The text is something else, or the axes are not valid.

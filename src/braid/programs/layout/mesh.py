@@ -145,7 +145,7 @@ class Mesh:
             low, high = crossed[0]
             msg = (
                 f"{other} cuts across {self}: blocks of {low} and of {high} ranks do not divide "
-                "each other. Split axes and join neighbours only"
+                "each other. A view can only split axes, and join axes that stand side by side"
             )
             raise ConfigError(msg)
         return other

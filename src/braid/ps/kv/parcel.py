@@ -98,7 +98,7 @@ class Parcel:
             places = tensors.pop("places").long()
             dense = torch.zeros(head.numel, dtype=tensors["vals"].dtype)
             if len(places) and int(places.min()) < 0:
-                msg = "places are negative"
+                msg = f"a place of the values is {int(places.min())}: places begin with 0"
                 raise ValueError(msg)
             tensors["vals"] = dense.index_copy_(0, places, tensors["vals"])
 
@@ -117,7 +117,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def compress(name: str, tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, Head]:
-    """Return the compressed bytes of a tensor, and the head with which to decompress them."""
+    """Return the compressed bytes of the tensor `name`, and the header to decompress them."""
     data = bytearray(zlib.compress(bytes_of(tensor), level))
     dtype = dtype_name(tensor.dtype)
     return torch.frombuffer(data, dtype=torch.uint8), Compressed(name, dtype, tensor.numel())

@@ -179,7 +179,7 @@ class DenseStorage(_Vector):
 
 
 class SumStorage(_Vector):
-    """A shard of a table of sums: its values are the last merged update.
+    """A shard whose values are the merged pushes of the last clock, without an optimizer.
 
     A push is `(grad,)`, a query is `()`, and a read returns `(sum,)`, of shape [n] each. Workers
     run the optimizer.

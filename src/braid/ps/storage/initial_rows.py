@@ -41,7 +41,7 @@ TAIL: Fraction = (
 
 
 class Init(ABC):
-    """Distribution of the elements of initial rows."""
+    """Distribution from which the elements of a new row of a sparse table are drawn."""
 
     @abstractmethod
     def draw(self, key: int, ids: torch.Tensor, dim: int) -> torch.Tensor:

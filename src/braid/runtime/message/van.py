@@ -243,7 +243,7 @@ class Van(ABC):
             return self._next_delivery()
 
     def rouse(self) -> None:
-        """End one `recv` early with CommTimeout: of a waiting thread, else the next `recv`."""
+        """Let one `recv` raise CommTimeout: one in which a thread waits, or else the next one."""
         with self._lock:
             self._is_roused = True
             self._guard.notify_all()

@@ -127,9 +127,9 @@ class HostsTransport(MemoryTransport):
     Args:
         rank: Global rank.
         world_size: Number of ranks.
-        hosts: Number of each rank's host, in the order of their first ranks.
-        root: Root of this rank.
-        bells: Doorbells of this rank.
+        hosts: Number of each rank's host; hosts are numbered in the order of their first ranks.
+        root: Shared memory of this rank, with its channels.
+        bells: Descriptors with which peers wake this rank.
         local: Peers of this host.
         mirrors: Copies of the memory of the other peers.
         links: Connections to the other peers.

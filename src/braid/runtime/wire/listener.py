@@ -172,8 +172,8 @@ class Listener:
             if not self._accepted and now_ns >= deadline_ns:
                 refused = "; ".join(self._refusals) or "no client was refused"
                 msg = (
-                    f"no client connected to {self.address} within {timeout_s:g} s "
-                    f"({len(self._half_open)} in their handshake; {refused})"
+                    f"no client connected to {self.address} within {timeout_s:g} s ({refused}; "
+                    f"{len(self._half_open)} in their handshake): does it run, and reach this host?"
                 )
                 raise CommTimeout(msg)
         return self._accepted.popleft()

@@ -187,7 +187,9 @@ def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def shares_between(times: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
-    """Return percentiles 5 and 95 of `shares_gone` over resampled rounds, by variant.
+    """Return percentiles 5 and 95 of each variant's saved share of Gloo's communication time.
+
+    Rounds are resampled; `shares_gone` defines the share.
 
     Empty if Gloo has no extra time in any of the samples.
     """

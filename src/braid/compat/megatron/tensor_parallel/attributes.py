@@ -45,7 +45,7 @@ def set_tensor_model_parallel_attributes(
     if known := [name for name in DEFAULTS if hasattr(tensor, name)]:
         msg = (
             f"a parameter of shape {list(tensor.shape)} has the attributes {', '.join(known)} "
-            "already: it is divided once, by the layer that makes it"
+            "already: leave this call out, the layer that makes the parameter sets them"
         )
         raise UsageError(msg)
     values = {

@@ -37,7 +37,7 @@ class Agreed(NamedTuple):
 
 
 class AgreedNames:
-    """Names of parameters with agreed counts, per group, since a hook may be used with several."""
+    """Names of the parameters on which ranks have agreed already; a set for each group."""
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Group, set[str]] = WeakKeyDictionary()

@@ -265,7 +265,7 @@ class VanState:
         """
         link = self._links.get(number)
         if link is None:
-            msg = f"a frame of {len(meta)} bytes arrived on a link that {self.node} has closed"
+            msg = f"{self.node} has closed the link on which a frame of {len(meta)} bytes arrived"
             raise CommError(msg)
         return link.inflow.allocate(meta, sizes, now_ns)
 
