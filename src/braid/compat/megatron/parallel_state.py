@@ -389,20 +389,14 @@ def _is_virtual_stage(wanted: int, vp_stage: int | None) -> bool:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this rank is the first of the pipeline.
-
-    With `ignore_virtual=False`, whether its virtual stage `vp_stage` is the first one of all.
-    """
+    """Return whether this rank, or without `ignore_virtual` stage `vp_stage`, is the first one."""
     if not ignore_virtual and not _is_virtual_stage(0, vp_stage):
         return False
     return STATE.rank("pp") == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this rank is the last of the pipeline.
-
-    With `ignore_virtual=False`, whether its virtual stage `vp_stage` is the last one of all.
-    """
+    """Return whether this rank, or without `ignore_virtual` stage `vp_stage`, is the last one."""
     if not ignore_virtual and not _is_virtual_stage(-1, vp_stage):
         return False
     return STATE.rank("pp") == STATE.size("pp") - 1

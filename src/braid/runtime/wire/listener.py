@@ -5,8 +5,7 @@ a server that listens on all interfaces is found by port scanners.
 
 Idea: by default the listener binds the loopback address. It runs all handshakes together in one
 selector, each with a deadline, and limits their number. It has no thread: `accept()` waits, or an
-event loop polls `fileno()` and calls `accept_ready()`. On unix sockets the peer must also be of the
-same user.
+event loop polls `fileno()` and calls `accept_ready()`. Unix sockets also need the same user.
 
 Unknown clients cannot delay others. One turn accepts a limited number of clients, so that an event
 loop can do its other work. Clients of one address that send nothing may hold only a few of the
