@@ -27,7 +27,7 @@ _ANSWER_LIMIT_S = 30.0  # time after a request's deadline when the server counts
 
 
 class StoreClient(Store):
-    """A store in another process.
+    """Store whose server is in another process.
 
     Args:
         connection: Connection to a `StoreServer`; owned and closed by this object.

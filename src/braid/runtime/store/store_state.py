@@ -62,7 +62,7 @@ Value: TypeAlias = bytes | int | bool | list[bytes] | None
 
 
 class Set(msgspec.Struct, tag="set", array_like=True, frozen=True):
-    """Set `key` to `value`."""
+    """Request: set `key` to `value`."""
 
     key: str
     value: bytes
@@ -90,29 +90,29 @@ class CompareSet(msgspec.Struct, tag="cas", array_like=True, frozen=True):
 
 
 class StoreWait(msgspec.Struct, tag="wait", array_like=True, frozen=True):
-    """Wait until all `keys` are set."""
+    """Request: wait until all `keys` are set."""
 
     keys: list[str]
 
 
 class Check(msgspec.Struct, tag="check", array_like=True, frozen=True):
-    """Return whether all `keys` are set."""
+    """Request: return whether all `keys` are set."""
 
     keys: list[str]
 
 
 class Delete(msgspec.Struct, tag="del", array_like=True, frozen=True):
-    """Remove `key`."""
+    """Request: remove `key`; return whether it was set."""
 
     key: str
 
 
 class NumKeys(msgspec.Struct, tag="num", array_like=True, frozen=True):
-    """Return the number of keys."""
+    """Request: return the number of keys."""
 
 
 class MultiGet(msgspec.Struct, tag="mget", array_like=True, frozen=True):
-    """Return the values of `keys`; wait until all are set."""
+    """Request: return the values of `keys`; wait until all are set."""
 
     keys: list[str]
 

@@ -42,7 +42,7 @@ Allocate: TypeAlias = Callable[[bytes, tuple[int, ...]], Sequence[memoryview]]
 
 
 class Frame(NamedTuple):
-    """One frame.
+    """One frame: metadata and buffers that are sent together.
 
     Attributes:
         meta: Metadata, in a format of the layer above.

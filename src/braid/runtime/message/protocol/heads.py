@@ -41,7 +41,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
 
 
 class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
-    """First frame of a message.
+    """First frame of a message, with its name and sizes.
 
     Attributes:
         id: Number of the message.

@@ -24,7 +24,7 @@ __all__ = ["Inbox", "Peer"]
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One life of another node.
+    """One life (process) of another node.
 
     Attributes:
         name: Name of the node.
