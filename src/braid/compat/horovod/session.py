@@ -37,7 +37,7 @@ NEW_SET = "new process set"
 
 
 class SessionMember:
-    """This rank in one process set.
+    """This rank as a member of one process set.
 
     Args:
         number: Number of the set.

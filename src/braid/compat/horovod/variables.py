@@ -28,7 +28,7 @@ Value = int | float | bool | str
 
 
 class Variable(NamedTuple):
-    """One variable.
+    """One environment variable of Horovod, and the values that it may have.
 
     Attributes:
         field: Field of `HorovodEnvironment`.

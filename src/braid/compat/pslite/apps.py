@@ -38,7 +38,7 @@ class _Notes:
 
 
 class SimpleApp(_Notes, kv.SimpleApp):
-    """App that sends and answers notes.
+    """App that sends and answers notes (a number and a text).
 
     Args:
         app_id: Number of the app, the same on all nodes.

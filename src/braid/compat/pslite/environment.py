@@ -34,7 +34,7 @@ ROLES: tuple[Role, ...] = ("scheduler", "server", "worker")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """Settings of one process.
+    """Settings that one process reads from DMLC_ and PS_ variables.
 
     Attributes:
         role: Role of the process; empty under `braid run`, where the rank determines it.

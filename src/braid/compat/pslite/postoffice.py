@@ -56,7 +56,7 @@ class Range(NamedTuple):
 
 
 class Postoffice:
-    """The node of this process."""
+    """The PS-Lite node of this process: its role, rank and barriers."""
 
     @staticmethod
     def Get() -> Postoffice:

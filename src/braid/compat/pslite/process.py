@@ -16,7 +16,7 @@ __all__ = ["PROCESS", "PSLiteProcess"]
 
 
 class PSLiteProcess:
-    """Holder of the node."""
+    """Holder of the PS-Lite node of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -41,7 +41,7 @@ class SecretQuestion(msgspec.Struct, tag="pslite.secret?", frozen=True):
 
 
 class SecretAnswer(msgspec.Struct, tag="pslite.secret", frozen=True):
-    """The job's secret."""
+    """Answer to a node that joins: the job's secret."""
 
     key: bytes
 

@@ -55,7 +55,7 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneOptions:
-    """Parameters of the search.
+    """Options of the search for fusion settings.
 
     Attributes:
         threshold: Whether the limit of a batch is searched.

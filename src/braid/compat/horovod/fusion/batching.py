@@ -24,7 +24,7 @@ __all__ = ["FusedBatch", "batches"]
 
 
 class FusedBatch(NamedTuple):
-    """Operations that are carried out together.
+    """Operations that one collective carries out together.
 
     Attributes:
         responses: Responses with the same kind, dtype, reduction, scale and device.

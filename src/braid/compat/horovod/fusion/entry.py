@@ -115,7 +115,7 @@ class FusionHandle:
 
 
 class TensorTableEntry(NamedTuple):
-    """One operation of this rank.
+    """One operation that this rank has submitted, with its tensor.
 
     Attributes:
         request: Request that is sent to the other ranks.

@@ -23,7 +23,7 @@ class _BatchPlace(NamedTuple):
 
 
 class FusionBuffer:
-    """One buffer per device.
+    """Buffers into which tensors of a fused operation are copied, one per device.
 
     Args:
         group: Group with the ranks that read the buffer.

@@ -112,7 +112,7 @@ def check_sendable(request: Request) -> None:
 
 
 class RankList(msgspec.Struct, array_like=True):
-    """News of a rank.
+    """Message of a rank to rank 0: the operations that it has submitted.
 
     Attributes:
         requests: New requests.
@@ -128,7 +128,7 @@ class RankList(msgspec.Struct, array_like=True):
 
 
 class ResponseList(msgspec.Struct, array_like=True):
-    """Decisions of rank 0.
+    """Message of rank 0 to all ranks: the operations to carry out, in order.
 
     Attributes:
         responses: Responses in the order in which they are carried out.

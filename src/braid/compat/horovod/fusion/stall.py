@@ -12,7 +12,7 @@ Waiting = Mapping[str, tuple[list[int], float]]
 
 
 class Stall(msgspec.Struct, frozen=True, array_like=True):
-    """One name that waits for ranks.
+    """One operation that some ranks have submitted and others have not.
 
     Attributes:
         name: Name of the requests.

@@ -20,7 +20,7 @@ __all__ = ["BY_NAME", "GROUPS", "Option", "megabytes"]
 
 
 class Option(NamedTuple):
-    """One row of the table.
+    """One option of horovodrun, as a row of the table of options.
 
     Attributes:
         flags: Flags as typed; the first long one is the option's name.

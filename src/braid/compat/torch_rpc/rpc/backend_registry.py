@@ -12,7 +12,7 @@ __all__ = ["BackendType", "backend_registered", "construct_rpc_backend_options"]
 
 
 class BackendType(enum.Enum):
-    """Names of backends."""
+    """Names of the RPC backends."""
 
     TENSORPIPE = "TENSORPIPE"
 

@@ -66,7 +66,7 @@ class StateHandler(Generic[T]):
 
 
 class ModelStateHandler(StateHandler[nn.Module]):
-    """Handler of a model."""
+    """Saves, restores and synchronizes the state of a model."""
 
     def sync(self) -> None:
         """Replace parameters and buffers by rank 0's values, in place; a collective."""
