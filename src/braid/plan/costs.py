@@ -23,7 +23,7 @@ ParamDtype = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Size of a training.
+    """Size of a training: batch, dtype and state of the optimizer.
 
     Attributes:
         batch: Rows of a step over all ranks.
@@ -72,7 +72,7 @@ class MicrobatchCost(NamedTuple):
 
 
 class ModelCosts(Protocol):
-    """A model, as rows of layers."""
+    """Costs of a model, layer by layer."""
 
     @property
     def model(self) -> str:

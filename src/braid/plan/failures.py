@@ -47,7 +47,7 @@ class Failures:
 
 
 class Solution(NamedTuple):
-    """Time to solution.
+    """Time to finish a training on ranks that fail.
 
     Attributes:
         seconds: Expected seconds until all steps are done.

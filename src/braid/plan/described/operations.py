@@ -41,7 +41,7 @@ FREE = ("empty", "detach", "_unsafe_view")  # operators without work, besides vi
 
 
 class DescribedOperation(NamedTuple):
-    """One operation of a forward.
+    """One operation of a forward pass, with its work and bytes.
 
     Attributes:
         name: Name of torch's operator.

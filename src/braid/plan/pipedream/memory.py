@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 
 class MemoryLimit(NamedTuple):
-    """Memory of one machine.
+    """Memory of one machine, as a limit for stages.
 
     Attributes:
         nbytes: Bytes of a machine.

@@ -39,7 +39,7 @@ Floats = NDArray[np.float64]
 
 
 class MachineLevel(NamedTuple):
-    """Machines that are joined alike.
+    """Level of a cluster: machines that are connected with the same bandwidth.
 
     Attributes:
         machines: Number of machines, or of groups of the level below.
@@ -51,7 +51,7 @@ class MachineLevel(NamedTuple):
 
 
 class StagePlan(NamedTuple):
-    """A stage.
+    """A stage of a pipeline: its layers and its replicas.
 
     Attributes:
         first: First state of the stage.

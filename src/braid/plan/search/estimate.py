@@ -134,7 +134,7 @@ class SplitEstimate(NamedTuple):
 
 
 class Estimator:
-    """Estimates splits of one training.
+    """Estimates time and memory of the splits of one training.
 
     Args:
         model: Costs of its layers.

@@ -26,7 +26,7 @@ NUM_SIMULATED = 20
 
 
 class Ranking(NamedTuple):
-    """Splits by time.
+    """Possible splits of a training: splits that fit into memory, and splits that do not.
 
     Attributes:
         fitting: Estimates of splits that fit, the fastest first.

@@ -30,7 +30,7 @@ RECOMPUTE: tuple[Literal["never", "always"], ...] = ("never", "always")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """One way of splitting a training.
+    """One way to split a training over a mesh, with its schedule.
 
     Attributes:
         pp: Ranks of a pipeline.
