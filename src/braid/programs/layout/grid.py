@@ -28,7 +28,7 @@ DEFAULT_ORDER = "-".join(KINDS)
 
 
 class Grid:
-    """Ranks by kinds of parallelism.
+    """Ranks arranged by kinds of parallelism, such as tp, dp and pp.
 
     Args:
         sizes: Number of ranks of each kind; 1 where it is left out.

@@ -54,7 +54,7 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PlacedAxis:
-    """One axis in one order.
+    """One mesh axis in one order of the axes, and the levels that it crosses.
 
     Attributes:
         traffic: Collectives of a step.
@@ -72,7 +72,7 @@ class PlacedAxis:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """One order of the axes.
+    """One order of the mesh axes, with its cost.
 
     Attributes:
         mesh: The axes in this order, the last one on neighbouring ranks.

@@ -64,7 +64,7 @@ UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
 class Bar(NamedTuple):
-    """One span of one lane.
+    """One span in one lane of a timeline picture.
 
     Attributes:
         lane: Index of the lane.

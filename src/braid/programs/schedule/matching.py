@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class Matching(NamedTuple):
-    """Pairs of sends and receives.
+    """Pairs of the sends and receives of a program.
 
     Attributes:
         partner: Receive of every matched send, and send of every matched receive.

@@ -120,7 +120,7 @@ class Header(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The actions of all ranks.
+    """Schedule: the actions of all ranks, in order.
 
     Attributes:
         vocabulary: Meaning of the actions.

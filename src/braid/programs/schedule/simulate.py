@@ -54,7 +54,7 @@ class Route(NamedTuple):
 
 
 class NetworkModel(Protocol):
-    """Network that messages travel over."""
+    """Network model of a simulation: latency and bandwidth between ranks."""
 
     @property
     def bytes_per_s(self) -> Iterable[float]:
@@ -72,7 +72,7 @@ class NetworkModel(Protocol):
 
 
 class Costs(NamedTuple):
-    """Costs of actions.
+    """Costs of actions for a simulation: bytes of messages, and seconds of work.
 
     Attributes:
         nbytes: Bytes of a message, by its send or receive.

@@ -30,7 +30,7 @@ SEMANTICS = ("rendezvous", "buffered", "sequential")
 
 
 class Violation(NamedTuple):
-    """One mistake in a program.
+    """One mistake in a program, with its rank and action.
 
     Attributes:
         rule: Name of the rule: size, header, peers, units, matching, deadlock; contributions; work,
