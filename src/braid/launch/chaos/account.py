@@ -50,7 +50,7 @@ NAMED_BY: Mapping[str, tuple[tuple[str, str], ...]] = {
 
 
 class Strike(msgspec.Struct, frozen=True):
-    """A fault as it has happened.
+    """A fault that `braid chaos` has caused in a run.
 
     Attributes:
         unix_s: Time, in seconds since 1970.
@@ -66,7 +66,7 @@ class Strike(msgspec.Struct, frozen=True):
 
 
 class FaultAccount(msgspec.Struct, frozen=True):
-    """Consequences of a fault.
+    """Consequences of one fault: its cause in the log, and the time to recover.
 
     Attributes:
         strike: The fault; its kind is `none` for a rank that the launcher has named without one.
@@ -82,7 +82,7 @@ class FaultAccount(msgspec.Struct, frozen=True):
 
 
 class ChaosAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a run under faults.
+    """Summary of a run under faults: steps, lost steps and recoveries.
 
     Attributes:
         begin_s: Time of the first finished step, in seconds since 1970.

@@ -50,7 +50,7 @@ FILLER = "chaos.filler"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChaosOptions:
-    """Faults that strike a run.
+    """Options of `braid chaos`: which faults strike a run, and when.
 
     Attributes:
         every_s: Mean seconds between two faults.

@@ -190,7 +190,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class RankStarted(msgspec.Struct, tag=True, frozen=True):
-    """The rank's process exists."""
+    """Notice of an agent that a rank's process exists."""
 
     rank: int
     pid: int

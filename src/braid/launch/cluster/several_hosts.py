@@ -25,7 +25,7 @@ __all__ = ["HostsSupervisor"]
 
 
 class HostsSupervisor:
-    """Runs jobs on several hosts.
+    """Runs jobs on several hosts, by an agent on each host.
 
     Args:
         console: Console for output and notices; kept in memory when None.

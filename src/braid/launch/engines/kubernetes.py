@@ -100,7 +100,7 @@ FIRST_DECIDES = """\
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KubernetesManifest:
-    """A manifest.
+    """Manifest of a Kubernetes job that runs a script on several pods.
 
     Attributes:
         command: Script and its arguments: everything after SCRIPT belongs to it.

@@ -41,7 +41,7 @@ POLL_S = 0.5
 
 
 class Reserved(NamedTuple):
-    """Resources that are ours.
+    """Resources that the client has reserved in a Ray cluster.
 
     Attributes:
         group: Placement group.

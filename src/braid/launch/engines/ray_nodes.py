@@ -13,7 +13,7 @@ STRATEGIES = ("pack", "spread")
 
 
 class RayNode(NamedTuple):
-    """A node of the cluster.
+    """A node of a Ray cluster, with its free resources.
 
     Attributes:
         key: Identifier of the node.

@@ -46,7 +46,7 @@ exit "$code"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchScript:
-    """A batch script.
+    """Batch script for `sbatch` that runs a training.
 
     Attributes:
         command: Script and its arguments: everything after SCRIPT belongs to it.

@@ -73,7 +73,7 @@ class LateBucket(NamedTuple):
 
 
 class Averaging(NamedTuple):
-    """One averaging of gradients.
+    """One averaging of gradients in a recorded step.
 
     Attributes:
         full_ns: Time at which each bucket was full, by name of the bucket, then by rank.

@@ -35,7 +35,7 @@ MAX_CHARTS = 40
 
 
 class FigureRow(NamedTuple):
-    """One number in all runs.
+    """Row of a comparison: one number in all runs.
 
     Attributes:
         name: Name of the number.

@@ -45,7 +45,7 @@ class AxisTick(NamedTuple):
 
 
 class ChartLine(NamedTuple):
-    """One curve.
+    """One curve of a chart.
 
     Attributes:
         name: Name of the curve.

@@ -16,7 +16,7 @@ __all__ = ["Figure", "glance"]
 
 
 class Figure(NamedTuple):
-    """One number of a run.
+    """One number of the overview of a run.
 
     Attributes:
         name: Name, such as `median step`.

@@ -49,7 +49,7 @@ class EventInterval(NamedTuple):
 
 
 class Cover:
-    """A set of moments.
+    """A set of moments, kept as disjoint intervals.
 
     Args:
         pieces: Intervals (start, end) in any order; may overlap. Empty intervals are ignored.

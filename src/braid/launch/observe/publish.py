@@ -14,7 +14,7 @@ __all__ = ["Published", "publish", "write_page"]
 
 
 class Published(NamedTuple):
-    """Files that `publish` has written.
+    """Paths of the files that `publish` has written.
 
     Attributes:
         story: Contents of the page.

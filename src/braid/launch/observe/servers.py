@@ -21,7 +21,7 @@ MAX_BARS = 12  # values of staleness that a table shows; larger ones are added u
 
 
 class ServerRow(NamedTuple):
-    """One server.
+    """Numbers of one parameter server, for the report.
 
     Attributes:
         rank: Rank of the server.

@@ -28,7 +28,7 @@ HIDDEN = frozenset({"step", "unix_s"})
 
 
 class Tracker(Protocol):
-    """Receives one run."""
+    """Interface of experiment trackers: receives the numbers of one run."""
 
     def begin(self, name: str, facts: Mapping[str, str]) -> None:
         """Begin a run with a name and the facts of its start, such as command and commit."""

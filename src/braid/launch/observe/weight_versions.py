@@ -21,7 +21,7 @@ RECORD = re.compile(r"(gradient|versions) of stage (\d+)")
 
 
 class VersionRow(NamedTuple):
-    """One stage of an asynchronous pipeline.
+    """Weight versions of one stage of an asynchronous pipeline.
 
     Attributes:
         stage: Number of the stage.

@@ -27,7 +27,7 @@ MAX_HELD = 1000  # lines; a traceback has fewer, and longer output should be sho
 
 
 class Line(NamedTuple):
-    """A line of output.
+    """A line of output of a rank.
 
     Attributes:
         text: The line without its end.

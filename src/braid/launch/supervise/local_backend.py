@@ -59,7 +59,7 @@ ADDRESS = "127.0.0.1"
 
 
 class Supervisor:
-    """Runs jobs on this host.
+    """Starts the ranks of jobs on this host, and watches them.
 
     Args:
         console: Console for output and notices; kept in memory when None.

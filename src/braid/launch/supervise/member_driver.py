@@ -70,7 +70,7 @@ class ElasticRun(Protocol):
 
 
 class MemberDriver:
-    """The members of a run.
+    """Starts, replaces and removes the members of an elastic run.
 
     Args:
         job: The job.

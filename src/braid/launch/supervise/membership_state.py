@@ -50,7 +50,7 @@ NO_EPOCH = -1
 
 
 class Begin(NamedTuple):
-    """Begin an epoch.
+    """Instruction: begin an epoch with these members.
 
     Attributes:
         epoch: Its number, from 0.

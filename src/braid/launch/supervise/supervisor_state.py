@@ -87,7 +87,7 @@ class TimeLimits(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A rank's process exists.
+    """Event: a rank's process exists.
 
     Attributes:
         rank: Number of the rank.
@@ -99,7 +99,7 @@ class Started(NamedTuple):
 
 
 class Exited(NamedTuple):
-    """A rank's process has ended.
+    """Event: a rank's process has ended.
 
     Attributes:
         rank: Number of the rank.
@@ -127,13 +127,13 @@ class Stopped(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """A stopped rank runs again."""
+    """Event: a stopped rank runs again."""
 
     rank: int
 
 
 class Interrupted(NamedTuple):
-    """The launcher has received a signal."""
+    """Event: the launcher has received a signal."""
 
     signum: int
 
@@ -145,7 +145,7 @@ class Dismissed(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Time has passed."""
+    """Event: time has passed."""
 
 
 class SendSignal(NamedTuple):
