@@ -32,7 +32,7 @@ MEASURED = "measured with matrix products on all of them"
 
 
 class RankDevice(NamedTuple):
-    """The device of a rank.
+    """A rank with the device on which it trains.
 
     Attributes:
         device: Device on which the rank computes.

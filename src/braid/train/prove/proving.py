@@ -39,7 +39,7 @@ __all__ = ["Proof", "prove"]
 
 
 class Proof(NamedTuple):
-    """Result of a comparison.
+    """Result of a comparison between a parallel run and one process.
 
     Attributes:
         ranks: World size.
