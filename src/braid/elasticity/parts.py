@@ -94,7 +94,7 @@ class TensorBox(NamedTuple):
 
 
 class PartTensor(NamedTuple):
-    """A tensor of a part.
+    """A tensor of one part of the training state.
 
     Attributes:
         name: Name of the whole tensor, as in a checkpoint.

@@ -80,7 +80,7 @@ class Replica(Protocol):
 
 
 class WholeModel:
-    """A whole model on each member.
+    """Replica for members that each hold the whole model.
 
     Args:
         state: Objects that make up the state.
