@@ -18,7 +18,7 @@ __all__ = ["CheckpointComparison", "Listed", "compare", "ls"]
 
 
 class Listed(NamedTuple):
-    """A checkpoint in a listing.
+    """A checkpoint in the listing of a directory.
 
     Attributes:
         path: Path of the checkpoint.
@@ -38,7 +38,7 @@ class Listed(NamedTuple):
 
 
 class CheckpointComparison(NamedTuple):
-    """Differences of two checkpoints.
+    """Differences between the tensors of two checkpoints.
 
     Attributes:
         num_tensors: Number of tensors that were compared.

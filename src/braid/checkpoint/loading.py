@@ -51,7 +51,7 @@ NAMES = {dtype_name(dtype): dtype for dtype in DTYPES}
 
 
 class Skipped(NamedTuple):
-    """A checkpoint that was skipped.
+    """A damaged or incomplete checkpoint that loading has skipped.
 
     Attributes:
         path: Path of the checkpoint.

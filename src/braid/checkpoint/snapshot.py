@@ -67,7 +67,7 @@ def param_of(name: str) -> str:
 
 
 class Slice(NamedTuple):
-    """A box of a global tensor.
+    """A rank's box (range of indices in each dim) of a global tensor.
 
     Attributes:
         name: Name of the global tensor.
