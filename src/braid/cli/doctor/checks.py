@@ -59,7 +59,7 @@ Verdict: TypeAlias = Literal["ok", "note", "problem"]
 
 
 class Finding(NamedTuple):
-    """Result of one check.
+    """Result of one check of `braid doctor`.
 
     Attributes:
         check: Name of the check.

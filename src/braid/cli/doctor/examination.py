@@ -35,7 +35,7 @@ CHECKS: Mapping[str, Check] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
-    """Findings of all checks.
+    """Results of all checks of `braid doctor`.
 
     Attributes:
         findings: Findings in the order of the report.

@@ -112,7 +112,7 @@ class _LineConsole(QuietConsole):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Where:
-    """Hosts on which ranks run.
+    """Hosts on which the ranks of a benchmark run.
 
     Attributes:
         hosts: Hosts as for `braid run -H`, such as a:2,b:2.

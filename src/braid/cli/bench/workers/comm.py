@@ -27,7 +27,7 @@ Run = Callable[[], object]
 
 
 class CommPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements to make.
+    """Collectives and sizes to measure.
 
     Attributes:
         operations: Names, as in `candidates`.
@@ -53,7 +53,7 @@ class ExplainedAlgorithms(msgspec.Struct):
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """One measurement.
+    """Measurement of one collective at one size.
 
     Attributes:
         operation: Name of the operation.

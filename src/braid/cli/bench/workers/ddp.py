@@ -42,7 +42,7 @@ LEARNING_RATE = 1e-4
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One model with one batch.
+    """One model with one batch size to measure.
 
     Attributes:
         model: Name in `ddp_models.MODEL_NAMES`.
@@ -68,7 +68,7 @@ class DDPPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredCase(msgspec.Struct, kw_only=True):
-    """Figures of one model.
+    """Measured times of one model with one batch size.
 
     Attributes:
         model: Name of the model.

@@ -57,7 +57,7 @@ class ProbePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredLevel(msgspec.Struct, kw_only=True):
-    """Figures of one level.
+    """Measured latency and bandwidth of one level of the cluster.
 
     Attributes:
         name: Name of the level's unit.
