@@ -196,6 +196,8 @@ def test_a_partition_that_costs_no_rank_is_right_and_one_that_is_taken_for_a_dea
     assert [fault.judgement for fault in faults] == ["right", "wrong"]
     assert faults[0].cause == "no rank was lost"
     assert faults[0].recovery_s == 3.0
+    long = [Strike(11.0, "partition", (1,), 60.0)]
+    assert account_of(long, events[:-1], rows, 90.0).faults[0].judgement == "unknown"
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def test_a_rank_of_another_host_has_its_process_id_when_it_connects(tmp_path):
     with _write_run(tmp_path) as log:
         log.append("started", rank=3, host="b", restarts_left=2)
         log.append("connected", rank=3, pid=812)
+        log.append("connected", rank=4, pid=813)  # a full disk has refused its start
         found = status_of(LiveRun(tmp_path)).ranks[3]
     assert (found.pid, found.host, found.state) == (812, "b", "starting")
 

@@ -332,6 +332,7 @@ def test_a_mesh_that_does_not_fit_becomes_replicas():
         ({"mesh": "dp=2", "shard": 4}, "shard must be 0, 1, 2 or 3, got 4"),
         ({"mesh": "dp=2", "checkpoints": "runs"}, "checkpoint_every=0 belong together"),
         ({"mesh": "pp"}, "a mesh is written as pp=2,dp=4"),
+        ({"mesh": "dp=4; pp=2,dp=2"}, "have the same number of ranks"),
         ({"mesh": "dp=3; cp=2"}, "an elastic mesh has only the axes pp, dp, tp, got cp in cp=2"),
     ],
 )

@@ -383,7 +383,7 @@ def test_ranks_of_an_expendable_role_may_die():
     assert Roles(role=("learner:1", "actor:2")).expendable == frozenset()
     with pytest.raises(ConfigError, match="add --role player:COUNT"):
         Roles(role=("a:1",), expendable_role=("player",)).num_ranks(None)
-    with pytest.raises(ConfigError, match="needs --role"):
+    with pytest.raises(ConfigError, match="add --role a:COUNT"):
         Roles(expendable_role=("a",)).num_ranks(2)
 
 

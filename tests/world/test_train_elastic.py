@@ -95,6 +95,26 @@ def test_options_that_do_not_fit_are_named(options, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("dp=4; dp=9", "dp=9 is not for 2 to 3 ranks"),
+        ("dp=4; pp=2,dp=2", "pp=2,dp=2 is not for 2 to 3 ranks"),
+        ("dp=4; ep=3", "ep is not supported"),
+        ("dp=4; tp=3", "which cannot be divided over 3 ranks"),
+    ],
+)
+def test_a_mesh_that_fewer_ranks_cannot_use_is_refused_before_the_start(mesh, words):
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(min_ranks=2, mesh=mesh, batch=8).check_ranks(4)
+    assert words in str(caught.value)
+
+
+def test_a_schedule_is_for_the_meshes_with_stages():
+    config = TrainConfig(min_ranks=2, mesh="dp=4; pp=3; dp=2", schedule="gpipe", batch=8)
+    assert config.check_ranks(4) == 4
+
+
 def test_a_batch_that_ranks_cannot_share_is_refused():
     with pytest.raises(ConfigError, match="--batch 16 cannot be divided into 3 micro-batches"):
         TrainConfig(min_ranks=2).check_ranks(3)

@@ -6,7 +6,7 @@ Problems that are visible in the configuration alone are reported here, before a
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple, get_args
 
@@ -327,8 +327,7 @@ class TrainConfig:
     @property
     def is_on_mesh(self) -> bool:
         """Whether several ranks form a replica, or a one-stage pipeline accumulates gradients."""
-        is_row = "pp" in self._axes
-        return is_row or self.num_tensor_ranks * self.num_sequence_ranks > 1
+        return "pp" in self._axes or self.num_tensor_ranks * self.num_sequence_ranks > 1
 
     @property
     def num_tensor_ranks(self) -> int:
@@ -351,17 +350,20 @@ class TrainConfig:
             msg = f"the number of ranks must be at least 1, got {num_ranks}"
             raise ConfigError(msg)
         if self.reference_shards and num_ranks != 1:
-            msg = (
-                f"--reference-shards {self.reference_shards} trains on one rank, got "
-                f"{num_ranks}: use -n 1"
-            )
+            count = self.reference_shards
+            msg = f"--reference-shards {count} trains on one rank, got {num_ranks}: use -n 1"
             raise ConfigError(msg)
         if self.meshes and self.meshes[0].size != num_ranks:
-            msg = (
-                f"--mesh {self.mesh} has {self.meshes[0].size} ranks, got -n {num_ranks}: make "
-                "them equal"
-            )
+            size = self.meshes[0].size
+            msg = f"--mesh {self.mesh} has {size} ranks, got -n {num_ranks}: make them equal"
             raise ConfigError(msg)
+        for mesh in self.meshes[1:]:
+            if not self.min_ranks <= mesh.size < num_ranks:
+                least = self.min_ranks
+                msg = f"--mesh {self.mesh}: {mesh} is not for {least} to {num_ranks - 1} ranks"
+                raise ConfigError(msg)
+            base = self if "pp" in mesh.axes else replace(self, schedule="1f1b")
+            replace(base, mesh=str(mesh), batch=mesh.size).check_ranks(mesh.size)
         self._check_stages()
         heads = MODELS[self.model].heads
         if heads % self.num_tensor_ranks:
@@ -397,6 +399,8 @@ class TrainConfig:
         num_ranks = self.num_stage_ranks
         if self.versions:
             self._check_versions()
+        if num_ranks == 1 and len(self.meshes) > 1 and "pp" in self.mesh:
+            return
         if num_ranks == 1:
             is_row = self.reference_shards or "pp" in self.mesh  # perhaps of one stage
             alone = () if is_row else (("versions", ""), ("balance", ""))

@@ -141,8 +141,8 @@ def schedule_show(
     from braid.programs.schedule.files import read_program, valid_program
     from braid.programs.schedule.pipeline import to_csv
 
-    if table and csv:
-        msg = "--table and --csv are two forms of the same program: choose one"
+    if table + csv + bool(svg) > 1:
+        msg = "--table, --csv and --svg are forms of the same program: choose one"
         raise ConfigError(msg)
     in_file = options.is_in_file()
     read = valid_program if svg else read_program

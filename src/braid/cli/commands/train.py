@@ -83,6 +83,10 @@ def _elastic_meshes(config: TrainConfig, n: int, threads: int | None) -> str:
     if config.mesh:
         msg = f"--mesh {config.mesh} contradicts --plan auto: leave one of them out"
         raise ConfigError(msg)
+    if n < config.min_ranks:
+        msg = f"-n {n} is less than --min-ranks {config.min_ranks}: start more ranks"
+        raise ConfigError(msg)
+    replace(config, mesh=f"dp={n}")  # refuses options that no mesh supports, before measuring
     meshes = []
     for num_ranks in range(n, config.min_ranks - 1, -1):
         with Console(stderr=True).status(f"measuring {config.model} on {num_ranks} ranks"):

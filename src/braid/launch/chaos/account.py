@@ -34,6 +34,7 @@ __all__ = ["ChaosAccount", "FaultAccount", "Strike", "account_of"]
 Judgement: TypeAlias = Literal["right", "wrong", "unknown"]
 DEATHS = frozenset({"lost", "failed"})
 FATAL = frozenset({"kill", "two", "newcomer"})
+LOST_AFTER_S = 30.0  # a host that is cut off for longer is lost
 NOTICED_S = 1.0  # a stop may be noticed this long after its end
 # kind -> kind of the event that names it, and words in its text
 NAMED_BY: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -178,7 +179,7 @@ def _fault(
     causes, judgement = _judged(strike, events)
     if strike.kind == "disk" and not causes and not _has_gap(strike, rows):
         causes, judgement = ["no line of the run was refused"], "right"
-    if strike.kind == "partition" and not causes:
+    if strike.kind == "partition" and not causes and strike.lasts_s < LOST_AFTER_S:
         causes, judgement = ["no rank was lost"], "right"
     return FaultAccount(strike, "; ".join(causes), judgement, _recovery_s(strike, events, rows))
 

@@ -155,9 +155,13 @@ def run_chaos(options: ChaosOptions, arguments: Sequence[str], command: str = "r
     with ExitStack() as stack:
         hosts = None
         if "partition" in options.names:
-            hosts = stack.enter_context(NamespaceHosts(_hosts_of(words)))
+            own_words = words[: words.index("--")] if "--" in words else words
+            stack.enter_context(_raised(signal.SIGTERM, signal.SIGHUP))
+            hosts = stack.enter_context(NamespaceHosts(_hosts_of(own_words)))
             start = [*hosts.on(hosts.names[0], start), "--rsh", hosts.rsh]
         process = stack.enter_context(_started([*start, *words], environ))
+        if hosts is not None:
+            stack.callback(hosts.mend_all)  # before the ranks save and end
         strikes = _Strikes(options, process, path, hosts)
         strikes.run_to_end()
     return strikes.concluded()
@@ -166,7 +170,7 @@ def run_chaos(options: ChaosOptions, arguments: Sequence[str], command: str = "r
 def _hosts_of(words: Sequence[str]) -> list[str]:
     """Return the names of the hosts on which the ranks run."""
     listed = _value(words, "-H") or _value(words, "--hosts") or ""
-    names = [place.partition(":")[0] for place in listed.split(",")]
+    names = [place.partition(":")[0].strip() for place in listed.split(",")]
     if len(names) < 2 or _value(words, "--rsh") is not None:
         msg = (
             "--kinds partition needs several hosts, which braid chaos makes on this machine: add "
@@ -228,6 +232,21 @@ def _started(command: list[str], environ: dict[str, str]) -> Iterator[subprocess
             with suppress(KeyboardInterrupt):  # Ctrl-C has reached the launcher, too
                 process.terminate()
                 process.wait()
+
+
+@contextmanager
+def _raised(*signums: signal.Signals) -> Iterator[None]:
+    """Turn signals into SystemExit, so that the resources of the block are released."""
+
+    def end(signum: int, _: object) -> None:
+        raise SystemExit(128 + signum)
+
+    before = {signum: signal.signal(signum, end) for signum in signums}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 class _Strikes:

@@ -96,6 +96,11 @@ class NamespaceHosts(AbstractContextManager["NamespaceHosts"]):
         """Connect a host again."""
         self.ip("link", "set", self.port(host), "up")
 
+    def mend_all(self) -> None:
+        """Connect all hosts again."""
+        for host in self.names:
+            self.mend(host)
+
     def on(self, host: str, words: Sequence[str]) -> list[str]:
         """Return the words that run a command on a host."""
         return ["ip", "netns", "exec", self.namespace(host), *words]

@@ -127,10 +127,11 @@ def _fold(status: RunStatus, event: RunEvent) -> None:
             changed_s=event.unix_s,
             cause=f"replaces rank {event.replaces}" if event.replaces >= 0 else "",
         )
-    elif event.kind == "connected":
-        status.ranks[event.rank].pid = event.pid
     elif event.rank in status.ranks:
         changed = status.ranks[event.rank]
+        if event.kind == "connected":
+            changed.pid = event.pid
+            return
         if event.kind == "continued":
             in_epoch = "training" if event.rank in status.members else "waiting"
             changed.state, changed.cause = "running" if status.epoch < 0 else in_epoch, ""
