@@ -170,7 +170,7 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
     ("arguments", "words"),
     [
         (("show", "rong"), "rong is not an algorithm or a file"),
-        (("show", "1f1b", "--csv", "--table"), "--table and --csv are two forms"),
+        (("show", "1f1b", "--csv", "--table"), "--table, --csv and --svg are forms"),
         (("show", "ring", "--csv"), "only pipelines that train can be written as torch's CSV"),
         (("show", "none.csv"), "none.csv cannot be read"),
         (("show", "ring", "--operation", "scatter"), "choose one of naive, tree"),
