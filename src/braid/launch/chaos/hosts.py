@@ -3,8 +3,8 @@
 Problem: ranks of one host share memory, so no fault of a network can strike them.
 
 Idea: a network namespace has its own interfaces and its own loopback. A process in it reaches the
-others only through its `eth0`, a virtual cable to a bridge; taking the bridge's end of the cable
-down is what pulling the plug is.
+others only through its `eth0`, a virtual cable to a bridge. To cut the host off, the bridge's end
+of the cable is taken down.
 """
 
 from __future__ import annotations
