@@ -90,7 +90,7 @@ def _program(path: Path) -> Iterator[Text]:
                 docs.add(doc.value)
             case ast.Constant(str(text)) if " " in text:
                 yield Text(path, node.lineno, DOCSTRING * (node in docs) + text)
-            case ast.Name(id=name, ctx=ast.Store()) if name in LOCAL_NAMES:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if name in LOCAL_NAMES:
                 yield Text(path, node.lineno, LOCAL)
     for number, line in enumerate(source.splitlines(), 1):
         if comment := re.search(r"(?:^|  )# (.*)", line):

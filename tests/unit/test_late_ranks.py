@@ -27,6 +27,7 @@ class Run:
 
     def __init__(self) -> None:
         self.notices: list[str] = []
+        self.journal = self
         self.ranks: dict[int, Any] = {
             rank: SimpleNamespace(
                 rank=rank, name=f"rank {rank}", last_events=lambda: "", send=lambda _: None

@@ -79,11 +79,11 @@ class StepTimes:
         return slow, f"has taken {times:.1f} times as long as its peers for its steps"
 
 
-def wrong_ranks(own: Sequence[int], checked: Sequence[int]) -> tuple[int, ...]:
+def wrong_ranks(computed: Sequence[int], checked: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks that may have computed wrongly: none, one, or all ranks in doubt.
 
     Args:
-        own: Checksum of each rank's result for its own micro-batch.
+        computed: Checksum of each rank's result for its own micro-batch.
         checked: Checksum of each rank's result for the micro-batch of the next rank.
 
     >>> wrong_ranks([5, 6, 7], [6, 7, 5])
@@ -93,9 +93,11 @@ def wrong_ranks(own: Sequence[int], checked: Sequence[int]) -> tuple[int, ...]:
     >>> wrong_ranks([5, 9, 7], [6, 7, 5])
     (0, 1)
     """
-    size = len(own)
+    size = len(computed)
     pairs = [
-        {rank, (rank + 1) % size} for rank in range(size) if checked[rank] != own[(rank + 1) % size]
+        {rank, (rank + 1) % size}
+        for rank in range(size)
+        if checked[rank] != computed[(rank + 1) % size]
     ]
     if not pairs:
         return ()

@@ -10,17 +10,17 @@ from rich.table import Table
 __all__ = ["new_table"]
 
 
-def new_table(title: str | None, left: Sequence[str], right: Sequence[str]) -> Table:
+def new_table(title: str | None, texts: Sequence[str], numbers: Sequence[str]) -> Table:
     """Return an empty table.
 
     Args:
         title: Line above it, if any.
-        left: Headings of text columns.
-        right: Headings of columns of figures, after the text columns.
+        texts: Headings of text columns.
+        numbers: Headings of columns of figures, after the text columns.
     """
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in left:
+    for name in texts:
         grid.add_column(name, no_wrap=True)
-    for name in right:
+    for name in numbers:
         grid.add_column(name, justify="right", no_wrap=True)
     return grid

@@ -75,7 +75,7 @@ class ReplicaDigests:
             self._start(rows[0], replicas[0].digest_names())
         return digests[0]
 
-    def compare_processes(self, own: ReplicaObjects) -> None:
+    def compare_processes(self, objects: ReplicaObjects) -> None:
         """Compare the processes now.
 
         Raises:
@@ -83,8 +83,10 @@ class ReplicaDigests:
         """
         self.finish()
         if self._across is not None:
-            own.scan()
-            self._start(torch.cat([own.option_digests(), own.digests()]), own.digest_names())
+            objects.scan()
+            self._start(
+                torch.cat([objects.option_digests(), objects.digests()]), objects.digest_names()
+            )
             self.finish()
 
     def _start(self, row: torch.Tensor, names: Sequence[str]) -> None:

@@ -227,7 +227,7 @@ class _Line:
         receipt = next((r for r in self.posted if r.tag == envelope.tag), None)
         if receipt is not None and receipt.digest != digest:
             pair = (min(source, ch.rank), max(source, ch.rank))
-            raise Disagreement(ch.index, value, pair, own=(receipt.digest, receipt.site))
+            raise Disagreement(ch.index, value, pair, digests=(receipt.digest, receipt.site))
         data = receipt.out if receipt is not None else _bytes(envelope.nbytes)
         message = _Message(envelope.tag, digest, data)
         if envelope.address:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -30,10 +31,8 @@ from braid.comm.api.point_to_point import PointToPoint
 from braid.comm.api.rebuild import meet_survivors
 from braid.comm.api.reductions import Reductions
 from braid.comm.api.request import Numbers, Request, describe_persistent
-from braid.comm.channel.control_pages import ControlPages
 from braid.comm.engines.collective import Collective, Describer
 from braid.comm.engines.engine import Engine
-from braid.comm.engines.progress import Progress
 from braid.comm.engines.shared_memory import SharedMemoryEngine
 from braid.comm.engines.work import StepsBy, Work
 from braid.comm.tensors.arguments import Parts, check_movable, check_seconds, is_number
@@ -118,23 +117,10 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         if sum_order not in {"rank", "any"}:
             msg = f"sum_order must be 'rank' or 'any', got {sum_order!r}"
             raise ConfigError(msg)
-        page = ControlPages.first_page(transport)
-        ranks = tuple(range(context.world_size))
-        check = partial(context.health.check_now, ranks)
-        meet = partial(exchange_numbers, context.store, timeout_s=FIRST_DEADLINE_S, check=check)
-        first_pages = meet("group/world", context.rank, ranks, page.address)
-        pages = ControlPages(transport, ranks, context.rank, first_pages)
-        # a rank that exits early must keep its page until the other ranks have mapped it
-        meet("group/mapped", context.rank, ranks, 0)
-        engine = SharedMemoryEngine(
-            transport,
-            pages,
-            Progress(transport),
-            context.events,
-            in_order=sum_order == "rank",
-            owns_progress=True,
+        engine = SharedMemoryEngine.world(
+            context, transport, in_order=sum_order == "rank", timeout_s=FIRST_DEADLINE_S
         )
-        return cls(context, engine, ranks, transport.names)
+        return cls(context, engine, engine.pages.ranks, transport.names)
 
     @property
     def objects(self) -> Objects:
@@ -426,13 +412,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
 
     def statistics(self) -> dict[str, int]:
         """Return numbers of operations and bytes, and nanoseconds in operations and in waits."""
-        counts = self._engine.statistics
-        return {
-            "num_operations": counts.num_operations,
-            "nbytes": counts.nbytes,
-            "spent_ns": counts.spent_ns,
-            "waited_ns": counts.waited_ns,
-        }
+        return asdict(self._engine.statistics)
 
     def __repr__(self) -> str:
         state = self._closed or f"{self._engine.statistics.num_operations} operations"

@@ -168,13 +168,15 @@ def all_to_all(
     return collective(run, lambda g: all_to_all(group, g, send_sizes=source, receive_sizes=to), x)
 
 
-def check_sizes(group: Group, sizes: Sequence[int], own: int | None, operation: str) -> list[int]:
+def check_sizes(
+    group: Group, sizes: Sequence[int], length: int | None, operation: str
+) -> list[int]:
     """Return the sizes as a list.
 
     Args:
         group: Ranks that take part.
         sizes: One length per rank.
-        own: Length of this rank's part; None if unknown.
+        length: Length of this rank's part; None if unknown.
         operation: Name in the message.
 
     Raises:
@@ -188,9 +190,9 @@ def check_sizes(group: Group, sizes: Sequence[int], own: int | None, operation: 
             f"got {rows}"
         )
         raise ConfigError(msg)
-    if own is not None and rows[group.rank] != own:
+    if length is not None and rows[group.rank] != length:
         msg = (
-            f"part of group rank {group.rank} is {own} long, but {operation} sizes {rows} name "
+            f"part of group rank {group.rank} is {length} long, but {operation} sizes {rows} name "
             f"{rows[group.rank]} for this rank: pass the lengths of all parts"
         )
         raise ConfigError(msg)

@@ -55,7 +55,7 @@ class Disagreement(Exception):
         channel: Number of the channel.
         value: The step.
         members: Group ranks that disagree; None for all.
-        own: Digests of this rank's description and call site; None to use the operation's digests.
+        digests: Digests of this rank's description and call site; the operation's when None.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Disagreement(Exception):
         value: int,
         members: tuple[int, ...] | None = None,
         *,
-        own: tuple[int, int] | None = None,
+        digests: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(channel, value, members)
         self.channel = channel
         self.value = value
         self.members = members
-        self.own = own
+        self.digests = digests
 
 
 class Entry(NamedTuple):
@@ -315,13 +315,13 @@ class Channel:
         address = line[2 + 3 * (self.value & 1) + 1]
         return self._arena.view(self.ranks[peer], address, numel, dtype)
 
-    def tensors(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """Return each member's data of the current step, with `own` for this rank."""
-        at, numel, dtype = 3 + 3 * (self.value & 1), own.numel(), own.dtype
+    def tensors(self, local: torch.Tensor) -> list[torch.Tensor]:
+        """Return each member's data of the current step, with `local` for this rank."""
+        at, numel, dtype = 3 + 3 * (self.value & 1), local.numel(), local.dtype
         tensors, view, ranks = [], self._arena.view, self.ranks
         for member, line in enumerate(self._lines):
             if member == self.rank:
-                tensors.append(own)
+                tensors.append(local)
             else:
                 assert line is not None, "the step has been exchanged"
                 tensors.append(view(ranks[member], line[at], numel, dtype))

@@ -342,7 +342,7 @@ class Operation:
             pages.transport.health.collect()
             clock.sleep(0.001)
         answers = []
-        digest, site = exc.own or (self._collective.digest, self._collective.site)
+        digest, site = exc.digests or (self._collective.digest, self._collective.site)
         for member in members:
             answer = asked(pages, member, channel.entry(member, exc.value))
             if member == pages.rank:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from statistics import median
 
@@ -39,7 +40,8 @@ from braid.comm.engines.work import StepsBy, Work
 from braid.comm.formats import by_name
 from braid.comm.tensors.node_map import NodeMap
 from braid.runtime.events import Recorder
-from braid.runtime.transport import Block, MemoryTransport, Steps
+from braid.runtime.store import exchange_numbers
+from braid.runtime.transport import Block, MemoryTransport, RankContext, Steps
 
 __all__ = ["SharedMemoryEngine"]
 
@@ -90,6 +92,34 @@ class SharedMemoryEngine:
         self._ordering = threading.Lock()  # orders the threads that enter a channel
         self._first_pages: dict[int, Block] = {}
         self._programs = Programs(pages.rank, pages.size)
+
+    @classmethod
+    def world(
+        cls, context: RankContext, transport: MemoryTransport, *, in_order: bool, timeout_s: float
+    ) -> SharedMemoryEngine:
+        """Return the engine of all ranks. A collective: every rank calls it once.
+
+        Args:
+            context: Context of this rank.
+            transport: Transport that reaches all ranks.
+            in_order: Whether to sum in the order of ranks even over several hosts.
+            timeout_s: Seconds to wait for the other ranks.
+
+        Raises:
+            PeerLostError: A rank was lost before it joined.
+        """
+        page = ControlPages.first_page(transport)
+        ranks = tuple(range(context.world_size))
+        check = partial(context.health.check_now, ranks)
+        meet = partial(exchange_numbers, context.store, timeout_s=timeout_s, check=check)
+        first_pages = meet("group/world", context.rank, ranks, page.address)
+        pages = ControlPages(transport, ranks, context.rank, first_pages)
+        # a rank that exits early must keep its page until the other ranks have mapped it
+        meet("group/mapped", context.rank, ranks, 0)
+        progress = Progress(transport)
+        return cls(
+            transport, pages, progress, context.events, in_order=in_order, owns_progress=True
+        )
 
     @property
     def forked(self) -> bool:

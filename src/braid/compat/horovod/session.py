@@ -72,7 +72,7 @@ class SessionMember:
             raise ConfigError(msg)
         return self._engine
 
-    def name(self, kind: str, given: Any) -> str:
+    def name(self, kind: str, label: Any) -> str:
         """Return the full name of an operation; without a name from the program, a running number.
 
         All ranks must start operations without a name in the same order.
@@ -80,16 +80,16 @@ class SessionMember:
         Raises:
             ConfigError: The name is not a string, or cannot be encoded as UTF-8.
         """
-        if not isinstance(given, str | None):
-            msg = f"name of {kind} must be text or None, got {given!r}"
+        if not isinstance(label, str | None):
+            msg = f"name of {kind} must be text or None, got {label!r}"
             raise ConfigError(msg)
-        if given and not given.isascii():
+        if label and not label.isascii():
             try:
-                given.encode()
+                label.encode()
             except UnicodeEncodeError as error:
-                msg = f"name {given!r} for {kind} cannot be written as UTF-8: {error}"
+                msg = f"name {label!r} for {kind} cannot be written as UTF-8: {error}"
                 raise ConfigError(msg) from error
-        return f"{kind}.{given}" if given else f"{kind}.noname.{next(self._counts[kind])}"
+        return f"{kind}.{label}" if label else f"{kind}.noname.{next(self._counts[kind])}"
 
     def restart_names(self) -> None:
         """Number operations without a name from 0 again; all ranks do so together."""

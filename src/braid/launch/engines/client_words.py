@@ -50,13 +50,13 @@ class ClientWords(dict[str, str]):
 
     @classmethod
     def parse(
-        cls, words: Sequence[str], own: Collection[str], *, others: bool = False
+        cls, words: Sequence[str], options: Collection[str], *, others: bool = False
     ) -> ClientWords:
         """Read words.
 
         Args:
             words: Words after the client's name.
-            own: Names of the client's options besides `num-ranks`.
+            options: Names of the client's options besides `num-ranks`.
             others: Whether further words are options of the engine.
 
         Raises:
@@ -66,9 +66,9 @@ class ClientWords(dict[str, str]):
         while index < len(words):
             name, equals, value = words[index].partition("=")
             index += 1
-            if not (name.startswith("--") and name[2:] in {"num-ranks", *own}):
+            if not (name.startswith("--") and name[2:] in {"num-ranks", *options}):
                 if not others:
-                    known = ", ".join(f"--{option}" for option in sorted(own))
+                    known = ", ".join(f"--{option}" for option in sorted(options))
                     msg = f"this engine has no option {name}: it has {known}"
                     raise ConfigError(msg)
                 rest.append(words[index - 1])

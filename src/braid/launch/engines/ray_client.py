@@ -165,10 +165,10 @@ def _nodes(ray: Any) -> list[RayNode]:
 
 
 def _reserve(
-    ray: Any, chosen: Sequence[tuple[RayNode, int]], each: Mapping[str, float]
+    ray: Any, chosen: Sequence[tuple[RayNode, int]], resources: Mapping[str, float]
 ) -> Reserved:
     """Return a placement group with a bundle on each chosen node, once it is there."""
-    bundles = [{name: count * want for name, want in each.items()} for _, count in chosen]
+    bundles = [{name: count * want for name, want in resources.items()} for _, count in chosen]
     labels = [{"ray.io/node-id": node.key} for node, _ in chosen]
     group = ray.util.placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
     is_announced = False

@@ -25,23 +25,23 @@ class RayNode(NamedTuple):
     name: str
     free: Mapping[str, float]
 
-    def fits(self, each: Mapping[str, float]) -> int:
+    def fits(self, resources: Mapping[str, float]) -> int:
         """Return how many ranks have room here."""
         counts = [
-            int(self.free.get(name, 0.0) / want + 1e-9) for name, want in each.items() if want
+            int(self.free.get(name, 0.0) / want + 1e-9) for name, want in resources.items() if want
         ]
         return min(counts, default=0)
 
 
 def place(
-    nodes: Sequence[RayNode], num_ranks: int, each: Mapping[str, float], strategy: str = "pack"
+    nodes: Sequence[RayNode], num_ranks: int, resources: Mapping[str, float], strategy: str = "pack"
 ) -> list[tuple[RayNode, int]]:
     """Choose the nodes of a job, with the number of ranks of each.
 
     Args:
         nodes: Nodes of the cluster.
         num_ranks: Number of ranks; 0 for the largest number that fits.
-        each: Resources of a rank.
+        resources: Resources of a rank.
         strategy: `pack` to use the fewest nodes, `spread` to use the most nodes.
 
     Raises:
@@ -51,13 +51,15 @@ def place(
     >>> [(node.name, count) for node, count in place([b, a], 5, {"CPU": 1})]
     [('a', 4), ('b', 1)]
     """
-    room = sorted(((n.fits(each), n) for n in nodes), key=lambda pair: (-pair[0], pair[1].name))
+    room = sorted(
+        ((n.fits(resources), n) for n in nodes), key=lambda pair: (-pair[0], pair[1].name)
+    )
     total = sum(count for count, _ in room)
     wanted = num_ranks or total
     if not wanted or wanted > total:
-        asked = " ".join(f"{name}={want:g}" for name, want in each.items())
+        asked = " ".join(f"{name}={want:g}" for name, want in resources.items())
         free = "; ".join(
-            f"{n.name} " + (" ".join(f"{k}={n.free.get(k, 0.0):g}" for k in each) or "nothing")
+            f"{n.name} " + (" ".join(f"{k}={n.free.get(k, 0.0):g}" for k in resources) or "nothing")
             for _, n in room
         )
         msg = (

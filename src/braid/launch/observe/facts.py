@@ -178,9 +178,9 @@ def _median_without(row: Mapping[int, StepTime], rank: int, name: str) -> float:
     return median(others) if others else 0.0
 
 
-def _other_ranks(own: Mapping[int, float], slowest: int) -> str:
-    text = rank_list(rank for rank in own if rank != slowest)
-    return text if len(own) == 2 else f"the median of {text}"
+def _other_ranks(seconds: Mapping[int, float], slowest: int) -> str:
+    text = rank_list(rank for rank in seconds if rank != slowest)
+    return text if len(seconds) == 2 else f"the median of {text}"
 
 
 def _lasted_ns(row: Mapping[int, StepTime]) -> int:

@@ -103,15 +103,15 @@ def pipeline_views(timelines: Sequence[RankTimeline]) -> tuple[PipelineView, ...
     return tuple(_view(one) for one in passes(timelines)[:MAX_VIEWS])
 
 
-def _view(own: Passes) -> PipelineView:
-    program = own.program
-    timeline, sends_ns = _simulated(own)
+def _view(recording: Passes) -> PipelineView:
+    program = recording.program
+    timeline, sends_ns = _simulated(recording)
     predicted = [_predicted_rank(timeline, rank, sends_ns) for rank in range(program.num_ranks)]
     predicted_ns = timeline.seconds * 1e9
-    divisions = [_divided(one, own.waits) for one in own.passes]
+    divisions = [_divided(one, recording.waits) for one in recording.passes]
     rows = tuple(
         StageRow(
-            own.ranks[rank],
+            recording.ranks[rank],
             TimeDivision(
                 *(median(column) for column in zip(*(d[rank] for d in divisions), strict=True))
             ),
@@ -119,33 +119,33 @@ def _view(own: Passes) -> PipelineView:
         )
         for rank in range(program.num_ranks)
     )
-    typical = sorted(own.passes, key=lambda one: one.dur_ns)[len(own.passes) // 2]
+    typical = sorted(recording.passes, key=lambda one: one.dur_ns)[len(recording.passes) // 2]
     span = max(typical.dur_ns, round(predicted_ns), 1)
     measured = [
         _measured_rank(actions, waits)
-        for actions, waits in zip(typical.actions, own.waits, strict=True)
+        for actions, waits in zip(typical.actions, recording.waits, strict=True)
     ]
     pictures = (
         _picture(
             f"Measured: the median pass, {duration_text(typical.dur_ns)}",
-            own.ranks,
+            recording.ranks,
             measured,
             (typical.start_ns, span),
         ),
         _picture(
             f"Predicted by the simulator, {duration_text(predicted_ns)}",
-            own.ranks,
+            recording.ranks,
             predicted,
             (0, span),
         ),
     )
     name = schedule_name(program) or "a schedule without a name"
-    ranks = ", ".join(map(str, own.ranks))
+    ranks = ", ".join(map(str, recording.ranks))
     kinds = {ROLES[s.kind] for rank in measured for s in rank.work}
     return PipelineView(
         f"{name}, {program.header.num_indices} micro-batches, ranks {ranks}",
-        len(own.passes),
-        median(one.dur_ns for one in own.passes),
+        len(recording.passes),
+        median(one.dur_ns for one in recording.passes),
         predicted_ns,
         rows,
         pictures,
@@ -164,13 +164,13 @@ class _Instant:
         return Route(0.0, ())
 
 
-def _simulated(own: Passes) -> tuple[Timeline, dict[tuple[str, int], float]]:
+def _simulated(measured: Passes) -> tuple[Timeline, dict[tuple[str, int], float]]:
     """Simulate the program; return also the seconds of the send after each kind of work."""
-    seconds = own.seconds
+    seconds = measured.seconds
     sends = {
         (kind, stage): seconds.get((send, stage), 0.0)
         for kind, send in (("F", "send_f"), ("B", "send_b"), ("I", "send_b"))
-        for stage in range(own.program.header.num_units)
+        for stage in range(measured.program.header.num_units)
     }
 
     def seconds_of(_rank: int, action: Action) -> float:
@@ -178,7 +178,7 @@ def _simulated(own: Passes) -> tuple[Timeline, dict[tuple[str, int], float]]:
         return seconds.get(place, 0.0) + sends.get(place, 0.0)
 
     costs = Costs(lambda *_: 0.0, seconds_of)
-    return simulate(own.program, costs, _Instant(), buffered=True), sends
+    return simulate(measured.program, costs, _Instant(), buffered=True), sends
 
 
 def _predicted_rank(

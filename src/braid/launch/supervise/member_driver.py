@@ -15,6 +15,7 @@ from typing import Protocol
 
 from braid.launch.process.job import ElasticLimits, JobSpec
 from braid.launch.supervise.hang_monitor import MemberChanges
+from braid.launch.supervise.journal import RunJournal
 from braid.launch.supervise.membership_state import (
     Begin,
     Dismiss,
@@ -44,16 +45,13 @@ class ElasticRun(Protocol):
         ...
 
     @property
+    def journal(self) -> RunJournal:
+        """Shows and logs changes of the members."""
+        ...
+
+    @property
     def is_running(self) -> bool:
         """Whether nothing has ended the run so far."""
-        ...
-
-    def notice(self, text: str) -> None:
-        """Show a text to the user."""
-        ...
-
-    def note(self, kind: str, **values: object) -> None:
-        """Append an event to the launcher's log of the run."""
         ...
 
     def start_another(self) -> None:
@@ -126,7 +124,7 @@ class MemberDriver:
         self._name_late()
         num_slots, notice = self._slots.poll() if self._slots is not None else (None, "")
         if notice:
-            self._run.notice(notice)
+            self._run.journal.notice(notice)
         if num_slots is not None:
             self._execute(self.state.slots(num_slots))
 
@@ -149,7 +147,7 @@ class MemberDriver:
         if self._has_roles and place != rank:
             self.changes.successors[place] = rank
             num_left = f"restarts left: {self.state.restarts_left}"
-            self._run.notice(f"rank {rank} takes the role of rank {place}; {num_left}")
+            self._run.journal.notice(f"rank {rank} takes the role of rank {place}; {num_left}")
         elif self._job.hang_report_s and not self._has_roles:
             self._joining_ns[rank] = self._clock.now_ns()
         self._execute(self.state.started(rank))
@@ -160,15 +158,15 @@ class MemberDriver:
         if not self._run.is_running:
             process.send(Stop(ENDING))
         elif message.leaves:
-            self._run.notice(f"{process.name} {message.leaves}, and leaves the run")
-            self._run.note("left", rank=process.rank, text=message.leaves)
+            self._run.journal.notice(f"{process.name} {message.leaves}, and leaves the run")
+            self._run.journal.note("left", rank=process.rank, text=message.leaves)
             self._free_place(process.rank)
             self._execute(self.state.lost(process.rank))
             if not self.state.members and not self.state.is_over:
                 self._run.interrupt()  # all members were asked to end
         else:
             if message.epoch < 0:
-                self._run.note("waiting", rank=process.rank)
+                self._run.journal.note("waiting", rank=process.rank)
             self._execute(self.state.ready(process.rank, message.epoch, message.num_steps))
 
     def ended(self, rank: int, *, has_finished: bool, was_dismissed: bool) -> None:
@@ -193,11 +191,13 @@ class MemberDriver:
             if isinstance(order, Begin):
                 step = max(0, *order.num_steps)
                 self.changes.epoch_ns = self._clock.now_ns()
-                self._run.note("epoch", epoch=order.epoch, members=order.members, num_steps=step)
+                self._run.journal.note(
+                    "epoch", epoch=order.epoch, members=order.members, num_steps=step
+                )
                 if order.epoch:
                     members = ", ".join(map(str, order.members))
                     text = f"epoch {order.epoch}: ranks {members} go on at step {step}"
-                    self._run.notice(text)
+                    self._run.journal.notice(text)
                 for rank in order.members:
                     ranks[rank].send(NewEpoch(*order))
             elif isinstance(order, Pause):
@@ -231,7 +231,7 @@ class MemberDriver:
         self._missing_ns = None
         for rank in missing:
             inside = self._run.ranks[rank].last_events()
-            self._run.notice(
+            self._run.journal.notice(
                 f"{self._run.ranks[rank].name} is not ready for the next epoch after "
                 f"{self._job.hang_report_s:g} s, and the other members wait for it"
                 f"{': it was last seen ' * bool(inside)}{inside}"
@@ -245,7 +245,7 @@ class MemberDriver:
                 del self._joining_ns[rank]
                 process = self._run.ranks[rank]
                 inside = process.last_events()
-                self._run.notice(
+                self._run.journal.notice(
                     f"{process.name} is not ready to train {JOIN_NOTICE_NS / 1e9:g} s after its "
                     "start: does its program still prepare, or can it not reach the launcher?"
                     f"{' It was last seen ' * bool(inside)}{inside}"

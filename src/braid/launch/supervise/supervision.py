@@ -7,32 +7,21 @@ takes all decisions, and the backend knows on which hosts the ranks are.
 from __future__ import annotations
 
 import selectors
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from datetime import datetime
-from functools import partial
 from pathlib import Path
 from signal import SIGCHLD, SIGINT, SIGKILL, SIGTERM, SIGUSR1
 
-from braid._version import __version__
 from braid.errors import ConfigError
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.job import JobSpec, Outcome
 from braid.launch.process.output import Console, LineBudget, RankOutput
 from braid.launch.process.processes import Change, SignalInbox
-from braid.launch.process.traceback_filter import SharedTracebacks
 from braid.launch.supervise.backend import RankBackend, RankSpec
-from braid.launch.supervise.event_log import EventLog
 from braid.launch.supervise.hang_monitor import HangMonitor, MemberChanges
+from braid.launch.supervise.journal import RunJournal
 from braid.launch.supervise.member_driver import MemberDriver
 from braid.launch.supervise.rank import Rank
-from braid.launch.supervise.run_record import (
-    git_commit,
-    make_log_dir,
-    package_versions,
-    write_record,
-)
 from braid.launch.supervise.slots import SlotSource
 from braid.launch.supervise.supervisor_state import (
     Continued,
@@ -41,7 +30,6 @@ from braid.launch.supervise.supervisor_state import (
     Exited,
     Instruction,
     Interrupted,
-    RankFacts,
     ReportedFailure,
     RunPhase,
     SendSignal,
@@ -54,18 +42,11 @@ from braid.launch.supervise.supervisor_state import (
     Warn,
 )
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose.block import SavedCheckpoint, rank_list
-from braid.runtime.diagnose.run_record import RunRecord
 from braid.runtime.diagnose.verdict import (
-    Ending,
     RankEnd,
-    Verdict,
     clause,
-    exit_code,
-    judge,
     signal_name,
 )
-from braid.runtime.metrics import MetricsFiles
 from braid.runtime.rendezvous import (
     Exiting,
     FromRank,
@@ -83,8 +64,6 @@ from braid.runtime.store import STORE_LIMITS, STORE_ROLE, StoreServer
 from braid.runtime.wire import Identity, Listener
 
 __all__ = ["carry_out"]
-
-NOTICE_NS = 2_000_000  # a surviving rank may notice a death this long before the launcher does
 
 
 def carry_out(
@@ -136,53 +115,28 @@ class _Run(AbstractContextManager["_Run"]):
         self._clock = clock
         self._inbox = inbox
         self._backend = backend
-        self._start_ns = clock.now_ns()
         elastic = job.elastic
         self._members = MemberDriver(job, elastic, self, clock, slots) if elastic else None
+        self.journal = RunJournal(job, console, clock, backend, self.ranks)
         self._state = SupervisorState(
             job.num_ranks + (elastic.spares if elastic else 0),
             _limits(job),
-            self._start_ns,
+            clock.now_ns(),
             job.expendable,
             job.needed,
             self._members.state if self._members is not None else None,
-        )
-        self._saved: SavedCheckpoint | None = None
-        self._resume = "auto"  # value of --resume that loads it
-        self._announced = False
-        self._unwritten: set[str] = set()
-        self._tracebacks = SharedTracebacks()
-        self._log_dir = make_log_dir(job)
-        self._record = RunRecord(
-            braid=__version__,
-            run_id=backend.run_id,
-            command=job.command,
-            command_kind=job.kind,
-            num_ranks=job.num_ranks,
-            started=datetime.now().astimezone().isoformat(timespec="seconds"),
-            threads=backend.threads,
-            hosts=backend.hosts,
-            title=job.title,
-            git=git_commit(),
-        )
-        self._keep(partial(write_record, Path(self._log_dir), self._record))
-        plural = "s" if job.num_ranks > 1 else ""
-        listed = ",".join(f"{host.name}:{host.num_ranks}" for host in backend.hosts)
-        where = f" on {listed}" if backend.spans_hosts else ""
-        self._console.notice(
-            f"{job.num_ranks} rank{plural}{where}, logs in {self._log_dir}, "
-            f"OMP_NUM_THREADS={backend.threads}"
         )
         self._hangs = HangMonitor(
             job.hang_report_s if job.stdin_rank is None else 0.0,
             self.ranks,
             MemberChanges() if self._members is None else self._members.changes,
             clock=clock,
-            log_dir=Path(self._log_dir),
+            log_dir=Path(self.journal.log_dir),
             notice=console.notice,
             hosts={host.address: host.name for host in backend.hosts},
         )
         with ExitStack() as stack:
+            stack.enter_context(self.journal)
             self._listener = stack.enter_context(
                 Listener(
                     backend.store_address,
@@ -195,8 +149,6 @@ class _Run(AbstractContextManager["_Run"]):
             )
             self._store = stack.enter_context(StoreServer(clock=clock))
             self._selector = stack.enter_context(selectors.DefaultSelector())
-            self._metrics = stack.enter_context(MetricsFiles(Path(self._log_dir)))
-            self._events = stack.enter_context(EventLog(Path(self._log_dir)))
             stack.callback(self._end_ranks)
             self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
             self._selector.register(self._listener, selectors.EVENT_READ, self._on_clients)
@@ -221,7 +173,7 @@ class _Run(AbstractContextManager["_Run"]):
                 self._on_clients()
             self._backend.poll()
             if self._state.phase is RunPhase.RUNNING:
-                self._keep(self._hangs.poll)
+                self.journal.keep(self._hangs.poll)
                 if self._members is not None:
                     self._members.poll()
             self._handle(Tick())
@@ -237,56 +189,20 @@ class _Run(AbstractContextManager["_Run"]):
         """Return the outcome of the run, and write its record, events and stacks."""
         for process in self.ranks.values():
             process.drain()
-        has_timeline = any(process.box.has_events for process in self.ranks.values())
-        verdict = self._verdict()
-        outcome = Outcome(
-            exit_code=exit_code(verdict, self._state.signum),
-            verdict=verdict,
-            elapsed_s=(self._clock.now_ns() - self._start_ns) / 1e9,
-            log_dir=self._log_dir,
-            step=max(
-                (s for p in self.ranks.values() if (s := p.box.step) is not None), default=None
-            ),
-            saved=self._saved,
-            resume=self._job.resume_line(self._resume) if self._saved else "",
-            limit_s=self._job.timeout_s,
-            has_timeline=has_timeline,
-            links=() if verdict.certain else self._hangs.links,
-        )
-        if outcome.ok:
-            self._hangs.all_ended_well()
-        for process in self.ranks.values():
-            self._keep(partial(process.box.write_to, Path(self._log_dir)))
-        record = replace(
-            self._record,
-            outcome=outcome,
-            hangs=tuple(self._hangs.reports),
-            packages=package_versions(),
-        )
-        self._keep(partial(write_record, Path(self._log_dir), record))
-        return outcome
+        return self.journal.conclude(self._state, self._hangs)
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
-        for (rank, same), errors in self._tracebacks.hidden().items():
-            self._console.notice(
-                f"{rank_list(same)} printed the same as rank {rank}: {'; '.join(errors)}"
-            )
-        omitted = sum(process.output.num_omitted for process in self.ranks.values())
-        if omitted:
-            self._console.notice(
-                f"{omitted:,} lines not shown in all: the logs in {self._log_dir} have every line"
-            )
 
     # Starting
 
     def _start(self, rank: int) -> None:
-        log_path = Path(self._log_dir) / f"rank{rank}.log"
+        log_path = Path(self.journal.log_dir) / f"rank{rank}.log"
         budget = LineBudget() if self._job.num_ranks > 1 else None
         try:
             with ExitStack() as stack:
                 box = stack.enter_context(BlackBox(rank))
-                tracebacks = self._tracebacks if budget is not None else None
+                tracebacks = self.journal.tracebacks if budget is not None else None
                 output = RankOutput(rank, log_path, self._console, budget, tracebacks)
                 stack.callback(output.close, self._clock.now_ns())
                 spec = RankSpec(
@@ -307,7 +223,7 @@ class _Run(AbstractContextManager["_Run"]):
             raise ConfigError(msg) from exc
         process = self.ranks[rank]
         restarts_left = self._members.state.restarts_left if self._members is not None else -1
-        self.note(
+        self.journal.note(
             "started",
             rank=rank,
             pid=process.pid,
@@ -333,7 +249,7 @@ class _Run(AbstractContextManager["_Run"]):
             replaces=replaces,
             run_id=self._backend.run_id,
             store_address=self._backend.address_for_rank(self._listener.address),
-            log_dir=self._log_dir,
+            log_dir=self.journal.log_dir,
             resume=self._job.resume,
             launched_by="braid",
             **self._backend.placement(place)._asdict(),
@@ -364,7 +280,7 @@ class _Run(AbstractContextManager["_Run"]):
     def _on_signal(self, signum: int, host: str) -> None:
         """End the run after a signal on this host or on `host`."""
         if self._members is not None and host and signum == SIGTERM:
-            self._console.notice(f"SIGTERM received on host {host}: its ranks leave the run")
+            self.journal.notice(f"SIGTERM received on host {host}: its ranks leave the run")
             for rank in self.ranks.values():
                 if rank.host == host:
                     rank.signal(SIGTERM)
@@ -374,16 +290,16 @@ class _Run(AbstractContextManager["_Run"]):
             return  # the engine repeats it while ranks save
         then = "passing it on to all ranks" if first else "ending all ranks now"
         where = f" on host {host}" if host else ""
-        self._console.notice(f"{signal_name(signum)} received{where}, {then}")
+        self.journal.notice(f"{signal_name(signum)} received{where}, {then}")
         self._handle(Interrupted(signum))
 
     def _on_change(self, process: Rank, change: Change) -> None:
         if change.kind == "stopped":
             text = f"was stopped by {signal_name(change.status)}"
-            self.note("stopped", rank=process.rank, text=text)
+            self.journal.note("stopped", rank=process.rank, text=text)
             self._handle(Stopped(process.rank, change.status))
         elif change.kind == "continued":
-            self.note("continued", rank=process.rank)
+            self.journal.note("continued", rank=process.rank)
             self._handle(Continued(process.rank))
         else:
             self._on_clients()  # the rank may have connected and died since the last poll
@@ -395,11 +311,11 @@ class _Run(AbstractContextManager["_Run"]):
                 change = change._replace(memory_kill=self._backend.memory_kill())
             end = process.ended(change, facts)
             self._handle(Exited(process.rank, clause(end), end.exit_code == 0))
-            self.note(_kind_of_end(end, facts), rank=process.rank, text=clause(end))
+            self.journal.note_end(end, facts)
             if facts.survived:
                 process.end = replace(end, survived=True)
             else:
-                self._announce(end)
+                self.journal.announce(end)
             if self._members is not None:
                 self._members.ended(
                     process.rank,
@@ -422,21 +338,18 @@ class _Run(AbstractContextManager["_Run"]):
         if isinstance(message, RankHello):
             process.has_joined = True
             if process.host:  # an agent has started it, and the launcher did not know its number
-                self.note("connected", rank=process.rank, pid=process.pid)
+                self.journal.note("connected", rank=process.rank, pid=process.pid)
         elif isinstance(message, Left):
             process.has_joined = False  # the rank no longer dumps its stack
             process.missed = message.missed
             if not self._state.ranks[process.rank].signalled:
                 process.left_ns = self._clock.now_ns()
-        elif isinstance(message, Saved):
-            self._note_saved(message)
-        elif isinstance(message, Loaded) and self._saved is None:
-            self._saved = SavedCheckpoint(message.step, message.path, True, is_earlier=True)
-            self._resume = message.resume
+        elif isinstance(message, Saved | Loaded):
+            self.journal.note_checkpoint(message)
         elif isinstance(message, Ready) and self._members is not None:
             self._members.ready(process, message)
         elif isinstance(message, Logged):
-            self._keep(partial(self._metrics.append, process.rank, message.row))
+            self.journal.log(process.rank, message)
         elif isinstance(message, RankFailed):
             process.failure = message
             self._on_failure(process, exit_code=1)
@@ -460,23 +373,8 @@ class _Run(AbstractContextManager["_Run"]):
         is_removed = end.error is not None and end.error.type == "StaleError"
         if is_removed and self._state.is_expendable(process.rank):
             return  # the others go on without it: as if a signal ended it
-        self._announce(end)
+        self.journal.announce(end)
         self._handle(ReportedFailure(process.rank, clause(end)))
-
-    def _note_saved(self, message: Saved) -> None:
-        saved = self._saved
-        if saved is None or saved.is_earlier or message.step >= saved.step:
-            self._resume = "auto"
-            self._saved = SavedCheckpoint(message.step, message.path, message.sha256_ok)
-
-    def _announce(self, end: RankEnd) -> None:
-        """Name the first rank that failed immediately; the error block appears at the end."""
-        if end.ending is Ending.CAUSE and not self._announced:
-            self._announced = True
-            inside = self.ranks[end.rank].last_events()
-            if inside:
-                inside = f" ({inside})" if end.error is not None else f" {inside}"
-            self._console.notice(f"{self.ranks[end.rank].name} {clause(end)}{inside}")
 
     # Instructions
 
@@ -494,24 +392,11 @@ class _Run(AbstractContextManager["_Run"]):
             for process in self.ranks.values():
                 process.send(instruction.message)
         elif isinstance(instruction, Warn):
-            self._warn(self.ranks[instruction.rank], instruction)
+            self.journal.warn(self.ranks[instruction.rank], instruction)
         else:
             for process in self.ranks.values():
                 if process.has_joined:
                     process.signal(SIGUSR1)
-
-    def _warn(self, process: Rank, warning: Warn) -> None:
-        signum = warning.signum
-        if not signum:
-            ended = f"{warning.reason}; the others go on without it"
-            self._console.notice(f"{process.name} {ended if warning.reason else 'goes on'}")
-            return
-        inside = process.last_events()
-        stopped = f"{process.name} was stopped by {signal_name(signum)}{' ' * bool(inside)}{inside}"
-        self._console.notice(
-            f"{stopped}; it is killed after {self._job.stopped_limit_s:g} s unless "
-            f"`kill -CONT {process.pid}` lets it go on"
-        )
 
     # For the members of a run whose ranks are replaced
 
@@ -519,14 +404,6 @@ class _Run(AbstractContextManager["_Run"]):
     def is_running(self) -> bool:
         """Whether nothing has ended the run so far."""
         return self._state.phase is RunPhase.RUNNING
-
-    def notice(self, text: str) -> None:
-        """Show a text to the user."""
-        self._console.notice(text)
-
-    def note(self, kind: str, **values: object) -> None:
-        """Append an event to the launcher's log of the run."""
-        self._keep(partial(self._events.append, kind, **values))
 
     def start_another(self) -> None:
         """Start one more rank."""
@@ -540,51 +417,10 @@ class _Run(AbstractContextManager["_Run"]):
         """End the run as after SIGTERM."""
         self._handle(Interrupted(SIGTERM))
 
-    # The end
-
-    def _verdict(self) -> Verdict:
-        ends = [process.end for process in self.ranks.values() if process.end is not None]
-        verdict = judge(ends, stopped_by=self._state.stopped_by)
-        fault_ns = self._state.fault_ns
-        at_ns = None if fault_ns is None else fault_ns - NOTICE_NS
-        return replace(
-            verdict,
-            cause=tuple(self._with_last_events(end, None) for end in verdict.cause),
-            affected=tuple(self._with_last_events(end, at_ns) for end in verdict.affected),
-            survived=tuple(self._with_last_events(end, None) for end in verdict.survived),
-        )
-
-    def _with_last_events(self, end: RankEnd, at_ns: int | None) -> RankEnd:
-        if end.ending is Ending.FINISHED and at_ns is not None:
-            return end
-        gave_up = at_ns is not None and end.ending is Ending.SYMPTOM
-        text = self.ranks[end.rank].last_events(at_ns, gave_up=gave_up)
-        return replace(end, last_events=text)
-
-    def _keep(self, write: Callable[[], None]) -> None:
-        """Call `write`; if it fails, notify the user once for each reason and go on."""
-        try:
-            write()
-        except OSError as exc:
-            text = f"cannot write to {self._log_dir}: {exc.strerror}"
-            if text not in self._unwritten:
-                self._unwritten.add(text)
-                self._console.notice(text)
-                self.note("notice", text=text)
-
     def _end_ranks(self) -> None:
         """Kill all ranks that still live, and release their resources."""
         for process in self.ranks.values():
             process.close()
-
-
-def _kind_of_end(end: RankEnd, facts: RankFacts) -> str:
-    """Return the kind of the event in the launcher's log."""
-    if end.exit_code == 0:
-        return "finished"
-    if facts.survived:
-        return "lost"
-    return "failed" if end.ending in {Ending.CAUSE, Ending.DOUBTFUL} else "ended"
 
 
 def _limits(job: JobSpec) -> TimeLimits:

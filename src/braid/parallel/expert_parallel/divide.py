@@ -108,19 +108,21 @@ def _divide(module: nn.Module, group: Group) -> None:
 
 def _forward(
     group: Group,
-    own: Any,
+    local_experts: Any,
     num_experts: int,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Run experts of all ranks on this rank's tokens; `own` runs the experts of this rank."""
+    """Run experts of all ranks on this rank's tokens; `local_experts` runs this rank's experts."""
 
     def experts(rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         if not len(rows):
             return rows
         index = local.unsqueeze(1)
-        return cast("torch.Tensor", own(rows, index, torch.ones_like(index, dtype=rows.dtype)))
+        return cast(
+            "torch.Tensor", local_experts(rows, index, torch.ones_like(index, dtype=rows.dtype))
+        )
 
     return Dispatch(group, top_k_index, num_experts).run(hidden_states, top_k_weights, experts)
 

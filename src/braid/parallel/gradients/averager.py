@@ -68,14 +68,14 @@ class StatusExchange:
         self._vector = torch.zeros(self.layout.length, dtype=torch.float64, device=self.device)
         self._request = group.persistent("all_reduce", self._vector)
 
-    def run(self, own: Sequence[float], beside: Sequence[Work]) -> Status:
+    def run(self, vector: Sequence[float], beside: Sequence[Work]) -> Status:
         """Sum the status vectors of all ranks; a collective.
 
         Args:
-            own: This rank's vector, see `StatusLayout.encode`.
+            vector: This rank's vector, see `StatusLayout.encode`.
             beside: Works that run at the same time; they are waited for.
         """
-        self._vector.copy_(torch.tensor(own, dtype=torch.float64))
+        self._vector.copy_(torch.tensor(vector, dtype=torch.float64))
         self._request.start().wait()
         for work in beside:
             work.wait()
@@ -220,7 +220,7 @@ class Averager:
                 self._nonfinite.add(position)
         return holding
 
-    def _exchange_status(self, own: RankState, weight: float, *, present: bool) -> Status:
+    def _exchange_status(self, rank_state: RankState, weight: float, *, present: bool) -> Status:
         """Exchange the gradients and the state of each rank as a status vector; a collective."""
         state, required = self._state, self.buckets.requires_grad
         has_gradient = [
@@ -232,12 +232,12 @@ class Averager:
             present=has_gradient,
             nonfinite=list(map(self._nonfinite.__contains__, range(len(required)))),
             requires_grad=required,
-            state=own,
+            state=rank_state,
             num_forwards_without_backward=state.num_forwards_without_backward,
             has_hook=self._has_hook,
             weight=weight,
-            is_weighted=state.is_weighted and own in OWN_GRADIENTS,
-            buffers_used=state.buffers_used and own is not RankState.JOINED,
+            is_weighted=state.is_weighted and rank_state in OWN_GRADIENTS,
+            buffers_used=state.buffers_used and rank_state is not RankState.JOINED,
         )
         status = self._exchange.run(vector, self.listener.start_beside_status())
         differing = requires_grad_differs(status, self._records) or hooks_differ(
@@ -255,13 +255,13 @@ class Averager:
             if not bucket.is_launched and self.policy.is_needed(bucket.layout, status):
                 self.launch(bucket)
 
-    def _conclude(self, status: Status, own: RankState, *, has_gradients: bool) -> None:
+    def _conclude(self, status: Status, state: RankState, *, has_gradients: bool) -> None:
         """Wait for the averages, and report the outcome."""
         if RankState.FAILED in status.states:
             self.buckets.wait()
             reasons = self._group.objects.all_gather(self._state.failure)
             self._end_step()
-            if own is RankState.JOINED:
+            if state is RankState.JOINED:
                 return
             raise CommError(failed_ranks(status, self._group.ranks, reasons))
         mean_weight = self.policy.mean_weight(status)

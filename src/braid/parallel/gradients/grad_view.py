@@ -54,8 +54,8 @@ class _Averaged(torch.autograd.Function):
         return grad, None
 
 
-def averaged_with_graph(own: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `average` with the autograd graph of this rank's gradient `own`."""
+def averaged_with_graph(grad: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `average` with the autograd graph of this rank's gradient `grad`."""
     with torch.enable_grad():
-        averaged: torch.Tensor = _Averaged.apply(own, average)  # type: ignore[no-untyped-call]
+        averaged: torch.Tensor = _Averaged.apply(grad, average)  # type: ignore[no-untyped-call]
     return averaged

@@ -162,6 +162,9 @@ class CallRecorder(FunctionMode):
         args: Any,
         kwargs: Any,
     ) -> Any:
+        # A write in place is found by torch's version counters, since its name may not show it. The
+        # tensor and all others in its memory then get new numbers: earlier calls have used the old
+        # values, and later calls use the new ones, also where a cut lies between them.
         tree, used = flatten((args, kwargs))
         versions = [version_of(x) for x in used]
         result = call(*args, **kwargs)
@@ -174,6 +177,8 @@ class CallRecorder(FunctionMode):
         written_ids = {id(x) for x in written}
         keeps = isinstance(target, str) or not _is_in_place(target)
 
+        # A call may return its input, as Identity does, and Dropout in evaluation. If both had one
+        # number, a replay in training would also replace the input for its other users.
         def another(x: torch.Tensor) -> torch.Tensor:
             return (
                 x.view_as(x) if keeps and id(x) in self._values and id(x) not in written_ids else x
@@ -182,6 +187,7 @@ class CallRecorder(FunctionMode):
         result = map_tensors(result, another)
         result_tree, made = flatten(result)
         outputs = tuple(self._values[id(x)] if id(x) in written_ids else self._new(x) for x in made)
+        # Python may branch on shapes, which a replay repeats, but not on these values.
         all_made = {*outputs, *(new for _, new in writes)}
         if kind == "module" or target in RANDOM or self._data.intersection(inputs):
             self._data |= all_made

@@ -216,6 +216,8 @@ class GraphSegment(GraphNodes):
         self._index, self._is_last = index, is_last
         self._leaves = graph.crossing(end)
         hops = graph.hops(cuts)
+        # A value with a hop past a neighbour is stashed here and popped by the segment that uses
+        # it, so it does not travel through the stages between them.
         self._stashes = {
             _key(namespace, v, to): v for v, at, to in hops if at == index and to > index + 1
         }
@@ -279,6 +281,8 @@ class GraphSegment(GraphNodes):
 
 def last_uses(nodes: Sequence[GraphNode], kept: Iterable[int]) -> list[list[int]]:
     """Return the values that each node is the last to use, except for `kept` values."""
+    # From the end: the first use that is seen is the last one. Values are freed there, so a segment
+    # keeps no more alive than the model's own local variables would.
     kept = set(kept)
     dead: list[list[int]] = []
     for node in reversed(nodes):
@@ -303,6 +307,7 @@ def share_modules(whole: nn.Module, segment: GraphSegment) -> None:
         whole: Module of all segments of a rank.
         segment: Segment; afterwards it uses the modules, parameters and buffers of `whole`.
     """
+    # The same dicts, not copies: `whole.to(...)` and a replaced parameter then change the segment.
     _merge(whole, segment)
     for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
         setattr(segment, name, getattr(whole, name))

@@ -225,9 +225,9 @@ class FlatShard:
         """Gather the whole vector into new memory, and return it."""
         return self._gathered(self._source)
 
-    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
-        full = self.allocate((self.partition.length,), own.dtype)
-        self.places.group.all_gather(own, out=torch.split(full, list(self.partition.widths)))
+    def _gathered(self, shard: torch.Tensor) -> torch.Tensor:
+        full = self.allocate((self.partition.length,), shard.dtype)
+        self.places.group.all_gather(shard, out=torch.split(full, list(self.partition.widths)))
         return full
 
     def use_aside(self) -> None:

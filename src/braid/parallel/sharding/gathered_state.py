@@ -143,21 +143,21 @@ def load_optimizer_state_dict(
     optimizer.load_state_dict({"state": cut, "param_groups": groups})
 
 
-def _whole_state(flat: FlatShard, index: int, own: Mapping[str, Any]) -> dict[str, Any]:
+def _whole_state(flat: FlatShard, index: int, local_state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the whole state of a parameter; empty if no rank has one."""
     group, device = flat.places.group, flat.master_device
-    facts = _Facts.of(flat, index, own)
+    facts = _Facts.of(flat, index, local_state)
     table = [_Facts(*entry) for entry in group.objects.all_gather(tuple(facts))]
     owner = next((rank for rank, known in enumerate(table) if known.numel), 0)
     state = dict(table[owner].plain)
     for key, dtype in table[owner].cut.items():
-        value = own[key] if key in own else _empty((0,), dtype, device)
+        value = local_state[key] if key in local_state else _empty((0,), dtype, device)
         parts = [_empty((known.numel,), dtype, device) for known in table]
         group.all_gather(value.detach().reshape(-1), out=parts)
         state[key] = torch.cat(parts).view(flat.shapes[index])
     for key, (shape, dtype) in table[owner].small.items():
         is_here = group.rank == owner
-        value = own[key].detach().to(device) if is_here else _empty(shape, dtype, device)
+        value = local_state[key].detach().to(device) if is_here else _empty(shape, dtype, device)
         state[key] = group.broadcast(value.clone(), owner)
     return state
 
@@ -178,15 +178,15 @@ class _Facts(NamedTuple):
     plain: dict[str, Any]
 
     @classmethod
-    def of(cls, flat: FlatShard, index: int, own: Mapping[str, Any]) -> _Facts:
+    def of(cls, flat: FlatShard, index: int, state: Mapping[str, Any]) -> _Facts:
         """Return the metadata of this rank."""
-        tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         cut = {key: str(x.dtype) for key, x in tensors.items() if _is_cut(flat, index, x)}
         return cls(
             flat.pieces[index].numel,
             cut,
             {k: (tuple(x.shape), str(x.dtype)) for k, x in tensors.items() if k not in cut},
-            {key: value for key, value in own.items() if key not in tensors},
+            {key: value for key, value in state.items() if key not in tensors},
         )
 
 

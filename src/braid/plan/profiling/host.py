@@ -108,15 +108,15 @@ def _median_s(
 
 
 def _collective_s(
-    group: Group, own: Group, operation: str, nbytes: int, device: torch.device
+    group: Group, ranks: Group, operation: str, nbytes: int, device: torch.device
 ) -> float:
-    count = max(own.size, nbytes // 4 // own.size * own.size)
+    count = max(ranks.size, nbytes // 4 // ranks.size * ranks.size)
     whole = torch.ones(count, device=device)
-    part = torch.ones(count // own.size, device=device)
+    part = torch.ones(count // ranks.size, device=device)
     calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: own.all_reduce(whole),
-        "reduce_scatter": lambda: own.reduce_scatter(whole),
-        "all_gather": lambda: own.all_gather(part),
+        "all_reduce": lambda: ranks.all_reduce(whole),
+        "reduce_scatter": lambda: ranks.reduce_scatter(whole),
+        "all_gather": lambda: ranks.all_gather(part),
     }
     return _median_s(group, calls[operation], device, LARGE_RUNS if nbytes >= LARGE else RUNS)
 

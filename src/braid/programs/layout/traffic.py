@@ -91,18 +91,18 @@ def usual_traffic(mesh: Mesh) -> dict[str, Traffic]:
     return {axis: usual[axis] for axis in mesh.axes if axis in usual}
 
 
-def traffic_of(mesh: Mesh, given: Mapping[str, float | Traffic] | None) -> dict[str, Traffic]:
-    """Return the traffic of every axis: as given, or else the usual one.
+def traffic_of(mesh: Mesh, traffic: Mapping[str, float | Traffic] | None) -> dict[str, Traffic]:
+    """Return the traffic of every axis: as passed, or else the usual one.
 
     Args:
         mesh: Named axes.
-        given: Traffic of some axes; a number is the bytes of one collective per step, of the kind
+        traffic: Traffic of some axes; a number is the bytes of one collective per step, of the kind
             that is usual for the axis, and an all_reduce for other names.
 
     Raises:
         ConfigError: An axis is unknown, or one of several ranks has no traffic; all are named.
     """
-    usual, known = usual_traffic(mesh), dict(given or {})
+    usual, known = usual_traffic(mesh), dict(traffic or {})
     problems = [f"unknown axis {name} in {mesh}" for name in known if name not in mesh.axes]
     problems += [
         f"axis {name} has no usual traffic: pass its bytes per step, traffic={{{name!r}: 1e9}}"

@@ -148,13 +148,13 @@ def draw(
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _legend(legend: Mapping[str, str], left: int, right: int) -> list[tuple[int, int, str, str]]:
+def _legend(legend: Mapping[str, str], begin: int, right: int) -> list[tuple[int, int, str, str]]:
     """Return the place, name and colour of each entry, on as many lines as they need."""
-    heads, x, y = [], left, 0
+    heads, x, y = [], begin, 0
     for name, colour in legend.items():
         wide = 36 + LETTER * len(name)
-        if x > left and x + wide > right:
-            x, y = left, y + LINE
+        if x > begin and x + wide > right:
+            x, y = begin, y + LINE
         heads.append((x, y, name, colour))
         x += wide
     return heads
@@ -176,8 +176,8 @@ def _margin(least: int, texts: Sequence[str]) -> int:
     return max([least, *(8 + LETTER * len(text) for text in texts)])
 
 
-def _bar(bar: Bar, left: int, top: int, pixels_per_s: float) -> list[str]:
-    x = left + bar.start_s * pixels_per_s
+def _bar(bar: Bar, begin: int, top: int, pixels_per_s: float) -> list[str]:
+    x = begin + bar.start_s * pixels_per_s
     wide = max((bar.end_s - bar.start_s) * pixels_per_s, MIN_WIDTH)
     high = BAR if bar.part == "whole" else BAR / 2
     y = top + bar.lane * LANE + (BAR / 2 if bar.part == "lower" else 0)

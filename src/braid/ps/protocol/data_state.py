@@ -41,9 +41,9 @@ class DataState:
         self._issued: dict[int, str] = {}
         self._waiting: dict[str, Request] = {}
 
-    def next(self, node: str, request: Request, done: Iterable[int]) -> list[Issue]:
+    def next(self, node: str, request: Request, finished: Iterable[int]) -> list[Issue]:
         """Record the finished shards of a worker, and issue its next one; requests may repeat."""
-        for shard in done:
+        for shard in finished:
             self._issued.pop(shard, None)
         self._waiting[node] = request
         return self._issue()

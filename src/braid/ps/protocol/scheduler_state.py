@@ -353,7 +353,7 @@ class SchedulerState(MembersState[str, int]):
         return out
 
     def next_data(
-        self, name: str, num_shards: int, request: tuple[str, int], done: tuple[int, ...]
+        self, name: str, num_shards: int, request: tuple[str, int], finished: tuple[int, ...]
     ) -> list[Instruction]:
         """Deal out the next shard of samples.
 
@@ -367,7 +367,7 @@ class SchedulerState(MembersState[str, int]):
                 f"{data.num_shards}: pass the same num_samples, shard_size and epochs on all"
             )
             raise CommError(msg)
-        return [*data.next(request[0], request, done)]
+        return [*data.next(request[0], request, finished)]
 
     def drop_missing(self) -> list[Instruction]:
         """Treat nodes that did not reconnect to the restarted scheduler as lost."""

@@ -233,7 +233,7 @@ class ClosureQueue:
             ]
             if not free:
                 break
-            worker = min(free, key=lambda each: len(self._running[each]))
+            worker = min(free, key=lambda name: len(self._running[name]))
             number = self._waiting.popleft()
             self._running[worker].append(number)
             if is_closure and worker in self._turns:

@@ -254,7 +254,7 @@ def _difference(by_rank: Mapping[int, Request], ranks: Sequence[int]) -> str:
         for position, request in by_rank.items():
             values.setdefault(read(request), []).append(ranks[position])
         if len(values) > 1:
-            named = "; ".join(f"{value} on {_named(those)}" for value, those in values.items())
+            named = "; ".join(f"{value} on {_named(owners)}" for value, owners in values.items())
             return f"ranks disagree on the {aspect} of {first.name!r}: {named}"
     return ""
 

@@ -75,16 +75,16 @@ class ResponseCache:
         """Return the positions of an explicit group."""
         return self._members.get(group, set())
 
-    def put(self, responses: Sequence[Response], own: Sequence[Request | None]) -> list[str]:
+    def put(self, responses: Sequence[Response], requests: Sequence[Request | None]) -> list[str]:
         """Add responses; return the names that were evicted for them.
 
         Args:
             responses: Responses in the order agreed on; an explicit group as a whole.
-            own: Requests of this rank.
+            requests: Requests of this rank.
         """
         gone: list[str] = []
         together: dict[str, list[tuple[Response, Request | None]]] = {}
-        for response, mine in zip(responses, own, strict=True):
+        for response, mine in zip(responses, requests, strict=True):
             key = f"group {response.request.group}" if response.request.group else response.name
             together.setdefault(key, []).append((response, mine))
         for members in together.values():

@@ -105,8 +105,8 @@ class FirstBatch:
         parts = [(tuple(x.shape), str(x.dtype), checksum(x)) for x in self._inputs]
         return zlib.crc32(repr(parts).encode()) if parts else 0
 
-    def _gathered(self, own: list[int]) -> list[list[int]]:
-        gathered = self._group.all_gather(torch.tensor(own, device=self._device))
+    def _gathered(self, numbers: list[int]) -> list[list[int]]:
+        gathered = self._group.all_gather(torch.tensor(numbers, device=self._device))
         rows: list[list[int]] = gathered.view(self._group.size, -1).tolist()
         return rows
 

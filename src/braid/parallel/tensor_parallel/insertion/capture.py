@@ -158,11 +158,11 @@ def _whole(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
             params[name].grad = grad
 
 
-def _set_values(module: fx.GraphModule, own: Mapping[str, torch.Tensor]) -> None:
+def _set_values(module: fx.GraphModule, values: Mapping[str, torch.Tensor]) -> None:
     """Record the whole value of each parameter and buffer, without data."""
     for node in module.graph.nodes:
         if node.op == "get_attr" and tensor_of(node) is None:
-            tensor = own.get(str(node.target))
+            tensor = values.get(str(node.target))
             if tensor is None:
                 tensor = _attribute(module, str(node.target))
             if isinstance(tensor, torch.Tensor):

@@ -96,11 +96,11 @@ class DividedForward:
         kwargs: Mapping[str, Any],
         captured: Captured,
         lengths: Lengths,
-        done: Insertion,
+        insertion: Insertion,
     ) -> _Graph:
         """Keep a graph for inputs of this structure and mode."""
         module = captured.module
-        for name, part in done.parts.items():
+        for name, part in insertion.parts.items():
             if isinstance(part, MoveStep):
                 module.add_submodule(name, Move(part, self._groups(part.axis)))
             else:
@@ -230,5 +230,5 @@ class _ModelState:
         )
 
 
-def _same(own: list[Any], before: list[Any]) -> bool:
-    return len(own) == len(before) and all(a is b for a, b in zip(own, before, strict=True))
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))

@@ -33,7 +33,12 @@ from braid.parallel.tensor_parallel.insertion.calls import (
     source_of,
     tensor_of,
 )
-from braid.parallel.tensor_parallel.insertion.choice import Chosen, choose, indivisible
+from braid.parallel.tensor_parallel.insertion.choice import (
+    Chosen,
+    choose,
+    divide_sizes,
+    indivisible,
+)
 from braid.parallel.tensor_parallel.insertion.labels import Dims, Labels
 from braid.parallel.tensor_parallel.insertion.moves import StepCollective, steps_between
 from braid.parallel.tensor_parallel.insertion.records import (
@@ -233,6 +238,7 @@ class Insertion:
             self._note(node, "parameter", layout)
 
     def _finish(self, node: fx.Node) -> None:
+        # the model returns whole values; a value that is returned twice is gathered once
         def whole(x: fx.Node) -> fx.Node:
             layout = self.layouts.get(x)
             if not isinstance(layout, Layout) or not self.options.gather_outputs:
@@ -252,6 +258,9 @@ class Insertion:
         if self.choose is not None:
             self.choose(self, call)
         xs = call.tensors()
+        # The order matters. Annotations win over rules. An operation on plain values needs no rule,
+        # so unknown operations before the first sharded layer cost nothing. An operation without a
+        # rule gets whole inputs, which is always right and never fast.
         if call.name in ASSERTIONS and not node.users:
             self.graph.erase_node(node)
         elif node.target is operator.getitem:
@@ -360,16 +369,21 @@ class Insertion:
         for x, problem in problems:
             origins = self.origins.get(x, frozenset())
             self.conflicts.append(Conflict(node, origins, problem, refused=True))
+        # Each rank sums over its part of a split label, so the result is a partial sum. A bias must
+        # then be added after the all_reduce: each rank would add it, and the sum would have it once
+        # per rank.
         summed = tuple(axis for label in labels.summed for axis in chosen.get(label, ((), 1))[0])
         bias = None
-        if summed and labels.added is not None:  # added once, to the sum
+        if summed and labels.added is not None:
             bias = xs[labels.added]
             call.set("bias", None)
             xs = [x for i, x in enumerate(xs) if i != labels.added]
             labels.inputs.pop(labels.added)
+        # Along these axes, ranks compute different parts. A whole input that meets them becomes
+        # varying: its gradient is a sum over ranks, which the backward of the move f adds up.
         moving = {axis for axes, _ in chosen.values() for axis in axes}
         moving.update(axis for x in xs for axis in self.layout(x).varying)
-        self._set_sizes(call, labels, chosen)
+        divide_sizes(call, labels, lambda label: self.count(chosen.get(label, ((), 1))[0]))
         reason = f"{call.name} needs other dims whole or split"
         call.replace_tensors(
             self.convert(
@@ -422,31 +436,6 @@ class Insertion:
         layout = self._target(dims, chosen, moving - set(summed), has_grad=True)
         blocks = () if unpacked else layout.blocks
         return Layout(self.mesh, layout.dims, summed, layout.varying, blocks)
-
-    def _set_sizes(self, call: OperatorCall, labels: Labels, chosen: Chosen) -> None:
-        """Divide sizes among the arguments, so that they refer to this rank's part."""
-
-        def part(size: Any, label: int | None) -> Any:
-            count = self.count(chosen[label][0]) if label in chosen else 1
-            if count == 1 or (isinstance(size, int) and size == -1):
-                return size
-            if isinstance(size, int):
-                return size // count
-            with self.graph.inserting_before(call.node):
-                return self.graph.call_function(operator.floordiv, (size, count))
-
-        if labels.sizes is not None:
-            sizes = call[labels.sizes]
-            if call.name == "aten.unflatten":
-                start = call["dim"] % len(shape_of(call["self"]))
-                dims = labels.outputs[0][start : start + len(sizes)]
-            else:
-                dims = labels.outputs[0]
-            call.set(labels.sizes, [part(s, d) for s, d in zip(sizes, dims, strict=True)])
-        for name, label in labels.counts.items():
-            value = call[name]
-            several = isinstance(value, list | tuple)
-            call.set(name, [part(v, label) for v in value] if several else part(value, label))
 
     # partial results ------------------------------------------------------------------------------
 

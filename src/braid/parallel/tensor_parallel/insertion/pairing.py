@@ -59,6 +59,8 @@ def pair(graph: fx.Graph, mesh: Mesh, axis: str, options: InsertionOptions) -> P
     Raises:
         ConfigError: No layer can be sharded.
     """
+    # `whole` grows in each trial, so the search ends: at worst no layer is sharded. One conflict is
+    # taken at a time, since the layers of the first one often cause the later ones.
     whole: dict[str, str] = {}
     while True:
         chooser = _Chooser(mesh, axis, whole, _tied(graph))

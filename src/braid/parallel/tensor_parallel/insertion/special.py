@@ -37,9 +37,9 @@ class OwnPart(nn.Module):
         super().__init__()
         self.splits = splits
 
-    def shape(self, own: torch.Size) -> list[int]:
+    def shape(self, part: torch.Size) -> list[int]:
         """Return the shape of the whole value."""
-        whole = list(own)
+        whole = list(part)
         for dim, count, _, _ in self.splits:
             whole[dim] *= count
         return whole

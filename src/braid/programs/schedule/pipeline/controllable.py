@@ -135,12 +135,17 @@ def _filled(orders: list[list[StageWork]], limit: int) -> tuple[float, list[list
 
 
 def _can(
-    item: StageWork, last: int, done: dict[tuple[str, int, int], int], step: int, *, has_room: bool
+    item: StageWork,
+    last: int,
+    finished: dict[tuple[str, int, int], int],
+    step: int,
+    *,
+    has_room: bool,
 ) -> bool:
     """Return whether F or I can begin in a step."""
     kind, stage, i = item[:3]
     if kind == "F":
-        return has_room and (stage == 0 or done.get(("F", stage - 1, i), step + 1) <= step)
-    return done.get(("F", stage, i), step + 1) <= step and (
-        stage == last or done.get(("I", stage + 1, i), step + 1) <= step
+        return has_room and (stage == 0 or finished.get(("F", stage - 1, i), step + 1) <= step)
+    return finished.get(("F", stage, i), step + 1) <= step and (
+        stage == last or finished.get(("I", stage + 1, i), step + 1) <= step
     )

@@ -95,23 +95,23 @@ def _check_rank(
     program: Program,
     rank: int,
     actions: tuple[Action, ...],
-    done: set[tuple[str, int, int]],
+    finished: set[tuple[str, int, int]],
     steps: dict[int, set[int]],
 ) -> Iterator[Violation]:
-    """Yield the violations of a rank; add its work to `done` and its steps to `steps`."""
+    """Yield the violations of a rank; add its work to `finished` and its steps to `steps`."""
     header, state = program.header, _RankVersions()
     for position, action in enumerate(actions):
         key = (action.kind, action.unit, action.index)
         if not (action.unit < header.num_units and action.index < header.num_indices):
             below = f"a stage below {header.num_units} and a micro-batch below {header.num_indices}"
             rule, problem = "units", f"is not of {below}"
-        elif action.kind in {"F", "B", "R"} and key in done:
+        elif action.kind in {"F", "B", "R"} and key in finished:
             rule, problem = "work", "a second time"
         else:
             rule, problem = "versions", state.problem(action)
         if problem:
             yield Violation(rule, rank, position, f"{ASYNCHRONOUS.describe(action)} {problem}")
-        done.add(key)
+        finished.add(key)
         state.note(action)
     for stage in sorted(state.has_gradients):
         text = f"ends with gradients of stage {stage} that no STEP has used"

@@ -112,7 +112,7 @@ def check_work(program: Program) -> list[Violation]:
 def _problems(
     program: Program,
     home: dict[int, int],
-    done: set[tuple[str, int, int]],
+    finished: set[tuple[str, int, int]],
     rank: int,
     action: Action,
 ) -> list[tuple[str, str]]:
@@ -124,34 +124,34 @@ def _problems(
         problems.append(("units", f"is not of {below}"))
     elif home.get(action.unit, rank) != rank:
         problems.append(("units", f"is not on rank {home[action.unit]}, which has that stage"))
-    if (action.kind, action.unit, action.index) in done:
+    if (action.kind, action.unit, action.index) in finished:
         problems.append(("work", "a second time"))
     if header.operation == INFER and action.kind not in {"F", "send_f", "recv_f"}:
         problems.append(("work", "is not part of a program that infers"))
-    if action.kind == "R" and {(k, *action[1:3]) for k in ("recv_b", "B", "I")} & done:
+    if action.kind == "R" and {(k, *action[1:3]) for k in ("recv_b", "B", "I")} & finished:
         problems.append(("work", "comes too late: its result is needed before"))
     if action.kind == "STEP":
-        ends = {i for kind, stage, i in done if kind in {"B", "W"} and stage == action.unit}
+        ends = {i for kind, stage, i in finished if kind in {"B", "W"} and stage == action.unit}
         if late := sorted(set(range(header.num_indices)) - ends):
             problems.append(("work", f"comes before the backward of micro-batch {late[0]}"))
     halves = {("I", *action[1:3]), ("W", *action[1:3])}
     whole = ("B", *action[1:3])
-    if (action.kind == "B" and halves & done) or (action.kind in "IW" and whole in done):
+    if (action.kind == "B" and halves & finished) or (action.kind in "IW" and whole in finished):
         problems.append(("work", "beside the same backward in another form"))
     return problems
 
 
-def _missing(program: Program, stage: int, done: set[tuple[str, int, int]]) -> list[str]:
+def _missing(program: Program, stage: int, finished: set[tuple[str, int, int]]) -> list[str]:
     missing = []
     for index in range(program.header.num_indices):
-        if ("F", stage, index) not in done:
+        if ("F", stage, index) not in finished:
             missing.append(f"F{stage}.{index}")
-        if program.header.operation == INFER or ("B", stage, index) in done:
+        if program.header.operation == INFER or ("B", stage, index) in finished:
             continue
-        if ("I", stage, index) not in done and ("W", stage, index) not in done:
+        if ("I", stage, index) not in finished and ("W", stage, index) not in finished:
             missing.append(f"B{stage}.{index}")
             continue
-        missing += [f"{k}{stage}.{index}" for k in "IW" if (k, stage, index) not in done]
+        missing += [f"{k}{stage}.{index}" for k in "IW" if (k, stage, index) not in finished]
     return missing
 
 
