@@ -127,12 +127,12 @@ class Cluster:
         )
         return Group.world(context, transport)
 
-    def lose(self, rank: int, *, has_left: bool) -> None:
+    def lose(self, rank: int, *, on_purpose: bool) -> None:
         """Tell the members of the present epoch that a rank has ended."""
         if self.begun and rank in self.begun[-1].members:
             place = self.begun[-1].members.index(rank)
             self._fabrics[-1].lose(
-                place, "has already left" if has_left else "died", has_left=has_left
+                place, "has already left" if on_purpose else "died", on_purpose=on_purpose
             )
 
     def _start(self) -> None:
@@ -151,20 +151,20 @@ class Cluster:
             with self.changed:
                 self.deaths.append((rank, str(death)))
                 self.execute(self.state.lost(rank))
-                self.lose(rank, has_left=False)
+                self.lose(rank, on_purpose=False)
         except Dismissed:
             with self.changed:
-                self.lose(rank, has_left=True)
+                self.lose(rank, on_purpose=True)
         except BaseException as exc:  # noqa: BLE001 - raised by `run`
             traceback.clear_frames(exc.__traceback__)  # they hold graphs, whose hooks hold errors
             with self.changed:
                 self.errors.append(exc)
                 self.execute(self.state.finished(rank))
-                self.lose(rank, has_left=False)
+                self.lose(rank, on_purpose=False)
         else:
             with self.changed:
                 self.execute(self.state.finished(rank))
-                self.lose(rank, has_left=True)
+                self.lose(rank, on_purpose=True)
 
 
 class Dismissed(BaseException):
@@ -205,7 +205,7 @@ class ThreadMembers:
     def next_epoch(self, num_steps: int) -> list[int]:
         cluster = self.cluster
         if self._group is not None:
-            cluster._fabrics[self._epoch].lose(self.group.rank, "has already left", has_left=True)
+            cluster._fabrics[self._epoch].lose(self.group.rank, "has already left", on_purpose=True)
             self._group.close()
         with cluster.changed:
             cluster.execute(cluster.state.ready(self.rank, self._epoch, num_steps))

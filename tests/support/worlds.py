@@ -72,7 +72,7 @@ class _Rank(threading.Thread):
             self.ended_ns = time.monotonic_ns()
             self._world.fabric.lose(self.rank, f"raised {type(exc).__name__}: {exc}")
         else:
-            self._world.fabric.lose(self.rank, "has already left", has_left=True)
+            self._world.fabric.lose(self.rank, "has already left", on_purpose=True)
 
 
 class _World:

@@ -157,7 +157,7 @@ class ThreadReplicas:
         fabric = self._fabric
         if not everybody and fabric is not None:
             self.is_usable = False
-            fabric.lose(index, "its step has ended", has_left=True)
+            fabric.lose(index, "its step has ended", on_purpose=True)
 
     def close(self) -> None:
         """End the replicas; see `LocalReplicas.close`."""

@@ -312,7 +312,7 @@ class SupervisorState:
     def _exited(self, event: Exited, now_ns: int) -> list[Instruction]:
         facts = self.ranks[event.rank]
         facts.alive = False
-        loss = self._send_loss(event.rank, event.reason, has_left=event.ok)
+        loss = self._send_loss(event.rank, event.reason, on_purpose=event.ok)
         if event.ok or facts.dismissed:
             return loss
         if self._survives(event.rank):
@@ -417,8 +417,8 @@ class SupervisorState:
             self.ranks[rank].signalled = True
         return [SendSignal(tuple(ranks), int(signum))] if ranks else []
 
-    def _send_loss(self, rank: int, reason: str, *, has_left: bool = False) -> list[Instruction]:
+    def _send_loss(self, rank: int, reason: str, *, on_purpose: bool = False) -> list[Instruction]:
         if self.ranks[rank].loss_sent:
             return []
         self.ranks[rank].loss_sent = True
-        return [SendToRank(RankLost(rank, reason, has_left))]
+        return [SendToRank(RankLost(rank, reason, on_purpose))]

@@ -94,15 +94,15 @@ class Health:
         """Note a process that is watched elsewhere; its end is reported by `ended`."""
         self._pids[rank] = pid
 
-    def ended(self, rank: int, how: str, *, has_left: bool = False) -> None:
+    def ended(self, rank: int, how: str, *, on_purpose: bool = False) -> None:
         """Report that the connection to a process has ended; `collect` turns it into a verdict.
 
         Args:
             rank: Global rank of the process.
             how: Clause on the process, used if no better one is known: "died".
-            has_left: See `Loss.departed`.
+            on_purpose: See `Loss.departed`.
         """
-        self._gone.setdefault(rank, Loss(rank, f"(pid {self._pids[rank]}) {how}", has_left))
+        self._gone.setdefault(rank, Loss(rank, f"(pid {self._pids[rank]}) {how}", on_purpose))
 
     def register(self, witness: Witness) -> None:
         """Ask `witness` for losses from now on."""

@@ -53,10 +53,10 @@ class Fabric:
                 )
             )
 
-    def lose(self, rank: int, reason: str, *, has_left: bool = False) -> None:
+    def lose(self, rank: int, reason: str, *, on_purpose: bool = False) -> None:
         """Report to all ranks that `rank` is lost."""
         for transport in self.transports:
-            transport.health.report(Loss(rank, reason, has_left))
+            transport.health.report(Loss(rank, reason, on_purpose))
 
     def close(self) -> None:
         """Close every rank's memory; tensors in it stay valid until they are deleted."""

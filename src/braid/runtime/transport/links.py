@@ -276,7 +276,7 @@ class Links:
             usual = "died, or the connection to it broke" if link.over_network else "died"
             self._health.ended(link.rank, where + (how or usual))
         else:
-            self._health.ended(link.rank, f"{where}has closed its connections", has_left=True)
+            self._health.ended(link.rank, f"{where}has closed its connections", on_purpose=True)
         self._memory.ended(link.rank)
 
     def _wake_pump(self) -> None:

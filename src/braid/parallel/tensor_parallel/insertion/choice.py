@@ -8,10 +8,8 @@ whole parameter has it: the other input is gathered.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 from torch import fx
 
@@ -26,7 +24,7 @@ from braid.parallel.tensor_parallel.insertion.labels import Dims, Labels
 from braid.parallel.tensor_parallel.insertion.rules import outputs_of
 from braid.programs.layout import Layout, Mesh
 
-__all__ = ["Chosen", "choose", "divide_sizes", "indivisible"]
+__all__ = ["Chosen", "choose", "indivisible"]
 
 Chosen = Mapping[int | None, tuple[tuple[str, ...], int]]
 """Axes and packed blocks of each label that is split."""
@@ -91,40 +89,6 @@ def indivisible(
         for label, axes in forced.items()
     ]
     return [(call.node, problem) for problem in reasons if problem is not None]
-
-
-def divide_sizes(
-    call: OperatorCall, labels: Labels, num_parts: Callable[[int | None], int]
-) -> None:
-    """Divide sizes among the arguments, so that they refer to this rank's part.
-
-    Args:
-        call: The operation, such as a view; its arguments are changed.
-        labels: Labels of its tensors.
-        num_parts: Function that returns the number of parts of a label.
-    """
-
-    def part(size: Any, label: int | None) -> Any:
-        count = num_parts(label)
-        if count == 1 or (isinstance(size, int) and size == -1):
-            return size
-        if isinstance(size, int):
-            return size // count
-        with call.node.graph.inserting_before(call.node):
-            return call.node.graph.call_function(operator.floordiv, (size, count))
-
-    if labels.sizes is not None:
-        sizes = call[labels.sizes]
-        if call.name == "aten.unflatten":
-            start = call["dim"] % len(shape_of(call["self"]))
-            dims = labels.outputs[0][start : start + len(sizes)]
-        else:
-            dims = labels.outputs[0]
-        call.set(labels.sizes, [part(s, d) for s, d in zip(sizes, dims, strict=True)])
-    for name, label in labels.counts.items():
-        value = call[name]
-        several = isinstance(value, list | tuple)
-        call.set(name, [part(v, label) for v in value] if several else part(value, label))
 
 
 def is_parameter(x: fx.Node) -> bool:

@@ -36,10 +36,9 @@ from braid.parallel.tensor_parallel.insertion.calls import (
 from braid.parallel.tensor_parallel.insertion.choice import (
     Chosen,
     choose,
-    divide_sizes,
     indivisible,
 )
-from braid.parallel.tensor_parallel.insertion.labels import Dims, Labels
+from braid.parallel.tensor_parallel.insertion.labels import Dims, Labels, divide_sizes
 from braid.parallel.tensor_parallel.insertion.moves import StepCollective, steps_between
 from braid.parallel.tensor_parallel.insertion.records import (
     Conflict,

@@ -11,10 +11,14 @@ Source: the named dims of Mesh-TensorFlow (N. Shazeer et al., 2018); the letters
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["Dims", "Labels", "Size", "broadcast", "equal", "grouped", "kept"]
+from braid.parallel.tensor_parallel.insertion.calls import OperatorCall, shape_of
+
+__all__ = ["Dims", "Labels", "Size", "broadcast", "divide_sizes", "equal", "grouped", "kept"]
 
 Size = object  # int or torch.SymInt
 Dims = tuple[int | None, ...]
@@ -41,6 +45,40 @@ class Labels:
     counts: dict[str, int] = field(default_factory=dict)
     unpacked: bool = False
     added: int | None = None
+
+
+def divide_sizes(
+    call: OperatorCall, labels: Labels, num_parts: Callable[[int | None], int]
+) -> None:
+    """Divide sizes among the arguments, so that they refer to this rank's part.
+
+    Args:
+        call: The operation, such as a view; its arguments are changed.
+        labels: Labels of its tensors.
+        num_parts: Function that returns the number of parts of a label.
+    """
+
+    def part(size: Any, label: int | None) -> Any:
+        count = num_parts(label)
+        if count == 1 or (isinstance(size, int) and size == -1):
+            return size
+        if isinstance(size, int):
+            return size // count
+        with call.node.graph.inserting_before(call.node):
+            return call.node.graph.call_function(operator.floordiv, (size, count))
+
+    if labels.sizes is not None:
+        sizes = call[labels.sizes]
+        if call.name == "aten.unflatten":
+            start = call["dim"] % len(shape_of(call["self"]))
+            dims = labels.outputs[0][start : start + len(sizes)]
+        else:
+            dims = labels.outputs[0]
+        call.set(labels.sizes, [part(s, d) for s, d in zip(sizes, dims, strict=True)])
+    for name, label in labels.counts.items():
+        value = call[name]
+        several = isinstance(value, list | tuple)
+        call.set(name, [part(v, label) for v in value] if several else part(value, label))
 
 
 def equal(a: Size, b: Size) -> bool:
