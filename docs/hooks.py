@@ -8,7 +8,9 @@ the path as text.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from importlib import import_module
+from inspect import getdoc, ismodule, isroutine
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,19 @@ PACKAGES = (
     "braid.programs.layout",
     "braid.comm.redistribute",
     "braid.comm.autograd",
+    "braid.strategies",
+    "braid.strategies.placed",
+    "braid.plan.search",
+    "braid.plan.pipedream",
+    "braid.ps.kv",
+    "braid.compat.horovod.torch",
+    "braid.compat.horovod.torch.elastic",
     "braid.compat.horovod.fusion",
+    "braid.compat.torchgpipe",
+    "braid.compat.megatron",
+    "braid.compat.megatron.tensor_parallel",
+    "braid.compat.pslite",
+    "braid.compat.torch_rpc.rpc",
     "braid.checkpoint",
     "braid.runtime.metrics",
     "braid.launch",
@@ -72,8 +86,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         module = import_module(package)
         names = [name for name in module.__all__ if not name.startswith("__")]
         summary = (module.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
-        entries = "\n".join(f"::: {package}.{name}" for name in names)
-        page = f"# {package}\n\n{summary}\n\n{entries}\n"
+        table = "\n".join(["| name | |", "|---|---|", *_sentences(package, module, names)])
+        paths = [f"{package}.{name}" for name in names]
+        entries = "\n".join(f"::: {path}" for path in paths if path not in PACKAGES)
+        page = f"# {package}\n\n{summary}\n\n{table}\n\n{entries}\n"
         uri = f"api/{package}.md"
         files.append(File.generated(config, uri, content=page))
         rows.append(f"| [`{package}`]({package}.md) | {summary} |")
@@ -82,6 +98,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "index.md", content=readme))
     return files
+
+
+def _sentences(package: str, module: Any, names: list[str]) -> Iterator[str]:
+    """Yield a row for each class and function, with the first sentence of its docstring."""
+    for name in names:
+        value = getattr(module, name)
+        if isinstance(value, type) or isroutine(value) or ismodule(value):
+            sentence = (getdoc(value) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+            path = f"{package}.{name}"
+            target = f"({path}.md)" if path in PACKAGES else f"[{path}]"
+            yield f"| [`{name}`]{target} | {sentence} |"
 
 
 def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str:

@@ -31,7 +31,9 @@ __all__ = [
     "kWorkerGroup",
 ]
 
-kScheduler, kServerGroup, kWorkerGroup = SCHEDULER_GROUP, SERVER_GROUP, WORKER_GROUP
+kScheduler = SCHEDULER_GROUP
+kServerGroup = SERVER_GROUP
+kWorkerGroup = WORKER_GROUP
 kAll = ALL
 kMaxKey = (1 << 64) - 1
 
