@@ -163,8 +163,8 @@ def training_proof(commit: str) -> list[str]:
         *ddp_table(ddp),
         "",
         (
-            "Data parallel training on two ranks: median steps, x the median over rounds. Exposed communication is what steps take longer "
-            "on average than with torch's DDP sending nothing; in brackets the 5th and 95th percentile of its share over resampled rounds."
+            "Data parallel training on two ranks: median times of a step. Exposed communication is the time by which a mean step is longer "
+            "than a step with torch's DDP sending nothing. In brackets: the 5th and 95th percentile of the share over resampled rounds."
         ),
         "",
         *(f"* {line}" for line in ddp_lines(ddp)),
@@ -313,14 +313,14 @@ def host_proof(commit: str) -> list[str]:
             *comm_summary(comm),
             "",
             (
-                "How many times as long Gloo takes through `torch.distributed`, in the same two processes in alternating "
-                "rounds (`braid bench comm`). Bytes are those of the largest full buffer of a rank. "
-                "[All sizes](comm.md), [plot](comm.png)."
+                "Each number is Gloo's time through `torch.distributed` divided by braid's time; both take turns in the same two "
+                "processes (`braid bench comm`). Sizes are those of the largest full buffer of a rank. Registered means tensors of "
+                "`Group.empty`, which are in shared memory. [All sizes](comm.md), [plot](comm.png)."
             ),
             "",
             "| what | measured |",
             "|---|---|",
-            f"| seeded kills, stops, exceptions, exits in a {3}-rank training job: culprit right | {faults.correct} of {NUM_TRIALS} |",
+            f"| seeded kills, stops, exceptions, exits in a {3}-rank training job: right rank named | {faults.correct} of {NUM_TRIALS} |",
             f"| left behind by them | {', '.join(f'{n} {what}' for what, n in faults.left_behind.items())} |",
             f"| death by signal known to the survivors | {milliseconds(faults.survived_s)} |",
             f"| death by signal known to the launcher | {milliseconds(faults.noticed_s)} |",
@@ -376,14 +376,14 @@ def network_section(net: NetReport, model: ModelReport, commit: str) -> str:
             *lines,
             "",
             (
-                "All-reduce of float32; medians of interleaved repetitions, each until the slowest rank is ready. The share of the link is payload "
-                "over time and rate; with frames of 1500 bytes no more than 95.6 % is possible. To the right, numbers that cross the network in "
-                "fewer bytes: Gloo's time over theirs. All hosts share the machine's cores, so above some Gbit/s it is these that are measured."
+                "An all-reduce of float32: medians of repetitions in turns, each until the slowest rank is ready. The share of the link is the payload "
+                "divided by time and by the link's rate; with frames of 1500 bytes at most 95.6 % is possible. The last three columns are Gloo's time "
+                "divided by the time of a format that sends fewer bytes. All hosts share the machine's cores, which limit rates above some Gbit/s."
             ),
             "",
             *(f"* {target}" for target in targets(net)),
             "",
-            "The cost model beside what algorithms take (`sudo python -m benchmarks model`):",
+            "Predicted times of the cost model, compared with measured times of the algorithms (`sudo python -m benchmarks model`):",
             "",
             *(f"* {line}" for line in verdicts(model)),
         ]
@@ -420,9 +420,10 @@ def comm_page(report: CommReport, commit: str) -> str:
         f"{report.machine}, torch {report.torch}{', ' + report.mpi if report.mpi else ''}; written by `make proof`, on commit {commit}.",
         "",
         (
-            "Median microseconds, in the same two processes in alternating rounds; x is the median of Gloo's time over "
-            "this one's. Group: called directly; registered: likewise, on tensors of `Group.empty`; torch: "
-            "`torch.distributed` over braid. Bytes are those of the largest full buffer of a rank."
+            "How long does each collective take through braid, Gloo and MPI on two ranks of one host? Times are medians in "
+            "microseconds; the libraries take turns in the same two processes. A column x is Gloo's time divided by the time "
+            "to its left. Group: braid's `Group`, called directly. Registered: the same on tensors of `Group.empty`, which are "
+            "in shared memory. torch: `torch.distributed` over braid. Bytes is the size of the largest full buffer of a rank."
         ),
         "",
         f"| operation | bytes | Gloo |{head}",
