@@ -44,12 +44,22 @@ CLUSTER = (
 
 SWITCH = flat(64, A, BYTES_PER_S)
 WHERE = (
-    f"One switch: {A * 1e6:g} us and {BYTES_PER_S / 1e9:g} GB/s per rank. The cluster: hosts of 8 ranks with 600 GB/s each, 50 GB/s per "
-    "host, racks of 8 hosts behind 100 GB/s (4 : 1). Computed by `braid schedule compare`; on a machine of your own, measure."
+    f"One switch: each rank has a link with {A * 1e6:g} us and {BYTES_PER_S / 1e9:g} GB/s. The cluster: hosts of 8 ranks with 600 GB/s per rank, "
+    "50 GB/s per host, and racks of 8 hosts with 100 GB/s per rack. The times are computed from the formulas by `braid schedule compare`; "
+    "measure on your machines."
+)
+READ = (
+    "A cell is `yes` if no other algorithm is faster for this size of the full buffer; otherwise it names the fastest algorithm."
 )
 DRAWN = (
-    "The blocks of each rank before every round, and at the end. A block has the colours of the ranks that it contains; an arrow is a message of "
-    "the round. `braid schedule show --svg FILE` draws other programs and sizes, and `braid schedule simulate` their time."
+    "The picture shows the blocks of each rank before every round, and at the end. A block has the colours of the ranks whose data it "
+    "contains; an arrow is a message of the round. `braid schedule show --svg FILE` draws other algorithms and numbers of ranks, and "
+    "`braid schedule simulate` computes their time."
+)
+LETTERS = (
+    "p is the number of ranks (processes of the group), here a power of two, and lg = log2 p. l is the size of the largest full buffer in bytes. "
+    "a is the time of a message in seconds, b the seconds per byte sent, and c the seconds per byte added. `braid.programs.cost.form` computes the "
+    "time for other numbers of ranks. "
 )
 
 
@@ -66,10 +76,10 @@ OWN = (  # algorithms of the engine: names, what they do, file
     ),
     ("the same, pulled", "read from private memory by the kernel", "broadcast_gather.py"),
     ("reduce_scatter, reduce, scan staged, pulled", "the same, with sums", "reduce_scatter.py"),
-    ("broadcast, all_gather, reduce_scatter hierarchical", "by relays on every host", "relays.py"),
+    ("broadcast, all_gather, reduce_scatter hierarchical", "one rank of every other host relays the data of a rank", "relays.py"),
     (
         "send, recv",
-        "a line of memory for each pair of ranks, with small messages inside of it",
+        "a queue in shared memory for each pair of ranks, which contains small messages",
         "send.py",
     ),
 )
@@ -93,7 +103,7 @@ class Subject(NamedTuple):
 
 
 CHAIN = "(p-1)*a + (p-1)/p*l*b"
-FOLDED = "Ranks above the largest power of two hand over before and get the result after: two more messages of l bytes."
+FOLDED = "If p is not a power of two, the remaining ranks send their buffer first and receive the result at the end: two more messages of l bytes."
 SUBJECTS = {
     "ring": Subject(
         "Ring",
@@ -117,7 +127,7 @@ SUBJECTS = {
         "Hypercube",
         "exchange",
         {"all_gather": "lg*a + (p-1)/p*l*b"},
-        "Ranks that are no corner of the cube hand over a block before, and get everything after.",
+        "If p is not a power of two, the remaining ranks send their block first, and receive all blocks at the end.",
     ),
     "tree": Subject(
         "Binomial tree",
@@ -150,7 +160,7 @@ SUBJECTS = {
         "Hierarchical rings",
         "grid",
         {"all_reduce": "2*(r-1)*(a + l/r*b) + 2*(p/r-1)*(a + l/p*b) + (p-1)/p*l*c"},
-        "r is the number of ranks of a host. Between hosts a and b are those of the network, and the second b is that of a rank's share of it.",
+        "r is the number of ranks of a host. In the second term, a is the network's latency, and b is the time per byte of a rank's share of the network.",
     ),
     "naive": Subject(
         "One to all",
@@ -168,13 +178,13 @@ SUBJECTS = {
 
 
 def page(name: str) -> str:
-    """Text of the page of an algorithm."""
+    """Return the page of an algorithm."""
     subject = SUBJECTS[name]
     module = importlib.import_module(f"braid.programs.schedule.collective.{subject.module}")
     idea = inspect.getdoc(module) or ""
     source = f"../../src/braid/programs/schedule/collective/{subject.module}.py"
     operation = next(iter(subject.formulas))
-    lines = [f"# {subject.title}", "", *_operations(name), "", *_idea(idea), ""]
+    lines = [f"# {subject.title}", "", *_question(subject), "", *_operations(name), "", *_idea(idea), ""]
     lines += [f"## {operation} on {NUM_RANKS} ranks", "", *_rounds(name, operation), ""]
     lines += [f"![Blocks step by step]({name}.svg)", ""]
     lines += [
@@ -186,10 +196,11 @@ def page(name: str) -> str:
         "|---|---|",
         *(f"| {op} | `{text.replace('*', ' ')}` |" for op, text in subject.formulas.items()),
         "",
-        "a: seconds per message, b: per byte sent, c: per byte added up; p ranks, here a power of two, l bytes of the largest full buffer, lg = log2 p; `braid.programs.cost.form` knows the others. "
-        + subject.note,
+        LETTERS + subject.note,
         "",
-        "## Where it wins",
+        "## For which sizes it is the fastest",
+        "",
+        READ,
         "",
         *_wins(name),
         "",
@@ -209,12 +220,23 @@ def picture(name: str) -> str:
     )
 
 
-def _operations(name: str) -> list[str]:
-    """What the functions say of themselves."""
-    makers = {op: make for (known, op), make in ALGORITHMS.items() if known == name}
+def _question(subject: Subject) -> list[str]:
+    """Return the first lines of a page: its question, and the terms of the page."""
     return [
-        f"* `{op}`: {(inspect.getdoc(make) or '').split(chr(10))[0]}" for op, make in makers.items()
+        (
+            f"How does the algorithm *{subject.title}* carry out a collective, how long does it take, and for which sizes is it the fastest? "
+            "A *rank* is one of the p processes of a group. A buffer of l bytes is divided into p equal *blocks*. Ranks send messages in "
+            "*rounds*: a rank begins a round when its messages of the previous round are complete. lg is log2 p."
+        )
     ]
+
+
+def _operations(name: str) -> list[str]:
+    """Return a line for each operation, from the docstring of its function."""
+    makers = {op: make for (known, op), make in ALGORITHMS.items() if known == name}
+    lines = {op: (inspect.getdoc(make) or "").split("\n")[0] for op, make in makers.items()}
+    ideas = {op: line.removeprefix("Return the rounds of ") for op, line in lines.items()}
+    return [f"* `{op}`: {idea[:1].upper()}{idea[1:]}" for op, idea in ideas.items()]
 
 
 def _idea(doc: str) -> list[str]:
@@ -238,7 +260,10 @@ def _rounds(name: str, operation: str) -> list[str]:
         f"|{'---|' * len(head)}",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",
-        "`3>1`: block 3 to rank 1; `3<0`: block 3 from rank 0; `+`: added to what is there; `4=0`: block 0 copied to block 4; `2x>1`: two blocks to rank 1.",
+        (
+            "A cell lists the actions of a rank in a round. `3>1`: send block 3 to rank 1. `3<0`: receive block 3 from rank 0. `+3<0`: receive "
+            "block 3 from rank 0, and add it to the local block. `4=0`: copy block 0 to block 4. `2x>1`: send two blocks to rank 1."
+        ),
     ]
 
 
@@ -247,8 +272,9 @@ def _on_tensors(name: str) -> list[str]:
     if name == "hierarchical":
         return [
             (
-                "Groups of several hosts choose their own form of this by themselves, with shared memory in place of the rows and chunks on "
-                f"their way in all phases ([hierarchical.py]({comm}/hierarchical.py)); see [which algorithm when](chosen.md)."
+                "Groups over several hosts choose a variant of this algorithm automatically. It uses shared memory inside a host instead of "
+                f"rows, and sends data in chunks, so that all phases overlap ([hierarchical.py]({comm}/hierarchical.py)). "
+                "See [which algorithm when](chosen.md)."
             )
         ]
     calls = [
@@ -258,8 +284,8 @@ def _on_tensors(name: str) -> list[str]:
     ]
     return [
         (
-            f"On any group it is carried out by {', '.join(calls)} ([programs.py]({comm}/programs.py)). No group chooses it by itself: "
-            "what they choose keeps chunks on their way, see [which algorithm when](chosen.md)."
+            f"To use this algorithm, call {', '.join(calls)} ([programs.py]({comm}/programs.py)). No group chooses it automatically: "
+            "the algorithms of groups send data in overlapping chunks. See [which algorithm when](chosen.md)."
         )
     ]
 
@@ -273,12 +299,19 @@ def chosen() -> str:
         "# Which algorithm when",
         "",
         (
-            "A group measures its primitives when the job starts and computes from them which of its own algorithms is fastest for which size; "
-            "`print(group.engine.explain())` shows the table of your machines. Ranks of a host share memory. *Staged*: "
-            "each rank copies its data into slots of this memory, from which the others read. *Pulled*: peers read the private memory of a rank "
-            "through the kernel. *Registered*: the tensor itself lies in shared memory. *Hierarchical*: hosts exchange slices over the network "
-            "while their ranks add up. The first table is for one host of two cores and four ranks without measurement, the second for two such "
-            "hosts with two ranks each over 10 Gbit/s:"
+            "Which algorithm does a group of ranks (processes) use for a collective of a given size? When the job starts, a group measures its basic "
+            "operations, such as copying. From these measurements it computes the fastest of its algorithms for each size. "
+            "`print(group.engine.explain())` prints the table for your machines. The names in this table are:"
+        ),
+        "",
+        "* *staged*: each rank copies its data into slots of shared memory, from which the other ranks of the host read;",
+        "* *pulled*: other ranks read the private memory of a rank through the kernel;",
+        "* *registered*: the tensor itself is in shared memory;",
+        "* *hierarchical*: hosts exchange slices over the network while their ranks add slices.",
+        "",
+        (
+            "The first table is for four ranks on one host with two cores, the second for two such hosts with two ranks each and a network of "
+            "10 Gbit/s. Both use built-in costs instead of measurements:"
         ),
         "",
         "```",
@@ -297,8 +330,8 @@ def chosen() -> str:
     lines += [
         "",
         (
-            "The time of each algorithm is a formula in `_FORMS` and `_SENT` of [selection.py](../../src/braid/comm/engines/selection.py); "
-            '`algorithm="..."` takes one by name.'
+            "The time of each algorithm is a formula in `_FORMS` and `_SENT` of [selection.py](../../src/braid/comm/engines/selection.py). "
+            'The argument `algorithm="..."` of a collective chooses an algorithm by name.'
         ),
     ]
     return "\n".join(lines) + "\n"
@@ -341,13 +374,17 @@ def contents() -> str:
     lines = [
         "# Collectives, page by page",
         "",
-        "Written by `python tests/pages.py` from the programs themselves.",
+        (
+            "How does each algorithm for a collective work, and when is it the fastest? Each page shows the rounds of one algorithm, a picture, "
+            "and its cost. [Collectives](../handbook/04-collectives.md) explains the operations. `python tests/pages.py` writes these pages from "
+            "the algorithms in `braid.programs`."
+        ),
         "",
     ]
     for name, subject in SUBJECTS.items():
         operations = ", ".join(op for known, op in ALGORITHMS if known == name)
         lines.append(f"* [{subject.title}]({name}.md): {operations}")
-    lines += ["", "[Which algorithm when](chosen.md): what groups choose by themselves."]
+    lines += ["", "[Which algorithm when](chosen.md) has the algorithms that groups choose automatically."]
     return "\n".join(lines) + "\n"
 
 

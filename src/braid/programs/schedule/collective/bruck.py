@@ -5,7 +5,7 @@ blocks doubles; the last round sends only the missing blocks.
 
 all_to_all: a block must move d ranks from its sender. In round k it moves 2^k ranks if bit k of d
 is set, in one message with all other blocks with that bit set. So a rank sends lg p messages of
-about l/2 bytes instead of p-1 of l/p.
+about l/2 bytes instead of p-1 messages of l/p bytes.
 
 Source: J. Bruck et al., Efficient algorithms for all-to-all communications in multiport
 message-passing systems, IEEE TPDS 8 (1997).

@@ -9,8 +9,8 @@
     recursive doubling    lg p rounds with the whole buffer     for small messages
     halving-doubling      2 lg p rounds, 2 (p-1)/p l bytes      for large ones on separate links
 
-If p is not a power of two, the ranks above the largest power of two first send their whole buffer
-to a partner, and get the result at the end (`folded`): two more rounds with l bytes each.
+If p is not a power of two, the remaining ranks above the largest power of two first send their
+whole buffer to a partner. At the end they receive the result: two more rounds with l bytes each.
 
     >>> from braid.programs.schedule.collective.rounds import carried_out
     >>> for made in doubling, halving_doubling:

@@ -6,9 +6,10 @@
       4 - 5 - 6 - 7    holds a quarter of its         |   |   |   |
                        row's sum                      4   5   6   7    then all-gather along rows
 
-Between hosts only l / (ranks of a row) bytes of every rank travel, the least that slow links must
-carry. With rows and columns of one mesh of links it is the all-reduce of a 2-D torus, in 2 (rows +
-columns - 2) rounds instead of 2 (p-1).
+Each rank exchanges only l / (ranks of a row) bytes with other hosts, which is the minimum for the
+slow links. If ranks are connected as a grid, with rings along rows and columns, the same algorithm
+is the all-reduce of a 2-D torus. The algorithm takes 2 (rows + columns - 2) rounds instead of the 2
+(p-1) of a ring.
 
     >>> from braid.programs.schedule.collective.rounds import carried_out
     >>> carried_out(all_reduce(3, row=3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])

@@ -1,7 +1,8 @@
-"""Pairwise: in round i each rank sends directly to the rank i places further.
+"""Pairwise: in round i rank r sends directly to rank r + i, counted modulo p.
 
-p-1 rounds, and no byte travels twice. For all_to_all of large messages nothing sends less.
-reduce_scatter and all_gather send what a ring sends, over longer ways, but no rank forwards data.
+There are p-1 rounds, and each byte is sent once. For an all_to_all of large messages, no algorithm
+sends fewer bytes. reduce_scatter and all_gather send the same bytes as a ring: no rank forwards
+data, but messages go to distant ranks.
 
 Source: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in
 MPICH, IJHPCA 19 (2005).

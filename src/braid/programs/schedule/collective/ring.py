@@ -6,8 +6,8 @@
     rank 2   block 2 >    block 1 >    block 0 >         p - 1 more rounds pass the sums on
     rank 3   block 3 >    block 2 >    block 1 >
 
-Every link is busy in every round and every rank sends 2 (p-1)/p l bytes, the least that is
-possible; the price is 2 (p-1) rounds.
+Every link is busy in every round. Every rank sends 2 (p-1)/p l bytes, and no all-reduce sends
+fewer. But an all-reduce takes 2 (p-1) rounds, which is slow for small messages.
 
     >>> from braid.programs.schedule.collective.rounds import carried_out
     >>> carried_out(all_reduce(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])

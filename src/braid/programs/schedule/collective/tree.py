@@ -1,12 +1,13 @@
-"""Binomial tree: ranks that have the data send it on, so their number doubles in every round.
+"""Binomial tree: all ranks that have the data send it, so their number doubles in every round.
 
     round 0      0 ------------------------> 4
     round 1      0 ----------> 2             4 ----------> 6          ranks relative to the root
     round 2      0 --> 1       2 --> 3       4 --> 5       6 --> 7
 
-Backwards it reduces; with the blocks of a whole subtree in each message it gathers and scatters. lg
-p rounds are the least that is possible for small messages. For large ones the root's link carries
-lg p l bytes.
+The picture is a broadcast. A reduce runs the same rounds in reverse, with sums. A scatter sends in
+each message the blocks of a whole subtree, and a gather is its reverse. No algorithm has fewer than
+lg p rounds, so the tree is fast for small messages. In a broadcast the root sends lg p l bytes,
+which is slow for large messages.
 
     >>> from braid.programs.schedule.collective.rounds import carried_out
     >>> carried_out(all_reduce(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
