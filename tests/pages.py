@@ -48,9 +48,7 @@ WHERE = (
     "50 GB/s per host, and racks of 8 hosts with 100 GB/s per rack. The times are computed from the formulas by `braid schedule compare`; "
     "measure on your machines."
 )
-READ = (
-    "A cell is `yes` if no other algorithm is faster for this size of the full buffer; otherwise it names the fastest algorithm."
-)
+READ = "A cell is `yes` if no other algorithm is faster for this size of the full buffer; otherwise it names the fastest algorithm."
 DRAWN = (
     "The picture shows the blocks of each rank before every round, and at the end. A block has the colours of the ranks whose data it "
     "contains; an arrow is a message of the round. `braid schedule show --svg FILE` draws other algorithms and numbers of ranks, and "
@@ -76,7 +74,11 @@ OWN = (  # algorithms of the engine: names, what they do, file
     ),
     ("the same, pulled", "read from private memory by the kernel", "broadcast_gather.py"),
     ("reduce_scatter, reduce, scan staged, pulled", "the same, with sums", "reduce_scatter.py"),
-    ("broadcast, all_gather, reduce_scatter hierarchical", "one rank of every other host relays the data of a rank", "relays.py"),
+    (
+        "broadcast, all_gather, reduce_scatter hierarchical",
+        "one rank of every other host relays the data of a rank",
+        "relays.py",
+    ),
     (
         "send, recv",
         "a queue in shared memory for each pair of ranks, which contains small messages",
@@ -184,7 +186,16 @@ def page(name: str) -> str:
     idea = inspect.getdoc(module) or ""
     source = f"../../src/braid/programs/schedule/collective/{subject.module}.py"
     operation = next(iter(subject.formulas))
-    lines = [f"# {subject.title}", "", *_question(subject), "", *_operations(name), "", *_idea(idea), ""]
+    lines = [
+        f"# {subject.title}",
+        "",
+        *_question(subject),
+        "",
+        *_operations(name),
+        "",
+        *_idea(idea),
+        "",
+    ]
     lines += [f"## {operation} on {NUM_RANKS} ranks", "", *_rounds(name, operation), ""]
     lines += [f"![Blocks step by step]({name}.svg)", ""]
     lines += [
@@ -384,7 +395,10 @@ def contents() -> str:
     for name, subject in SUBJECTS.items():
         operations = ", ".join(op for known, op in ALGORITHMS if known == name)
         lines.append(f"* [{subject.title}]({name}.md): {operations}")
-    lines += ["", "[Which algorithm when](chosen.md) has the algorithms that groups choose automatically."]
+    lines += [
+        "",
+        "[Which algorithm when](chosen.md) has the algorithms that groups choose automatically.",
+    ]
     return "\n".join(lines) + "\n"
 
 
