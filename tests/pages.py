@@ -236,7 +236,7 @@ def _question(subject: Subject) -> list[str]:
     return [
         (
             f"How does the algorithm *{subject.title}* carry out a collective, how long does it take, and for which sizes is it the fastest? "
-            "A *rank* is one of the p processes of a group. A buffer of l bytes is divided into p equal *blocks*. Ranks send messages in "
+            "A *rank* is one of the p processes of a group. A buffer of l bytes has p equal *blocks*, or one block if it is sent as a whole. Ranks send messages in "
             "*rounds*: a rank begins a round when its messages of the previous round are complete. lg is log2 p."
         )
     ]
