@@ -193,7 +193,7 @@ def log(*, step: int | None = None, **values: Any) -> None:
     Cost: about 30 microseconds; one line in `metrics/rank<r>.jsonl` in the run's directory.
     """
     if _DEFAULT.metrics is None:
-        msg = "braid.log before braid.init(): call braid.init() once at the start"
+        msg = "braid.log was called before braid.init(): call braid.init() once at the start"
         raise StaleError(msg)
     _DEFAULT.metrics.log(step, values)
 

@@ -103,7 +103,9 @@ def test_a_cache_and_a_mask_of_two_dims_are_refused_by_line():
     model, batch = t5(), _batch("t5", 4)
     with pytest.raises(ConfigError, match=r"modeling_t5.py:\d+ gets a EncoderDecoderCache"):
         capture(model, **batch, use_cache=True)
-    with pytest.raises(ConfigError, match=r"a condition at .*masking_utils.py:\d+ makes the model"):
+    with pytest.raises(
+        ConfigError, match=r"a condition at .*masking_utils.py:\d+ makes control flow of the model"
+    ):
         capture(model, **batch, attention_mask=torch.ones(4, 9))
 
 

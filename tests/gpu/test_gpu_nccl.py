@@ -104,7 +104,7 @@ def _refused(group: Group, device: str) -> str:
 
 
 def test_algorithms_of_other_engines_are_refused(procs, device):
-    assert "cannot use algorithm 'direct' here" in procs(1, _refused, device)[0]
+    assert "algorithm 'direct' cannot be used" in procs(1, _refused, device)[0]
 
 
 def _two_on_one_gpu(group: Group, path: str) -> list[str]:

@@ -226,13 +226,13 @@ def test_a_node_that_is_there_twice_or_late_or_runs_something_else_is_told_so(
     patient = ("--rdzv-timeout", "40")  # three launchers start one after the other
     leader = node(hosts, "a", 0, tmp_path, *patient, JOBS, "fail", "never", **secret)
     ((code, _, text),) = finish(node(hosts, "c", 1, tmp_path, *patient, JOBS, "place", **secret))
-    assert (code, "the command differs: " in text) == (2, True)
+    assert (code, "commands differ, use the same on all nodes: " in text) == (2, True)
     ((code, _, text),) = finish(node(hosts, "c", 0, tmp_path, "--rdzv-timeout", "1", JOBS, "fail", "never", **secret))  # fmt: skip
     assert (code, "cannot listen on tcp://10.77.0.1:29400" in text) == (2, True)
     follower = node(hosts, "b", 1, tmp_path, *patient, JOBS, "fail", "never", **secret)
     up(tmp_path, 2)
     ((code, _, text),) = finish(node(hosts, "c", 1, tmp_path, *patient, JOBS, "fail", "never", **secret))  # fmt: skip
-    assert (code, "node 1 is late: the job has started" in text) == (2, True)  # fmt: skip
+    assert (code, "node 1 came too late, as the job already runs" in text) == (2, True)  # fmt: skip
     follower.send_signal(signal.SIGINT)
     ended = finish(leader, follower)
     assert [code for code, _, _ in ended] == [130, 130]

@@ -204,7 +204,7 @@ def time_outs_name_what_is_missing(vans: Sequence[Van]) -> None:
 def a_roused_recv_ends_early(vans: Sequence[Van]) -> None:
     """`rouse` ends one `recv`, and loses no message."""
     vans[0].rouse()
-    _raises(CommTimeout, lambda: vans[0].recv(_LATE_S), "by calling rouse")
+    _raises(CommTimeout, lambda: vans[0].recv(_LATE_S), "which called rouse")
     vans[0].rouse()
     vans[1].send("worker:0", Note(1))
     with contextlib.suppress(CommTimeout):

@@ -205,7 +205,7 @@ def test_a_partition_that_costs_no_rank_is_right_and_one_that_is_taken_for_a_dea
     [
         (["run", "-n", "3", "train.py"], "add --min-ranks"),
         (["train", "-n", "2"], "add --min-ranks"),
-        (["trace", "run"], "strikes braid run or braid train, got trace"),
+        (["trace", "run"], "tests the commands run and train, got trace"),
         (["--kinds", "partition", "run", "--min-ranks", "1", "x.py"], "as in -H a:2,b:2"),
         (["--kinds", "partition", "run", "-H", "a:2", "--min-ranks", "1", "x.py"], "as in -H"),
         (["--kinds", "rain", "run", "--min-ranks", "1", "x.py"], "rain is unknown: choose from"),

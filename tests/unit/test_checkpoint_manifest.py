@@ -168,7 +168,9 @@ def test_every_problem_is_reported_at_once():
 
 def test_a_newer_format_says_so():
     content = plain(braid={"version": "9.0", "format": 2}, step="something new")
-    with pytest.raises(CheckpointError, match=r"braid 9.0 in format 2; this braid reads 1"):
+    with pytest.raises(
+        CheckpointError, match=r"braid 9.0 in format 2, but this version of braid reads format 1"
+    ):
         decode_manifest(sealed(content))
 
 

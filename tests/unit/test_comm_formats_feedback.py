@@ -123,13 +123,17 @@ def test_tensors_that_do_not_fit_are_refused_and_change_nothing():
     feedback.mark_sent(torch.ones(4))
     into = torch.empty(64, dtype=torch.uint8)
     for x, room, says in (
-        (torch.zeros(5), into, r"expected 4 numbers for ErrorFeedback\(4, device='cpu'\), found 5"),
+        (
+            torch.zeros(5),
+            into,
+            r"ErrorFeedback\(4, device='cpu'\) is for tensors of 4 numbers, got 5",
+        ),
         (torch.zeros(4, dtype=torch.float64), into, "not torch.float64"),
         (torch.zeros(4), into[:3], "into has 3 bytes"),
     ):
         with pytest.raises(ConfigError, match=says):
             feedback.encode(Int8(), x, room)
-    for state, says in (({}, r"holds \[\]"), ({"residual": torch.zeros(3)}, "found 3")):
+    for state, says in (({}, r"holds \[\]"), ({"residual": torch.zeros(3)}, "got 3")):
         with pytest.raises(ConfigError, match=says):
             feedback.load_state_dict(state)
     assert residual(feedback).tolist() == [-1.0] * 4

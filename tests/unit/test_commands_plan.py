@@ -59,7 +59,7 @@ def test_the_fastest_split_is_shown_explained_and_written(
     ("arguments", "problem"),
     [
         ([*MODEL], "give --cluster FILE, or --profile FILE"),
-        (["--cluster", "cluster.toml"], "give a model"),
+        (["--cluster", "cluster.toml"], "no model is named"),
         (["--model", "gpt9", "--cluster", "cluster.toml"], "must be one of gpt2-tiny"),
         ([*MODEL, "--cluster", "missing.toml"], "cannot be read"),
         ([*MODEL, "--cluster", "bare.toml"], "does not name a device"),

@@ -171,7 +171,7 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
     [
         (("show", "rong"), "rong is not an algorithm or a file"),
         (("show", "1f1b", "--csv", "--table"), "--table, --csv and --svg are forms"),
-        (("show", "ring", "--csv"), "only pipelines that train can be written as torch's CSV"),
+        (("show", "ring", "--csv"), "only training pipelines can be written as torch's CSV"),
         (("show", "none.csv"), "none.csv cannot be read"),
         (("show", "ring", "--operation", "scatter"), "choose one of naive, tree"),
         (("show", "ring", "--ranks", "0"), "at least 1 rank is needed, got 0"),
@@ -217,7 +217,7 @@ def test_mistakes_are_named(arguments, words, capsys):
         ("[[level]", "not the levels of a cluster as TOML"),
         (CLUSTER.replace("size = 16", "size = 'x'"), "level"),
         (CLUSTER.replace("size = 16", "sizes = 16"), "sizes"),
-        (CLUSTER.replace("spine", "host"), "each with another name, got host, host"),
+        (CLUSTER.replace("spine", "host"), "each with a different name, got host, host"),
         (CLUSTER.replace("size = 16", "size = 1"), "the cluster has 4 ranks"),
     ],
 )

@@ -73,13 +73,13 @@ def _method_of_a_layer(net: Net) -> nn.Module:
 
 
 WAYS = {
-    "around": (_around, "bound it to this one Net"),
-    "inside": (_inside, "bound layer of it to this one Net"),
-    "in place": (_in_place, "bound it to this one Net"),
-    "layer in place": (_layer_in_place, "bound layer of it to this one Net"),
-    "forward": (_forward, "bound layer of it to this one Net"),
-    "another method": (_another_method, "bound it to this one Net"),
-    "method of a layer": (_method_of_a_layer, "bound it to this one Net"),
+    "around": (_around, "compiled it for this one Net"),
+    "inside": (_inside, "compiled layer of it for this one Net"),
+    "in place": (_in_place, "compiled it for this one Net"),
+    "layer in place": (_layer_in_place, "compiled layer of it for this one Net"),
+    "forward": (_forward, "compiled layer of it for this one Net"),
+    "another method": (_another_method, "compiled it for this one Net"),
+    "method of a layer": (_method_of_a_layer, "compiled it for this one Net"),
 }
 
 
@@ -103,14 +103,16 @@ def test_a_module_that_is_compiled_after_wrapping_is_refused():
     net = Net()
     wrapped = DataParallel(net, ["cpu"] * 2)
     net.compile(backend="eager")
-    with pytest.raises(ConfigError, match="pass the module itself, or use one process per device"):
+    with pytest.raises(
+        ConfigError, match="pass the original module, or use one process per device"
+    ):
         wrapped(torch.ones(4, 4))
     assert net.norm.num_batches_tracked == 0
 
 
 def test_a_compiled_criterion_is_refused_like_a_module():
     criterion = torch.compile(nn.CrossEntropyLoss(), backend="eager")
-    with pytest.raises(ConfigError, match="bound it to this one CrossEntropyLoss"):
+    with pytest.raises(ConfigError, match="compiled it for this one CrossEntropyLoss"):
         DataParallel(Net(), ["cpu"] * 2, criterion=criterion)
 
 

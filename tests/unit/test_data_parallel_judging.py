@@ -190,9 +190,9 @@ def _focal(output, target, weight=None, ignore_index=-100, reduction="sum"):
 @pytest.mark.parametrize(
     ("criterion", "reduction", "words"),
     [
-        (Flattening(WEIGHT), None, "Flattening weighs by classes"),
-        (Flattening(WEIGHT), "mean", "Flattening weighs by classes"),
-        (functools.partial(_focal, weight=WEIGHT), "mean", "_focal weighs by classes"),
+        (Flattening(WEIGHT), None, "Flattening has class weights"),
+        (Flattening(WEIGHT), "mean", "Flattening has class weights"),
+        (functools.partial(_focal, weight=WEIGHT), "mean", "_focal has class weights"),
         (Flattening(), None, "Flattening leaves out targets of ignore_index=-100, .* pass reduction='sum' .* or pass reduction='mean'"),
         (functools.partial(_focal, ignore_index=0, reduction="mean"), None, "_focal leaves out targets of ignore_index=0"),
     ],

@@ -131,7 +131,7 @@ def test_shares_on_the_device_of_the_batch_are_views():
     [
         ((torch.ones(2, 3), torch.ones(4)), 0, r"differ in the number of samples along dim 0, got shapes \[2, 3\], \[4\]"),
         ([torch.ones(2)], 1, r"tensor of shape \[2\] has no dim 1"),
-        ({"a": {torch.ones(2)}}, 0, r"tensor of shape \[2\] is in a container that cannot be cut"),
+        ({"a": {torch.ones(2)}}, 0, r"tensor of shape \[2\] is in a container that cannot be split"),
         ({"a": frozenset([torch.ones(2)])}, 0, r"pass lists, tuples, dicts or dataclasses, such as dict\(\.\.\.\)"),
     ],
 )  # fmt: skip

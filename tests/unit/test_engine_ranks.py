@@ -119,8 +119,14 @@ def test_the_innermost_launcher_counts(environ: Mapping[str, str], engine: str) 
     [
         ({**MPIRUN, "RANK": "0"}, "mpirun gives RANK=2, and RANK=0 is set. Unset RANK"),
         ({**SRUN, "WORLD_SIZE": "8"}, "srun gives WORLD_SIZE=4, and WORLD_SIZE=8 is set"),
-        ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "four"}, "not numbers: OMPI_COMM_WORLD_SIZE='four'"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "contradict each other: 4 tasks"),
+        (
+            {**MPIRUN, "OMPI_COMM_WORLD_SIZE": "four"},
+            "must be numbers: OMPI_COMM_WORLD_SIZE='four'",
+        ),
+        (
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+            "contradict each other, start the program with srun: 4 tasks",
+        ),
         ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, "is not a list in Slurm's form"),
         ({**MPIEXEC, "MPI_LOCALNRANKS": "2"}, "does not name the host of rank 0: set MASTER_ADDR"),
         (

@@ -41,7 +41,7 @@ INVITED = Invitation(addresses=("tcp://10.0.0.1:9",), machine="m", num_nodes=2, 
 def test_ranks_get_nodes_that_have_room(cpus: list[int], num_ranks: int, strategy: str) -> None:
     nodes = [RayNode(str(i), f"n{i}", {"CPU": float(c)}) for i, c in enumerate(cpus)]
     if num_ranks > sum(cpus):
-        with pytest.raises(ConfigError, match=f"Ray has room for {sum(cpus)} ranks of CPU=1"):
+        with pytest.raises(ConfigError, match=f"Ray has resources for {sum(cpus)} ranks of CPU=1"):
             place(nodes, num_ranks, {"CPU": 1.0}, strategy)
         return
     chosen = place(nodes, num_ranks, {"CPU": 1.0}, strategy)
@@ -66,7 +66,7 @@ def test_an_allocation_gives_its_tasks_or_its_processors() -> None:
     job = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x2),1"}
     assert allocated(job) == (Host("n1", 2), Host("n2", 2), Host("n3", 1))
     assert allocated(job, 3) == (Host("n1", 2), Host("n2", 1))
-    with pytest.raises(ConfigError, match="has 5 tasks on n1:2, n2:2, n3:1, asked for 6"):
+    with pytest.raises(ConfigError, match="has 5 tasks on n1:2, n2:2, n3:1, but the job needs 6"):
         allocated(job, 6)
     by_nodes = {
         "SLURM_JOB_NODELIST": "n[1-2]",
@@ -108,9 +108,9 @@ def test_an_invitation_hides_its_secret_and_numbers_nodes() -> None:
     assert INVITED.number({"SLURM_PROCID": "3"}) == 3
     assert KEY.hex() not in repr(read)
     assert line.count(b"\n") == 1
-    with pytest.raises(ConfigError, match="this node has no number"):
+    with pytest.raises(ConfigError, match="the number of this node is unknown"):
         INVITED.number({})
-    with pytest.raises(ConfigError, match="was not invited on its stdin"):
+    with pytest.raises(ConfigError, match="it got no instructions on stdin"):
         Invitation.from_line(b"")
 
 
@@ -178,11 +178,11 @@ def test_a_batch_script_is_valid_and_saves_before_its_time_is_over(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"command": ()}, "nothing to run"),
+        ({"command": ()}, "there is no program to run"),
         ({"num_ranks": 0}, "must be at least 1"),
         ({"options": "gpu"}, "'gpu' is not an option of sbatch"),
         ({"partition": "a\nb"}, "must be on one line"),
-        ({"name": "my job"}, "the name may have letters, digits, dots and dashes"),
+        ({"name": "my job"}, "the name may contain only letters, digits, dots and dashes"),
     ],
 )
 def test_a_batch_script_that_cannot_work_is_refused(
@@ -254,10 +254,10 @@ def test_pods_of_an_elastic_job_may_fail_but_for_the_first() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"name": "Train_1"}, "the name must be at most 48 small letters"),
-        ({"image": ""}, "an image and a script are needed"),
+        ({"name": "Train_1"}, "the name must have at most 48 lower-case letters"),
+        ({"image": ""}, "a container image or a script is missing"),
         ({"nodes": 0}, "must be at least 1"),
-        ({"min_ranks": 9}, "--min-ranks must be 0 to all 8 ranks, got 9"),
+        ({"min_ranks": 9}, "--min-ranks must be from 0 to the number of ranks, 8, got 9"),
         ({"memory": "16 GB"}, "must be such as 4, 500m or 16Gi, got '16 GB'"),
     ],
 )

@@ -101,7 +101,7 @@ def test_the_portable_mode_is_asked_for_by_one_and_nothing_else(variables):
 @pytest.mark.parametrize(("name", "value"), [("RANK", "0"), ("WORLD_SIZE", "9")])
 def test_a_place_that_was_changed_after_the_launcher_told_it_is_refused(name, value):
     told = BRAID.to_environ()
-    text = f"is invalid: {name} must be {told[name]} as set by `braid run`, got {value}"
+    text = f"is invalid: {name} must be {told[name]}, as `braid run` set it, got {value}"
     with pytest.raises(ConfigError, match=text):
         JobEnvironment.parse({**told, name: value})
 
@@ -133,12 +133,12 @@ def test_all_problems_stand_in_one_message():
         ),
         (
             {"BRAID_LISTEN": "0.0.0.0"},
-            "BRAID_LISTEN must be one address, not all of them, got 0.0.0.0",
+            "BRAID_LISTEN must be the address of one network interface, got 0.0.0.0",
         ),
         ({"BRAID_INSECURE_NETWORK": "yes"}, "BRAID_INSECURE_NETWORK must be 0 or 1, got 'yes'"),
         (
             {"BRAID_INSECURE_NETWORK": "1", "BRAID_SECRET_FILE": "/s"},
-            "BRAID_SECRET_FILE and BRAID_INSECURE_NETWORK exclude each other",
+            "BRAID_SECRET_FILE and BRAID_INSECURE_NETWORK exclude each other: unset one of them",
         ),
         ({"RANK": "\u0663"}, "RANK must be an integer >= 0, got '\u0663'"),
     ],

@@ -8,7 +8,7 @@ from test_fusion_state import World, errors, reduce
 from braid.compat.horovod.fusion import Request, StateOptions
 from braid.errors import ConfigError
 
-REFUSED = "rank 0 refuses 'a': wrong splits"
+REFUSED = "rank 0 cannot carry out 'a': wrong splits"
 
 
 def refuse(world: World, name: str = "a", rank: int = 0, **fields: object) -> None:
@@ -54,7 +54,7 @@ def test_a_refusal_stands_for_a_whole_group_of_any_size():
         world.submit(reduce(f"g.{number}", group="g", group_size=3), [1, 2])
     outcome = world.cycle()
     assert len(errors(outcome)) == 3
-    assert all("rank 0 refuses 'g.0': wrong splits" in error for error in errors(outcome))
+    assert all("rank 0 cannot carry out 'g.0': wrong splits" in error for error in errors(outcome))
     for number in range(3):
         world.submit(reduce(f"g.{number}", group="g", group_size=3))
     assert errors(world.cycle()) == []

@@ -99,7 +99,7 @@ def test_the_second_time_no_list_is_sent():
 def test_a_name_in_flight_is_refused_on_its_rank_and_free_again_afterwards():
     world = World(2)
     world.submit(reduce("a"), [0])
-    with pytest.raises(ConfigError, match="'a' is in flight on rank 0"):
+    with pytest.raises(ConfigError, match="'a' is already in progress on rank 0"):
         world.submit(reduce("a"), [0])
     world.submit(reduce("a"), [1])
     assert world.settle() == [["a"]]
@@ -211,7 +211,7 @@ def test_ranks_that_have_joined_are_stood_in_for_until_all_have():
     assert world.settle() == [["a", "new"]]
     world.submit(Request("b", "broadcast", "float32", (4,), 4, root=0), [0, 2])
     (error,) = errors(world.cycle())
-    assert "but rank 1 has joined" in error
+    assert "but rank 1 has called join" in error
     with pytest.raises(ConfigError, match="'x' was submitted on rank 1"):
         world.submit(reduce("x"), [1])
     world.machines[2].join()
@@ -233,7 +233,7 @@ def test_what_is_in_the_cache_and_cannot_go_on_without_a_joined_rank_is_refused(
     world.cycle()
     world.submit(gather, [0])
     (error,) = errors(world.cycle())
-    assert "but a rank has joined" in error
+    assert "but a rank has called join" in error
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -264,7 +264,7 @@ def test_a_group_of_which_one_is_refused_is_refused_as_a_whole():
         world.submit(reduce("c"))
         outcome = world.cycle()
         first, second = errors(outcome)
-        assert first.startswith("group 'g' is refused as a whole, since 'b' is refused: ")
+        assert first.startswith("all operations of group 'g' fail, because 'b' failed: ")
         assert "disagree on the shape of 'b'" in first
         assert "disagree on the shape of 'b'" in second
         assert sorted(names(batch.responses) for batch in outcome.batches) == [["a"], ["b"], ["c"]]

@@ -105,11 +105,14 @@ class Conditional(nn.Module):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("item", r"item\(\) at .*test_graph.py:\d+ makes the model depend on data"),
-        ("condition", r"a condition at .*test_graph.py:\d+ makes the model depend on data"),
-        ("half", "depends on the number of rows in another way"),
+        ("item", r"item\(\) at .*test_graph.py:\d+ makes control flow of the model depend on data"),
+        (
+            "condition",
+            r"a condition at .*test_graph.py:\d+ makes control flow of the model depend on data",
+        ),
+        ("half", "depends on the number of rows, but not as"),
         ("float", r"__mul__.*has|mul.*has the number 0.25 for 4 rows"),
-        ("rows", "for one row less than 4 the model makes 2 calls instead of 1"),
+        ("rows", "for one row less than 4, the model makes 2 calls instead of 1"),
     ],
 )
 def test_what_depends_on_data_or_takes_another_way_is_refused(how, text):
@@ -123,7 +126,7 @@ def test_one_row_and_more_parts_than_modules_are_refused(model):
     graph = capture(model, tokens(4))
     with pytest.raises(ConfigError, match="8 modules cannot be cut into 9 parts"):
         segments(graph, 9)
-    with pytest.raises(ConfigError, match="cuts must be ascending positions"):
+    with pytest.raises(ConfigError, match="cuts must be ascending indices"):
         segments(graph, 2, [1, 3])
     with pytest.raises(ConfigError, match="captured with 1 input tensors, got 2"):
         segments(graph, 1)[0]((tokens(2), tokens(2)))

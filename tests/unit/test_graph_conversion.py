@@ -201,7 +201,7 @@ HERE = r"gate\(\d\) -> \d at .*test_graph_conversion.py:\d+ cannot be written as
         (_closure(), HERE + r".*twice.* cannot be imported: define it with a name"),
         (partial(torch.add, other=1), HERE + "functools.partial.* cannot be imported"),
         (Plain(), HERE + r".*Plain object.* \(Plain\) cannot be written as Python source"),
-        ("loose", r"add\(0, 1\) -> 2 at .*uses a tensor of shape \[4\] that is not an attribute"),
+        ("loose", r"add\(0, 1\) -> 2 at .*uses a tensor of shape \[4\] that no module owns"),
     ],
     ids=["lambda", "closure", "partial", "object", "tensor"],
 )

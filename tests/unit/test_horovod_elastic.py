@@ -157,8 +157,8 @@ def test_an_error_passes_where_it_cannot_be_helped():
     members.join_next = lambda report: [report]  # the same members
     with pytest.raises(HorovodInternalError):  # and not again and again
         train_with(members, _state(), func)
-    with pytest.raises(CommError, match="no epoch follows"):
-        train_with(_Members(CommError("no epoch follows")), _state(), func)
+    with pytest.raises(CommError, match="no new set of ranks follows"):
+        train_with(_Members(CommError("no new set of ranks follows")), _state(), func)
 
 
 def test_a_newcomer_begins_with_the_state_of_the_others_and_without_callbacks():
@@ -205,7 +205,7 @@ def test_members_that_disagree_on_skip_sync_synchronize():
 def test_a_state_that_nobody_has_is_no_state_to_go_on_from():
     state = _state(batch=3)
     state.base = 5
-    with pytest.raises(CommError, match="the state after 5 commits is lost"):
+    with pytest.raises(CommError, match="the state after commit 5 is lost"):
         adopt(state, MemberReport(NEVER), [MemberReport(NEVER)])
     complete = MemberReport(NEVER, 6)  # it had arrived, and its sender died
     assert adopt(state, complete, [complete])
@@ -252,7 +252,7 @@ def test_a_torch_state_restores_objects_in_place():
 
 
 def test_a_name_of_the_states_own_is_refused():
-    with pytest.raises(ConfigError, match="'commit' is an attribute of states"):
+    with pytest.raises(ConfigError, match="'commit' is already an attribute of the state class"):
         TorchState(commit=1)
 
 

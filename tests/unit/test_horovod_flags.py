@@ -197,7 +197,7 @@ def test_the_hostfile_has_a_short_name_too():
 
 
 def test_an_interpreter_without_a_program_is_refused():
-    with pytest.raises(ConfigError, match="python has no program after it"):
+    with pytest.raises(ConfigError, match="python is followed by no program"):
         program(("python",), lambda _word: True)
 
 
@@ -215,7 +215,7 @@ def test_what_has_no_meaning_here_is_said_once():
     )  # fmt: skip
     assert found.notes == (
         "--mpi, --mpi-args: no effect here",
-        "--start-timeout: no effect, since no hosts are named",
+        "--start-timeout: these options have no effect, as no hosts are named",
         "HOROVOD_CYCEL_TIME is not a variable of Horovod and has no effect: did you mean HOROVOD_CYCLE_TIME?",
     )
 
@@ -230,15 +230,15 @@ def test_all_values_that_are_wrong_are_said_at_once():
         "--fusion-threshold-mb must be megabytes, 0 or more, got 'x'; "
         "--log-level must be one of trace, debug, info, warning, error, fatal, got 'loud'; "
         "--num-proc must be a whole number, 1 or more, got '0'; --ssh-port must be a port, 1 to 65535, got '70000'; "
-        "--start-timeout must be seconds, more than 0, got 'nan'; --hosts and --hostfile both name the hosts; "
-        "command is missing: end with one such as `python train.py`"
+        "--start-timeout must be seconds, more than 0, got 'nan'; --hosts and --hostfile both name the hosts: leave one of them out; "
+        "the command is missing: end with one such as `python train.py`"
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train.py"], "number of ranks is missing: give -np"),
+        (["train.py"], "number of ranks is missing: add -np N"),
         (["-np"], "argument -np/--num-proc: expected one argument"),
         (["--cycle-tme-ms", "3"], "--cycle-tme-ms: did you mean --cycle-time-ms?"),
         (
@@ -249,7 +249,7 @@ def test_all_values_that_are_wrong_are_said_at_once():
         (["-np", "2", "--hostfile", "", "x.py"], "--hostfile needs a value, FILE"),
         (["-np", "", "x.py"], "--num-proc needs a value, N"),
         (["--xyzzy"], "--xyzzy (see --help)"),
-        (["-np", "2", "-H", "a:1", "x.py"], "-n 2 does not fit a:1, with slots for 1 to 1 ranks"),
+        (["-np", "2", "-H", "a:1", "x.py"], "-n 2 does not match a:1, with slots for 1 to 1 ranks"),
         (
             ["-np", "2", "--slots", "1", "x.py"],
             "--slots are for elastic runs only: add --min-np or",
@@ -266,7 +266,7 @@ def test_all_values_that_are_wrong_are_said_at_once():
         ),
         (
             ["-H", "localhost:2", "--host-discovery-script", "./d.sh", "x.py"],
-            "--hosts and --host-discovery-script both name the hosts",
+            "--hosts and --host-discovery-script both name the hosts: leave one of them out",
         ),
     ],
 )
@@ -344,7 +344,7 @@ def test_all_that_is_wrong_with_a_configuration_file_is_said_at_once():
     assert str(caught.value) == (
         "c.yaml cannot be used: parms is not known: did you mean params?; "
         "params.cycle-time is not known: did you mean cycle-time-ms?; params.cache-capacity must be one value, got [1]; "
-        "timeline.mark-cycles must be true or false, got 'yes'; autotune must have keys below it, such as enabled, got True; "
+        "timeline.mark-cycles must be true or false, got 'yes'; autotune must contain keys, such as enabled, got True; "
         "help is not known; config-file is not known"
     )
 
@@ -361,7 +361,7 @@ def test_the_line_of_braid_run_is_shown():
 
 
 def test_a_key_with_braces_is_refused():
-    with pytest.raises(ConfigError, match="must have no braces"):
+    with pytest.raises(ConfigError, match="must not contain braces"):
         rsh_command(None, "{host}")
 
 

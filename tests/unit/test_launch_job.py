@@ -28,7 +28,7 @@ def script(tmp_path: Path) -> Path:
     ("change", "words"),
     [
         ({"num_ranks": 0}, "number of ranks must be 1 to 4096, got 0"),
-        ({"command": ()}, "nothing to run"),
+        ({"command": ()}, "there is no program to run"),
         ({"port": 70_000}, "port must be 1 to 65535 or auto, got 70000"),
         ({"threads": 0}, "threads must be at least 1, got 0"),
         ({"timeout_s": 0.0}, "timeout must be more than 0 s, got 0 s"),
@@ -72,13 +72,13 @@ def test_programs_must_exist_and_be_executable(script):
     check_command(JobSpec(command=("sh", "-c", "true"), kind="program"))
     with pytest.raises(ConfigError, match=r"train.py is not executable: chmod \+x it"):
         check_command(JobSpec(command=(str(script),), kind="program"))
-    with pytest.raises(ConfigError, match="no program no-such-program on PATH"):
+    with pytest.raises(ConfigError, match="the program no-such-program is not on PATH"):
         check_command(JobSpec(command=("no-such-program",), kind="program"))
 
 
 def test_modules_are_looked_for_without_importing_them():
     check_command(JobSpec(command=("json.tool",), kind="module"))
-    with pytest.raises(ConfigError, match="no Python module 'no_such_module'"):
+    with pytest.raises(ConfigError, match="the Python module 'no_such_module' was not found"):
         check_command(JobSpec(command=("no_such_module.train",), kind="module"))
 
 
@@ -131,7 +131,7 @@ def test_separating_twice_is_separating_once(words):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["run"], "nothing to run: give a script"),
+        (["run"], "there is no program to run: give a script"),
         (["run", "-n", "0", "t.py"], "number of ranks must be 1 to 4096, got 0"),
         (["run", "nix.py"], "cannot read the script nix.py: No such file or directory"),
         (["run", "--port", "x", "t.py"], "--port must be auto or a number, got 'x'"),

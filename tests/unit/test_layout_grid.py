@@ -71,5 +71,5 @@ def test_groups_hold_ranks_whose_other_indices_are_equal(sizes, order, kinds, fi
 def test_orders_that_make_no_grid_are_refused(sizes, order, text):
     with pytest.raises(ConfigError, match=text):
         Grid(sizes, order)
-    with pytest.raises(ConfigError, match="unknown axis xx"):
+    with pytest.raises(ConfigError, match="has no axis xx"):
         Grid({"tp": 2}).groups("xx")

@@ -86,13 +86,15 @@ def test_packed_blocks_are_each_divided_and_have_no_box():
     assert second == (((2, 4), (0, 2)), ((6, 8), (0, 2)), ((10, 12), (0, 2)))
     plain = Layout.parse(MESH, "1*tp | -")
     assert (str(plain), plain.pieces((4, 2), 0)) == ("tp | -", (((0, 2), (0, 2)),))
-    with pytest.raises(ConfigError, match="has packed blocks, so a rank's part is not one box"):
+    with pytest.raises(
+        ConfigError, match="has packed blocks, so a rank's shard is not one contiguous slice"
+    ):
         layout.box((12, 2), 0)
     with pytest.raises(
-        ConfigError, match=r"shape \[11, 2\] is not a multiple of the packed blocks"
+        ConfigError, match=r"shape \[11, 2\] cannot be divided into the packed blocks"
     ):
         layout.pieces((11, 2), 0)
-    with pytest.raises(ConfigError, match="blocks are \\(2,\\): give a number for each"):
+    with pytest.raises(ConfigError, match="blocks \\(2,\\) does not match the dims"):
         Layout(MESH, ((), ()), (), (), (2,))
     with pytest.raises(ConfigError, match="is named 2 times, and splits one dim, is partial or"):
         Layout.parse(MESH, "tp | - ; varying tp")

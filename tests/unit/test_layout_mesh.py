@@ -55,8 +55,8 @@ def test_neighbours_differ_along_the_last_axis():
         (lambda: Mesh.parse("pp"), "a mesh is written as pp=2,dp=4"),
         (lambda: Mesh.parse("pp=-1"), "a mesh is written as"),
         (lambda: Mesh({"dp": 2}).coordinates(2), "rank 2 is not in a mesh of 2 ranks"),
-        (lambda: Mesh({"dp": 2}).peers("tp", 0), "unknown axis tp in dp=2"),
-        (lambda: Mesh({"dp": 2}).rank({"dp": 2}), "axis dp has indices 0 to 1, got 2"),
+        (lambda: Mesh({"dp": 2}).peers("tp", 0), "the mesh dp=2 has no axis tp"),
+        (lambda: Mesh({"dp": 2}).rank({"dp": 2}), "axis dp has only the indices 0 to 1, got 2"),
     ],
 )  # fmt: skip
 def test_what_is_no_mesh_or_not_in_it_is_refused(make, text):
@@ -106,13 +106,13 @@ def test_a_view_is_made_of_splits_and_joins_or_refused(axes, data):
     [
         (lambda mesh: mesh.view("ep=4"), "ep=4 has 4 ranks, but pp=2,dp=3,tp=4 has 24"),
         (lambda mesh: mesh.view("a=8,b=3"), "a=8,b=3 cuts across pp=2,dp=3,tp=4: blocks of 3 and of 4 ranks"),
-        (lambda mesh: mesh.split("dp", "a=2,b=2"), "axis dp has 3 ranks, but a=2,b=2 has 4: choose sizes whose product is 3"),
-        (lambda mesh: mesh.split("dp", "tp=3"), "has an axis tp already"),
-        (lambda mesh: mesh.split("ep", "a=2"), "unknown axis ep"),
-        (lambda mesh: mesh.join(["pp", "tp"], "x"), "axes pp, tp are no neighbours in pp=2,dp=3,tp=4"),
+        (lambda mesh: mesh.split("dp", "a=2,b=2"), "axis dp has 3 ranks, but the axes a=2,b=2 have 4: choose sizes whose product is 3"),
+        (lambda mesh: mesh.split("dp", "tp=3"), "already has an axis tp"),
+        (lambda mesh: mesh.split("ep", "a=2"), "has no axis ep"),
+        (lambda mesh: mesh.join(["pp", "tp"], "x"), "axes pp, tp are not adjacent in pp=2,dp=3,tp=4"),
         (lambda mesh: mesh.join(["tp", "dp"], "x"), "in their order"),
-        (lambda mesh: mesh.join([], "x"), "axes none are no neighbours"),
-        (lambda mesh: mesh.join(["dp", "tp"], "pp"), "has an axis pp already"),
+        (lambda mesh: mesh.join([], "x"), "axes none are not adjacent"),
+        (lambda mesh: mesh.join(["dp", "tp"], "pp"), "already has an axis pp"),
     ],
 )  # fmt: skip
 def test_what_is_no_view_is_refused_with_its_sizes(make, text):

@@ -216,7 +216,7 @@ def test_the_table_has_the_worst_order_beside_the_best():
     [
         ("tp=4,dp=8", None, "the cluster has 16 ranks"),
         ("tp=2,x=2,y=2", {"z": 1.0}, "unknown axis z in .*axis x has no usual traffic: .*; axis y has"),
-        ("tp=2", {"tp": -1.0}, "axis tp: nbytes must be at least 0, got -1.0"),
+        ("tp=2", {"tp": -1.0}, "mesh axis tp: nbytes must be at least 0, got -1.0"),
         ("a=2,b=2,c=2,d=2", {"a": 1.0, "b": 1.0, "c": 1.0}, "axis d has no usual traffic"),
     ],
 )  # fmt: skip
@@ -227,7 +227,7 @@ def test_what_cannot_be_placed_is_refused(mesh, traffic, text):
 
 def test_too_many_axes_and_wrong_traffic_are_refused():
     mesh = Mesh({f"a{number}": 2 for number in range(8)})
-    with pytest.raises(ConfigError, match="8 axes of several ranks, and at most 7"):
+    with pytest.raises(ConfigError, match="8 axes of several ranks, but at most 7"):
         place(mesh, flat(256, 0.0, 1.0), dict.fromkeys(mesh.axes, 1.0))
     with pytest.raises(
         ConfigError, match=r"unknown operation 'sum'.*nbytes.*got -1; count.*got 1.5"

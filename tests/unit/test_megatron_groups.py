@@ -131,7 +131,7 @@ def test_every_rank_is_in_one_group_of_each_kind(world, tp, pp, ep):
             ["tensor_model_parallel_size must be", "pipeline_model_parallel_size must be"],
         ),
         ({"tp": 3, "ep": 5, "virtual_pp": 2}, ["= 3", "= 15", "at least 2, got 1"]),
-        ({"cp": 4, "hierarchical_cp": (2, 4)}, ["[2, 4] must multiply", "4"]),
+        ({"cp": 4, "hierarchical_cp": (2, 4)}, ["[2, 4] must have the product", "4"]),
         ({"instances": 3}, ["=3 does not divide the 8 ranks of data", "of expert data"]),
         ({"order": "tp-tp-dp"}, ["tp comes twice"]),
         ({"tp": 2, "order": "dp-pp"}, ["tp has 2 ranks, and no place in the order"]),
@@ -150,12 +150,12 @@ def test_wrong_arguments_of_generators_and_grids_are_named(monkeypatch):
     for make, text in (
         (lambda: RankGenerator(1, 2, 1, 1, 2, "tp-cp-ep-dp-pp"), "ep=2 and cp=2"),
         (lambda: RankGenerator(2, 1, 2, 1, 1, "tp-dp").get_ranks("xp"), "xp is not in the order"),
-        (lambda: masked_groups(4, [2, 3], [True]), "2 dims, but mask has 1"),
-        (lambda: masked_groups(4, [2, 3], [True, False]), "6 ranks, and the world 4"),
+        (lambda: masked_groups(4, [2, 3], [True]), "2 entries, but mask has 1"),
+        (lambda: masked_groups(4, [2, 3], [True, False]), "6 ranks, but world_size is 4"),
         (lambda: HyperCommGrid([2, 2], ["a"]), "needs 2 different dim_names"),
         (
             lambda: HyperCommGrid([2, 4], ["a", "b"], rank_offset=1),
-            "needs 9 ranks, but there are 4",
+            "needs 9 ranks, but the job has 4",
         ),
         (lambda: HyperCommGrid([2], ["a"], rank_offset=-1), "must not be negative"),
         (lambda: HyperCommGrid([2, 2], ["a", "b"]).get_rank_enum("c"), "unknown dim c"),
@@ -217,7 +217,7 @@ def test_values_can_be_set_before_there_are_groups():
         assert mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1)
         assert not mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=0)
         assert not mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=0)
-        with pytest.raises(AssertionError, match="vp_stage must be passed"):
+        with pytest.raises(AssertionError, match="pass vp_stage from 0 to"):
             mpu.is_pipeline_first_stage(ignore_virtual=False)
     finally:
         mpu.destroy_model_parallel()

@@ -79,5 +79,5 @@ def test_wrong_use_of_recomputation_is_named():
         tensor_parallel.CheckpointWithoutOutput().discard_output_and_register_recompute(
             torch.ones(1)
         )
-    with pytest.raises(UnsupportedError, match="fp8=True cannot be served"):
+    with pytest.raises(UnsupportedError, match="fp8=True is not supported"):
         tensor_parallel.CheckpointWithoutOutput(fp8=True)

@@ -58,8 +58,8 @@ def test_all_that_is_wrong_with_a_row_is_named_at_once():
         "cannot log: step must be an integer of at least 0, got -1; "
         "losses must be one number, got a Tensor of shape (2, 3): log its mean or sum; "
         "name must be one number, got 'adam'; none must be one number, got None; "
-        "rss_bytes is measured by braid: choose another name; "
-        "'a\\nb' is not a name of 1 to 80 printable characters; many must be one number, got [1, 2]"
+        "rss_bytes is reserved for braid's own measurements: choose another name; "
+        "'a\\nb' is not a valid name: use 1 to 80 printable characters; many must be one number, got [1, 2]"
     )
 
 

@@ -63,7 +63,7 @@ def test_weights_of_backwards_add_up_until_the_average():
 def test_a_backward_of_two_weights_is_refused():
     state = state_in(BackwardPhase.LOCAL)
     state.add_weight(2.0)
-    with pytest.raises(ConfigError, match=r"loss weights 2\.0 and None"):
+    with pytest.raises(ConfigError, match=r"loss weights, 2\.0 and None"):
         state.add_weight(None)
 
 

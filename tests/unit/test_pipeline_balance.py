@@ -172,7 +172,7 @@ def test_segments_of_a_captured_model_are_layers_too():
 @pytest.mark.parametrize(
     ("by", "options", "words"),
     [
-        (balance_by_time, {"num_parts": 3}, "2 layers are fewer than 3 parts"),
+        (balance_by_time, {"num_parts": 3}, "2 layers cannot be divided into 3 parts"),
         (balance_by_size, {"num_microbatches": 0}, "num_microbatches must be at least 1"),
         (balance_by_size, {"param_scale": -1.0}, "param_scale not negative, got 1 and -1.0"),
         (balance_by_size, {"sample": torch.ones(0, 4)}, "0 rows"),

@@ -56,11 +56,11 @@ def test_parts_that_are_not_the_heaviest_are_even_too(costs, sizes):
 @pytest.mark.parametrize(
     ("costs", "num_parts", "words"),
     [
-        ([1.0, 2.0], 3, "2 layers are fewer than 3 parts"),
+        ([1.0, 2.0], 3, "2 layers cannot be divided into 3 parts"),
         ([1.0], 0, "number of parts must be at least 1, got 0"),
         ([1.0, -2.0, 3.0, math.nan], 2, "got -2.0 of layer 1, nan of layer 3"),
         ([math.inf], 1, "inf of layer 0"),
-        ([-1.0], 2, "fewer than 2 parts.*-1.0 of layer 0"),
+        ([-1.0], 2, "divided into 2 parts.*-1.0 of layer 0"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_all_reasons(costs, num_parts, words):

@@ -87,7 +87,7 @@ def test_a_conflict_names_both_nodes_devices_and_reasons():
         choose_devices(chain(3, n0="/task:0", n2="/task:1"), pairs, CPUS)
     assert str(caught.value) == (
         "n0 (model.py:0) is placed on /task:0 and n2 (model.py:2) on /task:1, but they must have "
-        "one device: they share w; n2 writes to n1. Name one device for both"
+        "one device: they share w; n2 writes to n1. Give both the same device"
     )
 
 

@@ -238,10 +238,10 @@ def test_the_text_comes_back_as_it_was():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "the text has no node"),
+        ("", "the graph has no nodes"),
         (f"{LINE}\n\nnonsense", "line 3 is neither a node .* nor an edge"),
-        (f"{LINE}\n{LINE}", "line 2: node 'node1' is given twice"),
-        (f"{LINE}\n\tnode1 -- node2", "line 2: there is no node 'node2'"),
+        (f"{LINE}\n{LINE}", "line 2: node 'node1' is defined twice"),
+        (f"{LINE}\n\tnode1 -- node2", "line 2: the edge names an undefined node, 'node2'"),
         (LINE.replace("=1.000", "=-1.000"), "line 1: times and sizes must be .* not negative"),
         (LINE.replace("=1.000", "=nan"), "line 1: times and sizes must be finite"),
         (LINE.replace("=1.000", "=fast"), "line 1: could not convert string to float: 'fast'"),
@@ -258,12 +258,12 @@ def test_what_cannot_be_divided_is_refused():
     with pytest.raises(ConfigError, match="has only inputs"):
         states_of(only_input)
     states = states_of(parse_graph(LINE))
-    with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs 2 states"):
+    with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs 2 cuts"):
         partition(states, [MachineLevel(2, 1e9)], straight=True)
-    with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs 2 states"):
+    with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs 2 cuts"):
         partition(states, [MachineLevel(2, 1e9)], straight=True, memory=MemoryLimit(1e15))
     with pytest.raises(
-        ConfigError, match=r"machines >= 1 and a bandwidth on each level, got \[\(0, "
+        ConfigError, match=r"at least 1 machine and a bandwidth above 0 bytes/s, got \[\(0, "
     ):
         partition(states, [MachineLevel(0, 1e9)])
     free = chain([0, 0], [0, 0], [0, 0])

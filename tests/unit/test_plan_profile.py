@@ -181,7 +181,7 @@ def test_what_is_no_plan_is_refused(tmp_path, text, problem):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "give a model"),
+        ([], "no model is named"),
         (["--model", "gpt9"], "must be one of gpt2-tiny"),
         (["nowhere:make"], "No module named 'nowhere'"),
         (["--model", "gpt2-tiny", "--rows", "2"], "at least two different"),

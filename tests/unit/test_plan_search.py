@@ -355,7 +355,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: object) -> None:
         ("{}", "is not a plan"),
         (
             '{"kind": "split", "batch": 4, "ranks": 3, "mesh": "pp=2"}',
-            "has 2 ranks, and ranks is 3",
+            "has 2 ranks, but ranks is 3",
         ),
         ('{"kind": "split", "batch": 0, "ranks": 3}', "is not a plan"),
         ('{"kind": "other"}', "is not a plan"),
@@ -439,7 +439,10 @@ def test_an_asynchronous_pipeline_has_no_bubble_and_keeps_versions(
         ({"schedule": "nope"}, "unknown schedule 'nope'"),
         ({"mesh": "pp=2,dp=2", "balance": (8, 0)}, "at least one layer for each stage"),
         ({"dtype": "foo"}, "dtype must be one of fp32"),
-        ({"mesh": "pp=2,dp=2", "balance": (4, 4), "versions": "stash"}, "of a pipeline alone"),
+        (
+            {"mesh": "pp=2,dp=2", "balance": (4, 4), "versions": "stash"},
+            "with pipeline parallelism alone",
+        ),
         ({"mesh": "pp=4", "balance": (2,) * 4, "versions": "2bw"}, "at least 4 micro-batches"),
         ({"mesh": "pp=4", "balance": (2,) * 4, "strategy": "ps"}, "has replicas only"),
         ({"batch": 6, "mesh": "pp=1,dp=4"}, "a batch of 6 rows cannot be divided by 4 replicas"),

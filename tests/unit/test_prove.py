@@ -62,7 +62,7 @@ def test_the_worst_number_is_named():
         (None, "does not exist: name a Python file"),
         ("def model(): ...", "defines no loss:"),
         ("x = 1", "defines no model and no loss:"),
-        ("1 / 0", "raises ZeroDivisionError when it is imported: division by zero"),
+        ("1 / 0", "raised ZeroDivisionError while it was imported: division by zero"),
     ],
 )
 def test_a_task_that_cannot_be_read_is_told_once(tmp_path, capsys, text, words):

@@ -124,7 +124,7 @@ def test_fixed_point_leaves_integers_and_refuses_what_is_no_number():
     parcel = _parcel(torch.arange(4))
     kv.FixedPoint().encode(parcel, 0)
     assert parcel.heads == []
-    with pytest.raises(ConfigError, match="FixedPoint cannot encode nan, the value at place 1"):
+    with pytest.raises(ConfigError, match="FixedPoint cannot encode nan, the value at index 1"):
         kv.FixedPoint().encode(_parcel(torch.tensor([1.0, float("nan")])), 0)
 
 
@@ -262,14 +262,16 @@ def test_a_node_comes_back_and_another_process_cannot_be_it():
     assert state.joins("worker:0", 1, "b") == []
     with pytest.raises(CommError, match="worker:0 is here already"):
         state.joins("worker:0", 2, "b")
-    with pytest.raises(CommError, match="the run has no server:1: it has 1 servers, 2 workers"):
+    with pytest.raises(
+        CommError, match="server:1 does not belong to the run, which has 1 servers, 2 workers"
+    ):
         state.joins("server:1", 1, "")
 
 
 def test_candidates_get_numbers_until_there_are_enough():
     state: KVMembersState[str] = KVMembersState(1, 2)
     assert [state.number(f"candidate:{n}", "worker") for n in (7, 8, 7)] == [0, 1, 0]
-    with pytest.raises(CommError, match="the run has 2 workers already"):
+    with pytest.raises(CommError, match="the run already has all its 2 workers"):
         state.number("candidate:9", "worker")
     with pytest.raises(CommError, match="unknown role 'judge'"):
         state.number("candidate:9", "judge")
@@ -319,10 +321,13 @@ def test_the_environment_is_read():
         ({"DMLC_ROLE": "joint"}, "DMLC_ROLE must be one of scheduler, server, worker, got 'joint'"),
         ({"DMLC_NUM_SERVER": "0"}, "DMLC_NUM_SERVER must be a positive number, got '0'"),
         ({"DMLC_PS_ROOT_PORT": "x"}, "DMLC_PS_ROOT_PORT must be a positive number, got 'x'"),
-        ({"DMLC_PS_ROOT_URI": ""}, "DMLC_PS_ROOT_URI is missing"),
+        ({"DMLC_PS_ROOT_URI": ""}, "DMLC_PS_ROOT_URI is not set"),
         ({"DMLC_PS_ROOT_URI": "10.0.0.1"}, "nodes at 10.0.0.1 can be reached by other hosts"),
-        ({"PS_DROP_MSG": "10"}, "PS_DROP_MSG loses requests permanently unless PS_RESEND is 1"),
-        ({"PS_DROP_MSG": "100"}, "PS_DROP_MSG is a percentage below 100, got 100"),
+        (
+            {"PS_DROP_MSG": "10"},
+            "PS_DROP_MSG needs PS_RESEND=1, as dropped requests are otherwise lost",
+        ),
+        ({"PS_DROP_MSG": "100"}, "PS_DROP_MSG must be a percentage from 0 to below 100, got 100"),
         ({"PS_HEARTBEAT_TIMEOUT": "soon"}, "PS_HEARTBEAT_TIMEOUT must be a number, got 'soon'"),
     ],
 )

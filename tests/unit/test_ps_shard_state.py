@@ -49,7 +49,7 @@ def test_who_has_pushed_is_not_named_as_missing():
     state.push(0, 0, ("worker:0", 1))
     state.push(2, 0, ("worker:2", 1))
     state.pull(0, 1, ("worker:0", 2))
-    assert state.waiting() == ["worker 0 waits at clock 1 for the pushes of 1 (at clock 0)"]
+    assert state.waiting() == ["worker 0 waits at clock 1 for pushes from 1 (at clock 0)"]
 
 
 def test_a_worker_that_left_stands_for_no_other():
@@ -107,7 +107,9 @@ def test_a_rate_that_others_have_set_is_accepted_from_whoever_is_late():
         state.change(clock, None, 1 / (clock + 1), ("worker:0", 2 * clock))
         state.push(0, clock, ("worker:0", 2 * clock + 1))
     assert state.change(0, None, 1.0, ("worker:1", 0)) == [Accept(("worker:1", 0))]
-    with pytest.raises(CommError, match="settings cannot change at clock 0: clock 100 has begun"):
+    with pytest.raises(
+        CommError, match="settings cannot change at clock 0, because clock 100 has begun"
+    ):
         state.change(0, None, 0.9, ("worker:1", 1))
 
 

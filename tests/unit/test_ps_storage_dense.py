@@ -170,10 +170,10 @@ class Unknown(torch.optim.SGD):
     ("make", "text"),
     [
         (torch.optim.LBFGS, "LBFGS does not: it takes inner products of all parameters"),
-        (torch.optim.Adafactor, "Adafactor does not: it looks at the shape or the norm"),
+        (torch.optim.Adafactor, "Adafactor does not: it uses the shape or the norm"),
         (
             Unknown,
-            "Unknown does not: it is not known to do so. Use a class of torch.optim, such as SGD",
+            "Unknown does not: it is not known to change each element separately. Use a class of torch.optim, such as SGD",
         ),
         (RowWiseAdagrad(0.1), "RowWiseAdagrad needs whole rows"),
         (len, "which returned a int"),
@@ -193,7 +193,7 @@ def test_optimizers_that_do_not_change_each_element_by_itself_are_refused(make, 
     [
         (
             (torch.zeros(3),),
-            r"a push does not fit: expected grad float32\[4\], got float32\[3\]. Give workers and",
+            r"a push does not match the table: expected grad float32\[4\], got float32\[3\]. Declare the same",
         ),
         ((torch.zeros(4, 1),), r"expected grad float32\[4\], got float32\[4, 1\]"),
         ((torch.zeros(4).double(),), r"expected grad float32\[4\], got float64\[4\]"),

@@ -183,13 +183,13 @@ def test_shards_that_do_not_belong_together_are_named():
         (partial(join_shards, []), "at least one shard: pass the state of each shard"),
         (
             partial(join_shards, [dense[0], sparse[1]]),
-            "shard 1 and shard 0 belong to different tables or updates.* one state lacks candidate.count",
+            "shard 1 and shard 0 belong to different tables or clocks.* one state lacks candidate.count",
         ),
         (
             partial(join_shards, exported(table)),
-            "must be after the same update to be joined, but .* is 1 on shard 0, 0 on shard 1",
+            "can be joined only after the same update, but .* is 1 on shard 0, 0 on shard 1",
         ),
-        (partial(join_shards, [rows.export()] * 2), "id 7 is on several shards"),
+        (partial(join_shards, [rows.export()] * 2), "id 7 is in the states of several shards"),
         (partial(join_shards, [rows.export(), slower]), "but lr is 0.1 on shard 0, 0.2 on shard 1"),
         (partial(split_state, dense[0], 0), "at least one shard, got 0"),
     ):

@@ -201,7 +201,7 @@ def test_the_learning_rate_is_part_of_the_state():
     [
         (
             (torch.zeros(2), torch.zeros(2, 3)),
-            r"a push does not fit: expected ids int64\[n\], got float32\[2\]. Give workers",
+            r"a push does not match the table: expected ids int64\[n\], got float32\[2\]. Declare the same",
         ),
         ((ids_of(1, 2), torch.zeros(2, 4)), r"expected grads float32\[n, 3\], got float32\[2, 4\]"),
         (
@@ -229,13 +229,14 @@ def test_a_push_that_does_not_fit_is_named(push, text):
 
 def test_a_query_that_does_not_fit_is_named():
     with pytest.raises(
-        ConfigError, match=r"a query does not fit: expected ids int64\[n\], got uint64\[1\]"
+        ConfigError,
+        match=r"a query does not match the table: expected ids int64\[n\], got uint64\[1\]",
     ):
         table().check_query((torch.zeros(1, dtype=torch.uint64),))
 
 
 def test_a_table_that_cannot_be_is_named():
-    with pytest.raises(ConfigError, match="at least 1 element, got dim 0"):
+    with pytest.raises(ConfigError, match="must be at least 1, got 0"):
         table(dim=0)
     with pytest.raises(ConfigError, match="a floating dtype, got int64"):
         table(dtype=torch.int64)

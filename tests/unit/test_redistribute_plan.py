@@ -133,13 +133,13 @@ reduce_scatter  dp    -> 1       16  20.0  - | tp,dp"""
                 Layout.parse(MESH, "- ; partial tp"),
                 {"cp": AxisCost()},
             ),
-            r"the source layout tp \| - has 2 dims, but the shape \[4\] has 1; sizes must not be negative, .* 0 bytes; the target - ; partial tp is partial over tp, .*; there are costs of cp",
+            r"the source layout tp \| - has 2 dims, but the shape \[4\] has 1; sizes must not be negative, .* 0 bytes; the target - ; partial tp is partial over tp, .*; costs name cp",
         ),
         (
             lambda: plan(
                 (4,), 4, Layout.parse(MESH, "tp"), Layout.parse(Mesh({"tp": 4, "dp": 2}), "tp")
             ),
-            "the source is on the mesh dp=2,tp=4 and the target on tp=4,dp=2: use move",
+            "the source is on the mesh dp=2,tp=4, but the target is on tp=4,dp=2: use move",
         ),
         (lambda: AxisCost(latency_s=-1.0), "at least 0, got AxisCost"),
     ],

@@ -58,7 +58,7 @@ def test_a_program_inside_of_its_package_calls_its_package(program, monkeypatch)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(file))
     names = Names()
     assert names.find("pack_in.model:own")(1) == 2
-    with pytest.raises(RpcError, match="peers may not use 'beside_it:own'"):
+    with pytest.raises(RpcError, match="this node does not let other nodes use 'beside_it:own'"):
         names.find("beside_it:own")
 
 
@@ -69,7 +69,7 @@ def test_environments_below_the_program_are_not_of_it(program, monkeypatch, plac
     _written(program / place, "brought_in", "LOG = []\ndef own(x):\n    return x\n")
     if imported:
         __import__("brought_in")
-    with pytest.raises(RpcError, match="peers may not use"):
+    with pytest.raises(RpcError, match="this node does not let other nodes use"):
         Names().find("brought_in:own")
     assert ("brought_in" in sys.modules) is imported
 
@@ -98,7 +98,7 @@ def test_nothing_else_is_imported_or_called(program, monkeypatch, name):
     for module in ("this", "antigravity", "numpy.testing"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     before = set(sys.modules)
-    with pytest.raises(RpcError, match="peers may not use"):
+    with pytest.raises(RpcError, match="this node does not let other nodes use"):
         Names().find(name)
     assert set(sys.modules) == before
 
@@ -107,7 +107,7 @@ def test_the_standard_library_is_refused_though_the_program_lies_in_it(monkeypat
     import subprocess
 
     monkeypatch.setattr(sys.modules["__main__"], "__file__", subprocess.__file__, raising=False)
-    with pytest.raises(RpcError, match="peers may not use"):
+    with pytest.raises(RpcError, match="this node does not let other nodes use"):
         Names().find("subprocess:getoutput")
 
 
@@ -117,6 +117,6 @@ def test_a_file_of_the_program_behind_another_package_is_not_imported(program, m
     other = program.parent / "other"
     _written(other, "twice_own.outer")
     monkeypatch.syspath_prepend(str(other))
-    with pytest.raises(RpcError, match="peers may not use"):
+    with pytest.raises(RpcError, match="this node does not let other nodes use"):
         Names().find("twice_own.inner:own")
     assert "twice_own" not in sys.modules

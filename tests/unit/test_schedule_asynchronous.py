@@ -87,7 +87,7 @@ def test_replicas_need_fewer_versions():
         ("B1.1~1 send_b1.1>0 STEP1.1~2", "send_b1.1>0", "no rank does B1.1"),
         ("F1.1~1", "F1.1~1 F1.1~1", "a second time"),
         ("recv_b0.1<1 B0.1~0", "B0.1~0 recv_b0.1<1", "comes before recv_b"),
-        ("STEP0.1~2", "STEP0.1~2 STEP0.1~3 STEP0.1~4", "which can only be the last"),
+        ("STEP0.1~2", "STEP0.1~2 STEP0.1~3 STEP0.1~4", "which can only be this rank's last"),
         ("train units", "infer units", "the header must name train"),
         ("F0.1~0", "F0.2~0", "is not of a stage below 2 and a micro-batch below 2"),
         ("recv_f1.1<0 F1.1~1 B1.1~1 send_b1.1>0 STEP1.1~2", "B1.1~0", "has no forward before it"),
@@ -113,7 +113,7 @@ def test_ranks_of_a_stage_must_make_the_same_steps():
         (((0, 1), 4, "stash", 1), "must be at least 1"),
         (((1, 1), 0, "stash", 1), "at least 1 stage and 1 micro-batch"),
         (((2, 1), 4, "vertical_sync", 1), "the same number of replicas"),
-        (((1, 1), 4, "2bw", 1), "a step every 2 micro-batches or more"),
+        (((1, 1), 4, "2bw", 1), "every to be at least 2 micro-batches"),
         (((1, 1), 4, "latest", 1), "must be one of stash, vertical_sync, 2bw"),
     ],
 )

@@ -244,7 +244,7 @@ def test_ring_sends_what_no_all_reduce_can_do_without_from_every_rank() -> None:
         ),
         (
             {"name": "hierarchical", "operation": "all_reduce", "num_ranks": 4},
-            "hierarchical needs the number of ranks of a host: pass row",
+            "hierarchical needs the number of ranks of a host: pass it as row",
         ),
         (
             {"name": "hierarchical", "operation": "all_reduce", "num_ranks": 4, "row": 3},

@@ -186,7 +186,7 @@ def test_fewer_micro_batches_under_way_are_tried_where_memory_is_short():
 
 
 def test_limits_that_no_schedule_keeps_are_refused_with_the_least_ones():
-    least = r"limits \[1, 5\] are too small for any schedule: .* so the least limits are \[2, 2\]"
+    least = r"limits \[1, 5\] are too small for any schedule: .* so use at least \[2, 2\]"
     with pytest.raises(ConfigError, match=least):
         list_schedule(vee(2), 3, [1, 5])
     assert list_schedule(vee(2), 3, [2, 2]).header.num_units == 4
@@ -194,9 +194,9 @@ def test_limits_that_no_schedule_keeps_are_refused_with_the_least_ones():
         ConfigError, match=r"limits must be 2 numbers, one for each rank, got \[1\]"
     ):
         list_schedule(looped(2), 3, [1])
-    with pytest.raises(ConfigError, match="costs must be of 2 stages, got 1"):
+    with pytest.raises(ConfigError, match="costs must have one entry for each of 2 stages, got 1"):
         list_schedule(looped(2), 3, [2, 2], [StageCosts()])
-    with pytest.raises(ConfigError, match="each rank needs at least 1 stage, got 0"):
+    with pytest.raises(ConfigError, match="num_chunks must be at least 1 stage per rank, got 0"):
         interleaved(2, 2, 0)
 
 

@@ -238,8 +238,8 @@ def test_a_message_without_another_end_is_refused_by_name() -> None:
     with pytest.raises(ConfigError) as raised:
         timeline("send0.0>1", "copy0.0/0", network=switch(2))
     assert str(raised.value) == (
-        "the send of block 0 in round 0 to rank 1 of rank 0 has no partner: "
-        "validate the program first"
+        "the send of block 0 in round 0 to rank 1 of rank 0 has no matching "
+        "action on its peer: validate the program first"
     )
 
 

@@ -149,12 +149,15 @@ def test_any_text_is_refused_or_valid(text: str):
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("", "row 1, column 1: a program begins with work such as 0F0, got no work at all"),
+        (
+            "",
+            "row 1, column 1: a schedule must begin with work such as 0F0, but the file has no work",
+        ),
         ("0F0,0B0\n1F0, 1X0", r"row 2, column 2, cell '1X0' must be stage, F, B, I or W"),
         ("0F0,0F0junk,0B0", "row 1, column 2, cell '0F0junk' must be"),
         ("0F0,(0F1;0Z0)OVERLAP_F_B", r"row 1, column 2, cell '\(0F1;0Z0\)OVERLAP_F_B' must be"),
-        ("0F0,0SEND_F0", "row 1, column 2, cell '0SEND_F0' is not work: messages and reductions"),
-        ("0F0,0B0,0REDUCE_GRAD", "row 1, column 3, cell '0REDUCE_GRAD' is not work"),
+        ("0F0,0SEND_F0", "row 1, column 2, cell '0SEND_F0' is a message or reduction"),
+        ("0F0,0B0,0REDUCE_GRAD", "row 1, column 3, cell '0REDUCE_GRAD' is a message or reduction"),
         ("0F0,,0F0,0B0", "row 1, column 3, cell '0F0': F of stage 0 in micro-batch 0 a second"),
         ("0F0,0B0\n0F0,1F0,1B0", "row 2, column 1, cell '0F0': F .* is not on rank 0, which has"),
         ("0F0,0B0\n1F0,1I0", "row 2: ends without W1.0"),
@@ -178,7 +181,7 @@ def test_mistakes_are_named_with_row_column_and_cell(text: str, place: str):
 def test_only_pipelines_that_train_have_csv():
     ring = "program collective x all_reduce units 1 indices 1\nrank 0\n"
     for program in (forward_only(2, 2), from_text(ring, VOCABULARIES)):
-        with pytest.raises(ConfigError, match=r"only pipelines that train can be written as torch"):
+        with pytest.raises(ConfigError, match=r"only training pipelines can be written as torch"):
             to_csv(program)
 
 
@@ -200,7 +203,7 @@ def test_mistakes_in_files_name_the_file(tmp_path: Path):
         read_program(str(tmp_path / "bad.csv"))
     with pytest.raises(ConfigError, match=r"nothing.csv cannot be read"):
         schedule_named("nothing.csv")
-    with pytest.raises(ConfigError, match=r"infers does not train a pipeline: it is x infer"):
+    with pytest.raises(ConfigError, match=r"infers does not train a pipeline, it is x infer"):
         schedule_named(str(tmp_path / "infers"))
     with pytest.raises(ConfigError, match=r"unknown schedule 'forward': choose one of gpipe"):
         schedule_named("forward")

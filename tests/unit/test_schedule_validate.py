@@ -60,8 +60,8 @@ def test_a_peer_that_is_not_there_or_oneself_is_said_with_those_that_are() -> No
 def test_blocks_that_the_buffer_does_not_have_are_said() -> None:
     written = collective("all_reduce", 2, "send2.0>1 copy0.1/7", "reduce1.0<0")
     assert wrong(written) == [
-        "units: rank 0, action 0: block 2 of 2, which are numbered from 0",
-        "units: rank 0, action 1: block 7 of 2, which are numbered from 0",
+        "units: rank 0, action 0: block 2 does not exist: blocks are numbered from 0 to 1",
+        "units: rank 0, action 1: block 7 does not exist: blocks are numbered from 0 to 1",
     ]
 
 
@@ -400,7 +400,7 @@ def test_pipelines_of_another_size_than_their_ranks_are_said() -> None:
 def test_rounds_that_the_header_does_not_count_are_said() -> None:
     text = "program collective x all_reduce units 1 indices 1\nrank 0\n copy0.77/0\n"
     assert wrong(from_text(text, VOCABULARIES)) == [
-        "units: rank 0, action 0: round 77 of 1, which are numbered from 0"
+        "units: rank 0, action 0: round 77 does not exist: rounds are numbered from 0 to 0"
     ]
 
 

@@ -181,8 +181,8 @@ def test_progress_is_drawn_on_a_terminal():
         ({"callbacks": [print]}, "callbacks need a method on_epoch_end"),
         ({"loss": None, "metrics": {"error": error}}, "metrics need loss="),
         ({"data": iter([])}, "data can be iterated once only"),
-        ({"data": []}, "data has no batch"),
-        ({"validation": []}, "validation has no batch"),
+        ({"data": []}, "data contains no batches"),
+        ({"validation": []}, "validation contains no batches"),
         ({"data": [torch.ones(2, 3)]}, "a batch must be a tuple of inputs and a target"),
     ],
 )

@@ -185,7 +185,7 @@ def test_buffers_of_a_part_that_was_kept_are_refused(mirrored):
         part = Counts()
         model = nn.ModuleList([part])
     values = PerReplica([torch.ones(()), torch.ones(())])
-    with pytest.raises(ConfigError, match=r"replica 1 uses replica 0's 0\.count: inside"):
+    with pytest.raises(ConfigError, match=r"replica 1 uses 0\.count of replica 0: inside"):
         mirrored.run(part.add, args=(values,))
     part.count.zero_()
 

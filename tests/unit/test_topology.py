@@ -78,7 +78,12 @@ def test_a_flat_cluster_is_one_switch_with_a_full_duplex_link_for_each_rank() ->
 @pytest.mark.parametrize(
     ("size", "latency_s", "bytes_per_s", "message"),
     [
-        (0, 0.0, 1.0, "level 'host' of the cluster: size must be a whole number from 1, got 0"),
+        (
+            0,
+            0.0,
+            1.0,
+            "level 'host' of the cluster: size must be a whole number of at least 1, got 0",
+        ),
         (
             1,
             -1.0,
@@ -91,7 +96,7 @@ def test_a_flat_cluster_is_one_switch_with_a_full_duplex_link_for_each_rank() ->
             float("inf"),
             float("nan"),
             (
-                "level 'host' of the cluster: size must be a whole number from 1, got -2; "
+                "level 'host' of the cluster: size must be a whole number of at least 1, got -2; "
                 "latency_s must be at least 0, got inf; bytes_per_s must be above 0, got nan"
             ),
         ),
@@ -112,7 +117,7 @@ def test_a_cluster_needs_levels_with_names_of_their_own(names: list[str], listed
     with pytest.raises(ConfigError) as raised:
         Cluster([level(name, 2, 0.0, 1.0) for name in names])
     assert str(raised.value) == (
-        f"a cluster needs at least one level, each with another name, got {listed}"
+        f"a cluster needs at least one level, each with a different name, got {listed}"
     )
 
 

@@ -34,9 +34,9 @@ def test_levels_of_one_child_are_left_out(places, levels):
 @pytest.mark.parametrize(
     ("places", "words"),
     [
-        ([(0, 0)], "at least 2 ranks are needed, got 1"),
-        ([(0, 0), (0, 0), (1, 0)], "level host have different numbers of children"),
-        ([(0, 0), (1, 0), (0, 0), (1, 0)], "ranks of one host do not follow each other"),
+        ([(0, 0)], "at least 2 ranks are needed to measure messages, got 1"),
+        ([(0, 0), (0, 0), (1, 0)], "level host contain different numbers of units"),
+        ([(0, 0), (1, 0), (0, 0), (1, 0)], "ranks of one host are not numbered consecutively"),
     ],
 )
 def test_ranks_that_are_no_tree_are_refused(places, words):

@@ -142,7 +142,7 @@ def test_texts_that_are_equal_to_a_mode_are_one():
 
 def test_hooks_of_partitions_are_told_never_to_run_and_those_of_layers_run():
     model = GPipe(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), [1, 1])
-    with pytest.warns(UserWarning, match=r"register them on a layer, such as model.partitions"):
+    with pytest.warns(UserWarning, match=r"register hooks on a layer, such as model.partitions"):
         model.partitions[0].register_forward_hook(lambda *_: None)
     seen = []
     model.partitions[0][0].register_forward_hook(lambda *_: seen.append(1))
@@ -188,7 +188,7 @@ def test_skips_over_partitions_and_isolation():
     x = torch.ones(4, 1, requires_grad=True)
     model(x).sum().backward()
     assert x.grad.tolist() == [[7.0]] * 4
-    with pytest.raises(TypeError, match="'skip' is stashed once more by layer 1"):
+    with pytest.raises(TypeError, match="'skip' is stashed a second time by layer 1"):
         verify_skippables(nn.Sequential(Stash(), Stash(), Pop(), Pop()))
 
 

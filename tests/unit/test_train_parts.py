@@ -76,7 +76,9 @@ def test_a_bad_configuration_of_a_rank_says_what_is_wrong():
 def test_a_batch_is_shared_by_ranks_or_shards():
     assert TrainConfig(batch=8).check_ranks(4) == 4
     assert TrainConfig(batch=8, reference_shards=2).check_ranks(1) == 2
-    with pytest.raises(ConfigError, match="3 ranks cannot share a batch of 8 samples equally"):
+    with pytest.raises(
+        ConfigError, match="a batch of 8 samples cannot be divided equally among 3 ranks"
+    ):
         TrainConfig(batch=8).check_ranks(3)
     with pytest.raises(ConfigError, match="the number of ranks must be at least 1, got 0"):
         TrainConfig(batch=8).check_ranks(0)

@@ -78,9 +78,13 @@ def test_what_is_written_is_found_at_the_same_place(mirrors):
 @pytest.mark.parametrize(
     ("writes", "sizes", "words"),
     [
-        (Writes([(7, 0)], []), (4,), "extent 7, which it has not announced"),
-        (Writes([(3, 8190)], []), (4,), "4 bytes at 8190, outside of its extent 3 of 8192 bytes"),
-        (Writes([(0, ROOT_BYTES)], []), (1,), "outside of its extent 0"),
+        (Writes([(7, 0)], []), (4,), "memory with id 7, which it has not announced"),
+        (
+            Writes([(3, 8190)], []),
+            (4,),
+            "4 bytes at 8190, outside of its memory with id 3 of 8192 bytes",
+        ),
+        (Writes([(0, ROOT_BYTES)], []), (1,), "outside of its memory with id 0"),
         (Writes([(3, 0)], []), (1, 1), "rank 1 sent 2 buffers for 1 writes"),
     ],
 )
@@ -91,7 +95,7 @@ def test_writes_to_nowhere_are_refused(mirrors, writes, sizes, words):
 
 
 def test_small_writes_to_nowhere_are_refused(mirrors):
-    with pytest.raises(CommError, match="wrote to extent 9"):
+    with pytest.raises(CommError, match="wrote to the memory with id 9"):
         mirrors.apply(1, pack_writes(Writes([], [(9, 0, b"x")])))
 
 

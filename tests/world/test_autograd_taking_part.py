@@ -204,7 +204,7 @@ def _refusals(group: Group) -> None:
         (lambda: autograd.reduce_scatter(group, x, "max"), "all_reduce(group, x, 'max')"),
         (lambda: autograd.reduce(group, x, 0, "product"), "all_reduce(group, x, 'product')"),
         (lambda: autograd.all_gather(group, x, sizes=[6]), "[6]"),
-        (lambda: autograd.all_gather(group, x, sizes=[4, 4]), "is 6 long"),
+        (lambda: autograd.all_gather(group, x, sizes=[4, 4]), "has length 6"),
         (lambda: autograd.reduce_scatter(group, x, sizes=[4, 4]), "is 6 long"),
         (lambda: autograd.all_to_all(group, x, send_sizes=[3, 3]), "receive_sizes"),
         (

@@ -595,7 +595,10 @@ def test_a_checkpoint_of_another_step_than_its_name_is_passed_over(world, tmp_pa
     (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")
     for step, ((_, reason),) in world(2, _load_and_say, str(tmp_path)):
         assert step == 1
-        assert reason == "manifest.json has step 2, but the directory is named step-00000009"
+        assert (
+            reason
+            == "manifest.json has step 2, but its directory is named step-00000009: restore the directory's name"
+        )
 
 
 def test_checkpoints_are_compared_bit_by_bit(tmp_path):

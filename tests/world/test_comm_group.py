@@ -402,7 +402,7 @@ def test_channels_of_retired_requests_serve_later_ones(world):
     first, second = world(2, _retires)
     assert first[0] == second[0] == [step * 2.0**step for step in range(1, 5)]
     assert second[1] == [
-        f"Request(1, all_reduce(float32[{10**step}], sum)) has been retired: make another request"
+        f"Request(1, all_reduce(float32[{10**step}], sum)) was ended by retire() and cannot start again: make a new request"
         for step in range(1, 5)
     ]
     assert first[1][:4] == second[1]
@@ -443,7 +443,7 @@ def _impatient(group: Group, gate: threading.Event) -> str:
 def test_a_wait_with_its_own_time_leaves_the_request_under_way():
     text, _ = run_threads(2, _impatient, threading.Event())
     assert text == (
-        "all_reduce(float32[8], sum) has not ended within 0.05 s and continues: wait again"
+        "all_reduce(float32[8], sum) has not ended within 0.05 s and still runs: call wait() again"
     )
 
 

@@ -255,17 +255,20 @@ def test_what_does_not_fit_is_named_before_anything_is_sent(world):
     first, second = world(2, _refusals)
     assert first == second
     several, dims, odd, heads, ulysses, empty, shapes = first
-    assert "one floating-point dtype, got torch.float32, torch.float32 and torch.float64" in several
+    assert (
+        "the same floating-point dtype, got torch.float32, torch.float32 and torch.float64"
+        in several
+    )
     assert "numbers of positions differ" in several
     assert "k [2, 2, 2, 8]" in several
-    assert "(batch, heads, positions, width)" in dims
-    assert "3 positions cannot be an early and a late chunk" in odd
+    assert "[batch, heads, positions, head width]" in dims
+    assert "3 positions cannot be halved into an early and a late chunk" in odd
     assert (
         "2 heads of queries must be a multiple of the heads of keys and values, got 4 and 2"
         in heads
     )
     assert (
-        "2 heads of queries and 1 of keys and values cannot be divided over 2 ranks; valid: 1"
+        "2 query heads and 1 key-value heads cannot be divided over 2 ranks; valid numbers of ranks: 1"
         in ulysses
     )
     assert "all positions of all ranks are ignored" in empty

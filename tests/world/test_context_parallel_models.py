@@ -166,7 +166,7 @@ def test_models_that_cannot_run_on_divided_sequences_are_refused(world):
     assert "7 positions cannot be divided over 2 ranks in 4 equal chunks" in length
     assert "a mask of shape [4, 4] is not supported" in masked
     assert "dropout of attention is not supported, got 0.1" in masked
-    assert "Model was called without a sequence to divide: pass one of tokens" in missing
+    assert "Model was called without a sequence to shard: pass one of tokens" in missing
     assert 'such as braid.mesh("cp=2")["cp"], got MeshGroups' in twice
     assert "sequences of Model are sharded already: call remove()" in twice
     assert shape == f"torch.Size([2, {LENGTH}, {VOCABULARY}])"

@@ -228,7 +228,7 @@ def test_a_synchronous_strategy_trains_as_one_process_with_the_batches_of_all(co
         assert torch.allclose(param, expected, atol=1e-6)
     coordinator.schedule(train_on, (0,))
     with pytest.raises(
-        ConfigError, match="the last 1 closures that step are too few for a step of 2"
+        ConfigError, match=r"the last 1 closures that call step.* do not complete a step of 2"
     ):
         coordinator.join()
     coordinator.schedule(train_on, (1,))
@@ -290,7 +290,7 @@ def test_an_error_shows_once_and_the_queue_works_again(coordinated):
     with pytest.raises(ValueError, match="no such word"):
         bad.fetch()
     for value in late:
-        with pytest.raises(ClosureCancelledError, match="another one has failed"):
+        with pytest.raises(ClosureCancelledError, match="another closure failed"):
             value.fetch()
     coordinator.join()
     assert coordinator.schedule(added, (1, 1)).fetch() == 2
@@ -307,7 +307,7 @@ def test_what_cannot_travel_is_refused(coordinated):
         coordinator.join()
     coordinator.create_per_worker_resource(a_lock)
     coordinator.join()
-    with pytest.raises(ConfigError, match="has a coordinator already"):
+    with pytest.raises(ConfigError, match="already has a coordinator"):
         ClusterCoordinator(coordinator.strategy)
 
 
@@ -438,13 +438,11 @@ def test_variables_are_read_and_changed_by_rows(coordinated, tmp_path):
     assert rows[..., 0].tolist() == [[1, 7], [2, 2]]
     first.schedule(count_rows, ([0],))
     first.save(tmp_path, 1)
-    with pytest.raises(ConfigError, match="'seen' has 13 rows, got the id 13"):
+    with pytest.raises(ConfigError, match="'seen' has 13 rows, so the id 13 does not exist"):
         first.schedule(no_such_row, ([3, 13],)).fetch()
-    with pytest.raises(ConfigError, match="got the id 13"):
+    with pytest.raises(ConfigError, match="the id 13 does not exist"):
         first.join()
-    with pytest.raises(
-        ConfigError, match=r"'total' has torch\.int64, got values of torch\.float32"
-    ):
+    with pytest.raises(ConfigError, match=r"'total' is torch\.int64, got values of torch\.float32"):
         first.schedule(adds_half).fetch()
     with pytest.raises(ConfigError, match="got values"):
         first.join()
@@ -623,7 +621,7 @@ def test_done_never_waits_and_a_closed_coordinator_takes_nothing(coordinated):
     RELEASE.set()
     with pytest.raises(ValueError, match="now"):
         coordinator.join()
-    with pytest.raises(ConfigError, match="is a function with a tuple of arguments, got 3"):
+    with pytest.raises(ConfigError, match="needs a function and a tuple of arguments, got 3"):
         coordinator.schedule(3)
     coordinator.close()
     with pytest.raises(ConfigError, match="the coordinator is closed"):

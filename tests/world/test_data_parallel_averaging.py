@@ -147,10 +147,10 @@ def _refused(group: Group, case: str) -> str:
         ("shrinks", "must be integers that grow"),
         ("start", "got -1"),
         ("lr", "lr=0"),
-        ("broken period", "period must be an integer from 1, got 2.5"),
-        ("broken warmup", "warmup_steps must be an integer from 0, got 0.5"),
+        ("broken period", "period must be an integer of at least 1 (steps), got 2.5"),
+        ("broken warmup", "warmup_steps must be an integer of at least 0, got 0.5"),
         ("broken level", "must be integers that grow"),
-        ("broken start", "start must be an integer from 0, got 1.5"),
+        ("broken start", "start must be an integer of at least 0 (steps), got 1.5"),
         ("diloco's", "period=2.5"),
         ("powersgd's", "powersgd got rank=1.5, start=0.5"),
     ],
@@ -359,7 +359,7 @@ def _step_of_state(group: Group) -> tuple[int, int, list[float]]:
     optimizer.load_state_dict(state)
     step = averager.step
     del state["step"]
-    with pytest.warns(UserWarning, match="no key 'step' for the averager: it begins at 0"):
+    with pytest.warns(UserWarning, match="lacks the key 'step', so averaging starts again"):
         optimizer.load_state_dict(state)
     return step, averager.step, [group["lr"] for group in optimizer.param_groups]
 
@@ -435,7 +435,7 @@ def _grown(group: Group, how: str) -> str:
 
 @pytest.mark.parametrize("how", ["unfrozen", "added"])
 def test_diloco_refuses_parameters_that_it_would_never_average(world, how):
-    assert "of shapes (3,) have been unfrozen or added" in world(1, _grown, how)[0]
+    assert "of shapes (3,) were unfrozen or added" in world(1, _grown, how)[0]
 
 
 def _diloco(group: Group, pause: int, steps: int, options: dict[str, Any]) -> list[torch.Tensor]:

@@ -394,7 +394,7 @@ def _turned(group: Group, kind: str) -> list[float] | str:
 
 def test_a_hook_may_bring_a_tensor_of_any_strides_but_not_as_the_buffer(world):
     assert world(1, _turned, "future") == [[0.0, 2.0, 1.0, 3.0]]
-    assert "call .contiguous() before" in world(1, _turned, "buffer")[0]
+    assert "pass tensor.contiguous()" in world(1, _turned, "buffer")[0]
 
 
 def _torch_hooks(kind: str) -> list[list[torch.Tensor]]:
@@ -494,7 +494,7 @@ def _refused(group: Group, name: str) -> str:
         ("bf16+int8", "hook='bf16+int8' is unknown"),
         (
             "topk:0.1+powersgd",
-            "not a format for factors of powersgd, choose one of bf16, fp16, float16, int8",
+            "not a wire format for powersgd, choose one of bf16, fp16, float16, int8",
         ),
         ("topk:much", "is not a number"),
         ("powersgd:rnk=2", "rank=1, start=0, rate=2.0, warm_start=true, error_feedback=true"),
@@ -535,7 +535,7 @@ def test_matrices_that_powersgd_never_factors_are_said_to_be_of_another_kind(kin
 def test_a_format_is_refused_where_a_backend_of_torch_moves_numbers(name, instead):
     table = ParamTable.of(_model())
     engine = SimpleNamespace(capabilities=SimpleNamespace(wires=False))
-    with pytest.raises(ConfigError, match=f"needs a group that converts numbers, .* {instead}"):
+    with pytest.raises(ConfigError, match=f"cannot run on this group, .* {instead}"):
         hook_of(name, SimpleNamespace(engine=engine), table)
     assert hook_of("powersgd", SimpleNamespace(engine=engine), table)[0] is None
 

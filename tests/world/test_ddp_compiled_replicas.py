@@ -25,7 +25,7 @@ def _several_devices(group: Group) -> tuple[str, list[str]]:
 def test_several_devices_refuse_a_compiled_module(procs):
     for told, names in procs(2, _several_devices):
         assert (
-            "bound it to this one Sequential, so copies of it cannot run: pass the module itself"
+            "compiled it for this one Sequential, so its copies cannot run: pass the original module"
             in told
         )
         assert names == ["0"]

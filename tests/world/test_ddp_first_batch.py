@@ -65,9 +65,9 @@ def test_the_same_batch_on_all_ranks_is_one_line(logged, size):
     run_threads(size, _train, _same)
     (text,) = logged
     assert text == (
-        f"braid: the first inputs of Linear are equal bit by bit on all {size} ranks, and the sums "
-        "of the first gradients, too: every rank computes the same batch, and nothing is gained. "
-        "Give each its share, such as batch[group.rank :: group.size] or a DistributedSampler"
+        f"braid: the first inputs of Linear are equal bit by bit on all {size} ranks, and so are the "
+        "sums of the first gradients: every rank seems to compute the same batch. Give each rank a "
+        "different part, such as batch[group.rank :: group.size] or a DistributedSampler"
     )
 
 
@@ -78,7 +78,7 @@ def test_unequal_shares_are_one_line_unless_they_are_weighted(logged):
         "dim 0 of the first inputs of Linear differs among ranks (3 on rank 0, 4 on rank 1, "
         in text
     )
-    assert "If it is the batch, samples of smaller shares count more" in text
+    assert "If dim 0 is the batch, samples of small batches weigh more" in text
     assert "call set_loss_weight(num_rows)" in text
     run_threads(3, _train, _unequal, True)
     assert len(logged) == 1

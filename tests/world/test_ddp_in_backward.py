@@ -80,8 +80,8 @@ def _some(group: Group) -> tuple[list[bool], str, str]:
 def test_some_parameters_have_optimizers_in_backward(world):
     for changed, twice, sparse in world(2, _some):
         assert changed == [True, False, False, False]
-        assert "would be stepped twice" in twice
-        assert "'weight' has an optimizer in backward and sparse gradients" in sparse
+        assert "would be updated twice" in twice
+        assert "'weight' has an optimizer in backward, but sparse gradients" in sparse
 
 
 def _stepping(optimizers: dict[nn.Parameter, torch.optim.Optimizer]) -> Callable[[Any], None]:

@@ -158,7 +158,7 @@ def test_what_cannot_join_is_refused(world):
         "Uninitialised has not called Joinable.__init__",
         "join_hook() of every joinable must return a JoinHook, got None",
         "pass each once",
-        "Write Join([a, b])",
+        "Join([a, b])",
     ]
     (said,) = world(1, _refused)
     for text, expected in zip(said, words, strict=True):
@@ -235,7 +235,7 @@ def _enters_again(group: Group) -> list[str]:
 
 def test_a_context_is_entered_once_at_a_time(world):
     refused, entered, left = world(1, _enters_again)[0]
-    assert "a group has one join context at a time" in refused
+    assert "a group can have only one at a time" in refused
     assert (entered, left) == ("nothing happened", "nothing happened")
 
 

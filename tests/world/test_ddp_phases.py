@@ -260,7 +260,7 @@ def test_gradients_of_a_closure_are_averaged(world):
 
 def _in_checkpoints(group: Group, by_closure: bool) -> list[torch.Tensor]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "gradients have been averaged in step")
+        warnings.filterwarnings("ignore", "gradients were averaged in step")
         return _closure(group, _Checkpointed) if by_closure else _scheduler_made_before(group)
 
 
@@ -280,7 +280,7 @@ def _twice(group: Group) -> list[str]:
 
 def test_an_optimizer_that_averages_is_neither_made_to_do_so_again_nor_copied(world):
     again, copied = world(1, _twice)[0]
-    assert "SGD averages gradients already: pass it once" in again
+    assert "SGD already averages gradients: wrap it only once" in again
     assert "use state_dict()" in copied
 
 

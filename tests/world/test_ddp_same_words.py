@@ -62,7 +62,7 @@ def _hook_on_some(group: Group, having: list[int]) -> str:
 def test_a_hook_on_some_ranks_only_is_named_on_all(world, size, having, shown):
     texts = world(size, _hook_on_some, having)
     assert texts == [texts[0]] * size
-    assert f"a communication hook is registered {shown}, so buckets do not match" in texts[0]
+    assert f"a communication hook is registered {shown}, so ranks do not match" in texts[0]
     assert "call register_comm_hook with the same hook on every rank" in texts[0]
 
 

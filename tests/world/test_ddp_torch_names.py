@@ -64,7 +64,7 @@ def test_names_without_a_meaning_say_what_to_use(world):
     assert "has no 'ddp_uneven_inputs_config', which torch's has: use join()" in config
     assert 'use hook="fp16" or register_comm_hook(state, hook)' in hook
     assert "'Sequential' object has no attribute 'nothing'" in nothing
-    assert "has no 'next_bucket': see model.bucket_times()" in reducer
+    assert "has no 'next_bucket': use model.bucket_times()" in reducer
 
 
 def _silenced(group: Group) -> bool:
@@ -99,7 +99,10 @@ def _static(group: Group) -> str:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_static_graph_is_set_until_gradients_have_been_averaged(world, size):
     for text in world(size, _static):
-        assert "static_graph was set after 2 averagings: pass static_graph=True" in text
+        assert (
+            "static_graph was set after gradients had been averaged 2 times: pass static_graph=True"
+            in text
+        )
 
 
 def _mesh() -> bool:

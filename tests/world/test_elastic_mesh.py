@@ -255,7 +255,11 @@ def _scale(run):
     ("option", "change", "words"),
     [
         ("after_step", _clamp, "was changed outside of the optimizer's step"),
-        ("in_update", _scale, "changed in the function update=, after it was sent"),
+        (
+            "in_update",
+            _scale,
+            "changed in the function update=, after another rank had received its copy",
+        ),
         ("in_update", _decay, "was changed outside of the optimizer's step"),
         ("after_step", _reset, "its state in the optimizer, was changed outside"),
         ("after_step", _shift, "running_mean changed in the function update="),

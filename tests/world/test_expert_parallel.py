@@ -248,11 +248,11 @@ def test_what_cannot_be_divided_is_named(world):
     first, second = world(2, _refusals)
     assert first == second
     averaged, several, capacity, experts, routers, norm, saved = first
-    assert "ranks [0, 1] have different experts in up, down, which would be made equal" in averaged
-    assert "9 experts cannot be divided over 2 ranks; valid: 1, 3, 9" in several
-    assert "top_k must be from 1 to the 9 experts, got 0" in several
+    assert "ranks [0, 1] have different experts in up, down, and DDP would average them" in averaged
+    assert "9 experts cannot be divided over 2 ranks; valid numbers of ranks: 1, 3, 9" in several
+    assert "top_k must be from 1 to the number of experts, 9, got 0" in several
     assert "capacity_factor must be positive or None, got 0" in capacity
-    assert "ReLU has no module of experts with parameters of three dims" in experts
+    assert "ReLU has no module of experts, that is one with parameters of three dims" in experts
     assert "ReLU has no MixtureOfExperts" in routers
     assert "max_norm must not be negative" in norm
-    assert "experts are divided over ranks, and a part would be saved as all of them" in saved
+    assert "experts are sharded over ranks, and only this rank's experts would be saved" in saved

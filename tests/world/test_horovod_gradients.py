@@ -306,7 +306,9 @@ def _ended(group: Group) -> str:
 
 
 def test_gradients_for_an_engine_that_has_ended_fail_as_operations_do(procs):
-    assert procs(2, _ended)[1].startswith("HorovodInternalError: fusion engine has ended")
+    assert procs(2, _ended)[1].startswith(
+        "HorovodInternalError: Horovod operations cannot run any more"
+    )
 
 
 class Meeting(dict[Any, Any]):

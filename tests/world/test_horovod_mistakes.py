@@ -132,7 +132,7 @@ def _mistakes() -> dict[str, Mistake]:
         "no numbers": Mistake(
             lambda: hvd.allgather(torch.empty(2, device="meta")),
             lambda: hvd.allgather(x[0]),
-            "is on the meta device, so its numbers do not exist",
+            "is on the meta device, so it has no values",
         ),
         "no memory for the result": Mistake(
             lambda: hvd.allgather(huge), lambda: hvd.allgather(x[0]), "rank 0 has no memory for "
@@ -213,7 +213,7 @@ def _broken(group: Group, ranks: tuple[int, ...]) -> list[str]:
 
 def test_what_raises_in_the_thread_of_all_ranks_is_their_error_and_the_engine_goes_on(procs):
     error = (
-        "HorovodInternalError: all_gather of 'allgather.broken' could not be carried out: "
+        "HorovodInternalError: all_gather of 'allgather.broken' failed: "
         "OverflowError: int too big to convert"
     )
     assert procs(3, _broken, (0, 1, 2)) == [[error, "3.0"]] * 3

@@ -108,7 +108,7 @@ def test_the_exit_code_is_that_of_the_causing_rank(capfd):
         (["-np", "2", "--config-file", "bad", "x.py"], "bad is not valid YAML: "),
         (["-np", "2", "--hostfile", "no", "x.py"], "file of hosts no cannot be read: No such"),
         (["-np", "2", "x.py"], "cannot read the script x.py"),
-        (["-np", "2", "./x"], "no program ./x on PATH"),
+        (["-np", "2", "./x"], "the program ./x is not on PATH"),
     ],
 )  # fmt: skip
 def test_what_cannot_start_ends_with_2(arguments, problem, capfd):
@@ -200,7 +200,7 @@ def test_what_a_rank_raises_is_the_cause_of_an_error_with_its_rank():
         ("two parts", "rank 1: horovod_jobs.TwoPartsError: shard\n"),
         ("kill", "killed by signal 9"),
         ("leave", "rank 1: SystemExit: 0"),
-        ("vanish", "rank 1 has ended without a result"),
+        ("vanish", "rank 1 ended without a result"),
         ("lock", "result of the function cannot be pickled, got lock"),
     ],
 )
@@ -226,7 +226,7 @@ def test_a_function_may_leave_the_directory_that_the_shared_one_is_relative_to(t
 def test_functions_are_not_sent_to_other_hosts_by_default():
     with pytest.raises(
         ConfigError,
-        match=r"ranks on elsewhere.invalid cannot get the function, which is not sent over",
+        match=r"ranks on elsewhere.invalid cannot receive the function, which is not sent over",
     ):
         horovod.run(jobs.told, (1,), np=2, hosts="localhost:1,elsewhere.invalid:1")
 

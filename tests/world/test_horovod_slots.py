@@ -76,7 +76,7 @@ def test_a_script_is_asked_again_and_its_mistakes_are_notices(tmp_path):
         names.write_text("")  # somebody writes it anew
         until(slots, (None, "has listed no host"))
         names.write_text("localhost:1\n")
-        until(slots, (1, "1 slots are left, fewer than --min-np 2"))
+        until(slots, (1, "only 1 slots are available, fewer than --min-np 2"))
         names.unlink()
         until(slots, (None, "exited with code 1"))
 

@@ -276,8 +276,8 @@ EXPECTED = {
     "root": "HorovodInternalError: ranks disagree on the root",
     "dims": "HorovodInternalError: ranks disagree on the number of dims",
     "scalar": "HorovodInternalError: 'reducescatter.noname.0' is a scalar",
-    "splits": "ConfigError: splits must give each of 2 ranks its rows",
-    "rows": "ConfigError: 2 ranks cannot share 3 rows equally: pass splits",
+    "splits": "ConfigError: splits must list the rows for each of 2 ranks",
+    "rows": "ConfigError: 3 rows cannot be divided equally among 2 ranks: pass splits",
     "both": "ConfigError: op=",
     "strange root": "ConfigError: root_rank must be one of the ranks [0, 1], got 7",
     "twice waited": "ConfigError: Pending(",
@@ -675,9 +675,9 @@ def test_the_optimizer_says_what_is_wrong(procs):
         assert "skip_synchronize" in found["warned"]
         assert "4 of the optimizer's 5 parameters have no name" in found["names"]
         assert "'a' occur more than once" in found["twice"]
-        assert "Add them before" in found["group"]
-        assert "Add them before" in found["group of changes"]
-        assert "LBFGS does not keep its state" in found["lbfgs"]
+        assert "add them before" in found["group"]
+        assert "add them before" in found["group of changes"]
+        assert "LBFGS does not store its state" in found["lbfgs"]
         assert found["copy"].startswith("ConfigError: DistributedOptimizer cannot be copied")
         assert f"rank {rank} has 'b{rank}'" in found["parameters"]
 

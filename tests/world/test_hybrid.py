@@ -346,10 +346,13 @@ def _mistakes(group: Group) -> list[str]:
 
 def test_mistakes_are_named(world):
     for one_stage, everything, balance, split, norm, gathered, forgotten in world(2, _mistakes):
-        assert "of the stages of ranks 1 can be sharded: all are shared by layers: use" in one_stage
+        assert (
+            "of the stages of ranks 1 can be sharded: all are shared between layers: use"
+            in one_stage
+        )
         assert "outside of ModuleLists: use shard=2" in gathered
         assert "or attach(optimizer) of HybridParallel, before the first step" in forgotten
-        assert "cannot be sharded, got shard=2: use 1f1b" in split
+        assert "input and weight gradients: use 1f1b" in split
         assert "has zz: its axes may be pp (stages of a pipeline), dp (replicas)" in everything
         assert "has 8 ranks, but the group has 2" in everything
         assert "GPT is not an nn.Sequential" in everything

@@ -360,12 +360,12 @@ def test_mistakes_are_named_before_anything_is_changed(world):
     assert "no rule can shard aten.cummax" in unknown
     assert "test_insertion.py" in unknown
     assert "torch.export cannot capture Branching" in branch
-    assert "shard it without inputs" in branch
+    assert "leave inputs out" in branch
     assert "has a dim of 3 in aten.reshape of shape [4, 3, 4]" in heads
-    assert "cannot be split by 2; valid: 1, 3" in heads
-    assert "dim 1 of input 1 should have 2 parts" in odd
-    assert "3 parts cannot be distributed over 2 ranks" in parts
-    assert "need inputs" in options
+    assert "cannot be split over 2 ranks; valid numbers of ranks: 1, 3" in heads
+    assert "dim 1 of input 1 should have 2 shards" in odd
+    assert "3 shards cannot be distributed over 2 ranks" in parts
+    assert "only with inputs" in options
     assert "no layer can be sharded over 2 ranks" in none
     assert "q.weight: the model has a dim of 3" in none
 

@@ -128,8 +128,14 @@ def test_a_killed_agent_is_named_with_the_reason_of_its_engine(
     ("words", "problem"),
     [
         (["--on", "nope"], "--on must be one of ray, slurm, mpi, got 'nope'"),
-        (["--on", "ray", "-n", "9"], "room for 4 ranks of CPU=1, asked for 9: free are a CPU=2"),
-        (["--on", "slurm", "-n", "9"], "node configuration is not available. Free are n1 2 of 2"),
+        (
+            ["--on", "ray", "-n", "9"],
+            "resources for 4 ranks of CPU=1, but the job needs 9: free are a CPU=2",
+        ),
+        (
+            ["--on", "slurm", "-n", "9"],
+            "node configuration is not available. Ask for less. Free are n1 2 of 2",
+        ),
         (["--on", "ray", "-n", "0"], "-n must be at least 1, got 0"),
         (["--on", "ray", "-H", "a:2"], "--on ray chooses the nodes itself: leave -H"),
         (["--on", "ray", "--nnodes", "2"], "--on ray starts braid on all nodes: leave --nnodes"),

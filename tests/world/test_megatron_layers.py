@@ -462,7 +462,7 @@ REFUSED = [
     "is_expert=True needs skip_bias_add=True",
     "pass weight=",
     "supplied weight's shape is (4, 4), not (2, 4)",
-    "grad_output_buffer cannot be served",
+    "grad_output_buffer are not supported",
     "braid.save",
     "gradient_accumulation_fusion=True: leave it False",
     "num_embeddings 5 is not divisible by 2",
@@ -471,7 +471,7 @@ REFUSED = [
     "3 is not divisible by 2",
     "5 is not divisible by 2",
     "'c' is missing; 'b' has dtype torch.int64",
-    "label_smoothing must be from 0 to less than 0.75 with 4 classes, got 0.9",
+    "label_smoothing must be at least 0 and below 0.75 with 4 classes, got 0.9",
     "has the attributes tensor_model_parallel",
     "backend='braid'",
 ]

@@ -198,7 +198,7 @@ def test_a_mismatch_shows_the_table_once(job):
 def test_a_device_without_an_engine_is_named(job):
     outcome, _ = _run(job, "device")
     assert [end.rank for end in outcome.cause] == [0]
-    assert "no engine for a tensor on meta, only on cpu" in str(outcome)
+    assert "cannot communicate a tensor on meta, only on cpu" in str(outcome)
 
 
 def _free_port() -> int:

@@ -62,20 +62,20 @@ def test_each_mistake_is_named_before_anything_is_changed(world):
     tied, kinds, order, expressions, number, parts, types, both, inputs, odd = world(2, _calls)[0]
     assert "head shares the weight of embed, which is sharded: add it to the plan" in tied
     assert "embed (Embedding) cannot be sharded as 'column': use vocab or slice:1" in kinds
-    assert "norm has a weight of 1 dims, but dim 1 should be sharded" in kinds
+    assert "norm has a weight of 1 dims, but the plan shards its dim 1" in kinds
     assert "up (Linear) cannot be sharded as 'vocab': use column, row or head" in kinds
-    assert "down has a weight of 2 dims, but dim 3 should be sharded" in kinds
+    assert "down has a weight of 2 dims, but the plan shards its dim 3" in kinds
     assert "'up' matches only modules that an earlier expression decides" in order
     assert "'(' is not a regular expression" in expressions
     assert "'ups' matches no module" in expressions
-    assert "'colum' is not a kind" in expressions
-    assert "a plan maps a regular expression to a kind (column, row, " in number
-    assert "the layout tp | - of a weight has 4 parts, but the group has 2 ranks" in parts
+    assert "'colum' is not a way to shard a layer" in expressions
+    assert "values of a plan must be a kind (column, row, " in number
+    assert "the layout tp | - of a weight has 4 shards, but the group has 2 ranks" in parts
     assert "model must be a torch.nn.Module, got str" in types
     assert 'a braid.Group, such as braid.mesh("dp=2,tp=2")["tp"], got MeshGroups' in types
-    assert "plan must map regular expressions to kinds, got list" in types
+    assert "plan must be a dict of regular expressions to kinds" in types
     assert "('up', 'down') cannot be combined with annotations of operators (norm)" in both
-    assert "the inputs do not fit Tied.forward(ids)" in inputs
+    assert "the inputs do not match Tied.forward(ids)" in inputs
     assert "up.weight: 9 outputs do not divide; valid: 1, 3, 9" in odd
 
 

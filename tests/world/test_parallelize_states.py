@@ -126,8 +126,8 @@ def _replaced(group: Group) -> list[str]:
 
 def test_replaced_parameters_and_modules_are_refused(world):
     params, modules = world(2, _replaced)[0]
-    assert "has its parameters replaced since parallelize" in params
-    assert "the model has modules in it replaced since parallelize" in modules
+    assert "had its parameters replaced after parallelize" in params
+    assert "the model had modules in it replaced after parallelize" in modules
 
 
 def _recomputed(group: Group) -> float:

@@ -264,8 +264,8 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(world):
     told = world(2, _refusals)
     assert told[0] == told[1]
     balance, few, none, unknown, called, empty, ragged = told[0]
-    assert "add up to the 8 layers, got [3, 3], which add up to 6" in balance
-    assert "1 layers are fewer than 2 stages" in few
+    assert "add up to the number of layers, 8, got [3, 3], which add up to 6" in balance
+    assert "1 layers cannot be divided into 2 stages" in few
     assert "at least 1 stage and 1 micro-batch, got 2 and 0" in none
     assert "unknown schedule '2f2b': choose one of gpipe, 1f1b" in unknown
     assert "use pipeline.step(batch, target, loss=...)" in called

@@ -250,12 +250,12 @@ def test_mistakes_are_named(world):
         words = [
             "share a parameter, 3.weight and 7.weight",
             "3 ranks, but the group has 2",
-            "a step every 2 micro-batches or more",
+            "every to be at least 2 micro-batches",
             "versions must be one of stash, vertical_sync, 2bw, got 'none'",
             "balance must be 2 numbers",
             "has no length",
-            "got [2, 3]",
-            "is not called",
+            "micro-batches, or none, [2, 3]",
+            "cannot be called",
             "stage 0 has no parameters to train",
             "layers cannot have the names optimizer",
         ]

@@ -269,8 +269,8 @@ def test_pairs_that_do_not_match_and_unknown_modes_are_refused(world):
     never, missing, twice, late, mode, zero = first
     assert "'early' is stashed, but never popped" in never
     assert "'early' is popped by layer 3, but not stashed before" in missing
-    assert "'early' is stashed once more by layer 1" in twice
-    assert "'early' is popped once more by layer 3" in twice
+    assert "'early' is stashed a second time by layer 1" in twice
+    assert "'early' is popped a second time by layer 3" in twice
     assert "'early' is popped by layer 0, but not stashed before" in late
     assert "recompute must be one of always, except_last, never" in mode
     assert "got 0" in zero
@@ -289,9 +289,9 @@ class Yields(nn.Module):
 @pytest.mark.parametrize(
     ("declared", "commands", "text"),
     [
-        (((), ()), [stash("a", torch.ones(1))], "stashes 'a', which it has not declared"),
-        (((), ()), [pop("a")], "pops 'a', which it has not declared"),
-        (((), ["a"]), [pop("a")], "pops 'a', which no layer before it has stashed"),
+        (((), ()), [stash("a", torch.ones(1))], "stashes 'a', which is not declared"),
+        (((), ()), [pop("a")], "pops 'a', which is not declared"),
+        (((), ["a"]), [pop("a")], "pops 'a', which no earlier layer has stashed"),
         ((["a"], ["b"]), [], "'a' has not been stashed; 'b' has not been popped"),
         (((), ()), ["a"], "yields 'a': yield stash"),
     ],
@@ -304,7 +304,7 @@ def test_a_layer_that_does_not_keep_its_word_is_named(declared, commands, text):
 def test_a_layer_without_yields_and_unknown_names():
     layer = Skippable(nn.Identity(), (), ())
     assert layer(3) == 3
-    with pytest.raises(ConfigError, match="b cannot be isolated"):
+    with pytest.raises(ConfigError, match="unknown names b"):
         Enters(0).isolate(Namespace(), only=["b"])
 
 
@@ -378,10 +378,10 @@ def _refused_wires(group: Group) -> list[str]:
 def test_wires_that_lead_nowhere_are_refused(world):
     (refused,) = world(1, _refused_wires)
     text, unused, batch, results = refused
-    assert "layer 0 needs lists of names of inputs and outputs" in text
+    assert "layer 0 needs a list of input names and a list of output names" in text
     assert "output y of layer 0 is never used" in unused
-    assert "a batch has the inputs x, y, by name or in this order, got Tensor" in batch
-    assert "Adds returned 2 values for the outputs a, b, c" in results
+    assert "the model needs the inputs x, y, by name or in this order, got Tensor" in batch
+    assert "Adds returned 2 values, but its outputs are a, b, c" in results
 
 
 def _deferred(group: Group) -> dict[str, torch.Tensor]:
@@ -520,7 +520,7 @@ def _step_in_program(group: Group, num_stages: int, schedule: str, *, in_program
         pipeline.step(*batch_of(8, step), loss=loss_of)
         if in_program:
             assert all(p.grad is None for p in pipeline.parameters())
-            assert "step_in_program steps before" in said_by(
+            assert "step_in_program cannot clip gradients" in said_by(
                 lambda: pipeline.clip_grad_norm_(1.0), ConfigError
             )
         else:

@@ -109,15 +109,25 @@ def _mistakes(group: Group) -> list[str]:
 
 def test_mistakes_are_named_and_the_server_lives_on(world):
     scheduler, server, worker = world(3, _mistakes)
-    assert "only workers pull and push table 'w': servers call serve()" in server[3] == scheduler[3]
+    assert (
+        "only workers can pull and push table 'w': call serve() on servers"
+        in server[3]
+        == scheduler[3]
+    )
     twice, dtype, quorum, role, shape, precision, unknown, model, clock, *last = worker
-    assert "a table 'w' exists already" in twice
+    assert "a table named 'w' already exists" in twice
     assert "needs floating-point values" in dtype
-    assert "a quorum of 2 exceeds the 1 workers" in quorum
+    assert "quorum 2 exceeds the 1 workers" in quorum
     assert "this rank is worker 0: call serve() unless node.is_worker" in role
-    assert "table 'w' has torch.float32[4], got a gradient of torch.float32[3]" in shape
+    assert (
+        "table 'w' has torch.float32 and shape [4], got a gradient of torch.float32 and shape [3]"
+        in shape
+    )
     assert "torch.float64[4]" in precision
-    assert "server:0 refuses: the server has no table 'only here', only w" in unknown
+    assert (
+        "server:0 refused the request: the server does not have the table 'only here', only w"
+        in unknown
+    )
     assert "expected grad float32[4], got float32[5]" in model
     assert "settings cannot change at clock -1" in clock
     assert "table 'w' has 1 shards here, but the request is for 1" in last[0]
@@ -312,7 +322,7 @@ def _roles(group: Group) -> list[str]:
 def test_roles_are_checked(world, monkeypatch):
     monkeypatch.delenv("BRAID_SERVERS", raising=False)
     ((none, all_servers),) = world(1, _roles)
-    assert "how many ranks are servers? Pass servers=" in none
+    assert "the number of servers is unknown: pass servers=" in none
     assert "1 ranks with 1 servers: a parameter server has one scheduler" in all_servers
 
 
@@ -373,8 +383,8 @@ def _forgets(group: Group) -> Any:
 
 def test_requests_that_fail_leave_nothing_behind(world):
     first, second = world(4, _forgets)[2:]
-    assert "are unanswered by server:0" in first[0]
-    assert "server:0: worker 0 waits at clock 1 for the pushes of 1 (at clock 0)" in first[0]
+    assert "server:0 did not answer" in first[0]
+    assert "server:0: worker 0 waits at clock 1 for pushes from 1 (at clock 0)" in first[0]
     assert first[1] == second[1] == [-1.0] * 4
 
 

@@ -114,4 +114,4 @@ def _has_no_place(group: Group, where: Path) -> str:
 
 def test_a_journal_without_a_directory_is_refused_at_once(tmp_path):
     (said,) = run_threads(1, _has_no_place, tmp_path)
-    assert f"there is no directory {tmp_path / 'missing'} for the scheduler's journal" in said
+    assert f"the directory {tmp_path / 'missing'} for the scheduler's journal" in said

@@ -170,9 +170,9 @@ def _wrong() -> tuple[Secret, str]:
 
 def test_nodes_without_an_address_or_a_table_are_refused(world):
     scheduler, server, worker, _, _ = world(5, _refused)
-    assert "resume() needs a worker" in scheduler
-    assert "resume() needs a worker" in server
-    assert "all but the scheduler need its address" in worker
+    assert "only workers with tables can resume" in scheduler
+    assert "only workers with tables can resume" in server
+    assert "for all but the scheduler its address" in worker
 
 
 def _serves_after_the_run(group: Group) -> str:

@@ -158,10 +158,10 @@ def test_restarts_are_for_ranks_that_can_be_replaced():
     wrong = [
         (Roles(restarts=2), "--restarts 2 needs --min-ranks, --servers or --expendable-role"),
         (Roles(role=("a:2",), restarts=2), "needs --min-ranks, --servers or --expendable-role"),
-        (Roles(servers=1, workers=1, spares=1, restarts=2), "together with --spares 1"),
+        (Roles(servers=1, workers=1, spares=1, restarts=2), "combined with --spares 1"),
         (
             Roles(servers=1, workers=1, spares=1, on_worker_loss="shrink", restarts=2),
-            "together with --spares 1: a lost",
+            "combined with --spares 1, as only",
         ),
         (
             Roles(servers=1, workers=1, on_worker_loss="shrink", restarts=2),

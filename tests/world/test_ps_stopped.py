@@ -87,7 +87,8 @@ def test_a_worker_that_comes_back_learns_that_it_was_removed(tmp_path, rule, pol
     done = run(tmp_path, rule, policy, when)
     assert done.returncode == 0, done.stderr
     assert re.search(
-        "StaleError: worker.0 (was removed from the run|is left behind).*(go|goes) on without", done.stderr
+        "StaleError: worker.0 (was removed from the run|is left behind).*(go|goes) on without",
+        done.stderr,
     ), done.stderr
     counted = dict(re.findall(r"counted (\d) \d (\[.*\])", done.stdout))
     assert sorted(counted) == (["0", "1"] if policy == "replace" else ["1"]), done.stdout

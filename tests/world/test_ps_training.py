@@ -97,7 +97,7 @@ def _accumulates(group: Group) -> Any:
 
 def test_gradients_accumulate_where_that_is_said(world):
     again, values = world(3, _accumulates)[2]
-    assert "a second backward before step()" in again
+    assert "backward ran twice before step()" in again
     net = model()
     optimizer = MAKE(net.parameters())
     for worker in range(2):
@@ -225,15 +225,18 @@ def _mistakes(group: Group) -> list[str]:
 
 def test_mistakes_with_modules_and_rows_are_named(world):
     server, worker = world(3, _mistakes)[1:]
-    assert "rows need at least 1 element" in worker[0]
+    assert "the length of a row, must be at least 1" in worker[0]
     assert "got num_shards 0" in worker[1]
-    assert "only workers save snapshots: servers call serve()" in server[2]
+    assert "only workers can save snapshots: call serve() on servers" in server[2]
     assert "Tanh has no parameter that requires a gradient" in worker[3]
     assert "workers step with a torch optimizer" in worker[4]
-    assert "table 'words' takes int64 ids, got torch.float32" in worker[5]
-    assert "of shape [3, 4] for these ids, got torch.float32[3]" in worker[6]
+    assert "table 'words' needs int64 ids, got torch.float32" in worker[5]
+    assert "of shape [3, 4] for these ids, got torch.float32 of shape [3]" in worker[6]
     assert "where='workers' needs staleness 0" in worker[7]
-    assert "this worker begins at step 3, but where='workers' keeps" in worker[8]
+    assert (
+        "this worker would replace one that was lost at step 3, but where='workers' keeps"
+        in worker[8]
+    )
 
 
 def _saved(group: Group, servers: int, where: str, restore: bool) -> Any:

@@ -183,7 +183,7 @@ def test_responses_may_come_later_and_from_any_thread():
         worker.wait_all(10)
         assert out.tolist() == [7, 8]
         assert (
-            "was answered already" in said_by(lambda: server.response(asked[0][0]), ConfigError)
+            "was already answered" in said_by(lambda: server.response(asked[0][0]), ConfigError)
             or True
         )
 
@@ -214,8 +214,8 @@ def test_notes_go_to_nodes_and_groups():
         apps["worker:1"].wait(apps["worker:1"].request(4, "", 1), 10)
         assert answers == [(9, "worker:0 2 b"), (10, "server:1 3 c"), (1, "scheduler 4 ")]
         itself = said_by(lambda: apps["server:0"].request(1, "", ALL), ConfigError)
-        assert "server:0 is in group 7, and a node cannot send notes to itself" in itself
-        assert "there is no node 30 (server:11)" in said_by(
+        assert "server:0 belongs to group 7, and a node cannot send requests to itself" in itself
+        assert "node 30 (server:11) does not exist" in said_by(
             lambda: apps["server:0"].request(1, "", 30), ConfigError
         )
 
@@ -229,7 +229,7 @@ def test_a_server_with_keys_answers_notes_too():
         worker.wait(worker.request(1, "a", 8), 10)
         assert answers == ["note a"]
         said = said_by(lambda: worker.wait(worker.push([1], torch.ones(1)), 10), CommError)
-        assert "pass KVPairs for a push or pull" in said
+        assert "pass KVPairs to answer a push or pull" in said
         server.set_note_handle(lambda asked, app: app.response(asked, kv.KVPairs()))
         said = said_by(lambda: worker.wait(worker.request(1, "a", 8), 10), CommError)
         assert "the answer to a note is a text" in said
@@ -291,22 +291,22 @@ def test_mistakes_are_named_and_the_server_lives_on():
         worker = kv.KVWorker(node)
         ones, out = torch.ones(3), torch.empty(0)
         before = {
-            "keys are not sorted: 2, 1 at place 1": lambda: worker.push([0, 2, 1], ones),
-            "keys are twice: 2, 2 at place 1": lambda: worker.push([0, 2, 2], ones),
-            "lens add up to 4, but there are 3 vals": lambda: worker.push([0, 1], ones, [2, 2]),
-            "lens must not be negative, got -1 at place 0": lambda: worker.push(
+            "keys are not sorted: 2, 1 at index 1": lambda: worker.push([0, 2, 1], ones),
+            "keys are twice: 2, 2 at index 1": lambda: worker.push([0, 2, 2], ones),
+            "lens add up to 4, but vals has 3 elements": lambda: worker.push([0, 1], ones, [2, 2]),
+            "lens must not be negative, got -1 at index 0": lambda: worker.push(
                 [0, 1], ones, [-1, 4]
             ),
             "lens has 1 elements for 2 keys": lambda: worker.push([0, 1], ones, [3]),
-            "3 vals are not a multiple of 2 keys": lambda: worker.push([0, 1], ones),
-            "keys must be uint64 or int64 in one dim, got float32[3]": lambda: worker.push(
-                ones, ones
+            "3 elements of vals are not a multiple of 2 keys": lambda: worker.push([0, 1], ones),
+            "keys must be a one-dimensional uint64 or int64 tensor, got float32[3]": lambda: (
+                worker.push(ones, ones)
             ),
-            "keys must be from 0 to 2^64 - 1, got -3 at place 0": lambda: worker.push(
+            "keys must be from 0 to 2^64 - 1, got -3 at index 0": lambda: worker.push(
                 torch.tensor([-3]), ones
             ),
-            "lens must be int32 or int64 in one dim, got float32[3]": lambda: worker.push(
-                [1, 2, 3], ones, ones
+            "lens must be a one-dimensional int32 or int64 tensor, got float32[3]": lambda: (
+                worker.push([1, 2, 3], ones, ones)
             ),
             "vals must have one dim, got shape [1, 3]": lambda: worker.push([1], ones[None]),
             "keys must be whole numbers from 0 to 2^64 - 1, got [1.5]": lambda: worker.push(
@@ -315,12 +315,12 @@ def test_mistakes_are_named_and_the_server_lives_on():
             "2^64 - 1, got [-1]": lambda: worker.push([-1], ones),
             "cmd is a whole number, got 'sum'": lambda: worker.push([1], ones, cmd="sum"),
             "the body of a note is a text, got 5": lambda: worker.request(1, 5, 8),
-            "vals is empty, and cannot be resized": lambda: worker.pull(
+            "vals is empty but cannot be resized": lambda: worker.pull(
                 [1], torch.from_numpy(np.empty(0, np.float32))
             ),
             "a priority must be from 0 to 15, got 16": lambda: worker.push([1], ones, priority=16),
             "there is no request 0 of app 0, customer 0": lambda: worker.wait(0),
-            "worker:0 has an app 0 with customer 0 already": lambda: kv.KVWorker(node),
+            "worker:0 already has an app 0 with customer 0": lambda: kv.KVWorker(node),
             "app_id and customer_id must be at least 0, got -1 and 0": lambda: kv.KVWorker(
                 node, -1
             ),
@@ -337,11 +337,11 @@ def test_mistakes_are_named_and_the_server_lives_on():
             "server:0 refuses: 7 vals in answer to 2 keys": lambda: worker.wait(
                 worker.pull([1, 2], out, cmd=2)
             ),
-            "server:0 has no app 5; it has 0": lambda: other.wait(other.push([1], ones)),
-            "the server has torch.float32, but vals is a tensor of torch.int64": lambda: (
+            "server:0 has no app 5, only 0": lambda: other.wait(other.push([1], ones)),
+            "the server has values of torch.float32, but vals is a tensor of torch.int64": lambda: (
                 worker.wait(worker.pull([1], torch.empty(1, dtype=torch.int64)))
             ),
-            "1 values came for 1 keys, but vals has 4 elements": lambda: worker.wait(
+            "servers returned 1 values for 1 keys, but vals has 4 elements": lambda: worker.wait(
                 worker.pull([1], torch.empty(4))
             ),
         }
@@ -419,14 +419,14 @@ def test_what_no_worker_of_ours_sends_is_refused_by_the_server():
             return torch.from_numpy(np.array(numbers, dtype=np.uint64))
 
         ones = torch.ones(2)
-        assert "keys are not sorted: 5, 3 at place 0" in send(keys(5, 3), ones)
-        assert "keys 1 to 9223372036854775808 are not in the range of server:0" in send(
+        assert "keys are not sorted: 5, 3 at index 0" in send(keys(5, 3), ones)
+        assert "keys 1 to 9223372036854775808 are outside of the range of server:0" in send(
             keys(1, 1 << 63), ones
         )
         assert "keys must be uint64 in one dim, got torch.int64[2]" in send(
             torch.tensor([1, 2]), ones
         )
-        assert "2 vals are not a multiple of 3 keys" in send(keys(1, 2, 3), ones)
+        assert "2 elements of vals are not a multiple of 3 keys" in send(keys(1, 2, 3), ones)
         assert "a request may contain keys, vals, lens and places" in send(
             keys(1), ones, names=["keys", "other"]
         )
@@ -451,8 +451,8 @@ def test_the_default_handle_has_values_of_one_length_and_dtype():
             said_by(lambda: worker.wait(worker.push([3], torch.ones(2).double())), CommError),
             said_by(lambda: worker.wait(worker.push([3, 4], torch.ones(3), [1, 2])), CommError),
         ]
-        assert "the store has 2 values of torch.float32 for each key, but the push has 3" in said[0]
-        assert "has 2 of torch.float64" in said[1]
+        assert "the store has 2 values of torch.float32 per key, but the push has 3" in said[0]
+        assert "has 2 values of torch.float64" in said[1]
         assert "the default handle needs the same number of values" in said[2]
         assert pulled(worker, [2, 3]) == [0, 0, 1, 1]
 
@@ -535,10 +535,10 @@ def test_slicers_of_programs_are_checked():
             "the slicer sends keys to server 2, but servers are 0 to 1": lambda *_: {
                 2: slice(0, 2)
             },
-            "the slicer sends the key at place 1 to 0 servers": lambda *_: {0: slice(0, 1)},
+            "the slicer sends the key at index 1 to 0 servers": lambda *_: {0: slice(0, 1)},
             "to 2 servers": lambda *_: {0: slice(0, 2), 1: slice(1, 2)},
-            "places that do not ascend": lambda *_: {0: torch.tensor([1, 0])},
-            "places beyond the 2 keys": lambda *_: {0: torch.tensor([0, 1, 2])},
+            "that do not ascend": lambda *_: {0: torch.tensor([1, 0])},
+            "indices beyond the 2 keys": lambda *_: {0: torch.tensor([0, 1, 2])},
         }
         for text, slicer in wrong.items():
             worker.set_slicer(slicer)
@@ -600,7 +600,7 @@ def test_a_node_that_nobody_expects_is_refused():
     )
     said: list[str] = []
     starting.start()
-    assert "the run has no server:4: it has 1 servers, 1 workers" in said_by(
+    assert "server:4 does not belong to the run, which has 1 servers, 1 workers" in said_by(
         lambda: server.start(5), PeerLostError
     )
     starting.join()

@@ -248,13 +248,13 @@ def partial_move(group):
     [
         (
             wrong_part,
-            "rank 0 of the mesh tp=2 holds a part of shape [4] in layout tp, but passed [5]",
+            "rank 0 of the mesh tp=2 has a shard of shape [4] in layout tp, but passed one of shape [5]",
         ),
         (wrong_group, "axis tp of tp=4 has 4 ranks, but its group has 2"),
         (wrong_itemsize, "elements of 8 bytes (torch.float64), but the plan is for 4"),
         (
             wrong_ranks,
-            "the target layout - | - has 2 dims, but the shape [8] has 1; the target mesh tp=2 needs 2 different ranks of 0..1, got [0, 5]",
+            "the target layout - | - has 2 dims, but the tensor's shape [8] has 1: use one entry per dim; the target mesh tp=2 needs 2 different ranks from 0 to 1, got [0, 5]",
         ),
         (
             partial_move,

@@ -266,7 +266,9 @@ def test_training_goes_on_without_a_lost_actor_and_ends_without_any():
     assert weights.version == 1
     assert learner.statistics.lost == ("left",)
     learner.leave("right", PeerLostError("its process is gone"))
-    with pytest.raises(PeerLostError, match="no actor is left at version 1: lost left, right"):
+    with pytest.raises(
+        PeerLostError, match="all actors were lost, at version 1 of the weights: lost left, right"
+    ):
         learner.step()
 
 
@@ -304,7 +306,7 @@ def test_training_waits_for_a_new_process_if_all_actors_are_lost(monkeypatch, re
 
     with two_actors(2) as agents, acting_for(agents[0]):
         if restarts == "0":
-            with pytest.raises(PeerLostError, match="no actor is left"):
+            with pytest.raises(PeerLostError, match="all actors were lost"):
                 lead()
         else:
             assert lead().lost == ("w1",)
@@ -353,12 +355,12 @@ def test_choices_out_of_range_are_refused():
     net = net_of(0)
     wrong = [
         (lambda: rl.LossOptions(discount=1.5), "discount and lambda_ must be between 0 and 1"),
-        (lambda: rl.Replay(0, 0), "capacity >= 1, got 0"),
+        (lambda: rl.Replay(0, 0), "must be at least 1 unroll, got 0"),
         (
             lambda: rl.ImpalaLearner(net, sgd(net), batch_size=3, capacity=2),
-            "a capacity for one batch",
+            "capacity at least batch_size",
         ),
-        (lambda: rl.ImpalaLearner(net, sgd(net), num_replayed=1), "needs replay=Replay"),
+        (lambda: rl.ImpalaLearner(net, sgd(net), num_replayed=1), "pass replay=Replay"),
         (lambda: rl.A3CLearner(net, sgd(net), max_grad_norm=0), "must be positive, got 0"),
         (lambda: rl.Actor([], rl.LocalPolicy(net, 0), unroll_length=1, seed=0), "0 environments"),
         (lambda: rl.make_environment("NoSuch-v1"), "cannot make the environment 'NoSuch-v1'"),

@@ -289,7 +289,7 @@ def test_a_call_of_a_lost_node_does_not_try_again_until_a_deadline(monkeypatch):
         tried = []
         monkeypatch.setattr(agents[0]._van, "connect", lambda *_, **__: tried.append(1))
         for _ in range(3):
-            with pytest.raises(PeerLostError, match="w1 is lost, and cannot be reached again"):
+            with pytest.raises(PeerLostError, match="w1 is lost, and cannot be called again"):
                 rpc.rpc_async("w1", fine, timeout=20).wait()
         assert tried == []
 
@@ -330,8 +330,8 @@ def test_a_reference_of_an_ended_node_says_what_to_do():
             with pytest.raises(StaleError) as caught:
                 use()
             assert str(caught.value) == (
-                "rpc.shutdown() has ended node w0 and its references: use them before, or call "
-                "rpc.init_rpc() and make them again"
+                "rpc.shutdown() has ended node w0, so its references are invalid: use "
+                "them before, or call rpc.init_rpc() and make new ones"
             )
 
 

@@ -139,5 +139,5 @@ def test_a_late_result_and_a_lost_node_are_errors():
         agents[2].close()
         with pytest.raises(PeerLostError):
             list(results)
-        with pytest.raises(ConfigError, match="window >= 1, got 0"):
+        with pytest.raises(ConfigError, match="must be at least 1 result, got 0"):
             rpc.stream("w1", count_to, window=0)

@@ -71,7 +71,7 @@ def _in_calls(group: Group, base: Model) -> Any:
     norms = train(model, optimizer, group.rank, range(3))
     assert [unit.name for unit in model.sharding.units[1:]] == [f"blocks.{i}" for i in range(4)]
     assert isinstance(model, Model)
-    assert "use the methods of the model" in said_by(lambda: model.blocks[0].sharding)
+    assert "call the method of the root model" in said_by(lambda: model.blocks[0].sharding)
     with model.gathered():
         return values(model), norms
 
@@ -418,9 +418,9 @@ def _refusals(group: Group) -> list[str]:
 
 
 EXPECTED = [
-    "Model is sharded already: shard a model once",
-    "is sharded already",
-    "is sharded already",
+    "Model is already sharded: shard a model only once",
+    "is already sharded",
+    "is already sharded",
     "none of the 0 parameters requires a gradient",
     "none of the 44 parameters requires a gradient"[:12],
     "on the device meta",
@@ -432,7 +432,7 @@ EXPECTED = [
     "shard_placement_fn is not supported",
     "mp_policy must be a MixedPrecisionPolicy",
     "offload_policy must be a CPUOffloadPolicy",
-    "got process_group and mesh",
+    "process_group and mesh were both passed",
     "param_dtype must be a floating-point dtype",
     "mesh must be a mesh of braid",
     "has 3 axes",
@@ -443,7 +443,7 @@ EXPECTED = [
     "Adafactor needs whole parameters",
     "stage must be 1, 2 or 3",
     "param_dtype=torch.bfloat16 needs stage 3",
-    "needs the directory",
+    "needs a directory",
 ]
 
 
@@ -465,7 +465,7 @@ def test_an_unknown_optimizer_gets_whole_parameters_with_a_warning(world):
         optimizer = Strange(model.parameters(), lr=0.1)
         return shard_optimizer(optimizer, model, process_group=group).options.whole
 
-    with pytest.warns(UserWarning, match="Strange is not known to change each element"):
+    with pytest.warns(UserWarning, match="Strange may not update each element independently"):
         assert world(1, main) == [True]
     with pytest.raises(ConfigError):
         fully_shard(fully_shard(Model()))

@@ -101,11 +101,11 @@ def _refused(group: Group, face: str) -> list[str]:
 @pytest.mark.parametrize("face", ["wrapper", "fully_shard"])
 def test_a_layer_does_not_compute_with_a_piece(world, face):
     for first, second, missing, *others in world(2, _refused, face):
-        assert first.startswith("ConfigError: Linear computes with 'head.")
+        assert first.startswith("ConfigError: Linear uses 'head.")
         assert REFUSED in first
         assert second == first
         assert "has no method 'rate'" in missing
-        assert all("is not a unit of the sharded model" in text for text in others)
+        assert all("is not a sharding unit of the model" in text for text in others)
 
 
 def _units(group: Group) -> Any:

@@ -228,7 +228,9 @@ def test_a_torn_record_is_ignored_and_cut_off(tmp_path, torn):
 def test_a_file_of_somebody_else_is_refused(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("remember the milk")
-    with pytest.raises(ConfigError, match="is not a braid store, it begins with b'remember'"):
+    with pytest.raises(
+        ConfigError, match="is not a file of a braid store, it begins with b'remember'"
+    ):
         FileStore(path)
     with pytest.raises(ConfigError, match="No such file or directory"):
         FileStore(tmp_path / "missing" / "store")
@@ -238,7 +240,7 @@ def test_a_held_lock_is_a_timeout_that_says_so(tmp_path):
     path = tmp_path / "store"
     with FileStore(path, 0.01) as store, path.open("rb") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
-        with pytest.raises(CommTimeout, match="a process is stopped inside an operation"):
+        with pytest.raises(CommTimeout, match="another process holds its lock"):
             store.set("a", b"")
 
 

@@ -298,7 +298,7 @@ def _twice(group: Group) -> str:
 
 def test_a_second_derivative_is_refused(world):
     for text in world(2, _twice):
-        assert text.startswith("the gradient of SyncBatchNorm was differentiated")
+        assert "its gradient was differentiated" in text
 
 
 def _wrong_inputs(group: Group) -> list[str]:

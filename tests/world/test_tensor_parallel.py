@@ -291,11 +291,14 @@ def test_what_cannot_be_divided_is_named_before_anything_changes(world):
     assert first == second
     family, wrong, sizes, tied, no_weight, alone, inputs, shapes = first
     assert "there is no built-in plan for Model" in family
-    assert "'colum' is not a kind: use column, row" in wrong
+    assert "'colum' is not a way to shard a layer: use column, row" in wrong
     assert "matches no module of the model" in wrong
-    assert "0 has 9 entries in dim 0, which cannot be divided over 2 ranks; valid: 1, 3, 9" in sizes
+    assert (
+        "0 has 9 entries in dim 0, which cannot be divided over 2 ranks; valid numbers of ranks: 1, 3, 9"
+        in sizes
+    )
     assert "1 has 9 entries in dim 1" in sizes
-    assert "head and embed share a weight and shard it in two ways" in tied
+    assert "head and embed share a weight but shard it in two ways" in tied
     assert "layers.0.attention (Attention) has no weight to shard" in no_weight
     assert "the outputs of layers.0.up, layers.1.up stay sharded" in alone
     assert "2 of 4 inputs on this rank, got 4" in inputs
@@ -356,8 +359,8 @@ def test_a_mesh_has_the_groups_along_its_axes(world):
     assert [own[1] for own in ranks] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     for own in ranks:
         assert own[2:4] == [(0, 1, 2, 3), True]
-        assert "unknown axis pp in dp=2,tp=2" in own[5]
-        assert "the mesh tp=3 has 3 ranks, and the group 4" in own[6]
+        assert "the mesh dp=2,tp=2 has no axis pp" in own[5]
+        assert "the mesh tp=3 has 3 ranks, but the group has 4" in own[6]
         assert "a mesh has no 'size': pass the group along its axes, such as mesh['dp']" in own[7]
     assert ranks[2][4] == {"dp": 1, "tp": 0}
 

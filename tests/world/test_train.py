@@ -403,7 +403,9 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_not_one_bit(conf
 @pytest.mark.procs
 def test_bad_input_is_refused_before_anything_starts(config, capfd, tmp_path):
     cases = {
-        "3 ranks cannot share a batch of 8 samples equally": command(config, "--batch", "8", n=3),
+        "a batch of 8 samples cannot be divided equally among 3 ranks": command(
+            config, "--batch", "8", n=3
+        ),
         "model must be one of tiny": command(config, "--model", "huge"),
         "does not exist": command(config, "--data", str(tmp_path / "nothing.txt")),
         "nowhere is not a checkpoint or a run's directory": command(config, "--resume", "nowhere"),

@@ -86,7 +86,7 @@ def test_a_killed_rank_costs_no_step_and_no_bit(tmp_path, victim, options):
         ({"batch_per_rank": "sqrt"}, "--batch-per-rank needs --min-ranks"),
         ({"mesh": "pp=2; dp=3"}, "several meshes need --min-ranks"),
         ({"min_ranks": 1, "batch_per_rank": "log"}, "must be one of linear, sqrt, constant, got"),
-        ({"min_ranks": 1, "mesh": "cp=2"}, "does not support cp: cp=2 may have pp, dp and tp"),
+        ({"min_ranks": 1, "mesh": "cp=2"}, "does not support axis cp of cp=2: leave it out"),
     ],
 )
 def test_options_that_do_not_fit_are_named(options, words):

@@ -68,9 +68,9 @@ def agreed_buffers(model: nn.Module, groups: Sequence[Group]) -> dict[str, torch
                 group.broadcast(buffers[name], 0)
     if unknown:
         warnings.warn(
-            f"buffers {first_few(unknown)} differ between ranks: a checkpoint and a gathered state "
-            "dict have the first rank's values. Make the buffers equal before you save, or compute "
-            "them from all ranks",
+            f"buffers {first_few(unknown)} differ between ranks: a checkpoint and a gathered "
+            "state dict contain the values of the first rank. Make the buffers equal before you "
+            "save, or compute them from all ranks",
             UserWarning,
             stacklevel=2,
         )

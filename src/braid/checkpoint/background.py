@@ -71,7 +71,7 @@ class Saving:
 
 
 class BackgroundSaver(AbstractContextManager["BackgroundSaver"]):
-    """Saves checkpoints of a group while its ranks train, one at a time; making it is a collective.
+    """Saves checkpoints while ranks train, one at a time; constructing it is a collective.
 
     Args:
         group: Ranks that write a checkpoint. The saver splits off another group with the same

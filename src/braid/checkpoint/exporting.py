@@ -80,8 +80,8 @@ def model_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     names = [name for name in checkpoint.names() if name.startswith(ROOT)]
     if not names:
         msg = (
-            f"{checkpoint.path} has no tensors of a model, only {len(checkpoint.names())} others: "
-            "give a checkpoint from braid.save"
+            f"{checkpoint.path} contains no model, only {len(checkpoint.names())} other tensors: "
+            "pass a checkpoint that braid.save wrote with a model"
         )
         raise CheckpointError(msg)
     tensors = {name.removeprefix(ROOT): checkpoint.read(name) for name in names}

@@ -116,7 +116,7 @@ class Checkpoint:
             raise CheckpointError(msg)
 
     def read(self, name: str, box: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Return a tensor, or a part of it.
+        """Return a tensor of the checkpoint, or the slices `box` of it.
 
         Args:
             name: Name of the tensor; for a per-rank tensor of `own_of`, without `own/` and rank.
@@ -134,7 +134,10 @@ class Checkpoint:
         if entry is None and self.own_of is not None:
             entry = self.manifest.tensors.get(own_name(self.own_of, name))
         if entry is None:
-            msg = f"{self.path} has no tensor {name!r}, only {len(self.manifest.tensors)} others"
+            msg = (
+                f"{self.path} has no tensor {name!r}, only {len(self.manifest.tensors)} others: "
+                "checkpoint.names() lists them"
+            )
             raise CheckpointError(msg)
         dtype = NAMES.get(entry.dtype)
         if dtype is None:
@@ -269,7 +272,8 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
     named = CheckpointDirectory.step_of(path)
     if named is not None and named != manifest.step:
         problems.append(
-            f"{MANIFEST_NAME} has step {manifest.step}, but the directory is named {path.name}"
+            f"{MANIFEST_NAME} has step {manifest.step}, but its directory is named {path.name}: "
+            "restore the directory's name"
         )
     for name, expected in sorted(manifest.files.items()):
         try:
@@ -372,7 +376,10 @@ def _ranges(entry: TensorEntry, box: tuple[slice, ...] | None) -> list[tuple[int
     if box is None:
         return [(0, extent) for extent in entry.shape]
     if len(box) != len(entry.shape) or any(s.step not in {None, 1} for s in box):
-        msg = f"shape {list(entry.shape)} needs {len(entry.shape)} slices of step 1, got {box}"
+        msg = (
+            f"a tensor of shape {list(entry.shape)} needs {len(entry.shape)} slices of step 1, "
+            f"one per dim, got {box}"
+        )
         raise CheckpointError(msg)
     ranges = [s.indices(extent)[:2] for s, extent in zip(box, entry.shape, strict=True)]
     return [(low, max(low, high)) for low, high in ranges]

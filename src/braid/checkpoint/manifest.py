@@ -152,10 +152,16 @@ def encode_manifest(manifest: Manifest) -> bytes:
     try:
         raw = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     except (TypeError, ValueError) as exc:
-        msg = f"state and numerics of a checkpoint must be JSON values: {exc}"
+        msg = (
+            "state and numerics of a checkpoint must be JSON values (numbers, text, lists and "
+            f"dicts): {exc}"
+        )
         raise CheckpointError(msg) from exc
     if len(raw) > MAX_MANIFEST_BYTES - 256:
-        msg = f"manifest must be smaller than {MAX_MANIFEST_BYTES:,} bytes, got {len(raw):,}"
+        msg = (
+            f"the manifest of a checkpoint must be smaller than {MAX_MANIFEST_BYTES:,} bytes, "
+            f"got {len(raw):,}"
+        )
         raise CheckpointError(msg)
     return msgspec.json.encode(_Sealed(hashlib.sha256(raw).hexdigest(), msgspec.Raw(raw)))
 
@@ -178,8 +184,8 @@ def decode_manifest(data: bytes) -> Manifest:
         origin = _HEAD.decode(sealed.manifest).braid
         if origin.format > FORMAT:
             msg = (
-                f"written by braid {origin.version} in format {origin.format}; this braid reads "
-                f"{FORMAT}"
+                f"it was written by braid {origin.version} in format {origin.format}, but this "
+                f"version of braid reads format {FORMAT}: install braid {origin.version}"
             )
             raise CheckpointError(msg)
         manifest = _MANIFEST.decode(sealed.manifest)

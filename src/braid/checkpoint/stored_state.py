@@ -78,7 +78,7 @@ def generator_states(
     states = {}
     for name, generator in generators.items():
         if name not in kept:
-            msg = f"{path} has no state of generator {name!r}; it has states of {sorted(kept)}"
+            msg = f"{path} has no state of the generator {name!r}; it has states of {sorted(kept)}"
             raise CheckpointError(msg)
         try:
             raw = bytearray(base64.b64decode(kept[name], validate=True))

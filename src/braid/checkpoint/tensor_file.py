@@ -98,7 +98,7 @@ def hash_file(path: Path) -> FileEntry:
 def read_piece(
     path: Path, key: str, shape: tuple[int, ...], dtype: str, box: tuple[slice, ...]
 ) -> torch.Tensor:
-    """Return a box of the tensor `key`, reading only the pages of the box.
+    """Return slices of the tensor `key`, reading only the pages with these slices.
 
     Args:
         path: Path of the file.
@@ -117,7 +117,7 @@ def read_piece(
             if stored_shape != shape:
                 msg = (
                     f"expected {key!r} of shape {list(shape)} in {path.name}, got "
-                    f"{list(stored_shape)}"
+                    f"{list(stored_shape)}: the checkpoint is damaged, use another"
                 )
                 raise CheckpointError(msg)
             tensor: torch.Tensor = stored[box] if box else file.get_tensor(key)
@@ -125,7 +125,10 @@ def read_piece(
         msg = f"tensor {key!r} cannot be read from {path}: {exc}"
         raise CheckpointError(msg) from exc
     if str(tensor.dtype) != f"torch.{dtype}":
-        msg = f"expected {key!r} of {dtype} in {path.name}, got {tensor.dtype}"
+        msg = (
+            f"expected {key!r} of {dtype} in {path.name}, got {tensor.dtype}: the checkpoint is "
+            "damaged, use another"
+        )
         raise CheckpointError(msg)
     return tensor
 

@@ -59,7 +59,10 @@ def regular_file(directory: Path, name: object) -> Path:
         CheckpointError: The file is outside of `directory`, or is not a regular file.
     """
     if not isinstance(name, str) or Path(name).name != name or "\0" in name or name == "..":
-        msg = f"{directory} names the file {str(name)[:80]!r}, which is outside of the directory"
+        msg = (
+            f"the metadata in {directory} names the file {str(name)[:80]!r}, which is outside of "
+            "this directory: use a checkpoint with all files in one directory"
+        )
         raise CheckpointError(msg)
     path = directory / name
     if path.exists() and not path.is_file():
@@ -101,8 +104,8 @@ class _Stored(NamedTuple):
         infos = [self.places[self.name, offsets] for offsets, _ in chunks]
         if sum(math.prod(sizes) for _, sizes in chunks) != math.prod(shape):
             msg = (
-                f"the pieces of {self.name} do not add up to its shape {list(shape)}: the "
-                "checkpoint is damaged"
+                f"the stored pieces of the tensor {self.name} do not add up to its shape "
+                f"{list(shape)}: the checkpoint is damaged"
             )
             raise CheckpointError(msg)
         pieces = [self._piece(i, sizes, dtype) for i, (_, sizes) in zip(infos, chunks, strict=True)]
@@ -110,7 +113,10 @@ class _Stored(NamedTuple):
         for (offsets, sizes), piece in zip(chunks, pieces, strict=True):
             ranges = zip(offsets, sizes, shape, strict=True)
             if any(low < 0 or low + extent > full for low, extent, full in ranges):
-                msg = f"a piece of {self.name} is outside of its shape {list(shape)}"
+                msg = (
+                    f"a stored piece of the tensor {self.name} lies outside of its shape "
+                    f"{list(shape)}"
+                )
                 raise CheckpointError(msg)
             box = [slice(low, low + extent) for low, extent in zip(offsets, sizes, strict=True)]
             out[tuple(box)] = piece
@@ -119,8 +125,9 @@ class _Stored(NamedTuple):
     def _piece(self, info: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if vars(info).get("transform_descriptors"):
             msg = (
-                f"{self.name} is stored with transforms ({info.transform_descriptors}): read the "
-                "checkpoint with torch"
+                f"the tensor {self.name} is stored with transforms "
+                f"({info.transform_descriptors}), which braid cannot undo: load the checkpoint "
+                "with torch"
             )
             raise CheckpointError(msg)
         with regular_file(self.directory, info.relative_path).open("rb") as file:
@@ -128,7 +135,10 @@ class _Stored(NamedTuple):
             raw = file.read(info.length)
         piece = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
         if not isinstance(piece, torch.Tensor) or (piece.shape, piece.dtype) != (sizes, dtype):
-            msg = f"a piece of {self.name} is not a tensor of {dtype} {list(sizes)}"
+            msg = (
+                f"a stored piece of {self.name} is not a tensor of {dtype} and shape "
+                f"{list(sizes)}: the checkpoint is damaged"
+            )
             raise CheckpointError(msg)
         return piece
 
@@ -168,8 +178,8 @@ def _read_metadata(path: Path) -> Any:
                 value = kinds.setdefault(name, type(name, (Described,), {}))
             if value is None:
                 msg = (
-                    f"the metadata contains {module}.{name}, which a distributed checkpoint does "
-                    "not use"
+                    f"the metadata contains {module}.{name}, which a distributed checkpoint "
+                    "never contains: do not load this file, it may be unsafe"
                 )
                 raise pickle.UnpicklingError(msg)
             return value

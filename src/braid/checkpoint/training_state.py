@@ -127,8 +127,9 @@ def merged_numbers(numbers: dict[str, Any], group: Group) -> dict[str, Any]:
     if any(theirs != names for theirs in all_names):
         counts = [sum(map(len, theirs)) for theirs in reversed(all_names)]
         msg = (
-            f"the optimizers of ranks {list(group.ranks)} have {counts} parameters, and a "
-            "checkpoint has one optimizer: make it from model.parameters() on each rank"
+            f"the optimizers of ranks {list(group.ranks)} have {counts} parameters, but a "
+            "checkpoint stores one optimizer for all ranks: make it from model.parameters() on "
+            "each rank"
         )
         raise ConfigError(msg)
     return {**numbers, "optimizer": {**optimizer_numbers, "numbers": merged}}
@@ -195,8 +196,8 @@ def _optimizer_state(
     order = {name: index for index, name in enumerate(n for group in mine for n in group)}
     if strangers := sorted(kept.numbers.keys() - order.keys()):
         msg = (
-            f"state.optimizer.numbers of {checkpoint.path} has {strangers[0]!r}, which is not "
-            f"a parameter of {kind}: use another checkpoint of this run"
+            f"state.optimizer.numbers of {checkpoint.path} contains {strangers[0]!r}, which is "
+            f"not a parameter of {kind}: use another checkpoint of this run"
         )
         raise CheckpointError(msg)
     state: dict[int, dict[str, Any]] = {

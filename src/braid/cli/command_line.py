@@ -184,7 +184,10 @@ def run(
     from braid.runtime.variables import NO_FRAME_MAC
 
     if module and no_python:
-        msg = "-m and --no-python exclude each other: SCRIPT is either a module or a program"
+        msg = (
+            "-m and --no-python exclude each other: SCRIPT is either a module or a program, so "
+            "leave one of the two out"
+        )
         raise ConfigError(msg)
     if port != "auto" and not port.isdecimal():
         msg = f"--port must be auto or a number, got {port!r}"

@@ -36,8 +36,8 @@ class MeshGroups:
     def __init__(self, layout: Mesh, group: Group) -> None:
         if layout.size != group.size:
             msg = (
-                f"the mesh {layout} has {layout.size} ranks, and the group {group.size}: choose "
-                "axis sizes whose product is the number of ranks"
+                f"the mesh {layout} has {layout.size} ranks, but the group has {group.size}: "
+                "choose axis sizes whose product is the number of ranks"
             )
             raise ConfigError(msg)
         self.layout = layout

@@ -49,8 +49,8 @@ def evaluation_of(function: Callable[[], object] | None, every: int) -> Evaluati
     """
     if (function is None) != (every <= 0):
         msg = (
-            f"evaluate={function!r} and evaluate_every={every} belong together: give a function "
-            "and a number of steps from 1"
+            f"evaluate={function!r} and evaluate_every={every} belong together: pass both, a "
+            "function and a number of steps of at least 1"
         )
         raise ConfigError(msg)
     return Evaluation(function, every)

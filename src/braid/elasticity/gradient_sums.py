@@ -112,7 +112,10 @@ class GradientSums:
                     view.fill_(NEUTRAL)
                 continue
             if grad.is_sparse:
-                msg = f"the gradient of {record.name!r} is sparse: use sparse=False"
+                msg = (
+                    f"the gradient of {record.name!r} is sparse, which braid.elastic does not "
+                    "support: pass sparse=False to the embedding"
+                )
                 raise ConfigError(msg)
             if weight != 1.0:  # in the dtype of the sum, and before it: on all ranks alike
                 grad = grad.to(view.dtype) * weight

@@ -62,7 +62,7 @@ class Members(Protocol):
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether this process is alone until the others take it in."""
+        """Whether this process is new and has not been admitted by the other members."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class Members(Protocol):
         ...
 
     def leave(self, num_steps: int, reason: str) -> NoReturn:
-        """End this process, so that the others go on in the next epoch without it.
+        """End this process; the other members continue without it in the next epoch.
 
         Args:
             num_steps: See `next_epoch`.
@@ -148,7 +148,7 @@ def notices(members: Members) -> Iterator[None]:
 
 
 def on_trial(members: Members, join: Callable[[], object]) -> None:
-    """Call `join` for a newcomer; the others survive its errors, such as another model."""
+    """Call `join` for a new process; its errors do not end the other members."""
     try:
         join()
     except (PeerLostError, CommTimeout):

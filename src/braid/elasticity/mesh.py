@@ -94,7 +94,10 @@ def mesh_chooser(mesh: str | Callable[[int], str]) -> Callable[[int], Mesh]:
     meshes = [_checked(text) for text in mesh.split(";")] if isinstance(mesh, str) else []
     by_size = {wanted.size: wanted for wanted in meshes}
     if len(by_size) < len(meshes):
-        msg = f"two meshes of {mesh} have the same number of ranks: give one for each number"
+        msg = (
+            f"two meshes of {mesh} have the same number of ranks: pass one mesh for each number "
+            "of ranks"
+        )
         raise ConfigError(msg)
 
     def choose(num_ranks: int) -> Mesh:

@@ -29,7 +29,7 @@ __all__ = ["DataPosition", "MicroBatches", "require_same_data", "seed_all"]
 
 
 class DataPosition(NamedTuple):
-    """Position in the data of the next step: `sample` samples of pass `epoch` come before it."""
+    """Position in the data: the next step begins after `sample` samples of pass `epoch`."""
 
     epoch: int = 0
     sample: int = 0
@@ -61,7 +61,10 @@ class MicroBatches:
         self, loader: DataLoader[Any], seed: int, *, verify: int = 0, per_rank: bool = False
     ) -> None:
         if isinstance(loader.dataset, IterableDataset):
-            msg = "an IterableDataset has no samples by number: use a data set with __getitem__"
+            msg = (
+                "an IterableDataset cannot be indexed by sample number: use a data set with "
+                "__getitem__ and __len__"
+            )
             raise ConfigError(msg)
         sampler = loader.sampler
         is_usual = type(loader) is DataLoader
@@ -130,9 +133,9 @@ class MicroBatches:
         order = self._order
         if not self.sizes(at, num_shards):
             msg = (
-                f"the loader has {order.num_samples} samples, and a step of {num_shards} times "
-                f"{self._size} begins at sample {at.sample}: use one loader until a pass ends, "
-                "with samples enough for a step or without drop_last"
+                f"the loader has {order.num_samples} samples, but a step of {num_shards} times "
+                f"{self._size} begins at sample {at.sample}: keep one loader for a whole pass, "
+                "and give it enough samples for a step or drop_last=False"
             )
             raise ConfigError(msg)
         unit = (self._size, "micro-batch") if self._per_rank else (self._size * num_shards, "step")

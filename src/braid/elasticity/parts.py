@@ -33,7 +33,7 @@ ALIGNMENT = 64  # bytes
 
 
 class TensorBox(NamedTuple):
-    """Elements of a tensor, which has no gaps, that are a box of a whole one.
+    """Contiguous elements of a shard that are slices of the whole tensor.
 
     Attributes:
         whole: Shape of the whole tensor.
@@ -51,7 +51,7 @@ class TensorBox(NamedTuple):
 
     @classmethod
     def parse(cls, fields: Sequence[Any]) -> TensorBox:
-        """Return the box that has come as plain data."""
+        """Return the slices that were received as plain data."""
         whole, offset, extent, strides, start = fields
         return cls(tuple(whole), tuple(offset), tuple(extent), tuple(strides), start)
 
@@ -73,7 +73,7 @@ class TensorBox(NamedTuple):
         return cls(piece.global_shape, piece.offset, extent, piece.tensor.stride(), start)
 
     def common(self, other: TensorBox) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the offset in the whole tensor, and the shape, of what two boxes share."""
+        """Return the offset and shape, in the whole tensor, of the elements in both slices."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = [
             min(a + m, b + n)
@@ -85,7 +85,7 @@ class TensorBox(NamedTuple):
     def view(
         self, tensor: torch.Tensor, offset: Sequence[int], extent: Sequence[int]
     ) -> torch.Tensor:
-        """Return elements of the box in its tensor, by their place in the whole one."""
+        """Return a view of the shard's elements at indices of the whole tensor."""
         skipped = [o - first for o, first in zip(offset, self.offset, strict=True)]
         if tuple(tensor.shape) == self.extent:  # in any memory format
             return tensor[tuple(slice(o, o + n) for o, n in zip(skipped, extent, strict=True))]
@@ -94,7 +94,7 @@ class TensorBox(NamedTuple):
 
 
 class PartTensor(NamedTuple):
-    """A tensor of one part of the training state.
+    """A tensor of one shard of the training state.
 
     Attributes:
         name: Name of the whole tensor, as in a checkpoint.
@@ -190,7 +190,7 @@ class ModelPart(NamedTuple):
 def boxes_of(
     pieces: Iterable[Slice], params: Mapping[str, torch.Tensor]
 ) -> dict[str, list[TensorBox]]:
-    """Return the boxes of parameters, by name, from the pieces that a rank writes."""
+    """Return each parameter's slices on this rank, by name, from its checkpoint entries."""
     boxes: dict[str, list[TensorBox]] = {}
     for piece in pieces:
         root, _, name = piece.name.partition("/")

@@ -107,9 +107,9 @@ def newest_state(
                 first, expected = sums.setdefault((name, str(boxes)), (rank, value))
                 if value != expected:
                     msg = (
-                        f"rank {group.ranks[rank]} has other values of {name}, of the part {part}, "
-                        f"than rank {group.ranks[first]}: something changes parameters outside of "
-                        "the optimizer, or is not deterministic"
+                        f"rank {group.ranks[rank]} and rank {group.ranks[first]} have different "
+                        f"values of {name} (part {part}): something changes parameters outside "
+                        "of the optimizer, or is not deterministic"
                     )
                     raise MismatchError(msg)
                 kind = _Tensor(tuple(shape), getattr(torch, dtype), is_alike, is_placed, {})

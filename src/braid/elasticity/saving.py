@@ -59,7 +59,13 @@ class TrainingCheckpoints:
             )
         except CheckpointError as error:
             if not group.rank:
-                LOG.warning("the training goes on without this checkpoint: %s", error)
+                LOG.warning(
+                    (
+                        "a checkpoint could not be saved, and the training goes on without this "
+                        "checkpoint: %s"
+                    ),
+                    error,
+                )
 
     def load(self, group: Group, state: TrainingState) -> Mapping[str, Any] | None:
         """Load the last checkpoint into a whole model, and return the values beside it.
@@ -87,8 +93,8 @@ def checkpoints_in(directory: str, every: int) -> TrainingCheckpoints:
     """
     if bool(directory) != (every > 0):
         msg = (
-            f"checkpoints={directory!r} and checkpoint_every={every} belong together: give a "
-            "directory that all ranks see, and a number of steps from 1"
+            f"checkpoints={directory!r} and checkpoint_every={every} belong together: pass both, "
+            "a directory that all ranks share and a number of steps of at least 1"
         )
         raise ConfigError(msg)
     return TrainingCheckpoints(directory, every)

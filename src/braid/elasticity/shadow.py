@@ -48,7 +48,7 @@ def ring_of(group: Group) -> list[int]:
 
 
 class Shadow:
-    """A copy of the part of the rank before this one on the ring; a collective.
+    """Copy of the previous rank's shard of the training state; making it is a collective.
 
     Args:
         group: The members, at least two.
@@ -156,8 +156,8 @@ class Shadow:
         if changed:
             msg = (
                 f"{changed[0]}, or its state in the optimizer, was changed outside of the "
-                "optimizer's step, which the rank that keeps a copy does not know: pass "
-                "copies=False, or let the optimizer do it"
+                "optimizer's step, so its copy on another rank is out of date: pass "
+                "copies=False, or change it by the optimizer only"
             )
             raise ConfigError(msg)
 
@@ -173,8 +173,8 @@ class Shadow:
         changed = [name for (name, version), sent in pairs if version != sent]
         if changed:
             msg = (
-                f"the buffer {changed[0]} changed in the function update=, after it was sent to "
-                "the rank that keeps a copy: change it in the forward, or pass copies=False"
+                f"the buffer {changed[0]} changed in the function update=, after another rank "
+                "had received its copy: change it in the forward, or pass copies=False"
             )
             raise ConfigError(msg)
 
@@ -193,8 +193,8 @@ class Shadow:
         changed = [name for name, now, sent in pairs if now != sent]
         if changed:
             msg = (
-                f"the gradient of {changed[0]} changed in the function update=, after it was sent "
-                "to the rank that keeps a copy: clip by clip=, or pass copies=False"
+                f"the gradient of {changed[0]} changed in the function update=, after another "
+                "rank had received its copy: clip with clip=, or pass copies=False"
             )
             raise ConfigError(msg)
 

@@ -96,7 +96,7 @@ class Received(Checkpoint):
         self._tensors = tensors
 
     def read(self, name: str, box: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Return a tensor, or a box of it."""
+        """Return a received tensor, or slices of it."""
         tensor = self._tensors[name]
         return tensor if box is None else tensor[box]
 
@@ -164,7 +164,7 @@ def transfer(
 
 
 def check_same_training(group: Group, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Refuse a member if its program is in another training than the other programs."""
+    """Raise if a new member's program calls another braid.elastic than the other members."""
     if theirs["training"] != ours["training"]:
         msg = (
             f"rank {group.ranks[group.rank]} joins training {ours['training']} of its program, but "
@@ -194,8 +194,8 @@ def compare_others(group: Group, state: TrainingState | None) -> None:
             first, known = expected.setdefault(name, (rank, value))
             if value != known:
                 msg = (
-                    f"{name} has other values on rank {rank} than on rank {first}, and a mesh "
-                    "hands over one state of it: pass objects that are the same on all ranks, such "
+                    f"{name} has other values on rank {rank} than on rank {first}, but new ranks "
+                    "receive one state of it: pass objects that are the same on all ranks, such "
                     "as a scheduler"
                 )
                 raise MismatchError(msg)
@@ -244,8 +244,8 @@ def refuse_changes(
     changed = [name for name, text in now.items() if before[name] != text]
     if changed:
         msg = (
-            f"{changed[0]} changed outside of an update, which ranks do unequally often: call "
-            "what changes it, such as scheduler.step(), in the function update=, where "
+            f"{changed[0]} changed outside of the function update=, which would make ranks "
+            "differ: change it in update=, such as by scheduler.step(). There, "
             "training.ends_epoch is True in the last step of a pass"
         )
         raise ConfigError(msg)

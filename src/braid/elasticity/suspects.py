@@ -30,7 +30,7 @@ LOOK_STEPS, NUM_LOOKS = 10, 3  # a slow rank is slow in NUM_LOOKS looks at LOOK_
 
 
 class StepTimes:
-    """Times of this rank's micro-batches, without those in which it waits for others.
+    """Times of this rank's micro-batches, without time spent waiting for other ranks.
 
     Args:
         factor: See `slow_rank`; 0 to find none.
@@ -161,8 +161,8 @@ class GradientChecks:
         self._num_failed += 1
         names = " and ".join(str(group.ranks[rank]) for rank in wrong)
         LOG.warning(
-            "ranks %s computed different gradients for a micro-batch of step %d, which is done "
-            "again: watch their hosts if that repeats",
+            "ranks %s computed different gradients for a micro-batch of step %d, so the step is "
+            "computed again: check their hosts if this message repeats",
             names,
             step,
         )

@@ -213,7 +213,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether the step under way is the last one of its pass over the data, for `update`."""
+        """Whether the current step is the last step of its pass over the data, for `update`."""
         assert self._samples is not None
         return self._samples.next(self.at, self.num_shards).epoch != self.at.epoch
 
@@ -264,7 +264,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Compute the gradients of one micro-batch inside; the last one of a step updates weights.
+        """Context for the backward of one micro-batch; a step's last one updates the weights.
 
         `.grad` then holds the mean over all micro-batches, and the optimizer (or `update`) is
         called. If a rank is lost inside, nothing is raised, and the step is done again.
@@ -490,7 +490,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
         if self._round or self._checks.checksum is not None:
-            msg = "the loop over batches() was left inside of a step: leave it when num_steps grows"
+            msg = "a loop over batches() ended within a step: leave it when num_steps has grown"
             raise ConfigError(msg)
         samples = self._samples
         if samples is None or samples.loader is not loader:

@@ -54,8 +54,9 @@ class UpdateGuard:
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if not self._is_updating:
             msg = (
-                "optimizer.step() was called by the loop: training.step() calls it after the last "
-                "micro-batch of a step; what else belongs to an update goes into update="
+                "optimizer.step() was called by the loop: training.step() calls it after the "
+                "last micro-batch of a step; pass other changes of the model as the function "
+                "update="
             )
             raise ConfigError(msg)
         if self._factor != 1.0:

@@ -82,7 +82,10 @@ def run(
         msg = "braid.launch.ray.run needs Ray: pip install 'braid-train[ray]'"
         raise ConfigError(msg) from exc
     if threading.current_thread() is not threading.main_thread():
-        msg = "braid.launch.ray.run receives signals: call it in the main thread"
+        msg = (
+            "braid.launch.ray.run handles signals, so only the main thread can call it: call it "
+            "there"
+        )
         raise ConfigError(msg)
     if not address and ray.is_initialized():
         address = ray.get_runtime_context().gcs_address

@@ -188,9 +188,9 @@ def load(
     _refuse_parts_of(model, group)
     if isinstance(model, HybridParallel) and model.sharding is not None:
         msg = (
-            "a model on a mesh with shard= is already sharded: load into the model and its "
-            "optimizer first, then make HybridParallel of it, whose attach() shards the "
-            "optimizer's states"
+            "resume got a model on a mesh with shard=, which is already sharded: load into the "
+            "model and its optimizer first, then make HybridParallel of it, whose attach() "
+            "shards the optimizer's states"
         )
         raise ConfigError(msg)
     _check_parts(parts, "load_state_dict", model)
@@ -200,7 +200,7 @@ def load(
     if wanted == str(where) and (where / "checkpoints").is_dir():  # a run's directory
         where /= "checkpoints"
     if not named and not group.objects.broadcast(_has_checkpoints(where)):
-        LOG.info("%s has no checkpoint yet: a new training", where)
+        LOG.info("%s has no checkpoint yet: starting a new training", where)
         return 0
     loaded = checkpoint.load(where, group=group)
     kept = loaded.manifest.state.get(PARTS, {})
@@ -208,13 +208,14 @@ def load(
         raise unloadable(loaded.path, PARTS, f"Expected `object`, got {str(kept)[:80]}")
     if missing := sorted(set(parts) - set(kept)):
         msg = (
-            f"{loaded.path} has no state of {', '.join(missing)}, but of "
-            f"{', '.join(sorted(kept)) or 'model and optimizer only'}: load what was saved"
+            f"{loaded.path} has no state of {', '.join(missing)}, only of "
+            f"{', '.join(sorted(kept)) or 'model and optimizer'}: load only objects that were "
+            "saved"
         )
         raise CheckpointError(msg)
     for skipped in loaded.skipped if group.rank == 0 else ():
-        LOG.warning("braid: passed over %s: %s", skipped.path, skipped.reason)
-    LOG.info("goes on after step %d of %s", loaded.manifest.step, loaded.path)
+        LOG.warning("braid: skipped the unusable checkpoint %s: %s", skipped.path, skipped.reason)
+    LOG.info("training continues after step %d of %s", loaded.manifest.step, loaded.path)
     if isinstance(model, HybridParallel):
         restore_training(PartedCheckpoint(loaded, model), model.model, optimizer)
     elif (sharding := sharding_of(_unwrapped(model))) is not None:
@@ -261,28 +262,28 @@ def _refuse_parts_of(model: nn.Module | HybridParallel, group: Group) -> None:
         return  # it saves and loads its own parts
     if any(is_of_experts(p) for p in model.parameters()):
         msg = (
-            "the model's experts are divided over ranks, and a part would be saved as all of them: "
-            "train it as braid.parallel.hybrid.HybridParallel(model, 'ep=2', group), which can be "
-            "saved"
+            "the model's experts are sharded over ranks, and only this rank's experts would be "
+            "saved: train it as braid.parallel.hybrid.HybridParallel(model, 'ep=2', group), "
+            "which can be saved"
         )
         raise ConfigError(msg)
     if any(slicing_of(param) is not None for param in model.parameters()):
         msg = (
-            "the model is sharded over ranks, and would be saved or loaded in parts: train it as "
-            "braid.parallel.hybrid.HybridParallel(model, 'tp=2', group), which can be saved, or "
-            "call braid.parallel.tensor_parallel.undivide(model, group) before and parallelize "
-            "afterwards"
+            "the model is sharded over ranks, and only this rank's shard would be saved or "
+            "loaded: train it as braid.parallel.hybrid.HybridParallel(model, 'tp=2', group), "
+            "which can be saved, or call braid.parallel.tensor_parallel.undivide(model, group) "
+            "before, and parallelize afterwards"
         )
         raise ConfigError(msg)
     if isinstance(model, AsynchronousPipeline) and group.size > 1:
         msg = (
-            "an AsynchronousPipeline has other layers on each rank: save and load "
+            "an AsynchronousPipeline has different layers on each rank: save and load "
             "pipeline.state_dict() and pipeline.optimizer in a separate file on each rank"
         )
         raise ConfigError(msg)
     if isinstance(model, Pipeline) and group.size > 1:
         msg = (
-            "a Pipeline has other layers on each rank: train it as "
+            "a Pipeline has different layers on each rank: train it as "
             "braid.parallel.hybrid.HybridParallel(model, 'pp=2', group), which can be saved, or "
             "save and load pipeline.state_dict() in a separate file on each rank"
         )
@@ -300,9 +301,9 @@ def _check_parts(parts: Mapping[str, Any], method: str, model: nn.Module | Hybri
     in_pieces = [n for n, part in parts.items() if _has_pieces(part, model)]
     if in_pieces:
         msg = (
-            f"{', '.join(in_pieces)}: each rank has other shards of it, but parts are stored as if "
-            "all ranks had the same: pass one optimizer with several parameter groups as "
-            "optimizer=, and save another sharded model by a separate call"
+            f"{', '.join(in_pieces)}: each rank has different shards, but parts= stores one "
+            "value for all ranks: pass one optimizer with several parameter groups as "
+            "optimizer=, and save another sharded model in a separate call"
         )
         raise ConfigError(msg)
 
@@ -358,7 +359,8 @@ def _restore_random(loaded: Checkpoint) -> None:
     }
     if "torch" not in states:
         LOG.info(
-            "%s was saved by another number of ranks: random generators are not restored",
+            "%s was saved by another number of ranks, so the states of random generators are not "
+            "restored",
             loaded.path,
         )
         return

@@ -112,7 +112,7 @@ class Axis(NamedTuple):
 
 
 class Machines(Protocol):
-    """Costs of what ranks run on, and of what connects them."""
+    """Interface for the costs of devices and of communication between them."""
 
     @property
     def num_ranks(self) -> int:

@@ -27,7 +27,7 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failures:
-    """Rate of failures of ranks, and what one costs.
+    """Rate of failures of ranks, and the time that a failure costs.
 
     Attributes:
         rank_mean_hours: Mean hours between failures of one rank; 0 for never.

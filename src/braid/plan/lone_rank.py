@@ -38,7 +38,7 @@ class LoneRank(Group):
         self.reduced: list[int] = []
 
     def all_reduce(self, x: Any, op: str = "sum", **options: Any) -> Any:
-        """Note the bytes of `x`, and leave it as it is."""
+        """Count the bytes of an all_reduce of `x`, which stays unchanged."""
         del op
         self.reduced.append(x.nbytes)
         if options.get("async_op"):

@@ -194,9 +194,15 @@ def _refused_by_engines(plan: Plan, split: Split) -> Iterator[str]:
     if plan.strategy and (split.pp > 1 or split.tp > 1):
         yield "a parameter server has replicas only: leave the mesh out"
     if plan.versions and (split.dp > 1 or split.tp > 1):
-        yield f"{plan.versions} is of a pipeline alone: use a mesh such as pp={plan.ranks}"
+        yield (
+            f"versions {plan.versions!r} works only with pipeline parallelism alone: use a mesh "
+            f"such as pp={plan.ranks}"
+        )
     if plan.versions == "2bw" and plan.microbatches < split.pp:
-        yield f"2bw needs at least {split.pp} micro-batches, one for each stage"
+        yield (
+            f"versions '2bw' needs at least {split.pp} micro-batches, one for each stage, got "
+            f"{plan.microbatches}"
+        )
 
 
 def _problems(plan: Plan) -> Iterator[str]:
@@ -209,21 +215,28 @@ def _problems(plan: Plan) -> Iterator[str]:
         yield f"dtype must be one of {', '.join(DTYPES)}, got {plan.dtype!r}"
     yield from _refused_by_engines(plan, split)
     if split.num_ranks != plan.ranks:
-        yield f"mesh {plan.mesh} has {split.num_ranks} ranks, and ranks is {plan.ranks}"
+        yield (
+            f"mesh {plan.mesh} has {split.num_ranks} ranks, but ranks is {plan.ranks}: make the "
+            "two equal"
+        )
     is_row = "pp" in plan.mesh
     if not is_row and (plan.microbatches > 1 or plan.recompute != "never" or plan.versions):
-        yield "micro-batches, recompute and versions are of a pipeline: add pp=1 to the mesh"
+        yield "micro-batches, recompute and versions apply to pipelines only: add pp=1 to the mesh"
     if is_row and split.pp > 1 and len(plan.balance) != split.num_stages:
         yield (
-            f"balance has {len(plan.balance)} numbers, and {split} has {split.num_stages} stages"
+            f"balance has {len(plan.balance)} numbers, but {split} has {split.num_stages} "
+            "stages: give one number per stage"
         )
     if plan.batch % (split.dp * plan.microbatches):
         yield (
             f"a batch of {plan.batch} rows cannot be divided by {split.dp} replicas and "
-            f"{plan.microbatches} micro-batches"
+            f"{plan.microbatches} micro-batches: use a multiple of {split.dp * plan.microbatches}"
         )
     if plan.predicted is not None:
         for name, part in (("parts", StepTimeEstimate), ("memory", MemoryEstimate)):
             unknown = set(getattr(plan.predicted, name)) - set(part._fields)
             if unknown:
-                yield f"predicted.{name} has {', '.join(sorted(unknown))}, which is unknown"
+                yield (
+                    f"predicted.{name} contains unknown names, {', '.join(sorted(unknown))}: "
+                    "remove them"
+                )

@@ -49,11 +49,14 @@ class Consistency:
         if not self.staleness >= 0 or (
             math.isfinite(self.staleness) and self.staleness != int(self.staleness)
         ):
-            problems.append(f"staleness must be 0, 1, 2, ... or infinity, got {self.staleness!r}")
+            problems.append(
+                "staleness must be a whole number of clocks from 0 on, or infinity, got "
+                f"{self.staleness!r}"
+            )
         if self.quorum is not None and (self.quorum < 1 or self.staleness != 0):
             problems.append(
-                f"a quorum is a number of pushes of at least 1 at staleness 0, got {self.quorum} "
-                f"at staleness {self.staleness}"
+                f"quorum must be at least 1 push and needs staleness 0, got quorum {self.quorum} "
+                f"and staleness {self.staleness}"
             )
         if self.late not in {"drop", "apply"}:
             problems.append(f"late must be drop or apply, got {self.late!r}")
@@ -61,8 +64,8 @@ class Consistency:
             problems.append(f"aggregate must be mean or sum, got {self.aggregate!r}")
         if not 0 <= self.compensate < math.inf or (self.compensate and self.staleness == 0):
             problems.append(
-                f"compensate must be 0, or at a staleness above 0 a number above 0, got "
-                f"{self.compensate} at staleness {self.staleness}"
+                "compensate must be 0 or above 0, and above 0 it needs a staleness above 0, got "
+                f"compensate {self.compensate} and staleness {self.staleness}"
             )
         raise_all(problems)
 

@@ -189,7 +189,7 @@ class Customer:
         request = self._requests.get(timestamp)
         asked = request.asked if request is not None else {}
         nodes = sorted({node or "no node" for node in asked.values()})
-        return f"{len(asked)} parts of request {timestamp} are unanswered by {', '.join(nodes)}"
+        return f"{', '.join(nodes)} did not answer {len(asked)} parts of request {timestamp}"
 
     def _act(self, instructions: Sequence[SendParts | Done | PartsLost]) -> None:
         for instruction in instructions:
@@ -246,7 +246,7 @@ class Customer:
     def _answer(self, request: PendingRequest, delivery: Delivery) -> None:
         message = delivery.message
         if isinstance(message, RequestRefused):
-            text = f"{delivery.sender} refuses: {message.text}"
+            text = f"{delivery.sender} refused the request: {message.text}"
             self._finish(request.timestamp, CommError(text))
         elif isinstance(message, Elsewhere):
             self._act(self._state.moved(request, delivery.sender, message.parts))

@@ -174,8 +174,8 @@ class DenseTable(Table):
     def _check(self, tensor: torch.Tensor, name: str) -> None:
         if tensor.shape != self._shape or tensor.dtype != self._dtype:
             msg = (
-                f"table {self.name!r} has {self._dtype}{list(self._shape)}, got {name} of "
-                f"{tensor.dtype}{list(tensor.shape)}"
+                f"table {self.name!r} has {self._dtype} and shape {list(self._shape)}, got "
+                f"{name} of {tensor.dtype} and shape {list(tensor.shape)}: convert it"
             )
             raise ConfigError(msg)
 

@@ -86,8 +86,8 @@ class _ParamPartition:
         """Record that a parameter's gradient is ready; push when the last one is."""
         if self.is_pushed:
             msg = (
-                "a second backward before step(): the gradients of the first are being pushed. Use "
-                "`with model.accumulate():` around all backwards but the last"
+                "backward ran twice before step(), while the gradients of the first are being "
+                "pushed. Use `with model.accumulate():` around all backwards but the last"
             )
             raise ConfigError(msg)
         self._missing.discard(param)
@@ -123,9 +123,8 @@ class _ParamPartition:
         self._pull = None
         if self._is_first and self.optimizer is not None and self.table.clock:
             msg = (
-                f"this worker begins at step {self.table.clock}, but where='workers' keeps "
-                "parameters and optimizer states on workers only: with where='servers' a worker "
-                "can replace a lost one"
+                f"this worker would replace one that was lost at step {self.table.clock}, but "
+                "where='workers' keeps parameters on workers only: use where='servers'"
             )
             raise ConfigError(msg)
         if self.optimizer is None or self._is_first:
@@ -203,8 +202,8 @@ class ParameterServer(nn.Module):
         partitions = _divided(module, groups, partition_bytes)
         if not partitions:
             msg = (
-                f"{type(module).__name__} has no parameter that requires a gradient: there is "
-                "nothing to push"
+                f"{type(module).__name__} has no parameter that requires a gradient: leave it "
+                "out of the parameter server"
             )
             raise ConfigError(msg)
         for number, (params, make) in enumerate(partitions):
@@ -345,7 +344,7 @@ def _groups(
     if wrong:
         msg = (
             "each parameter must be in one pair of parameters and optimizer: "
-            f"{', '.join(wrong[:5])} are in none or in several"
+            f"{', '.join(wrong[:5])} are in none or in several: put each into exactly one pair"
         )
         raise ConfigError(msg)
     return groups

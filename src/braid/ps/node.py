@@ -262,7 +262,7 @@ class Node(BaseNode):
             this step has a snapshot only if its replacement repeats the step.
         """
         if self._customer is None:
-            msg = "only workers save snapshots: servers call serve()"
+            msg = "only workers can save snapshots: call serve() on servers"
             raise ConfigError(msg)
         self._customer.wait_all()
         self._barrier("before a snapshot", step=step)
@@ -296,14 +296,14 @@ class Node(BaseNode):
             ConfigError: A table of this name exists, or fewer workers than the quorum exist.
         """
         if spec.name in self.postoffice.tables:
-            msg = f"a table {spec.name!r} exists already: choose another name"
+            msg = f"a table named {spec.name!r} already exists: choose another name"
             raise ConfigError(msg)
         if not spec.name or "/" in spec.name:
             msg = f"a table's name must not be empty or contain a slash, got {spec.name!r}"
             raise ConfigError(msg)
         quorum = spec.consistency.quorum
         if quorum is not None and quorum > self.num_workers:
-            msg = f"a quorum of {quorum} exceeds the {self.num_workers} workers: choose less"
+            msg = f"quorum {quorum} exceeds the {self.num_workers} workers: choose a smaller quorum"
             raise ConfigError(msg)
         self.postoffice.tables[spec.name] = spec.form, spec.first
         if self._server is not None:
@@ -379,7 +379,7 @@ class Node(BaseNode):
             CommError: This worker has been removed from the run.
         """
         if self._customer is None or not self._tables:
-            msg = "resume() needs a worker with tables: call it after declaring them"
+            msg = "only workers with tables can resume: call resume() after declaring tables"
             raise ConfigError(msg)
         clock = min(table.fetch_clock() for table in self._tables)
         for table in self._tables:
@@ -394,7 +394,7 @@ class Node(BaseNode):
             CommTimeout: Some workers have not entered it.
         """
         if self._customer is None:
-            msg = "only workers enter barriers: call barrier() on workers"
+            msg = "only workers can enter barriers: call barrier() on workers"
             raise ConfigError(msg)
         check_type("the name of a barrier is a text", name, str)
         self._barrier(name, timeout_s)
@@ -441,7 +441,7 @@ class Node(BaseNode):
             PeerLostError: The run cannot go on.
         """
         if self._customer is None:
-            msg = "only workers train on samples: call samples() on workers"
+            msg = "only workers can train on samples: call samples() on workers"
             raise ConfigError(msg)
         self.postoffice.ensure_joined()
         return dealt_ranges(self._ask_scheduler, name, num_samples, shard_size, epochs)
@@ -468,7 +468,7 @@ class Node(BaseNode):
             ConfigError: This node is not a server.
         """
         if self._server is None:
-            msg = "only servers drain: workers leave with close()"
+            msg = "only servers can drain: call close() to end a worker"
             raise ConfigError(msg)
         self._server.drain()
 

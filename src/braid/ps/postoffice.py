@@ -342,7 +342,7 @@ class Postoffice:
                     return
                 left_s = (deadline_ns - self.van.clock.now_ns()) / 1e9
                 if left_s <= 0:
-                    msg = f"{self.node} waited {seconds:g} s: {missing()}"
+                    msg = f"{self.node} timed out after {seconds:g} s: {missing()}"
                     raise CommTimeout(msg)
                 if self._is_receiving:
                     self.lock.wait(min(left_s, threading.TIMEOUT_MAX))

@@ -87,8 +87,8 @@ def join(
         text = os.environ.get(SERVERS, "")
         if not text.isdecimal():
             msg = (
-                "how many ranks are servers? Pass servers=, or start with "
-                f"braid run --servers N --workers M ({SERVERS} is {text!r})"
+                "the number of servers is unknown: pass servers=, or start with braid run "
+                f"--servers N --workers M ({SERVERS} is {text!r})"
             )
             raise ConfigError(msg)
         servers = int(text)
@@ -202,8 +202,8 @@ def assign_place(group: Group, servers: int, spares: int = 0, address: str = "")
     workers = group.size - 1 - servers - spares
     if servers < 1 or workers < 1:
         msg = (
-            f"{group.size} ranks with {servers} servers: a parameter server has one scheduler, at "
-            "least one server and at least one worker"
+            f"{group.size} ranks with {servers} servers: a parameter server has one scheduler, "
+            "at least one server and at least one worker. Change the numbers"
         )
         raise ConfigError(msg)
     run_id = group.objects.broadcast(os.urandom(8).hex())
@@ -329,8 +329,8 @@ def join_running(
         role == "scheduler"
     ):
         msg = (
-            f"a {role} with the scheduler's address {scheduler!r}: role must be scheduler, server, "
-            "worker or spare, and all but the scheduler need its address (node.address there)"
+            f"got role {role} and the scheduler's address {scheduler!r}: pass scheduler, server, "
+            "worker or spare, and for all but the scheduler its address (node.address there)"
         )
         raise ConfigError(msg)
     options = options or Options()

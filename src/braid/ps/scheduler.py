@@ -89,7 +89,7 @@ def read_journal(path: Path) -> Directory | None:
         ConfigError: The file is not a journal, or its parent directory does not exist.
     """
     if not path.parent.is_dir():
-        msg = f"there is no directory {path.parent} for the scheduler's journal: make it"
+        msg = f"the directory {path.parent} for the scheduler's journal does not exist: create it"
         raise ConfigError(msg)
     if not path.exists():
         return None

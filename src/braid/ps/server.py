@@ -220,7 +220,7 @@ class Server:
         """Handle a push or a pull: check all shards before any of them changes."""
         role, worker = split_node(delivery.sender)
         if role != "worker":
-            msg = f"only workers push and pull, not {delivery.sender}"
+            msg = f"only workers can push and pull, but {delivery.sender} did"
             raise CommError(msg)
         if len(message.specs) != len(message.shards):
             msg = (
@@ -365,7 +365,7 @@ class Server:
                 case Accept(asker) | AnswerPull(asker) | Moved(asker):
                     self._resolve(shard, instruction, asker)
                 case _:
-                    msg = f"{instruction} is for values"
+                    msg = f"{instruction} works on stored values only"
                     raise AssertionError(msg)
 
     def _resolve(self, shard: TableShard, how: Instruction, asker: Asker) -> None:
@@ -480,8 +480,8 @@ class Server:
         if table not in self._tables:
             known = ", ".join(sorted(self._tables)) or "none"
             msg = (
-                f"the server has no table {table!r}, only {known}: declare the same tables on all "
-                "nodes"
+                f"the server does not have the table {table!r}, only {known}: declare the same "
+                "tables on all nodes"
             )
             raise CommError(msg)
         if (table, number) not in self._shards:
@@ -490,7 +490,7 @@ class Server:
                 f"table {table!r} has {count} shards here, but the request is for {number}: "
                 "declare the same tables on all nodes"
             )
-            raise CommError(f"{msg}: do worker and server have the same model?")
+            raise CommError(f"{msg}: use the same model on workers and servers")
         return self._shards[table, number]
 
     def _send_to(

@@ -68,8 +68,8 @@ def read_table(
     if not names:
         known = sorted({name.split("/")[1] for name in checkpoint.manifest.tensors if "/" in name})
         msg = (
-            f"{checkpoint.path} has no table {table!r}; it has {', '.join(known) or 'none'}: "
-            "declare the tables of the run that wrote it"
+            f"{checkpoint.path} does not contain the table {table!r}, only "
+            f"{', '.join(known) or 'none'}: declare the tables of the run that wrote it"
         )
         raise CheckpointError(msg)
     state: dict[str, torch.Tensor] = {

@@ -152,8 +152,9 @@ class SparseTable(Table):
         self._check_ids(ids)
         if grads.shape != (*ids.shape, self.dim) or grads.dtype != self.dtype:
             msg = (
-                f"table {self.name!r} takes {self.dtype} gradients of shape "
-                f"{[*ids.shape, self.dim]} for these ids, got {grads.dtype}{list(grads.shape)}"
+                f"table {self.name!r} needs {self.dtype} gradients of shape "
+                f"{[*ids.shape, self.dim]} for these ids, got {grads.dtype} of shape "
+                f"{list(grads.shape)}"
             )
             raise ConfigError(msg)
         distinct, inverse = torch.unique(ids.detach().reshape(-1), return_inverse=True)
@@ -178,7 +179,7 @@ class SparseTable(Table):
 
     def _check_ids(self, ids: torch.Tensor) -> None:
         if ids.dtype != torch.int64:
-            msg = f"table {self.name!r} takes int64 ids, got {ids.dtype}: use ids.long()"
+            msg = f"table {self.name!r} needs int64 ids, got {ids.dtype}: use ids.long()"
             raise ConfigError(msg)
 
 

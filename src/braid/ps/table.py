@@ -172,7 +172,7 @@ class Table:
         return join_shards([states[part] for part in range(self.num_shards)])
 
     def wait(self, timestamp: int, timeout_s: float | None = None) -> None:
-        """Wait until a request is answered in full.
+        """Wait until a request is answered in full, at most `timeout_s` seconds.
 
         Raises:
             CommError: A server refuses.
@@ -188,7 +188,7 @@ class Table:
     @property
     def _customer(self) -> Customer:
         if self._own_customer is None:
-            msg = f"only workers pull and push table {self.name!r}: servers call serve()"
+            msg = f"only workers can pull and push table {self.name!r}: call serve() on servers"
             raise ConfigError(msg)
         return self._own_customer
 

@@ -74,7 +74,7 @@ class Waits:
         )
 
     def hold(self, awaited: Callable[[], Awaited]) -> None:
-        """Record once a second which nodes the requests held here wait for."""
+        """Record once a second which nodes the waiting requests of this node wait for."""
         if not self._ranks:
             return
         now_ns = self._clock.now_ns()

@@ -131,7 +131,10 @@ class Agent:
         seconds = self.options.rpc_timeout if timeout < 0 else timeout
         future.add_done_callback(lambda _: self._pool.notify())
         if not self._pool.wait(future.done, seconds or None, lambda _: False):
-            msg = f"{self.info.name} has not computed the value of a reference within {seconds:g} s"
+            msg = (
+                f"{self.info.name} did not compute the value of a remote reference within "
+                f"{seconds:g} s: raise the timeout, or see where the call blocks"
+            )
             raise CommTimeout(msg)
         return future.value()
 

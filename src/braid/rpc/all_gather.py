@@ -97,7 +97,7 @@ def all_gather(
         seconds = agent.options.rpc_timeout if timeout < 0 else timeout
         msg = (
             f"{agent.info.name} timed out in _all_gather after {seconds:.2f} seconds: one of "
-            f"{', '.join(chosen)} has not called it"
+            f"{', '.join(chosen)} has not called it, see the errors there"
         )
         rpc_async(chosen[0], _end_early, (number, list(chosen), msg))
         raise CommTimeout(msg) from exc

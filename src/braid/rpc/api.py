@@ -52,7 +52,7 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET,
 ) -> torch.futures.Future[Any]:
-    """Call a function in another node; the future has its result. See `rpc_sync`.
+    """Call a function on another node; return a future of its result. See `rpc_sync`.
 
     The future can also be cancelled: `future.cancel()`, see `AnswerFuture`.
     """
@@ -66,7 +66,7 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET,
 ) -> RRef:
-    """Call a function in another node, where its result stays; return a reference to it.
+    """Call a function on another node, and return a reference to its result there.
 
     An error of the function shows when the value is used. See `rpc_sync`.
     """

@@ -137,7 +137,7 @@ class Callee:
         )
         del tensors
         if scope.is_cancelled:  # after the arguments, too
-            msg = f"{call.function} was cancelled before it began"
+            msg = f"{call.function} was cancelled by the caller before it began"
             raise CancelledError(msg)
         if scope.deadline_ns is not None and self.peers.now_ns() >= scope.deadline_ns:
             msg = (

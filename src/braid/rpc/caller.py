@@ -234,9 +234,9 @@ class Caller:
     def _late(self, call: PendingCall) -> CommTimeout:
         name = self.peers.directory.find(call.to).name
         text = (
-            f"{name} did not answer {call.name} in time: it runs for long, or waits for another "
-            "call; raise the timeout if that is right. Calls that call each other more deeply than "
-            "RpcOptions(num_worker_threads=) never end"
+            f"{name} did not answer {call.name} in time, as it runs long or waits for another "
+            "call: raise the timeout. Nested calls deeper than RpcOptions(num_worker_threads=) "
+            "never end"
         )
         return CommTimeout(text)
 
@@ -341,7 +341,7 @@ class Caller:
 
         if not self.pool.wait(has_room, left_s, self._pending.is_quick):
             msg = (
-                f"{name} was not called: {to.name} has not answered {limit:,} calls of this node. "
-                "Wait for results, or raise max_unanswered"
+                f"{name} was not called, as {to.name} has not answered {limit:,} calls of this "
+                "node. Wait for results, or raise max_unanswered"
             )
             raise CommTimeout(msg)

@@ -293,7 +293,7 @@ class Codec:
         if not is_plain or value.is_quantized or value.is_meta:
             msg = (
                 f"{_noun(where)} is a tensor of {value.layout} {value.dtype} on {value.device}, "
-                "which cannot be sent: send its parts"
+                "which cannot be sent: send a dense tensor, or its indices and values"
             )
             raise RpcError(msg)
         packing.tensors.append(value)
@@ -446,7 +446,7 @@ def tensors_of(body: Body, buffers: Sequence[memoryview]) -> list[torch.Tensor]:
                 check_invariants=True,  # a peer may send any indices
             )
         except (IndexError, RuntimeError, TypeError, ValueError) as exc:
-            msg = f"a peer sent an invalid sparse tensor of shape {shape}: {exc}"
+            msg = f"another node sent an invalid sparse tensor of shape {shape}: {exc}"
             raise CommError(msg) from exc
         tensors[place : place + 2] = [sparse.requires_grad_(requires_grad)]
     return tensors

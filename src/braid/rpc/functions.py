@@ -12,7 +12,7 @@ MARK = "_wrapped_async_rpc_function"  # torch's own decorator sets it, too
 
 
 def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that returns a `torch.futures.Future`; its value is the call's result.
+    """Mark a function that returns a `torch.futures.Future`: the caller gets the future's value.
 
     On static and class methods, apply this decorator first. The thread that runs the function is
     free as soon as the function has returned.

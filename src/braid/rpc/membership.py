@@ -96,8 +96,8 @@ def init_rpc(
             store = _fixed_group(store, rank, resources)
         elif store.check([_FIXED]):
             msg = (
-                f"node {name!r} was given no world_size, but the nodes of this group have a fixed "
-                "number: pass world_size= in all nodes or in none"
+                f"node {name!r} was started without world_size, but other nodes of its group "
+                "with one: pass world_size= on all nodes or on none"
             )
             raise RpcError(msg)
         link = _launcher_link(job, rank)
@@ -262,7 +262,7 @@ def _meet(
     place = urlparse(init_method)
     if place.scheme == "file":
         if rank < 0:
-            msg = f"rank parameter missing: {init_method} needs rank="
+            msg = f"rank parameter missing: pass rank= with init_method {init_method}"
             raise ConfigError(msg)
         path = Path(place.netloc + place.path)
         return JobStore(FileStore(path), None, Network("", "")), rank, world_size, True

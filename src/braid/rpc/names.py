@@ -70,7 +70,7 @@ def register(target: Any, name: str = "") -> Any:
     name = name or f"{target.__module__}:{target.__qualname__}"
     known = _REGISTERED.setdefault(name, target)
     if known is not target and getattr(known, "__qualname__", "") != target.__qualname__:
-        msg = f"{name!r} is registered for {known.__qualname__} already: choose another name"
+        msg = f"{name!r} is already registered for {known.__qualname__}: choose another name"
         raise ConfigError(msg)
     _REGISTERED[name] = target
     _NAMES[target] = name
@@ -163,8 +163,8 @@ class Names:
             return _of_torch(name, path)
         if not path or not self._is_allowed(module):
             msg = (
-                f"peers may not use {name!r} here: register it with rpc.register, or name its "
-                "module in RpcOptions(allowed_modules=...)"
+                f"this node does not let other nodes use {name!r}: register it with "
+                "rpc.register, or name its module in RpcOptions(allowed_modules=...)"
             )
             raise RpcError(msg)
         target: Any = sys.modules.get(module)
@@ -173,10 +173,13 @@ class Names:
         for part in path.split("."):
             target = getattr(target, part, None) if not part.startswith("__") else None
         if not callable(target):
-            msg = f"there is no {path!r} in module {module} of this node: import it on both sides"
+            msg = (
+                f"module {module} of this node has no {path!r}: use the same version of the "
+                "module on both nodes"
+            )
             raise RpcError(msg)
         if _module_of(target) != module:
-            msg = f"{name!r} is defined in {target.__module__}: name it there"
+            msg = f"{name!r} is defined in {target.__module__}: pass its name in that module"
             raise RpcError(msg)
         return target
 
@@ -287,7 +290,10 @@ def _of_torch(name: str, path: str) -> Any:
         *("torch.functional", "torch._tensor", "torch._C._nn", "torch.nn.functional"),
     }
     if short.startswith("__") or short in _TORCH_REFUSED or not (is_operator or is_function):
-        msg = f"{name!r} is not an operator of torch that peers may call"
+        msg = (
+            f"{name!r} is not an operator of torch that other nodes may call: use one of "
+            "torch.ops.aten"
+        )
         raise RpcError(msg)
     return target
 
@@ -297,6 +303,9 @@ def _operator(name: str, namespace: str, path: str) -> Callable[..., Any]:
     packet = getattr(getattr(torch.ops, namespace), short, None)
     target = getattr(packet, overload, None) if overload else packet
     if target is None or short in _TORCH_REFUSED:
-        msg = f"torch has no operator {name!r} that peers may call"
+        msg = (
+            f"torch has no operator {name!r} that other nodes may call: use the same version of "
+            "torch on all nodes"
+        )
         raise RpcError(msg)
     return target  # type: ignore[no-any-return]

@@ -45,8 +45,8 @@ class _LocalOptimizer:
         params = [p for group in local for p in group["params"]]
         if len(set(params)) < len(params):
             msg = (
-                "two references are to one parameter, which would be stepped twice: pass one "
-                "reference to each parameter, also where layers share it"
+                "two references point to one parameter, which would be updated twice: pass one "
+                "reference per parameter, also if layers share it"
             )
             raise ConfigError(msg)
         self.optimizer = make(local, **kwargs)
@@ -253,8 +253,8 @@ class DistributedOptimizer:
         names = {rref.owner_name(): rref for rref in self._optimizers.values()}
         if names.keys() != state.keys():
             msg = (
-                f"the state belongs to nodes {sorted(state)}, but the parameters are on "
-                f"{sorted(names)}: load the state of an optimizer of the same nodes"
+                f"the state was saved on nodes {sorted(state)}, but the parameters are on "
+                f"{sorted(names)}: load it into an optimizer with parameters on the same nodes"
             )
             raise ConfigError(msg)
         torch.futures.wait_all(

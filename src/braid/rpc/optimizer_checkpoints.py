@@ -90,9 +90,9 @@ def read(
     wanted = sorted(place for positions, _ in places for place in positions)
     if sorted(map(int, states)) != wanted or sorted(map(int, groups)) != list(range(num_groups)):
         msg = (
-            f"{checkpoint.path} has {len(states)} parameters in {len(groups)} groups, this "
-            f"optimizer {len(wanted)} in {num_groups}: give it the references of the run that "
-            "wrote it, in their order"
+            f"{checkpoint.path} has {len(states)} parameters in {len(groups)} groups, but this "
+            f"optimizer has {len(wanted)} in {num_groups}: make it with the references of the "
+            "saved run, in the same order"
         )
         raise CheckpointError(msg)
     parts = [
@@ -107,9 +107,9 @@ def read(
         for place, want, param in zip(positions, wants, part.params, strict=True):
             if list(param.shape) != list(want):
                 msg = (
-                    f"parameter {place} has shape {list(param.shape)} in {checkpoint.path}, and "
-                    f"{list(want)} here: give it the references of the run that wrote it, in their "
-                    "order"
+                    f"parameter {place} has shape {list(param.shape)} in {checkpoint.path}, but "
+                    f"{list(want)} here: make the optimizer with the references of the saved "
+                    "run, in the same order"
                 )
                 raise CheckpointError(msg)
     return checkpoint.manifest.step, parts

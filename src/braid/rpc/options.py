@@ -48,13 +48,13 @@ class RpcOptions:
         """Check the numbers."""
         if self.max_unanswered < 1 or self.num_worker_threads < 1:
             msg = (
-                "a node needs num_worker_threads >= 1 and max_unanswered >= 1, got "
+                "num_worker_threads and max_unanswered must be at least 1, got "
                 f"{self.num_worker_threads} and {self.max_unanswered}"
             )
             raise ConfigError(msg)
 
     def set_device_map(self, to: str, device_map: Mapping[object, object]) -> None:
-        """Map devices of this node to devices of the node `to`, where its tensors arrive."""
+        """Set the device of node `to` for tensors from each device of this node."""
         named = {_device(here): _device(there) for here, there in device_map.items()}
         self.device_maps.setdefault(to, {}).update(named)
 
@@ -88,8 +88,9 @@ def place_of(
         there = backwards.get(str(device))
     if there is None:
         msg = (
-            f"a tensor on {device} has no place in {receiver.name}: set_device_map("
-            f"{receiver.name!r}, {{{str(device)!r}: ...}}) in the options, or pass tensor.cpu()"
+            f"a tensor on {device} is not mapped to a device of {receiver.name}: call "
+            f"set_device_map({receiver.name!r}, {{{str(device)!r}: ...}}) in the options, or "
+            "pass tensor.cpu()"
         )
         raise ConfigError(msg)
     return there
@@ -107,8 +108,8 @@ def placed(tensor: torch.Tensor, device: str, sender: str) -> torch.Tensor:
     num_gpus = torch.cuda.device_count()
     if target.type == "cuda" and (target.index or 0) >= num_gpus:
         msg = (
-            f"{sender} maps a tensor to {device}, but the receiving node has {num_gpus} GPUs: "
-            f"correct set_device_map in the options of {sender}"
+            f"{sender} maps a tensor to {device}, but this node, which received it, has "
+            f"{num_gpus} GPUs: correct set_device_map in the options of {sender}"
         )
         raise RpcError(msg)
     if tensor.grad_fn is None:

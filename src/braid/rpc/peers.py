@@ -91,7 +91,7 @@ class Peers:
             self.undelivered(to)
         except BraidError as exc:  # no thread here waits for it
             if not self.is_closed:
-                LOG.warning("%s could not send to node %d: %s", self.info.name, to, exc)
+                LOG.warning("node %s could not send to node %d: %s", self.info.name, to, exc)
 
     def send(
         self,
@@ -152,8 +152,8 @@ class Peers:
     def ended(self) -> StaleError:
         """Return the error for a call, or a value, of a node that has ended."""
         msg = (
-            f"rpc.shutdown() has ended node {self.info.name} and its references: use them before, "
-            "or call rpc.init_rpc() and make them again"
+            f"rpc.shutdown() has ended node {self.info.name}, so its references are invalid: use "
+            "them before, or call rpc.init_rpc() and make new ones"
         )
         return StaleError(msg)
 
@@ -175,7 +175,7 @@ class Peers:
             again_ns = self.now_ns() + round(_PAUSE_S * 1e9)
             known = self._unreachable[to] = _Unreachable(record.address, again_ns, reason)
         if is_lost:
-            msg = f"{record.name} is lost, and cannot be reached again: {known.reason}"
+            msg = f"{record.name} is lost, and cannot be called again: {known.reason}"
             raise PeerLostError(msg, rank=to)
         msg = f"{record.name} cannot be reached: {known.reason}"
         raise RendezvousError(msg)

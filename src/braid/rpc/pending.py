@@ -44,7 +44,10 @@ def idempotent(function: Function) -> Function:
     try:
         setattr(function, MARK, True)
     except AttributeError as exc:
-        msg = f"{function!r} cannot be marked as idempotent: wrap it in a function of your own"
+        msg = (
+            f"{function!r} cannot be marked as idempotent: wrap it in a Python function and mark "
+            "that"
+        )
         raise ConfigError(msg) from exc
     return function
 

@@ -155,7 +155,7 @@ class References:
                 self._values.setdefault(ref, AnswerFuture())
         self._act(instructions)
         if held is None:
-            msg = f"the value of a reference that {owner.name} has had is gone"
+            msg = f"the value of a reference owned by {owner.name} was lost"
             raise CommError(msg)
         return held
 
@@ -168,7 +168,7 @@ class References:
         with self._lock:
             future = self._values.get(ref)
         if future is None:
-            msg = f"{self._peers.info.name} has no value for reference {tuple(ref)} any more"
+            msg = f"{self._peers.info.name} no longer has the value of reference {tuple(ref)}"
             raise CommError(msg)
         return future
 
@@ -219,7 +219,7 @@ class References:
                 case Drop(ref):
                     self._values.pop(ref, None)
                 case Unknown(fork, reason):
-                    self._errors[fork] = CommError(f"the value of a reference is gone: {reason}")
+                    self._errors[fork] = CommError(f"the value of a reference was lost: {reason}")
                 case Unmade(ref, reason):
-                    error = CommError(f"the value of a reference is gone: {reason}")
+                    error = CommError(f"the value of a reference was lost: {reason}")
                     self.set_value(ref, None, error)

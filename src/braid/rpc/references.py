@@ -37,7 +37,7 @@ _PUBLIC_DUNDERS = frozenset(
 
 
 class RRef:
-    """A reference to a value of one node, which its owner keeps while a reference exists anywhere.
+    """Reference to a value on another node, which is kept while any reference to it exists.
 
     It can be an argument and a result of remote calls.
 
@@ -86,7 +86,7 @@ class RRef:
         return self._agent.references.is_confirmed(self._fork)
 
     def to_here(self, timeout: float = -1.0) -> Any:
-        """Return a copy of the value, or the value itself in its owner; waits until it is made.
+        """Wait for the value, and return a copy of it; on the owner, the value itself.
 
         Args:
             timeout: Seconds; the node's default when -1, unlimited when 0.
@@ -102,7 +102,7 @@ class RRef:
         return self._agent.caller.call_sync(self._call(_fetch, timeout=timeout))
 
     def local_value(self) -> Any:
-        """Return the value in its owner; waits until it is made.
+        """Wait for the value, and return it; only on its owner.
 
         Raises:
             RpcError: It lives in another node.
@@ -110,7 +110,8 @@ class RRef:
         if not self.is_owner():
             msg = (
                 f"the value of this reference lives in {self._owner.name}, not in "
-                f"{self._agent.info.name}: call to_here(), or run a function there"
+                f"{self._agent.info.name}: call to_here() to copy it, or call a function on that "
+                "node"
             )
             raise RpcError(msg)
         return self._made_here(0)
@@ -119,15 +120,15 @@ class RRef:
         return self._agent.wait_for(self._agent.references.future_of(self._ref), timeout)
 
     def rpc_sync(self, timeout: float = -1.0) -> Any:
-        """Return a proxy: its methods run on the value in its owner, and return the result."""
+        """Return a proxy: its methods run on the value and return results; `timeout` in s."""
         return _Proxy(self, self._agent.caller.call_sync, timeout)
 
     def rpc_async(self, timeout: float = -1.0) -> Any:
-        """Return a proxy: its methods run on the value, and return futures."""
+        """Return a proxy: its methods run on the value and return futures; `timeout` in s."""
         return _Proxy(self, self._agent.caller.call_async, timeout)
 
     def remote(self, timeout: float = -1.0) -> Any:
-        """Return a proxy: its methods run on the value, and return references to the results."""
+        """Return a proxy: its methods run on the value and return RRefs; `timeout` in s."""
         return _Proxy(self, partial(create, self._agent), timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
@@ -140,8 +141,8 @@ class RRef:
         """
         if dist_autograd_ctx_id == -1 and not self.is_owner():
             msg = (
-                "User RRefs require 'dist_autograd_ctx_id' to be specified: the value lives in "
-                f"{self._owner.name}"
+                "User RRefs require 'dist_autograd_ctx_id' to be specified: pass it, because the "
+                f"value is on {self._owner.name}"
             )
             raise RpcError(msg)
         self._agent.caller.call_sync(self._call(_backward, dist_autograd_ctx_id, retain_graph))
@@ -226,7 +227,10 @@ setattr(_fetch, MARK, _fetch)
 def _method(rref: RRef, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the value; in its owner."""
     if name.startswith("__") and name not in _PUBLIC_DUNDERS:
-        msg = f"peers may not call {name} of a value"
+        msg = (
+            f"other nodes may not call the method {name} of a value: call it in a function of "
+            "the owner"
+        )
         raise RpcError(msg)
     value = rref.local_value()
     method = getattr(value, name)

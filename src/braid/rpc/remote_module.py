@@ -34,7 +34,7 @@ _LOCAL_ONLY = (
 
 @register
 class RemoteModule(torch.nn.Module):
-    """A module that lives in another node, and is called like a local one.
+    """A module on another node that is called like a local module.
 
     Args:
         remote_device: Node and device: "name/cpu", "rank:1/cuda:0", or "name" for its main memory.
@@ -137,7 +137,7 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
         instead = "``remote_parameters`` instead" if is_parameters else "get_module_rref()"
         msg = (
             f"Method ``{name}`` not supported for RemoteModule. Please use {instead}: the module "
-            f"lives in {self.on}"
+            f"is on {self.on}"
         )
         raise ValueError(msg)
 

@@ -79,10 +79,7 @@ def deadline_ns(name: str, seconds: float, now_ns: int) -> int | None:
         return limit
     if outer <= now_ns:
         late_s = (now_ns - outer) / 1e9
-        msg = (
-            f"{name} was not called: the deadline of the call that needs it passed {late_s:.3f} s "
-            "ago"
-        )
+        msg = f"{name} was not called: the deadline of the enclosing call passed {late_s:.3f} s ago"
         raise CommTimeout(msg)
     return outer if limit is None else min(limit, outer)
 

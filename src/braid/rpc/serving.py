@@ -55,7 +55,10 @@ def batch(
         ConfigError: The size is below 1, or the time is negative.
     """
     if max_size < 1 or max_wait_s < 0:
-        msg = f"batch needs max_size >= 1 and max_wait_s >= 0, got {max_size} and {max_wait_s}"
+        msg = (
+            "batch needs a max_size of at least 1 call and a max_wait_s of at least 0, got "
+            f"{max_size} and {max_wait_s}"
+        )
         raise ConfigError(msg)
 
     def decorate(function: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
@@ -137,7 +140,10 @@ def _answer(
     try:
         results = function([item for item, _ in calls])
         if len(results) != len(calls):
-            msg = f"a batch of {len(calls)} calls needs one result per call, got {len(results)}"
+            msg = (
+                f"the function must return one result per call for a batch of {len(calls)} "
+                f"calls, but returned {len(results)}"
+            )
             raise ConfigError(msg)
     except BaseException as exc:  # noqa: BLE001 - the callers must receive any error
         error, _ = described(current_agent().info.name, exc)

@@ -82,7 +82,10 @@ class _Inbox:
                     raise StopIteration
                 remaining_s = None if until is None else until - time.monotonic()
                 if remaining_s is not None and remaining_s <= 0:
-                    msg = f"result {self._next} of {name} did not come within {timeout_s:g} s"
+                    msg = (
+                        f"result {self._next} of {name} did not come within {timeout_s:g} s: raise "
+                        "the timeout"
+                    )
                     raise CommTimeout(msg)
                 self._changed.wait(remaining_s)
             value, answer = self._results.pop(self._next)
@@ -102,7 +105,7 @@ class _Inbox:
 
 
 class Stream(Iterator[Any]):
-    """Results of a function that still runs; an iterator, and a context manager that ends it.
+    """Iterator over the results of a remote generator; as a context manager, it ends the call.
 
     Made by `stream`.
     """
@@ -169,7 +172,7 @@ def stream(
     `PeerLostError` when the node is lost, `CommTimeout` when no result comes in time.
     """
     if window < 1:
-        msg = f"a stream needs window >= 1, got {window}"
+        msg = f"the window of a stream must be at least 1 result, got {window}"
         raise ConfigError(msg)
     agent = current_agent()
     seconds = agent.options.rpc_timeout if timeout < 0 else timeout

@@ -117,8 +117,9 @@ class WorkerDirectory:
             if owner != packed:
                 shared = f"number {record.id}" if key[0] == "i" else f"name {record.name!r}"
                 msg = (
-                    f"{shared} is not unique: node {other.id} ({other.name}) and node {record.id} "
-                    f"({record.name}) both have it. Give each node another name and number"
+                    f"{shared} is not unique: node {other.id} ({other.name}) and node "
+                    f"{record.id} ({record.name}) both have it. Give each node a different name "
+                    "and number"
                 )
                 self.store.set(_CLASH, msg.encode())
                 raise RendezvousError(msg)
@@ -153,8 +154,8 @@ class WorkerDirectory:
                 continue
             absent = [n for n, key in enumerate(keys) if not self.store.check([key])]
             msg = (
-                f"nodes {', '.join(map(str, absent))} of {world_size} did not call init_rpc within "
-                f"{self._timeout_s:g} s: look for the first error there"
+                f"nodes {', '.join(map(str, absent))} of {world_size} did not call init_rpc "
+                f"within {self._timeout_s:g} s: see their logs for the first error"
             )
             raise RendezvousError(msg)
         for packed in self.store.multi_get(keys, self._timeout_s):
@@ -192,7 +193,7 @@ class WorkerDirectory:
         key = f"name/{name}" if isinstance(name, str) else f"id/{name}"
         if not self.store.check([key]):
             names = ", ".join(record.name for record in self.known)
-            msg = f"there is no node {name!r} (known: {names})"
+            msg = f"node {name!r} does not exist: choose one of {names}"
             raise RpcError(msg)
         record = msgspec.json.decode(self.store.get(key, self._timeout_s), type=WorkerRecord)
         self._remember(record)

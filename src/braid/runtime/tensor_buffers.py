@@ -51,7 +51,7 @@ def as_buffers(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], list[
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             msg = (
                 f"cannot send a tensor of {tensor.layout} {tensor.dtype} on {tensor.device}, "
-                "which is not dense: send its parts, such as indices and values"
+                "which is not dense: send its indices and values, or a dense tensor"
             )
             raise ConfigError(msg)
         specs.append(TensorSpec(tuple(tensor.shape), _NAMES[tensor.dtype], tensor.requires_grad))

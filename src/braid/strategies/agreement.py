@@ -119,8 +119,8 @@ def _check(rows: torch.Tensor, names: Sequence[str], moment: str) -> None:
     msg = (
         f"{first_few(different, 3)} differ between replicas after {moment}. Parameters that "
         "change need an optimizer of the scope, which averages their gradients; learning rates "
-        "and states of optimizers change outside of strategy.run; buffers that count samples "
-        "belong in strategy.sync_on_read"
+        "and states of optimizers change outside of strategy.run; make buffers that count "
+        "samples with strategy.sync_on_read"
     )
     raise ConfigError(msg)
 
@@ -153,7 +153,7 @@ def average_buffers(
         if any(shape != shapes[0] for shape in shapes):
             msg = (
                 f"buffer {name} has shapes {shapes} in the replicas, so it cannot be averaged: "
-                "keep what depends on the batch in an attribute"
+                "store a tensor that depends on the batch as a plain attribute"
             )
             raise ConfigError(msg)
         changed[number] = name not in before or any(
@@ -177,7 +177,7 @@ def average_buffers(
 def average_closure(
     group: Group, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Average a closure's loss over replicas, since optimizers such as LBFGS decide by it."""
+    """Average a closure's loss over replicas, for optimizers such as LBFGS that use it."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return args, kwargs

@@ -82,7 +82,7 @@ class _Cluster:
         if not 0 <= number < len(tasks):
             msg = (
                 f"the cluster has {len(tasks)} tasks of {task_type}, so task {number} does not "
-                "exist"
+                "exist: correct the index"
             )
             raise ConfigError(msg)
         return tasks[number]

@@ -137,8 +137,8 @@ class CommunicationOptions:
         if self._name != "AUTO" and (self._name == "NCCL") != has_nccl:
             engine = "NCCL" if has_nccl else "braid's own engine"
             msg = (
-                f"implementation {self._name} on {device}, where {engine} carries gradients: pass "
-                "AUTO, or device='cpu' for RING and a GPU for each process for NCCL"
+                f"implementation {self._name} does not match {device}, where {engine} averages "
+                "gradients: pass AUTO, or RING with device='cpu', or NCCL with a GPU per process"
             )
             raise ConfigError(msg)
 

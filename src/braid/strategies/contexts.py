@@ -117,7 +117,7 @@ class ReplicaContext:
 
         The function gets each argument as a `PerReplica` with the values of all replicas. All
         replicas must call `merge_call`. If the function returns a `PerReplica`, each replica gets
-        its value.
+        its value. `kwargs` are keyword arguments of the function, by name.
 
         Raises:
             ConfigError: A function of `merge_call` calls it.
@@ -129,8 +129,8 @@ class ReplicaContext:
 def _check_is_replica(name: str) -> None:
     if in_cross_replica_context():
         msg = (
-            f"{name} of a replica inside of merge_call or a scope, where no replica runs: call it "
-            "in the function of strategy.run"
+            f"{name} was called inside merge_call or a scope, where no replica runs: call it in "
+            "the function passed to strategy.run"
         )
         raise ConfigError(msg)
 
@@ -143,13 +143,13 @@ def checked_op(op: str) -> str:
     """
     name = str(getattr(op, "name", op)).lower()
     if name not in {"sum", "mean"}:
-        msg = f"values of replicas are combined by op sum or mean, got {op!r}"
+        msg = f"op must be sum or mean to combine values of replicas, got {op!r}"
         raise ConfigError(msg)
     return name
 
 
 def has_strategy() -> bool:
-    """Whether this statement is in the scope of a strategy, or in one of its replicas."""
+    """Return whether a strategy's scope or one of its replicas is active."""
     return _PLACE.strategy is not None
 
 
@@ -185,8 +185,8 @@ def entered(strategy: Strategy, replica: ReplicaContext | None = None) -> Iterat
     before = _PLACE.strategy, _PLACE.replica
     if _PLACE.strategy not in {None, strategy}:
         msg = (
-            f"{type(strategy).__name__} inside of the scope of {type(_PLACE.strategy).__name__}: "
-            "leave one scope before the other is entered"
+            f"the scope of {type(strategy).__name__} was entered inside the scope of "
+            f"{type(_PLACE.strategy).__name__}: leave one scope before you enter another"
         )
         raise ConfigError(msg)
     _PLACE.strategy, _PLACE.replica = strategy, replica

@@ -39,7 +39,7 @@ class InputContext(NamedTuple):
     num_replicas_in_sync: int
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the samples of a batch that each replica gets.
+        """Return each replica's number of samples in a batch of `global_batch_size` samples.
 
         Raises:
             ConfigError: The replicas cannot have equally many.
@@ -47,7 +47,7 @@ class InputContext(NamedTuple):
         size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest or not size:
             msg = (
-                f"a batch of {global_batch_size} cannot be shared equally by "
+                f"a batch of {global_batch_size} cannot be divided equally among "
                 f"{self.num_replicas_in_sync} replicas: choose a multiple of their number"
             )
             raise ConfigError(msg)
@@ -92,7 +92,8 @@ class DistributedDataset:
                 if ended and len(ended) < across.size:
                     msg = (
                         f"the data of worker {', '.join(map(str, ended))} ended after {number} "
-                        "batches, and others have more: give all workers the same number of batches"
+                        "batches, but other workers have more: give all workers the same number "
+                        "of batches"
                     )
                     raise ConfigError(msg)
             if not parts:
@@ -112,7 +113,10 @@ class DistributedDataset:
         size, first = self._replicas.size, 0 if across is None else across.rank
         total = num_samples(batch)
         if total < size:
-            msg = f"a batch of {total} samples is too small for {size} replicas: drop the last one"
+            msg = (
+                f"a batch of {total} samples is too small for {size} replicas: pass "
+                "drop_last=True to the DataLoader"
+            )
             raise ConfigError(msg)
         bounds = [total * i // size for i in range(size + 1)]
         places = [slice(bounds[i], bounds[i + 1]) for i in range(first, first + here)]
@@ -166,8 +170,8 @@ def num_samples(batch: Any) -> int:
     strange = next((leaf for leaf in _leaves(batch) if not isinstance(leaf, torch.Tensor)), None)
     if strange is not None:
         msg = (
-            f"a batch is made of tensors, got {type(strange).__name__}: convert it, such as with "
-            "torch.as_tensor"
+            f"a batch must consist of tensors, got {type(strange).__name__}: convert it, such as "
+            "with torch.as_tensor"
         )
         raise ConfigError(msg)
     lengths = {x.shape[0] if x.dim() else None for x in tensors_in(batch)}

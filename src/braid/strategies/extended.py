@@ -41,7 +41,7 @@ class StrategyExtended:
     def reduce_to(
         self, op: str, value: Any, destinations: DeviceLike | torch.Tensor
     ) -> torch.Tensor:
-        """Return the result of `Strategy.reduce` on a device, or on the device of a tensor."""
+        """Combine replicas' values with `op` (sum or mean) on a device, or on a tensor's device."""
         if isinstance(destinations, torch.Tensor):
             destinations = destinations.device
         total: torch.Tensor = self._strategy.reduce(op, value)
@@ -50,7 +50,7 @@ class StrategyExtended:
     def batch_reduce_to(
         self, op: str, pairs: Sequence[tuple[Any, DeviceLike | torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Return `reduce_to` of each pair of a value and its destination."""
+        """Call `reduce_to` for each pair of a value and its device or tensor, and return a list."""
         return [self.reduce_to(op, value, destination) for value, destination in pairs]
 
     def update(
@@ -87,7 +87,7 @@ class StrategyExtended:
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: torch.Tensor) -> Iterator[None]:
-        """Run the block as it is: each replica has all of its parameters on its own device.
+        """Do nothing: each replica already has all its parameters on one device.
 
         Raises:
             ConfigError: The parameter was made outside of the scope.

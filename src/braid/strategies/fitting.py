@@ -302,6 +302,8 @@ def _means(sums: dict[str, float], what: str) -> dict[str, float]:
     """
     count = sums.pop("samples")
     if not count:
-        msg = f"{what} has no batch: pass a list of batches or a DataLoader that is not empty"
+        msg = (
+            f"{what} contains no batches: pass a list of batches or a DataLoader that is not empty"
+        )
         raise ConfigError(msg)
     return {name: value / count for name, value in sums.items()}

@@ -36,7 +36,7 @@ __all__ = [
 
 
 class OneDeviceStrategy(Strategy):
-    """One replica on one device: the reference that other strategies are compared with.
+    """Strategy with one replica on one device, as a reference for other strategies.
 
     Args:
         device: Device of the replica.
@@ -143,8 +143,9 @@ class _CentralStep:
         """Hide the gradients from the optimizers of the other replicas."""
         if len(args) > 1 or kwargs.get("closure") is not None:
             msg = (
-                f"{type(optimizer).__name__}.step(closure) in a CentralStorageStrategy: one "
-                "optimizer steps for all replicas; use MirroredStrategy"
+                f"{type(optimizer).__name__}.step(closure) is not supported in a "
+                "CentralStorageStrategy, where one optimizer updates all replicas: use "
+                "MirroredStrategy"
             )
             raise ConfigError(msg)
         if self._group.rank == 0:

@@ -100,8 +100,8 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     def refused(shared: Any, *args: Any, **kwargs: Any) -> Any:
         if get_replica_context() is not None:
             msg = (
-                f"{type(shared).__name__}.{method.__name__}() in a replica: all replicas share "
-                "the object, so call it after strategy.run"
+                f"{type(shared).__name__}.{method.__name__}() was called in a replica, but all "
+                "replicas share the object: call it after strategy.run"
             )
             raise ConfigError(msg)
         return method(shared, *args, **kwargs)
@@ -155,7 +155,7 @@ class MadeInScope:
         self._objects += [weakref.ref(thing) for thing in things if id(thing) not in known]
 
     def modules(self) -> list[nn.Module]:
-        """Return the modules that are not a part of another one."""
+        """Return the modules that are not submodules of other modules."""
         alive = [thing for ref in self._objects if isinstance(thing := ref(), nn.Module)]
         parts = {id(part) for module in alive for part in module.children()}
         return list(dict.fromkeys(module for module in alive if id(module) not in parts))
@@ -206,8 +206,8 @@ class MadeInScope:
                 if id(param) not in known:
                     msg = (
                         f"parameter {number} (shape {list(param.shape)}) of "
-                        f"{type(optimizer).__name__} is in no module made in this strategy's "
-                        "scope: make the model in the scope as well"
+                        f"{type(optimizer).__name__} belongs to no module made in this "
+                        "strategy's scope: make the model in the scope as well"
                     )
                     raise ConfigError(msg)
 
@@ -343,9 +343,9 @@ class ParameterCheck(TorchFunctionMode):
             )
         else:
             msg = (
-                f"replica {self._index} uses replica 0's {name}: inside of the step, get "
-                "parameters, buffers and methods from the model (model.parameters(), "
-                "model.layer.weight), not from a list or a layer that was kept from before"
+                f"replica {self._index} uses {name} of replica 0: inside the step, get "
+                "parameters, buffers and methods from the model (such as model.layer.weight), "
+                "not from a list or layer stored before"
             )
         raise ConfigError(msg)
 

@@ -84,7 +84,8 @@ def sum_by_nccl(
             devices = ", ".join("none" if grad is None else str(grad.device) for grad in grads)
             msg = (
                 f"NcclAllReduce needs a dense, contiguous gradient of {name} in each replica, on "
-                f"different GPUs (they are on {devices}): leave cross_device_ops out"
+                f"different GPUs (they are on {devices}): leave cross_device_ops out of "
+                "MirroredStrategy"
             )
             raise ConfigError(msg)
         torch.cuda.nccl.all_reduce(copies, streams=streams)  # type: ignore[no-untyped-call]

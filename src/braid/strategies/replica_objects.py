@@ -48,7 +48,7 @@ class _Attributes(NamedTuple):
 
 
 class ReplicaObjects:
-    """Modules and optimizers of one replica, by those that the program holds.
+    """Modules and optimizers of one replica, by the program's original objects.
 
     Args:
         made: The program's objects.

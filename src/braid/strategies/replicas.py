@@ -31,7 +31,7 @@ GRACE_S = 10.0  # replicas wait this long for a replica that has ended its step,
 
 
 class LocalReplicas(Protocol):
-    """Replicas of this process.
+    """Replicas of this process. In all methods `index` is a replica's number in this process.
 
     Attributes:
         devices: Device of each.
@@ -46,15 +46,15 @@ class LocalReplicas(Protocol):
     is_usable: bool
 
     def run(self, call: Callable[[int, Group], Any]) -> list[Any]:
-        """Call a function for each replica here, in parallel, with its number and its group."""
+        """Call `call(index, group)` for each replica of this process, in parallel."""
         ...
 
     def merge(self, index: int, args: Any, call: Callable[[list[Any]], Any]) -> Any:
-        """Call a function once, with the values that all replicas of this process have passed."""
+        """Call `call(values)` once, with the `args` of all replicas of this process."""
         ...
 
     def end_step(self, index: int) -> None:
-        """Note that a replica here has returned from its step, and will merge no more."""
+        """Note that a replica has returned from its step and calls `merge` no more."""
         ...
 
     def close(self) -> None:
@@ -195,8 +195,8 @@ def _named(exc: BaseException) -> BaseException:
     if not isinstance(exc, PeerLostError):
         return exc
     msg = (
-        f"a replica waits for another one that ended its step {GRACE_S:g} s ago: call backward, "
-        f"optimizer.step and collectives in all replicas, or in none ({exc})"
+        f"a replica waits for another one, which ended its step {GRACE_S:g} s ago: call backward, "
+        f"optimizer.step and collectives in all replicas or in none ({exc})"
     )
     error = StaleError(msg)
     error.__cause__ = exc
@@ -240,8 +240,8 @@ class MergeCalls:
             while number == self._number:
                 if self._is_over:
                     msg = (
-                        "merge_call in one replica, but another one has ended its step: call it in "
-                        "all replicas"
+                        "merge_call was called in one replica after another had ended its step: "
+                        "call it in all replicas"
                     )
                     raise StaleError(msg)
                 self._changed.wait()

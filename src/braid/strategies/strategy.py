@@ -62,7 +62,7 @@ __all__ = ["Strategy", "compute_average_loss"]
 
 
 class Strategy:
-    """Base of the strategies; made by one of its subclasses.
+    """Base class of strategies such as MirroredStrategy.
 
     Args:
         replicas: The replicas of this process.
@@ -105,7 +105,7 @@ class Strategy:
 
     @property
     def across(self) -> Group | None:
-        """Group of the processes; None if there is one."""
+        """Group of the processes; None with a single process."""
         return self._replicas.across
 
     @property
@@ -121,7 +121,7 @@ class Strategy:
             ConfigError: Another strategy's scope is entered, or a replica enters it.
         """
         if get_replica_context() is not None:
-            msg = "strategy.scope inside of strategy.run: make models and optimizers before"
+            msg = "strategy.scope was entered in strategy.run: make models and optimizers before"
             raise ConfigError(msg)
         with entered(self), self._made.tracked():
             yield self
@@ -152,7 +152,7 @@ class Strategy:
             Exception: The exception of the replica that failed first.
         """
         if get_replica_context() is not None or self._is_running:
-            msg = "strategy.run inside of strategy.run: call the function itself"
+            msg = "strategy.run was called inside strategy.run: call the function directly"
             raise ConfigError(msg)
         self._is_running = True
         try:
@@ -331,7 +331,7 @@ class Strategy:
         if name is None:
             msg = (
                 f"a parameter of shape {list(param.shape)} is in no module made in this "
-                "strategy's scope"
+                "strategy's scope: make its model there"
             )
             raise ConfigError(msg)
         return [dict(objects.named())[name] for objects in self._objects]

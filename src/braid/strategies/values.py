@@ -77,7 +77,7 @@ class SyncOnRead:
         """
         replica = get_replica_context()
         if replica is None:
-            msg = "value is the tensor of one replica: call read() outside of strategy.run"
+            msg = "value exists only inside a replica: call read() outside of strategy.run"
             raise ConfigError(msg)
         return self.values[replica.strategy.local_index(replica)]
 

@@ -99,8 +99,8 @@ def _check_resume(path: Path) -> None:
 
     if not path.is_dir():
         msg = (
-            f"{path} is not a checkpoint or a run's directory, so the training cannot be resumed: "
-            "pass another path"
+            f"{path} is not a checkpoint or a run's directory, so the training cannot be "
+            "resumed: pass another path to --resume"
         )
         raise ConfigError(msg)
     if ls(path):

@@ -54,7 +54,7 @@ MEASURED = ("time", "size")  # measured costs that can balance the stages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Configuration of one training, as `braid train` takes it.
+    """Configuration of one training: the options of `braid train`.
 
     Attributes:
         model: tiny, mini, small, medium, gpt2, gpt2-medium or gpt2-large.
@@ -242,7 +242,7 @@ class TrainConfig:
             if getattr(self, name) != default
         ]
         if any("cp" in mesh.axes for mesh in self.meshes):
-            problems.append(f"--min-ranks does not support cp: {self.mesh} may have pp, dp and tp")
+            problems.append(f"--min-ranks does not support axis cp of {self.mesh}: leave it out")
         return problems
 
     def _version_problems(self) -> list[str]:

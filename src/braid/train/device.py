@@ -85,8 +85,8 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> Rank
     count = 0 if wanted == "cpu" else torch.cuda.device_count()
     if wanted == "cuda" and not count:
         msg = (
-            "--device cuda: torch sees no GPU on this machine. Use --device cpu, or look at "
-            "CUDA_VISIBLE_DEVICES and at the line GPUs of `braid doctor`"
+            "--device cuda: torch sees no GPU on this machine. Use --device cpu, or check "
+            "CUDA_VISIBLE_DEVICES and the line GPUs of `braid doctor`"
         )
         raise ConfigError(msg)
     if not count:

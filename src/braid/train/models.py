@@ -112,7 +112,7 @@ def layers_of(
         ConfigError: Neither or both are named.
     """
     if bool(target) == bool(model):
-        msg = "give a model: MODULE:FUNCTION, or --model NAME"
+        msg = "no model is named: give MODULE:FUNCTION, or --model NAME"
         raise ConfigError(msg)
     if not model:
         return captured(target)

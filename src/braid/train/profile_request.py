@@ -58,11 +58,11 @@ class ProfileRequest:
     def __post_init__(self) -> None:
         problems = []
         if bool(self.target) == bool(self.model):
-            problems.append("give a model: MODULE:FUNCTION, or --model NAME")
+            problems.append("no model is named: give MODULE:FUNCTION, or --model NAME")
         if self.num_ranks is not None:
             problems += below(1, **{"-n": self.num_ranks})
         if self.servers and (self.num_ranks is None or self.num_ranks < 2):
-            problems.append("--servers measures several workers: add -n 2, or another number")
+            problems.append("--servers needs at least 2 workers: add -n 2, or another number")
         if self.target and (self.device, self.dtype) != ("auto", "fp32"):
             problems.append(
                 "--device and --dtype need --model: choose both where "

@@ -172,7 +172,7 @@ class ParallelShards:
 
 
 class ReferenceShards:
-    """Shards that one process runs in turn.
+    """Shards of a batch that one process computes in sequence, as a reference.
 
     Args:
         model: The model.

@@ -38,8 +38,8 @@ def chaos(
     name, *arguments = command or ("nothing",)
     if name not in {"run", "train"}:
         msg = (
-            f"braid chaos strikes braid run or braid train, got {name}: "
-            "braid chaos run -n 3 --min-ranks 2 train.py"
+            f"braid chaos tests the commands run and train, got {name}: use for example braid "
+            "chaos run -n 3 --min-ranks 2 train.py"
         )
         raise ConfigError(msg)
     if name == "run":

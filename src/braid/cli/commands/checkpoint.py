@@ -27,7 +27,10 @@ def checkpoint_ls(
     from braid.checkpoint import ls
 
     if not Path(directory).is_dir():
-        msg = f"{directory} is not a directory of a run or of its checkpoints"
+        msg = (
+            f"{directory} is not a directory of a run or of its checkpoints: pass the directory "
+            "of a run of braid train"
+        )
         raise ConfigError(msg)
     inner = Path(directory) / "checkpoints"
     checkpoints = ls(inner if inner.is_dir() else directory)

@@ -59,7 +59,7 @@ def _write(text: str, out: str, hint: str) -> int:
             os.fchmod(fd, 0o600)  # also for an existing file
             file.write(text)
     except OSError as exc:
-        msg = f"{out} cannot be written: {exc.strerror}"
+        msg = f"{out} cannot be written: {exc.strerror}; choose another path"
         raise ConfigError(msg) from exc
     print(f"{out}: {hint}")
     return 0

@@ -73,7 +73,10 @@ class PlanRequest:
         if self.num_ranks is not None:
             problems += below(1, **{"-n": self.num_ranks})
         if bool(self.cluster) == bool(self.profile):
-            problems.append("give --cluster FILE, or --profile FILE of `braid profile -n N`")
+            problems.append(
+                "braid plan needs a description of the machines: give --cluster FILE, or "
+                "--profile FILE of `braid profile -n N`"
+            )
         raise_all(problems)
 
 

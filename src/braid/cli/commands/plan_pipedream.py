@@ -64,8 +64,8 @@ def plan_pipedream(
 
     if len(machines) != len(bandwidth):
         msg = (
-            f"--machines has {len(machines)} levels and --bandwidth {len(bandwidth)}: give each "
-            "level both, the innermost first"
+            f"--machines has {len(machines)} levels, but --bandwidth has {len(bandwidth)}: give "
+            "both for each level, the innermost first"
         )
         raise ConfigError(msg)
     if optimizer_states < 0:
@@ -77,7 +77,10 @@ def plan_pipedream(
     limit = MemoryLimit(bytes_in(memory), optimizer_states) if memory else None
     graph, model = _graph_of(profile, rows)
     if plan and not model:
-        msg = f"--plan needs a profile of `braid profile`, which has layers; {profile} has none"
+        msg = (
+            f"--plan needs a profile with layers, but {profile} has none: make one with `braid "
+            "profile`"
+        )
         raise ConfigError(msg)
     states = states_of(graph)
     split = partition(states, levels, recurrence=recurrence, straight=straight, memory=limit)

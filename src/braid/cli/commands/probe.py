@@ -84,7 +84,10 @@ def probe(options: Annotated[ProbeOptions, tyro.conf.arg(name="")]) -> int:
     try:
         Path(options.out).write_text(text, encoding="utf-8")
     except OSError as exc:
-        msg = f"{options.out} cannot be written: {exc}; the cluster is\n{text}"
+        msg = (
+            f"{options.out} cannot be written: {exc}; choose another --out. The description of "
+            f"the cluster is\n{text}"
+        )
         raise ConfigError(msg) from exc
     for level in cluster.levels:
         ways = "each way" if level.full_duplex else "both ways together"

@@ -62,7 +62,9 @@ class Roles:
             ConfigError: Options contradict each other, or a role has no rank.
         """
         if not self.min_ranks and self.max_ranks:
-            msg = f"--max-ranks {self.max_ranks} needs --min-ranks"
+            msg = (
+                f"--max-ranks {self.max_ranks} needs a smallest number of ranks: add --min-ranks N"
+            )
             raise ConfigError(msg)
         self._check_restarts()
         of_server = (self.servers, self.workers, self.replicas, self.spares * (not self.min_ranks))
@@ -74,24 +76,30 @@ class Roles:
             total = sum(count for _, count in self._counts)
             if unknown := set(self.expendable_role) - {name for name, _ in self._counts}:
                 msg = (
-                    f"--expendable-role {min(unknown)}: add --role {min(unknown)}:COUNT, or leave "
-                    "it out"
+                    f"--expendable-role names the unknown role {min(unknown)}: add --role "
+                    f"{min(unknown)}:COUNT, or leave it out"
                 )
                 raise ConfigError(msg)
             if is_server or n not in {None, total}:
-                msg = f"--role gives {total} ranks: leave out -n, --servers and --workers"
+                msg = (
+                    f"--role already sets the number of ranks, {total}: leave out -n, --servers "
+                    "and --workers"
+                )
                 raise ConfigError(msg)
             return total
         if self.expendable_role:
             name = self.expendable_role[0]
-            msg = f"--expendable-role {name}: add --role {name}:COUNT with its number of ranks"
+            msg = (
+                f"--expendable-role needs the number of ranks of {name}: add --role {name}:COUNT "
+                "with its number of ranks"
+            )
             raise ConfigError(msg)
         if not is_server:
             return n
         if self.servers < 1 or self.workers < 1:
             msg = (
                 f"--servers {self.servers} --workers {self.workers}: a parameter server needs at "
-                "least one of each"
+                "least 1 server and 1 worker"
             )
             raise ConfigError(msg)
         if not 0 <= self.replicas < self.servers:
@@ -112,14 +120,17 @@ class Roles:
         if not self.restarts or self.min_ranks:
             return
         if not self.servers and not self.expendable_role:
-            msg = f"--restarts {self.restarts} needs --min-ranks, --servers or --expendable-role"
+            msg = (
+                f"--restarts {self.restarts} needs --min-ranks, --servers or --expendable-role: "
+                "add one of them, or leave --restarts out"
+            )
             raise ConfigError(msg)
         if self.spares or self.on_worker_loss in {"fail", "shrink"}:
             policy = f"--on-worker-loss {self.on_worker_loss}"
             other = f"--spares {self.spares}" if self.spares else policy
             msg = (
-                f"--restarts {self.restarts} does not go together with {other}: a lost worker has "
-                "one successor"
+                f"--restarts {self.restarts} cannot be combined with {other}, as only one "
+                "process can replace a lost worker: leave one of the two out"
             )
             raise ConfigError(msg)
 

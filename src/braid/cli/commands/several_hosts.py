@@ -42,7 +42,10 @@ def choose_where(
     if options.no_frame_mac:
         where, repeated = choose_where(replace(options, no_frame_mac=False), num_ranks, environ)
         if where is None:
-            msg = "--no-frame-mac needs several hosts: frames inside a host have no codes"
+            msg = (
+                "--no-frame-mac has no effect on one host, where frames have no authentication "
+                "codes: leave it out"
+            )
             raise ConfigError(msg)
         return where, (*repeated, "--no-frame-mac")
     o = options
@@ -111,7 +114,7 @@ def _refuse_contradictions(
         named = " and ".join(name for name, value in ways.items() if value)
         problems.append(f"{named} needs several hosts")
     if problems:
-        msg = f"options exclude each other: {'; '.join(problems)}"
+        msg = f"some options exclude each other, leave one of them out: {'; '.join(problems)}"
         raise ConfigError(msg)
 
 

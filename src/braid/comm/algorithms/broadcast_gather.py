@@ -248,7 +248,7 @@ def chunk_of(nbytes: int, dtype: torch.dtype) -> int:
 def stage_rows(
     ch: Channel, x: torch.Tensor, offsets: Sequence[int], start: int, stride: int
 ) -> None:
-    """Stage elements `start` to `start + stride` of every part of `x`, as one row per member."""
+    """Copy elements `start` to `start + stride` of every part of `x` to shared memory."""
     slot = ch.own.slot(stride * ch.size, x.dtype)
     for peer in ch.peers:
         low = offsets[peer] + start

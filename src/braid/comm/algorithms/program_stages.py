@@ -56,7 +56,7 @@ class ProgramMove(NamedTuple):
 
 
 class ProgramStage(NamedTuple):
-    """The messages and copies of one rank in one turn.
+    """Messages and copies of one rank in one round of a collective.
 
     Attributes:
         sends: Messages to send.

@@ -45,7 +45,7 @@ WHOLE = ("all_reduce", "broadcast", "reduce")  # not divided by rank: can be cut
 
 
 class ProgramPart(NamedTuple):
-    """One rank's part of a program on a buffer of one length.
+    """Messages and copies of one rank in a collective's program, for a buffer of one length.
 
     Attributes:
         stages: Stages in order.
@@ -59,7 +59,7 @@ class ProgramPart(NamedTuple):
 
 
 class Programs:
-    """Cache of one rank's parts of programs.
+    """Cache of the collective programs of one rank.
 
     Args:
         rank: Group rank.
@@ -105,15 +105,15 @@ def names_for(operation: str) -> tuple[str, ...]:
 
 
 def check_equal_parts(kind: str, algorithm: str, widths: Sequence[int] | None) -> None:
-    """Raise for parts of different sizes: members would not know their offsets in one buffer.
+    """Raise for parts of different sizes, whose offsets in one buffer other ranks do not know.
 
     Raises:
         ConfigError: The parts differ, or may differ.
     """
     if widths is not None and (kind == "all_to_all" or len(set(widths)) > 1):
         msg = (
-            f"algorithm {algorithm!r} needs parts of equal size, in one tensor, for {kind}, but "
-            f"these have {list(widths)} elements: leave algorithm out"
+            f"algorithm {algorithm!r} of {kind} needs parts of equal size in one tensor, but "
+            f"these parts have {list(widths)} elements: leave algorithm out"
         )
         raise ConfigError(msg)
 
@@ -145,7 +145,7 @@ def program_steps(
     if rows and x.numel() % rows:
         msg = (
             f"algorithm {name!r} needs parts of equal size, but {x.numel()} elements cannot be "
-            f"divided into {rows}"
+            f"divided into {rows} equal parts: pad the tensor, or leave algorithm out"
         )
         raise ConfigError(msg)
     for piece in _pieces(x, rows):

@@ -57,7 +57,7 @@ def agree_on_sizes(
     if wrong:
         msg = "\n".join(
             [
-                "senders and receivers do not agree on sizes:",
+                "senders and receivers disagree on the number of elements:",
                 *wrong,
                 "make each send as long as the matching receive",
             ]

@@ -225,7 +225,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
             msg = f"{shape!r} is not a shape: pass sizes that are not negative, such as (3, 4)"
             raise ConfigError(msg)
         if not isinstance(dtype, torch.dtype):
-            msg = f"{dtype!r} is not a torch.dtype, such as torch.float32"  # type: ignore[unreachable]
+            msg = f"{dtype!r} is not a torch.dtype: pass one such as torch.float32"  # type: ignore[unreachable]
             raise ConfigError(msg)
         return self._engine.empty(shape, dtype)
 
@@ -348,8 +348,8 @@ class Group(Handle, Reductions, Movements, PointToPoint):
             self._check_open()
         if self._given_back and self._successor is not None:
             msg = (
-                f"this group of epoch {self.epoch} has been rebuilt already: use the group that "
-                "rebuild returned, which `current` also gives"
+                f"this group (epoch {self.epoch}) was replaced by rebuild(): use the group that "
+                "rebuild() returned, or group.current"
             )
             raise StaleError(msg)
         name = f"{self._name_prefix}/{self.epoch}"

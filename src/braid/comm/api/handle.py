@@ -17,7 +17,7 @@ __all__ = ["Handle"]
 
 
 class Handle:
-    """Object that is its own copy, and cannot be pickled."""
+    """Base class of objects that copy.copy returns unchanged and that cannot be pickled."""
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return the handle itself: a process has only one."""

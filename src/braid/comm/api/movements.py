@@ -154,7 +154,7 @@ class Movements(Face):
             widths = tuple(row.numel() for row in rows)
             if widths[self.rank] != flat.numel():
                 msg = (
-                    f"out[{self.rank}] has room for {widths[self.rank]} elements (shape "
+                    f"out[{self.rank}] holds {widths[self.rank]} elements (shape "
                     f"{list(out[self.rank].shape)}), but x of this rank has {flat.numel()}: give "
                     "it the shape of x"
                 )
@@ -404,7 +404,11 @@ class Movements(Face):
     @overload
     def barrier(self, *, async_op: Literal[True], timeout_s: float | None = None) -> Work: ...
     def barrier(self, *, async_op: bool = False, timeout_s: float | None = None) -> Work | None:
-        """Return when every member has called this.
+        """Wait until every member of the group has called this.
+
+        Args:
+            async_op: Whether to return a Work without waiting.
+            timeout_s: Seconds until CommTimeout.
 
         Cost: a.
         """
@@ -430,8 +434,9 @@ class Movements(Face):
     ) -> Any:
         if not is_sequence(out):
             msg = (
-                "x is a sequence of tensors, so out must be one too, with one tensor per "
-                f"rank, not {type(out).__name__}: its sizes are the sizes that each rank sends here"
+                "x is a sequence of tensors, so out must be one too, with one tensor per rank, "
+                f"not {type(out).__name__}. Give each tensor the size that its rank sends to "
+                "this rank"
             )
             raise ConfigError(msg)
         copies = self._copies(as_tensor(x[0] if x else torch.empty(0)))
@@ -470,5 +475,5 @@ def check_parts_fit(flat: torch.Tensor, out: torch.Tensor) -> None:
         ConfigError: The dtypes differ.
     """
     if flat.dtype != out.dtype:
-        msg = f"the parts have dtype {flat.dtype} and out has {out.dtype}: convert one of them"
+        msg = f"the parts have dtype {flat.dtype}, but out has {out.dtype}: convert one of them"
         raise ConfigError(msg)

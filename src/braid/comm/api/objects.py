@@ -223,7 +223,7 @@ def _packed_parts(
     """Return one encoded object for each member, or the same error for all members."""
     if not isinstance(objs, Sequence) or len(objs) != size:
         passed = len(objs) if isinstance(objs, Sequence) else type(objs).__name__
-        msg = f"scatter needs {size} objects, one for every member, but the root passed {passed}"
+        msg = f"scatter needs {size} objects, one per rank, but the root passed {passed}"
         return [_refused(ConfigError(msg))] * size
     parts = [_packed(obj, f"objs[{i}]", allow_pickle=allow_pickle) for i, obj in enumerate(objs)]
     bad = next((part for part in parts if part.error is not None), None)

@@ -122,12 +122,12 @@ class PointToPoint(Face):
             check_peer(peer, self.size, "destination" if kind == "send" else "source")
         if number == self.rank or (peer is None and self.size == 1):
             msg = (
-                f"group rank {self.rank} cannot {kind} with itself: name another member than "
-                f"{number}"
+                f"group rank {self.rank} called {kind} with itself as peer: pass another group "
+                f"rank than {number}"
             )
             raise ConfigError(msg)
         if not is_number(tag) or not -(1 << 61) < tag < 1 << 61:
-            msg = f"tag {tag!r} is not a whole number of up to 61 bits"
+            msg = f"tag {tag!r} is invalid: pass a whole number from 0 to 2^61 - 1"
             raise ConfigError(msg)
         tensor = as_tensor(x, written=kind == "recv")
         source: list[int] = []

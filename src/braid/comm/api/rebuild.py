@@ -59,8 +59,8 @@ def meet_survivors(
         strangers = [rank for rank in survivors if rank not in ranks]
         if strangers or context.rank not in survivors:
             msg = (
-                f"survivors {list(survivors)} must be ranks out of {list(ranks)} and include "
-                f"{context.rank}"
+                f"survivors {list(survivors)} must be ranks of this group, {list(ranks)}, and "
+                f"include this rank, {context.rank}: correct the list"
             )
             raise ConfigError(msg)
         topic = f"rebuild/{name}/of {sorted(set(survivors))}"
@@ -78,8 +78,8 @@ def meet_survivors(
         if context.clock.now_ns() > deadline_ns:
             missing = [r for r in ranks if not context.store.check([f"{topic}/{r}"])]
             msg = (
-                f"ranks {missing} neither joined the rebuild of the group of ranks "
-                f"{list(ranks)} within {timeout_s:g} s nor died: every survivor calls rebuild()"
+                f"ranks {missing} neither joined the rebuild of the group of ranks {list(ranks)} "
+                f"within {timeout_s:g} s nor died: call rebuild() on every surviving rank"
             )
             raise CommTimeout(msg)
     if context.rank not in decided:
@@ -105,8 +105,8 @@ def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed:
         lost = [r for r in missing if r in health.lost]
         if agreed and lost:
             msg = (
-                f"rank {lost[0]} is named as a survivor, but it {health.lost[lost[0]].reason}: "
-                "leave it out"
+                f"rank {lost[0]} is listed in survivors, but this rank "
+                f"{health.lost[lost[0]].reason}: leave it out"
             )
             raise PeerLostError(msg, rank=lost[0])
         awaited = [r for r in missing if r not in lost]

@@ -181,7 +181,7 @@ class Request:
 
     def _refuse_busy(self) -> None:
         if self._retired:
-            msg = f"{self!r} has been retired: make another request"
+            msg = f"{self!r} was ended by retire() and cannot start again: make a new request"
         else:
             msg = (
                 f"request {self._number} ({self._collective.text}) is busy, because its last start "

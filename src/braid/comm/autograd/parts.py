@@ -149,7 +149,10 @@ def all_to_all(
         return collective(group.all_to_all, lambda g: all_to_all(group, g), x)
     if send_sizes is None or receive_sizes is None:
         passed = "receive_sizes" if send_sizes is None else "send_sizes"
-        msg = f"all_to_all got only {passed}: pass both send_sizes and receive_sizes, or none"
+        msg = (
+            f"all_to_all got {passed} without the other sizes: pass both send_sizes and "
+            "receive_sizes, or neither"
+        )
         raise ConfigError(msg)
     to = check_sizes(group, send_sizes, None, "all_to_all send")
     source = check_sizes(group, receive_sizes, None, "all_to_all receive")
@@ -192,8 +195,8 @@ def check_sizes(
         raise ConfigError(msg)
     if length is not None and rows[group.rank] != length:
         msg = (
-            f"part of group rank {group.rank} is {length} long, but {operation} sizes {rows} name "
-            f"{rows[group.rank]} for this rank: pass the lengths of all parts"
+            f"part of group rank {group.rank} has length {length}, but {operation} got sizes "
+            f"{rows}, with {rows[group.rank]} for this rank: pass the length of each rank's part"
         )
         raise ConfigError(msg)
     return rows

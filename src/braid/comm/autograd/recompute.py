@@ -242,8 +242,8 @@ class _CheckpointedCall:
         if (before.shape, before.dtype, before.device) != (x.shape, x.dtype, x.device):
             msg = (
                 f"function computed something else in backward: saved tensor {index} of "
-                f"{len(self._notes)} was {before} in forward and is {_note(x)} now: the function "
-                "must not depend on anything that changes in between"
+                f"{len(self._notes)} was {before} in forward and is {_note(x)} now: make the "
+                "function independent of state that changes between forward and backward"
             )
             raise RecomputeError(msg)
         if before.version is not None and before.version != _version(x):
@@ -266,8 +266,8 @@ class _CheckpointedCall:
         )
         msg = (
             f"function saved {num_saved} tensors in backward, but {expected} in forward; "
-            f"{missing}: the function must not depend on anything that changes in between, such as "
-            "a mode or a global"
+            f"{missing}: make the function independent of state that changes in between, such as "
+            "train mode or a global"
         )
         raise RecomputeError(msg)
 

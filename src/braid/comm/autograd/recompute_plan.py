@@ -365,5 +365,5 @@ def _order(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
         return list(sorter.static_order())
     except CycleError as exc:
         cycle = " -> ".join(map(str, exc.args[1]))
-        msg = f"graph has a cycle: {cycle}"
+        msg = f"graph has a cycle: {cycle}: remove one of its edges"
         raise ConfigError(msg) from exc

@@ -308,7 +308,7 @@ class Channel:
         line = self._lines[peer]
         if line is None:
             msg = (
-                f"step {self.value} of rank {peer} was read before rank {peer} published it: wait "
+                f"values of step {self.value} were read before rank {peer} published them: wait "
                 "for the step first"
             )
             raise StaleError(msg)

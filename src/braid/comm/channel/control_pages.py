@@ -332,7 +332,7 @@ def _place(index: int) -> tuple[int, int]:
             return page, line
         line -= lines
         lines *= 4
-    msg = f"a group has {index} channels, and all are in use: make a new group with split(0)"
+    msg = f"all {index} channels of this group are in use: make another group with split(0)"
     raise StaleError(msg)
 
 

@@ -43,7 +43,7 @@ def remote_of(ch: Channel, peer: int, numel: int, dtype: torch.dtype) -> Remote:
     entry = ch.entry(peer, ch.value)
     if not entry.value:
         msg = (
-            f"step {ch.value} of rank {peer} was read before rank {peer} published it: wait for "
+            f"values of step {ch.value} were read before rank {peer} published them: wait for "
             "the step first"
         )
         raise StaleError(msg)

@@ -25,7 +25,7 @@ LINE_BYTES = 64
 
 
 class Window:
-    """Memory on every member, for one operation on one channel.
+    """Shared memory on every member of a group for one collective on one channel.
 
     Args:
         ch: The channel.

@@ -30,7 +30,7 @@ class _Returned(NamedTuple):
 
 
 class WindowPool:
-    """The windows of one group on one rank.
+    """Pool of the shared memory that one rank uses for collectives of a group.
 
     Args:
         arena: Arena in which they are allocated.

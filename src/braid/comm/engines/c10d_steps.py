@@ -211,7 +211,10 @@ def _sizes(
 
 def _fitting(x: torch.Tensor, numel: int, peer: int) -> torch.Tensor:
     if x.numel() != numel:
-        msg = f"rank {peer} of the group has {numel} elements, but {x.numel()} were expected"
+        msg = (
+            f"group rank {peer} passed a tensor of {numel} elements, but this rank passed "
+            f"{x.numel()}: pass tensors of one size on all ranks"
+        )
         raise ValueError(msg)
     return x
 

@@ -55,8 +55,8 @@ class Capabilities(NamedTuple):
         if name is not None and name not in possible:
             choices = f"choose one of {', '.join(possible)}" if possible else "leave it out"
             msg = (
-                f"this group's engine cannot use algorithm {name!r} here: {choices}, or see "
-                "braid doctor for what the host does not permit"
+                f"algorithm {name!r} cannot be used by this group: {choices}, or run `braid "
+                "doctor`, which lists features that this host forbids"
             )
             raise ConfigError(msg)
         if name in PROGRAMS:
@@ -166,7 +166,7 @@ class Engine(Protocol):
         ...
 
     def adopt(self, x: torch.Tensor) -> None:
-        """Move the storage of `x` into such memory, in place."""
+        """Move the storage of `x`, in place, into the memory that this engine moves fastest."""
         ...
 
     def token(self) -> int:

@@ -259,7 +259,7 @@ class Operation:
         if state.value and not pages.abort_reason:
             return PeerLostError(pages.end_reason, rank=state.value - 1)
         reason = pages.abort_reason or pages.end_reason
-        msg = f"{self.text} cannot run: its group ended{when}: {reason}"
+        msg = f"{self.text} cannot run, because its group ended{when}: {reason}"
         return StaleError(msg)
 
     def _is_loss_published(self) -> bool:

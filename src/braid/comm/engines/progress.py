@@ -257,9 +257,8 @@ class Progress:
         """Raise StaleError in a forked child, whose steps would count as the parent's."""
         if self._transport.forked:
             msg = (
-                "this process was forked from the one that made the group: use the group, its "
-                "works and its requests "
-                "in the parent only"
+                "this process was forked after the group was made: use the group, its works and "
+                "its requests in the parent process only"
             )
             raise StaleError(msg)
 
@@ -268,8 +267,8 @@ class Progress:
         self.refuse_fork()
         if threading.current_thread() is self._thread:
             msg = (
-                f"a callback waits for {text} in the thread that runs it: start it there with "
-                "async_op=True, and wait for it in a thread of the program"
+                f"a callback waits for {text}, which would block the thread that completes it: "
+                "start it with async_op=True, and wait in another thread"
             )
             raise StaleError(msg)
 
@@ -445,7 +444,9 @@ def _closed(operation: Operation) -> StaleError:
 
 
 def _timeout_text(operation: Operation, timeout_s: float | None) -> str:
-    return f"{operation.text} has not ended within {timeout_s:g} s and continues: wait again"
+    return (
+        f"{operation.text} has not ended within {timeout_s:g} s and still runs: call wait() again"
+    )
 
 
 def _raise_error(operation: Operation) -> None:

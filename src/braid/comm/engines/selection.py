@@ -238,7 +238,7 @@ class Selection:
         self._tables: dict[str, _Table] = {}  # by operation, made at first use
 
     def choose(self, kind: str, nbytes: int) -> str:
-        """Return the algorithm for an operation on `nbytes` bytes; staged if there is only one."""
+        """Return the fastest algorithm for an operation on `nbytes` bytes."""
         bounds, names = self._tables.get(kind) or self._table(kind)
         return names[bisect.bisect(bounds, nbytes)]
 

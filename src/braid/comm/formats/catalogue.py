@@ -37,7 +37,7 @@ def by_name(name: str, *, generator: torch.Generator | None = None) -> WireForma
         return TopKFormat(_ratio(name, option))
     hint = ""
     if kind.startswith(("rank", "powersgd")):
-        hint = "; low rank takes two all-reduces and is not a format of one message: see LowRank"
+        hint = "; low-rank compression needs two all-reduces: use LowRank"
     msg = f"there is no wire format {name!r}: choose one of {', '.join(NAMES)}{hint}"
     raise ConfigError(msg)
 
@@ -46,5 +46,5 @@ def _ratio(name: str, option: str) -> float:
     try:
         return float(option)
     except ValueError:
-        msg = f"the ratio in {name!r} is not a number: write it as in topk:0.01"
+        msg = f"the ratio in {name!r} is not a number: write one such as topk:0.01"
         raise ConfigError(msg) from None

@@ -122,8 +122,8 @@ class ErrorFeedback:
         same_device(self._residual, x)
         if x.numel() != self._residual.numel():
             msg = (
-                f"expected {self._residual.numel()} numbers for {self}, found {x.numel()}: make "
-                "one object per tensor"
+                f"{self} is for tensors of {self._residual.numel()} numbers, got {x.numel()}: "
+                "make one object per tensor"
             )
             raise ConfigError(msg)
         return x

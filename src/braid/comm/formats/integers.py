@@ -121,9 +121,9 @@ class Int8:
         if bool(wrong.any()):
             block = int(wrong.nonzero()[0])
             msg = (
-                f"the scale of block {block} of {scales.numel()} in {self.name} is "
-                f"{float(scales[block])}, not a number of at least 0: the message is corrupt, or "
-                "in another format"
+                f"the scale of block {block} of {scales.numel()} in a {self.name} message is "
+                f"{float(scales[block])}, not a number of at least 0: use one format on all "
+                "ranks, or the message is corrupt"
             )
             raise CommError(msg)
         return scales, codes

@@ -154,8 +154,7 @@ class LowRank:
     def _check(self, name: str, x: torch.Tensor, rows: int, columns: int) -> None:
         if x.shape != (rows, columns) or x.dtype != torch.float32 or x.device != self._q.device:
             msg = (
-                f"expected {name} to be torch.float32 of shape {(rows, columns)} on "
-                f"{self._q.device} for {self}, "
-                f"found {x.dtype} of shape {tuple(x.shape)} on {x.device}"
+                f"{self} needs {name} of torch.float32 and shape {(rows, columns)} on "
+                f"{self._q.device}, got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
             )
             raise ConfigError(msg)

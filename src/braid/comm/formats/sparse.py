@@ -131,7 +131,7 @@ class TopKFormat:
         if not 0 <= count <= cap:
             msg = (
                 f"a message of {self.name} has count {count} for {numel} numbers, but at most "
-                f"{cap} are possible: sender and receiver must agree on format and shape"
+                f"{cap} are possible: use the same format and shape on both ranks"
             )
             raise CommError(msg)
         check_length(self.name, nbytes, COUNT_BYTES + ENTRY_BYTES * count, numel)
@@ -144,8 +144,8 @@ class TopKFormat:
         ):
             low, high = (int(end) for end in indices.aminmax())
             msg = (
-                f"the {count} indices in {self.name}, from {low} to {high}, do not ascend from "
-                f"0 to {numel - 1}: the message is corrupt, or in another format"
+                f"the {count} indices in {self.name}, from {low} to {high}, do not ascend from 0 "
+                f"to {numel - 1}: use one format on all ranks, or the message is corrupt"
             )
             raise CommError(msg)
         return indices, values

@@ -104,11 +104,14 @@ def room(buffer: torch.Tensor, name: str, nbytes: int = 0) -> torch.Tensor:
     if buffer.storage_offset() % ALIGNMENT or buffer.data_ptr() % ALIGNMENT:
         msg = (
             f"{name} begins at address {buffer.data_ptr():#x}, offset {buffer.storage_offset()}: "
-            f"make both multiples of {ALIGNMENT}"
+            f"make both multiples of {ALIGNMENT} bytes"
         )
         raise ConfigError(msg)
     if buffer.numel() < nbytes:
-        msg = f"{name} has {buffer.numel()} bytes and needs {nbytes}: allocate nbytes(numel) bytes"
+        msg = (
+            f"{name} has {buffer.numel()} bytes but needs {nbytes}: allocate "
+            "format.nbytes(numel) bytes"
+        )
         raise ConfigError(msg)
     return buffer
 
@@ -117,8 +120,8 @@ def same_device(x: torch.Tensor, buffer: torch.Tensor) -> None:
     """Raise if numbers and bytes are on different devices."""
     if x.device != buffer.device:
         msg = (
-            f"the numbers are on {x.device} and the bytes on {buffer.device}: encode where the "
-            "numbers are, then move the bytes"
+            f"the numbers are on {x.device}, but the bytes are on {buffer.device}: encode on the "
+            "device of the numbers, then move the bytes"
         )
         raise ConfigError(msg)
 
@@ -136,8 +139,8 @@ def check_length(form: str, nbytes: int, expected: int, numel: int) -> None:
     """
     if nbytes != expected:
         msg = (
-            f"expected {expected} bytes for {numel} numbers in {form}, found {nbytes}: "
-            "sender and receiver must agree on format and shape"
+            f"expected {expected} bytes for {numel} numbers in {form}, found {nbytes}: use the "
+            "same format and shape on both ranks"
         )
         raise CommError(msg)
 

@@ -196,9 +196,9 @@ def _check_part(x: torch.Tensor, box: Box, layout: Layout, rank: int) -> None:
     expected = [end - begin for begin, end in box]
     if list(x.shape) != expected:
         msg = (
-            f"rank {rank} of the mesh {layout.mesh} holds a part of shape {expected} in layout "
-            f"{layout}, but passed {list(x.shape)}: pass the shape of the whole tensor and its "
-            "current layout"
+            f"rank {rank} of the mesh {layout.mesh} has a shard of shape {expected} in layout "
+            f"{layout}, but passed one of shape {list(x.shape)}: pass the shape of the whole "
+            "tensor and its current layout"
         )
         raise ConfigError(msg)
 

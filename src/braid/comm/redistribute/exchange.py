@@ -22,7 +22,7 @@ __all__ = ["Exchange", "intersection", "relative"]
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Transfers of parts between the ranks of one group.
+    """Transfers of a tensor's shards between the ranks of a group, for a new layout.
 
     Attributes:
         shape: Shape of the whole tensor.
@@ -53,8 +53,8 @@ class Exchange:
         for role, layout, ranks in sides:
             if len(layout.dims) != len(self.shape):
                 problems.append(
-                    f"the {role} layout {layout} has {len(layout.dims)} dims, but the shape "
-                    f"{list(self.shape)} has {len(self.shape)}"
+                    f"the {role} layout {layout} has {len(layout.dims)} dims, but the tensor's "
+                    f"shape {list(self.shape)} has {len(self.shape)}: use one entry per dim"
                 )
             if layout.partial:
                 problems.append(
@@ -64,21 +64,21 @@ class Exchange:
             members = set(ranks) & set(range(self.size))
             if not len(ranks) == len(members) == layout.mesh.size:
                 problems.append(
-                    f"the {role} mesh {layout.mesh} needs {layout.mesh.size} different ranks of "
-                    f"0..{self.size - 1}, got {ranks}"
+                    f"the {role} mesh {layout.mesh} needs {layout.mesh.size} different ranks "
+                    f"from 0 to {self.size - 1}, got {ranks}: correct the list of ranks"
                 )
         raise_all(problems)
 
     def source_box(self, rank: int) -> Box | None:
-        """Return the part that a rank of the group has before; None if it has none."""
+        """Return the slices of the tensor that a rank has before the exchange; None if none."""
         return _box(self.shape, self.source, self.source_ranks, rank)
 
     def target_box(self, rank: int) -> Box | None:
-        """Return the part that a rank of the group has afterwards; None if it has none."""
+        """Return the slices of the tensor that a rank has after the exchange; None if none."""
         return _box(self.shape, self.target, self.target_ranks, rank)
 
     def received(self, rank: int) -> Iterator[tuple[int, Box]]:
-        """Yield (group rank of the sender, part) for every part that a rank receives."""
+        """Yield (group rank of the sender, slices) for everything that a rank receives."""
         whole = self.target_box(rank)
         if whole is None:
             return
@@ -88,7 +88,7 @@ class Exchange:
                 yield self._sender(holders, rank), part
 
     def sent(self, rank: int) -> Iterator[tuple[int, Box]]:
-        """Yield (group rank of the receiver, part) for every part that a rank sends."""
+        """Yield (group rank of the receiver, slices) for everything that a rank sends."""
         box = self.source_box(rank)
         if box is None:
             return
@@ -111,13 +111,13 @@ class Exchange:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the common part of two boxes; None if it is empty."""
+    """Return the intersection of two slices of a tensor; None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(begin < end for begin, end in common) else None
 
 
 def relative(part: Box, box: Box) -> tuple[slice, ...]:
-    """Return the indices of a part inside the box that contains it."""
+    """Return the indices of slices relative to the larger slices that contain them."""
     return tuple(
         slice(begin - first, end - first)
         for (begin, end), (first, _) in zip(part, box, strict=True)

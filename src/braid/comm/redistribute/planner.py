@@ -129,15 +129,15 @@ def _check(
         problems.append(f"sizes must not be negative, got shape {list(shape)}, {itemsize} bytes")
     if list(source.mesh.axes.items()) != list(target.mesh.axes.items()):
         problems.append(
-            f"the source is on the mesh {source.mesh} and the target on {target.mesh}: use move "
-            "to change the mesh"
+            f"the source is on the mesh {source.mesh}, but the target is on {target.mesh}: use "
+            "move to change the mesh"
         )
     else:
         added = [axis for axis in _state(target).partial if axis not in source.partial]
         if added:
             problems.append(
                 f"the target {target} is partial over {','.join(added)}, but the source {source} "
-                "is not: values become partial by computation, not by redistribution"
+                "is not: choose a target without partial axes"
             )
     problems += [
         f"the {role} layout {layout} has packed blocks, which cannot be moved: gather the dim first"
@@ -146,5 +146,5 @@ def _check(
     ]
     unknown = [axis for axis in costs if axis not in source.mesh.axes]
     if unknown:
-        problems.append(f"there are costs of {','.join(unknown)}, not an axis of {source.mesh}")
+        problems.append(f"costs name {','.join(unknown)}, not an axis of {source.mesh}")
     raise_all(problems)

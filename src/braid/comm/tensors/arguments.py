@@ -152,9 +152,8 @@ def result(out: Data | None, shape: tuple[int, ...], x: torch.Tensor) -> torch.T
         fits = out.count == math.prod(shape)
     if not fits or tensor.dtype != x.dtype:
         msg = (
-            f"expected out of shape {list(shape)} and dtype {x.dtype}, found {list(tensor.shape)} "
-            "and "
-            f"{tensor.dtype}: leave it out, or pass a tensor that fits"
+            f"out must have shape {list(shape)} and dtype {x.dtype}, got {list(tensor.shape)} "
+            f"and {tensor.dtype}: leave it out, or pass a tensor that fits"
         )
         raise ConfigError(msg)
     return tensor
@@ -206,7 +205,10 @@ def check_movable(x: object) -> None:
     """
     if not isinstance(x, torch.Tensor) or x.device.type != "cpu":
         description = f"one on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
-        msg = f"only a tensor on the CPU can be moved to shared memory, got {description}"
+        msg = (
+            f"only a dense tensor on the CPU can be moved to shared memory, got {description}: "
+            "pass tensor.cpu()"
+        )
         raise ConfigError(msg)
 
 
@@ -217,7 +219,7 @@ def check_parts(parts: Sequence[torch.Tensor], size: int, x: torch.Tensor, role:
         ConfigError: The number, a dtype or a device is wrong; the message names the parts.
     """
     if len(parts) != size:
-        msg = f"{role} needs {size} tensors, one for every member, not {len(parts)}"
+        msg = f"{role} needs {size} tensors, one per rank, got {len(parts)}"
         raise ConfigError(msg)
     odd = [
         f"part {r}: {part.dtype} on {part.device}"
@@ -226,8 +228,8 @@ def check_parts(parts: Sequence[torch.Tensor], size: int, x: torch.Tensor, role:
     ]
     if odd:
         msg = (
-            f"{role} mixes dtypes or devices: it is of dtype {x.dtype} on {x.device}, but for "
-            f"{'; '.join(odd)}"
+            f"{role} mixes dtypes or devices: the first tensor is {x.dtype} on {x.device}, "
+            f"except for {'; '.join(odd)}"
         )
         raise ConfigError(msg)
 
@@ -250,7 +252,7 @@ def slice_shape(x: torch.Tensor, size: int, kind: str) -> tuple[int, ...]:
 
 def _from_pointer(x: Buffer) -> torch.Tensor:
     if x.count < 0 or (x.count and not x.pointer):
-        msg = f"a Buffer needs an address and a count of at least 0, got {x}"
+        msg = f"a Buffer needs an address of memory and a count of at least 0 elements, got {x}"
         raise ConfigError(msg)
     if not x.count:
         return torch.empty(0, dtype=x.dtype, device="cpu")
@@ -261,11 +263,14 @@ def _from_pointer(x: Buffer) -> torch.Tensor:
 def _from_array(x: np.ndarray[Any, Any], *, written: bool) -> torch.Tensor:
     if not x.flags.writeable:
         if written:
-            msg = "a read-only array cannot hold the result: pass x.copy()"
+            msg = "the array is read-only, so it cannot receive the result: pass x.copy()"
             raise ConfigError(msg)
         x = x.copy()  # torch warns about tensors on read-only memory
     try:
         return torch.from_numpy(x)
     except (TypeError, ValueError) as exc:
-        msg = f"torch cannot share an array of dtype {x.dtype} with strides {x.strides}: {exc}"
+        msg = (
+            f"torch cannot use the memory of a numpy array of dtype {x.dtype} with strides "
+            f"{x.strides}: {exc}"
+        )
         raise ConfigError(msg) from exc

@@ -43,7 +43,7 @@ _FIRST_USE = threading.Lock()  # else two threads might each make a stream, and 
 
 
 class Copies:
-    """Copies of one operation; empty if it works on the user's memory itself.
+    """Temporary copies of a collective's tensors; empty if it uses the user's memory directly.
 
     Args:
         device_types: Device types that the group's engine works on. CUDA tensors are copied to the
@@ -218,7 +218,7 @@ class Copies:
 def _check(x: torch.Tensor, device_types: frozenset[str]) -> None:
     if x.device.type not in device_types and x.device.type != "cuda":
         msg = (
-            f"this group has no engine for a tensor on {x.device}, only on "
+            f"this group cannot communicate a tensor on {x.device}, only on "
             f"{' or '.join(sorted(device_types))}: move the tensor, or make a group with a "
             "backend for it"
         )

@@ -71,7 +71,7 @@ class NodeMap(NamedTuple):
         return host[place % len(host)]
 
     def relays(self, member: int) -> tuple[int, ...]:
-        """Return the relays of `member`, one on every other host."""
+        """Return the ranks that forward messages of `member`, one on every other host."""
         return tuple(self.relay(member, host[0]) for host in self.hosts if member not in host)
 
     def relayed(self, member: int) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def decode(raw: bytes, *, allow_pickle: bool = False) -> Any:
     if not allow_pickle:
         msg = (
             "a rank sent a pickled object: pass allow_pickle=True on this rank as well, if you "
-            "trust the rank that sent it (unpickling runs code)"
+            "trust the rank that sent it (unpickling can run any code)"
         )
         raise ConfigError(msg)
     try:

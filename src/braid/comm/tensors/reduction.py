@@ -58,8 +58,7 @@ def identity(op: str, x: torch.Tensor) -> torch.Tensor:
     if op == "product":
         return torch.ones_like(x)
     msg = (
-        f"an exclusive scan needs op sum, product, bor or bxor, got {op!r}, which has no result "
-        "for rank 0"
+        f"an exclusive scan has no result for rank 0 with op {op!r}: use sum, product, bor or bxor"
     )
     raise ConfigError(msg)
 

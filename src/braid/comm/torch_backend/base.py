@@ -203,7 +203,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         return PendingWork(work, outputs, self, source)
 
     def finish_later(self, work: Started, future: WorkFuture, /) -> None:
-        """Finish a future when its work has ended, even if no thread waits for it."""
+        """Complete a future when its collective has ended, even if no thread waits for it."""
         if self.ended:  # all operations of the group have ended as well
             future.finish()
         elif inside_backward():

@@ -38,7 +38,7 @@ _AllreduceOptions: Any = c10d.AllreduceOptions
 
 
 class Collectives(BaseProcessGroup):
-    """Collectives of a process group."""
+    """Collectives of a process group, with the signatures of torch's backends (`opts` too)."""
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce one tensor in place."""

@@ -154,8 +154,8 @@ class Foreign:
         if device_type in {"cpu", "cuda"} and dist.is_gloo_available():
             return _KINDS.GLOO, c10d.ProcessGroupGloo(store, rank, size, timeout=self.timeout)
         msg = (
-            f"a tensor is on {device_type!r}, for which torch has no backend here: move it to "
-            "the CPU, or install the package of the backend"
+            f"a tensor is on device {device_type!r}, but torch has no communication backend for "
+            "it on this machine: move it to the CPU, or install the package of the backend"
         )
         raise ConfigError(msg)
 

@@ -119,8 +119,8 @@ class BraidProcessGroup(Collectives):
         order, size = sorted(set(ranks)), self._group.size
         if not order or len(order) != len(ranks) or not 0 <= order[0] <= order[-1] < size:
             msg = (
-                f"ranks of a new group must be distinct ranks out of 0..{size - 1}, got "
-                f"{list(ranks)}"
+                f"ranks of a new group must be different and from 0 to {size - 1}, got "
+                f"{list(ranks)}: list each rank once"
             )
             raise ConfigError(msg)
         if self.rank() not in order:

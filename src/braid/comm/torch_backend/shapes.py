@@ -80,14 +80,14 @@ def rows(x: torch.Tensor, like: torch.Tensor, size: int) -> Parts:
 
 
 def divided(x: torch.Tensor, like: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an input of `size` parts and the result for one part, both flat if possible.
+    """Return an input for `size` ranks and the result of one rank, both flat if possible.
 
     The input is copied if it is not contiguous.
     """
     if x.numel() != size * like.numel():
         msg = (
-            f"input of shape {list(x.shape)} does not have {size} x {like.numel()} elements, "
-            f"as a result of shape {list(like.shape)} needs: make it {size} times as large"
+            f"input of shape {list(x.shape)} must have {size} x {like.numel()} elements for "
+            f"results of shape {list(like.shape)}: make it {size} times as large"
         )
         raise ConfigError(msg)
     like = like.detach()
@@ -97,7 +97,7 @@ def divided(x: torch.Tensor, like: torch.Tensor, size: int) -> tuple[torch.Tenso
 
 
 def cut(x: torch.Tensor, splits: Sequence[int], size: int) -> Parts:
-    """Return one piece of dim 0 per rank, with the lengths in `splits`; equal if it is empty."""
+    """Split dim 0 into one tensor per rank with the lengths `splits`; equal lengths if empty."""
     x = x.detach()
     if len(splits):
         return list(torch.split(x, list(splits)))
@@ -115,7 +115,7 @@ def flat_outputs(outputs: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def by_input(output_lists: Any, inputs: Sequence[torch.Tensor], size: int) -> list[list[Any]]:
-    """Return lists of outputs with one list per input, from one list per rank or per input.
+    """Return outputs as one list per input, from outputs as one list per rank or per input.
 
     If both fit (equal numbers of inputs and ranks, all of one shape), the lists are one per rank.
 
@@ -164,5 +164,5 @@ def reduction(op: Any) -> Reduction:
         return known
     if getattr(op, "op", op) == _KINDS.PREMUL_SUM:
         return Reduction("sum", op.factor if hasattr(op, "factor") else op.__getstate__()[1])
-    msg = f"reduction {op!r} is unknown: choose out of {', '.join(_NAMES)}, premul_sum"
+    msg = f"reduction {op!r} is unknown: choose one of {', '.join(_NAMES)}, premul_sum"
     raise ConfigError(msg)

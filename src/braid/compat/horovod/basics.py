@@ -67,8 +67,8 @@ def init(
     if comm is not None and not isinstance(comm, Group) and list(comm) not in ([], everybody):
         stop()
         msg = (
-            f"comm must be None, a Group or all ranks {everybody}, got {comm!r}: use "
-            "process_sets for operations among some ranks"
+            f"comm must be None, a Group or all ranks {everybody}, got {comm!r}: pass "
+            "process_sets= for operations among some ranks"
         )
         raise ConfigError(msg)
     try:

@@ -66,8 +66,8 @@ class SessionMember:
         if self._engine is None:
             msg = (
                 f"this rank is not in process set {self.number} "
-                f"({', '.join(map(str, self.ranks))}) and cannot use it: call the operation on the "
-                "set's ranks only"
+                f"({', '.join(map(str, self.ranks))}) so it cannot use this set: call the "
+                "operation on ranks of the set only"
             )
             raise ConfigError(msg)
         return self._engine
@@ -152,7 +152,10 @@ class Session:
             ConfigError: The process set does not exist.
         """
         if number not in self._members:
-            msg = f"process set {number} does not exist: there are {sorted(self._members)}"
+            msg = (
+                f"process set {number} does not exist: use one of {sorted(self._members)}, or "
+                "call hvd.add_process_set first"
+            )
             raise ConfigError(msg)
         return self._members[number]
 

@@ -112,8 +112,8 @@ class Parallelism:
             )
         if self.hierarchical_cp and math.prod(self.hierarchical_cp) != self.cp:
             problems.append(
-                f"hierarchical_context_parallel_sizes {list(self.hierarchical_cp)} must multiply "
-                f"to context_parallel_size {self.cp}"
+                f"hierarchical_context_parallel_sizes {list(self.hierarchical_cp)} must have the "
+                f"product context_parallel_size {self.cp}"
             )
         return problems
 
@@ -123,18 +123,18 @@ class Parallelism:
             if size % self.instances:
                 problems.append(
                     f"num_distributed_optimizer_instances={self.instances} does not divide the "
-                    f"{size} ranks of {name} parallelism"
+                    f"{size} ranks of {name} parallelism: choose a divisor"
                 )
         if self.dense.get_ranks("pp") != self.expert.get_ranks("pp"):
             problems.append(
-                f"order {self.order!r} gives pipelines {self.dense.get_ranks('pp')}, and expert "
-                f"pipelines {self.expert.get_ranks('pp')}: put pp last, or make the data "
-                "parallel sizes equal"
+                f"order {self.order!r} gives dense layers the pipelines "
+                f"{self.dense.get_ranks('pp')}, but experts {self.expert.get_ranks('pp')}: put "
+                "pp last, or make the data parallel sizes equal"
             )
         if self.hybrid_cp and dp * self.cp % 2:
             problems.append(
-                f"hybrid_context_parallel needs an even number of data x context parallel ranks, "
-                f"got {dp * self.cp}"
+                "hybrid_context_parallel needs an even number of data x context parallel ranks, "
+                f"got {dp * self.cp}: choose other parallel sizes"
             )
         return problems
 
@@ -187,6 +187,9 @@ def _chosen(name: str, choose: EmbeddingRanks, pipelines: Groups) -> Groups:
     chosen = [list(choose(list(stages))) for stages in pipelines]
     for ranks, stages in zip(chosen, pipelines, strict=True):
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(stages):
-            msg = f"{name} must return distinct ranks of the pipeline {stages}, got {ranks}"
+            msg = (
+                f"{name} must return different ranks out of the pipeline's ranks {stages}, but "
+                f"returned {ranks}"
+            )
             raise UsageError(msg)
     return chosen

@@ -44,7 +44,8 @@ class HyperCommGrid:
         problems = []
         if len(shape) != len(dim_names) or len(set(dim_names)) != len(dim_names):
             problems.append(
-                f"shape {self.shape} needs {len(shape)} different dim_names, got {self.dim_names}"
+                f"shape {self.shape} needs {len(shape)} different dim_names, one per dim, got "
+                f"{self.dim_names}"
             )
         if any(length < 1 for length in shape):
             problems.append(f"shape {self.shape} must have lengths of at least 1")
@@ -54,7 +55,7 @@ class HyperCommGrid:
         if self.size + rank_offset > world_size:
             problems.append(
                 f"shape {self.shape} from rank {rank_offset} needs {self.size + rank_offset} "
-                f"ranks, but there are {world_size}"
+                f"ranks, but the job has {world_size}: choose a smaller shape"
             )
         raise_all(problems, UsageError)
 

@@ -59,7 +59,10 @@ def check_alike(call: str, arguments: Mapping[str, object]) -> None:
             parts = (f"{v} on {_ranks(ranks_of_v)}" for v, ranks_of_v in members.items())
             problems.append(f"{name} is {' and '.join(parts)}")
     if problems:
-        msg = f"{call} was called with different arguments: {'; '.join(problems)}. Pass the same"
+        msg = (
+            f"{call} was called with different arguments: {'; '.join(problems)}. Pass the same "
+            "arguments on all ranks"
+        )
         raise UsageError(msg)
 
 
@@ -168,7 +171,8 @@ def _refuse(options: dict[str, object]) -> None:
     named = [f"{name}={value!r}" for name, value in options.items() if value]
     if named:
         msg = (
-            f"initialize_model_parallel cannot serve {', '.join(named)}: groups of braid have no "
-            "settings of NCCL, SHARP or UCC. Leave them out; NCCL reads its environment variables"
+            f"initialize_model_parallel does not support {', '.join(named)}: groups of braid "
+            "have no settings of NCCL, SHARP or UCC. Leave them out; NCCL reads its environment "
+            "variables"
         )
         raise UnsupportedError(msg)

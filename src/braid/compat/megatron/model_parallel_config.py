@@ -131,7 +131,7 @@ class ModelParallelConfig:
         ):
             problems.append(
                 "overlap_p2p_comm_warmup_flush=True needs overlap_p2p_comm=True and "
-                "batch_p2p_comm=False"
+                "batch_p2p_comm=False: set both"
             )
         raise_all(problems, UsageError)
         if self.expert_tensor_parallel_size is None:
@@ -142,7 +142,7 @@ class ModelParallelConfig:
             self.microbatch_group_size_per_vp_stage = self.pipeline_model_parallel_size
         divided = self.expert_model_parallel_size > 1 and self.tensor_model_parallel_size > 1
         if divided and not self.sequence_parallel:
-            msg = "training with expert and tensor parallelism needs sequence_parallel=True"
+            msg = "training with expert and tensor parallelism needs sequence_parallel=True: set it"
             warnings.warn(msg, stacklevel=3)
 
 
@@ -154,5 +154,5 @@ def check_served(config: Any) -> None:
         if (value := getattr(config, name, False))
     ]
     if set_options:
-        msg = f"this configuration cannot be served: {'; '.join(set_options)}"
+        msg = f"this configuration is not supported: {'; '.join(set_options)}"
         raise UnsupportedError(msg)

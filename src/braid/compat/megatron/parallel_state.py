@@ -1,8 +1,8 @@
 """`megatron.core.parallel_state`: the groups of this rank, their sizes, and its ranks in them.
 
-Groups are torch process groups of the backend "braid": see `groups`. A function that is called
-before `initialize_model_parallel` raises a GroupNotInitializedError, which is also an
-AssertionError.
+Groups are torch process groups of the backend "braid". Before `initialize_model_parallel` functions
+raise GroupNotInitializedError (an AssertionError), or return None with `check_initialized=False`.
+`with_context_parallel` adds context parallel ranks; `partial_*`: one instance of the optimizer.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def is_initialized() -> bool:
 
 def is_unitialized() -> bool:
     """Return whether no groups exist; deprecated."""
-    warnings.warn("use is_initialized instead of is_unitialized", DeprecationWarning, stacklevel=2)
+    warnings.warn("is_unitialized: use is_initialized instead", DeprecationWarning, stacklevel=2)
     return not STATE.initialized
 
 
@@ -181,7 +181,7 @@ def get_all_ranks() -> str:
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
     """Return the buffers that are reused by name."""
     if STATE.buffer is None:
-        msg = "global memory buffer is not initialized: call initialize_model_parallel first"
+        msg = "the global memory buffer is not initialized: call initialize_model_parallel first"
         raise GroupNotInitializedError(msg)
     return STATE.buffer
 
@@ -232,7 +232,7 @@ def get_amax_reduction_group(
 def _data_kind(*, with_cp: bool, partial: bool, all_gather: bool = False) -> str:
     if not with_cp:
         if partial:
-            msg = "partial_data_parallel=True needs with_context_parallel=True"
+            msg = "partial_data_parallel=True needs with_context_parallel=True: pass both"
             raise UsageError(msg)
         return "dp"
     if partial:
@@ -370,7 +370,7 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Set the current stage of this rank; deprecated: pass `vp_stage`."""
-    msg = "pass vp_stage to is_pipeline_first_stage and others instead of setting it for all"
+    msg = "this function is deprecated: pass vp_stage to is_pipeline_first_stage and others"
     warnings.warn(msg, DeprecationWarning, stacklevel=2)
     STATE.virtual_rank = rank
 
@@ -381,7 +381,7 @@ def _is_virtual_stage(wanted: int, vp_stage: int | None) -> bool:
         return True
     if vp_stage is None:
         msg = (
-            f"vp_stage must be passed, since this rank has {STATE.virtual_size} stages: 0 to "
+            f"this rank has {STATE.virtual_size} virtual stages: pass vp_stage from 0 to "
             f"{STATE.virtual_size - 1}"
         )
         raise UsageError(msg)
@@ -471,7 +471,7 @@ def get_expert_data_parallel_group(
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
     """Return the group of ranks with the same experts; deprecated."""
-    msg = "use get_expert_data_parallel_group instead of get_data_modulo_expert_parallel_group"
+    msg = "get_data_modulo_expert_parallel_group is deprecated: use get_expert_data_parallel_group"
     warnings.warn(msg, DeprecationWarning, stacklevel=2)
     return STATE.group(_expert_data_kind(partial=partial_expert_data_parallel))
 

@@ -58,7 +58,7 @@ class RankGenerator:
         """Return which kinds of an order are in a token such as `tp-dp`."""
         kinds = order.split("-")
         if unknown := [kind for kind in token.split("-") if kind not in kinds]:
-            msg = f"{', '.join(unknown)} is not in the order {order}"
+            msg = f"{', '.join(unknown)} is not in the order {order}: add it, or set its size to 1"
             raise UsageError(msg)
         return [kind in token.split("-") for kind in kinds]
 
@@ -83,11 +83,14 @@ def generate_masked_orthogonal_rank_groups(
     """
     problems = []
     if len(mask) != len(parallel_size):
-        problems.append(f"parallel_size has {len(parallel_size)} dims, but mask has {len(mask)}")
+        problems.append(
+            f"parallel_size has {len(parallel_size)} entries, but mask has {len(mask)}: pass one "
+            "boolean per entry"
+        )
     if math.prod(parallel_size) != world_size:
         problems.append(
-            f"parallel_size {list(parallel_size)} has {math.prod(parallel_size)} ranks, and the "
-            f"world {world_size}: make them equal"
+            f"parallel_size {list(parallel_size)} has {math.prod(parallel_size)} ranks, but "
+            f"world_size is {world_size}: make the two equal"
         )
     raise_all(problems, UsageError)
     names = [f"dim{number}" for number in range(len(mask))]

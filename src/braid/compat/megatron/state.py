@@ -60,7 +60,7 @@ class GlobalMemoryBuffer:
     def get_tensor(
         self, tensor_shape: tuple[int, ...], dtype: torch.dtype, name: str
     ) -> torch.Tensor:
-        """Return a tensor with a shape; it shares memory with earlier ones of the same name."""
+        """Return a tensor that shares memory with earlier tensors of the same name and dtype."""
         count = torch.Size(tensor_shape).numel()
         known = self.buffer.get((name, dtype))
         if known is None or known.numel() < count:
@@ -103,7 +103,7 @@ class ParallelState:
         if self.initialized:
             msg = (
                 "model parallel groups are initialized already: call destroy_model_parallel() "
-                "before initialize_model_parallel is called again"
+                "before you call initialize_model_parallel again"
             )
             raise UsageError(msg)
         rank, every = dist.get_rank(), list(range(dist.get_world_size()))
@@ -139,7 +139,7 @@ class ParallelState:
             return
         name = NAMES.get(kind, kind)
         if self.initialized:
-            msg = f"{name}: this rank has none. {REASONS.get(kind, 'It was not requested')}"
+            msg = f"this rank has no {name}. {REASONS.get(kind, 'It was not requested')}"
         else:
             msg = (
                 f"{name} is not initialized: call parallel_state.initialize_model_parallel(...) "

@@ -59,7 +59,13 @@ def part_size(name: str, length: int, size: int) -> int:
 def get_tensor_model_parallel_group_if_none(
     tp_group: Any, is_expert: bool = False, check_initialized: bool = True
 ) -> Any:
-    """Return `tp_group`, or the tensor parallel group when None."""
+    """Return `tp_group`, or the tensor parallel group when None.
+
+    Args:
+        tp_group: Process group of the tensor parallel ranks.
+        is_expert: Whether the group of experts replaces None.
+        check_initialized: Whether to raise an error if no such group exists; else return None.
+    """
     if tp_group is not None:
         return tp_group
     if is_expert:
@@ -78,5 +84,10 @@ def get_pg_rank(group: Any = None) -> int:
 
 
 def tensor_group(tp_group: Any = None, *, is_expert: bool = False) -> Group:
-    """Return the braid group of `tp_group`, or of the tensor parallel group when None."""
+    """Return braid's group for `tp_group`, or for the tensor parallel group when None.
+
+    Args:
+        tp_group: Process group of the tensor parallel ranks.
+        is_expert: Whether the group of experts replaces None.
+    """
     return braid_group(get_tensor_model_parallel_group_if_none(tp_group, is_expert))

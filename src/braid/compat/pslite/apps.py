@@ -1,6 +1,9 @@
 """`KVWorker`, `KVServer` and `SimpleApp` with PS-Lite's names.
 
 Keys and values are tensors, arrays or lists; pulled values are written into tensors or arrays.
+`lens` has the number of values of each key. `cmd` is a number that the server's handler receives.
+`cb` is called without arguments when a request is answered. Requests with a larger `priority` are
+sent first.
 
 Source: PS-Lite, `include/ps/kv_app.h` and `include/ps/simple_app.h`.
 """

@@ -98,9 +98,13 @@ class Environment:
             resend_s = reader.number("PS_RESEND_TIMEOUT", 1e3 * DEFAULT_RESEND_S) / 1e3
         drop = reader.number("PS_DROP_MSG", 0.0) / 100
         if not 0 <= drop < 1:
-            reader.problems.append(f"PS_DROP_MSG is a percentage below 100, got {100 * drop:g}")
+            reader.problems.append(
+                f"PS_DROP_MSG must be a percentage from 0 to below 100, got {100 * drop:g}"
+            )
         if drop and resend_s is None:
-            reader.problems.append("PS_DROP_MSG loses requests permanently unless PS_RESEND is 1")
+            reader.problems.append(
+                "PS_DROP_MSG needs PS_RESEND=1, as dropped requests are otherwise lost"
+            )
         launched = bool(environ.get(SERVERS)) and bool(environ.get("RANK"))
         role = "" if launched else environ.get("DMLC_ROLE", "")
         if not launched and role not in ROLES:
@@ -149,7 +153,7 @@ class _PSLiteReader:
     def text(self, name: str) -> str:
         value = self._environ.get(name, "")
         if not value:
-            self.problems.append(f"{name} is missing")
+            self.problems.append(f"{name} is not set")
         return value
 
     def count(self, name: str) -> int:

@@ -125,19 +125,32 @@ _POSTOFFICE = Postoffice()
 
 
 def StartAsync(customer_id: int = 0, argv0: str | None = None) -> None:
-    """Start the node of this process from the environment; wait until all nodes have joined."""
+    """Start the node of this process from the environment; wait until all nodes have joined.
+
+    Args:
+        customer_id: Number of the customer in this process; the first starts the node.
+        argv0: No effect.
+    """
     del argv0
     PROCESS.start(customer_id, with_barrier=False)
 
 
 def Start(customer_id: int = 0, argv0: str | None = None) -> None:
-    """Start the node of this process, and wait until all nodes have called `Start`."""
+    """Start the node of this process, and wait until all nodes have called `Start`.
+
+    See `StartAsync` for the arguments.
+    """
     del argv0
     PROCESS.start(customer_id, with_barrier=True)
 
 
 def Finalize(customer_id: int = 0, do_barrier: bool = True) -> None:
-    """Wait for the requests of a customer; customer 0 waits for all nodes, and ends the node."""
+    """Wait for the requests of a customer; customer 0 also ends the node.
+
+    Args:
+        customer_id: Number of the customer in this process.
+        do_barrier: Whether customer 0 waits for all nodes before it ends the node.
+    """
     PROCESS.finalize(customer_id, with_barrier=do_barrier)
 
 

@@ -80,8 +80,8 @@ class GPipe(DevicePipeline):
         stage_devices = _devices(len(numbers)) if devices is None else list(devices)
         if len(stage_devices) < len(numbers):
             msg = (
-                "too few devices to hold given partitions "
-                f"(devices: {len(stage_devices)}, partitions: {len(numbers)})"
+                f"too few devices to hold given partitions (devices: {len(stage_devices)}, "
+                f"partitions: {len(numbers)}): pass one device per partition"
             )
             raise IndexError(msg)
         super().__init__(
@@ -148,8 +148,8 @@ class GPipe(DevicePipeline):
 def _check_balance(balance: Sequence[int], num_layers: int) -> None:
     if num_layers != sum(balance):
         msg = (
-            "module and sum of balance have different length "
-            f"(module: {num_layers}, sum of balance: {sum(balance)})"
+            f"module and sum of balance have different length (module: {num_layers}, sum of "
+            f"balance: {sum(balance)}): give each layer to one partition"
         )
         raise BalanceError(msg)
     if any(number <= 0 for number in balance):

@@ -70,7 +70,10 @@ class Batch:
                 value = value[0]
             kind = torch.Tensor if self.atomic else tuple
             if not isinstance(value, kind):
-                msg = f"batch[:] takes a {kind.__name__} as before, got {type(value).__name__}"
+                msg = (
+                    f"batch[:] must be assigned a {kind.__name__}, as the batch has, got "
+                    f"{type(value).__name__}"
+                )
                 raise TypeError(msg)
             self.value = value
 

@@ -67,7 +67,7 @@ class Strike(msgspec.Struct, frozen=True):
 
 
 class FaultAccount(msgspec.Struct, frozen=True):
-    """Consequences of one fault: its cause in the log, and the time to recover.
+    """Consequences of one injected fault: the logged cause, and the time to recover.
 
     Attributes:
         strike: The fault; its kind is `none` for a rank that the launcher has named without one.

@@ -186,8 +186,8 @@ def _run_words(options: ChaosOptions, arguments: Sequence[str]) -> tuple[list[st
     words = list(arguments[:index])
     if _value(words, "--min-ranks") is None:
         msg = (
-            "the run would end with the first rank that dies: add --min-ranks, as in braid chaos "
-            "run -n 3 --min-ranks 2 train.py, where train.py trains with braid.elastic"
+            "the run would end when the first rank dies: add --min-ranks, as in braid chaos run "
+            "-n 3 --min-ranks 2 train.py, where train.py trains with braid.elastic"
         )
         raise ConfigError(msg)
     log_dir = _value(words, "--log-dir")
@@ -296,7 +296,8 @@ class _Strikes:
         """
         if self._run is None or not self._run.events:
             msg = (
-                f"the run has not started (exit {self._process.returncode}): read its message above"
+                f"the run did not start (exit code {self._process.returncode}): see its message "
+                "above"
             )
             raise ConfigError(msg)
         run = self._run

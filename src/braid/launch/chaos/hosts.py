@@ -45,11 +45,11 @@ class NamespaceHosts(AbstractContextManager["NamespaceHosts"]):
 
     def _problem(self) -> str:
         if os.geteuid() != 0:
-            return "this needs root"
+            return "root privileges are missing: run the command as root"
         if shutil.which("ip") is None:
-            return "this needs the command ip (Debian: apt install iproute2)"
+            return "the command ip is missing: install it (Debian: apt install iproute2)"
         if not 0 < len(set(self.names)) == len(self.names) <= MOST_HOSTS:
-            return f"there are 1 to {MOST_HOSTS} hosts with different names, got {self.names}"
+            return f"names must be 1 to {MOST_HOSTS} different host names, got {self.names}"
         return ""
 
     def __enter__(self) -> NamespaceHosts:

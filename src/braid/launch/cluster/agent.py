@@ -291,7 +291,7 @@ class _Agent(AbstractContextManager["_Agent"]):
             try:
                 os.chdir(greeting.cwd)
             except OSError as exc:
-                problem = f"has no directory {greeting.cwd} to run in: {exc.strerror}"
+                problem = f"cannot run in the directory {greeting.cwd}: {exc.strerror}"
         assert self._secret is not None
         self._probe_listener = ProbeListener(
             self._node, interfaces(), self._run_id, self._secret, self._clock

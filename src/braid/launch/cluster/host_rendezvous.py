@@ -243,8 +243,8 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
         num_nodes = self._where.meeting.num_nodes
         if hello.num_nodes != num_nodes:
             return (
-                f"expected --nnodes {num_nodes} as on node 0, got --nnodes {hello.num_nodes} on "
-                f"node {node}"
+                f"node 0 has --nnodes {num_nodes}, but node {node} has --nnodes "
+                f"{hello.num_nodes}: use one number on all nodes"
             )
         if not 0 < node < num_nodes:
             return f"--node-rank must be 1 to {num_nodes - 1}, got {node}"
@@ -252,11 +252,15 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
             first = self._state.hello_of(node)
             other = f"{first.hostname} (pid {first.pid})" if first is not None else "another node"
             return (
-                f"two nodes have --node-rank {node}: {other} and {hello.hostname} (pid {hello.pid})"
+                f"two nodes have --node-rank {node}, {other} and {hello.hostname} (pid "
+                f"{hello.pid}): give each its own number"
             )
         if hello.command != self._job.command:
             ours, theirs = " ".join(self._job.command), " ".join(hello.command)
-            return f"the command differs: `{ours}` on node 0, `{theirs}` on node {node}"
+            return (
+                f"commands differ, use the same on all nodes: `{ours}` on node 0, `{theirs}` on "
+                f"node {node}"
+            )
         names = {agent.name for agent in self._agents.values()}
         agent.name = hello.hostname if hello.hostname not in names else f"{hello.hostname}#{node}"
         self._admit(agent, hello)
@@ -267,7 +271,7 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
         assert agent.hello is not None
         if agent.node not in self._state.missing:
             return (
-                f"node {agent.node} is not one of the {len(where.hosts)} nodes, or is there twice"
+                f"node {agent.node} is not one of the {len(where.hosts)} nodes, or has joined twice"
             )
         agent.name = where.hosts[agent.node].name
         agent.explain = where.starter.why_lost

@@ -108,8 +108,8 @@ def assign(hosts: Sequence[Host], num_ranks: int | None = None) -> tuple[RankPla
     if not 1 <= wanted <= slots:
         listed = ",".join(map(str, hosts))
         msg = (
-            f"-n {wanted} does not fit {listed}, with slots for 1 to {slots} ranks: name more "
-            "hosts or slots"
+            f"-n {wanted} does not match {listed}, with slots for 1 to {slots} ranks: lower -n, "
+            "or name more hosts or slots"
         )
         raise ConfigError(msg)
     places: list[RankPlace] = []
@@ -124,7 +124,7 @@ def _item(item: str, where: str, problems: list[str]) -> Host:
     if ":" in item and not item.endswith("]"):
         name, _, slots = item.rpartition(":")
     if not item:
-        problems.append(f"{where} has an empty item")
+        problems.append(f"{where} has an empty entry: remove a comma")
     elif NAME.fullmatch(name) is None:
         problems.append(f"{where}: {name!r} is not the name of a host")
     elif SLOTS.fullmatch(slots) is None:

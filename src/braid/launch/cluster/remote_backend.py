@@ -188,7 +188,7 @@ class RemoteBackend:
         return rank
 
     def reap(self) -> None:
-        """Do nothing: an agent's loss is noticed at the end of its stream, not of its process."""
+        """Do nothing: an agent's loss is detected by its closed connection."""
 
     def poll(self) -> None:
         """Send the stack requests that are due, and refuse late launchers."""
@@ -259,7 +259,9 @@ class RemoteBackend:
     def _refuse_late(self, agent: AgentHandle) -> str:
         node = agent.hello.node_rank if agent.hello is not None else None
         names = ", ".join(agent.name for agent in self._agents.values())
-        return f"node {node} is late: the job has started on {names}; start all nodes again"
+        return (
+            f"node {node} came too late, as the job already runs on {names}: start all nodes again"
+        )
 
 
 def _ignore(*args: object) -> None:

@@ -184,7 +184,7 @@ def _words(text: str, option: str) -> list[str]:
     try:
         words = shlex.split(text)
     except ValueError as exc:
-        msg = f"{option} cannot be split into words: {exc}, got {text!r}"
+        msg = f"{option} {text!r} cannot be split into words ({exc}): check its quotes"
         raise ConfigError(msg) from exc
     if not words:
         msg = f"{option} must be a command, got {text!r}"

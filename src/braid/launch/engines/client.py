@@ -104,7 +104,7 @@ class EngineClient(AbstractContextManager["EngineClient"]):
                 start_new_session=True,  # the launcher forwards Ctrl-C
             )
         except OSError as exc:
-            msg = f"cannot start the client of {engine}: {exc.strerror}"
+            msg = f"cannot start the program that asks {engine} for nodes: {exc.strerror}"
             raise ConfigError(msg) from exc
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
@@ -172,8 +172,9 @@ class EngineClient(AbstractContextManager["EngineClient"]):
                     notice_s = math.inf
                     notice(f"waiting for nodes of {self.engine}: {self.last_line or 'no answer'}")
         msg = (
-            f"{self.engine} has given no nodes within {limit_s:g} s: "
-            f"{self.last_line or 'no answer'}. Ask for less, or wait longer with --rdzv-timeout"
+            f"{self.engine} has provided no nodes within {limit_s:g} s: "
+            f"{self.last_line or 'no answer'}. Ask for fewer ranks or resources, or wait longer "
+            "with --rdzv-timeout"
         )
         raise ConfigError(msg)
 

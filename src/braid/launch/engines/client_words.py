@@ -106,7 +106,7 @@ class ClientWords(dict[str, str]):
 
 
 def run_client(engine: str, main: Callable[[Sequence[str]], int]) -> int:
-    """Run a client as a program: its problem is the last line that it prints."""
+    """Run the function `main` as a program; its last printed line describes an error."""
     try:
         return main(sys.argv[1:])
     except ConfigError as exc:

@@ -64,7 +64,10 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
             return self.node
         if environ.get(TASK, "").isdecimal():
             return int(environ[TASK])
-        msg = f"this node has no number: {TASK} is not set"
+        msg = (
+            f"the number of this node is unknown, because {TASK} is not set: start it with "
+            "`braid run --on ...`"
+        )
         raise ConfigError(msg)
 
     def for_node(self, node: int) -> Invitation:
@@ -85,7 +88,10 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.json.decode(line, type=cls)
         except msgspec.MsgspecError as exc:
-            msg = "this agent was not invited on its stdin: start it with `braid run --on ...`"
+            msg = (
+                "this process was not started by braid: it got no instructions on stdin: start "
+                "it with `braid run --on ...`"
+            )
             raise ConfigError(msg) from exc
 
 

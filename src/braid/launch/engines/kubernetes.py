@@ -131,15 +131,18 @@ class KubernetesManifest:
         problems = []
         if NAME.fullmatch(self.name) is None:
             problems.append(
-                f"the name must be at most 48 small letters, digits and dashes, got {self.name!r}"
+                "the name must have at most 48 lower-case letters, digits and dashes, got "
+                f"{self.name!r}"
             )
         if not self.image or not self.command:
-            problems.append("an image and a script are needed")
+            problems.append("a container image or a script is missing: pass both")
         if self.nodes < 1 or self.ranks_per_node < 1 or self.gpus < 0:
             problems.append("nodes and ranks must be at least 1, GPUs at least 0")
         most = self.nodes * self.ranks_per_node
         if not 0 <= self.min_ranks <= most:
-            problems.append(f"--min-ranks must be 0 to all {most} ranks, got {self.min_ranks}")
+            problems.append(
+                f"--min-ranks must be from 0 to the number of ranks, {most}, got {self.min_ranks}"
+            )
         for what, quantity in (("processors", self.cpus), ("memory", self.memory)):
             if quantity and QUANTITY.fullmatch(quantity) is None:
                 problems.append(f"{what} must be such as 4, 500m or 16Gi, got {quantity!r}")

@@ -43,7 +43,10 @@ def find_mpirun() -> tuple[str, str]:
     """
     program = next((path for path in map(shutil.which, PROGRAMS) if path), None)
     if program is None:
-        msg = f"MPI is not installed here: neither {' nor '.join(PROGRAMS)} is on PATH"
+        msg = (
+            f"MPI is not installed here: neither {' nor '.join(PROGRAMS)} is on PATH. Install "
+            "Open MPI or MPICH"
+        )
         raise ConfigError(msg)
     answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     text = answer.stdout + answer.stderr
@@ -52,7 +55,10 @@ def find_mpirun() -> tuple[str, str]:
     if "HYDRA" in text or "Intel(R) MPI" in text:
         return program, MPICH
     first = (text.strip().splitlines() or ["nothing"])[0]
-    msg = f"{program} is neither Open MPI nor MPICH: its --version is {first!r}"
+    msg = (
+        f"{program} is neither Open MPI nor MPICH, its --version prints {first!r}: put one of "
+        "the two on PATH"
+    )
     raise ConfigError(msg)
 
 

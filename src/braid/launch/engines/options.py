@@ -42,7 +42,7 @@ class EngineOptions:
             msg = f"--on must be one of {', '.join(CLIENTS)}, got {self.engine!r}"
             raise ConfigError(msg)
         if any(word.startswith("--num-ranks") for word in self.words):
-            msg = "the number of ranks is -n, not an option of the engine: leave --num-ranks out"
+            msg = "-n sets the number of ranks, not an option of the engine: leave --num-ranks out"
             raise ConfigError(msg)
         if self.num_ranks is not None and self.num_ranks < 1:
             msg = f"-n must be at least 1, got {self.num_ranks}"

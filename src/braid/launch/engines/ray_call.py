@@ -25,7 +25,9 @@ def main() -> int:
     """Call the function; an exception ends this rank as it would end a script."""
     place = os.environ.get(CALL, "")
     if not place:
-        msg = f"{CALL} is not set: this program is started by braid.launch.ray.run"
+        msg = (
+            f"{CALL} is not set: do not start this program yourself, braid.launch.ray.run starts it"
+        )
         raise ConfigError(msg)
     fn, args, kwargs = pickle.loads(Path(place, "call").read_bytes())  # noqa: S301 - of this job
     result = Path(place, f"result.{os.environ['RANK']}")

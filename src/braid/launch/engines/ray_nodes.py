@@ -63,8 +63,9 @@ def place(
             for _, n in room
         )
         msg = (
-            f"Ray has room for {total} ranks of {asked}, asked for {num_ranks or 'at least one'}: "
-            f"free are {free or 'no nodes'}. Ask for less with -n or --resources, or wait"
+            f"Ray has resources for {total} ranks of {asked}, but the job needs "
+            f"{num_ranks or 'at least one'}: free are {free or 'no nodes'}. Lower -n or "
+            "--resources, or wait"
         )
         raise ConfigError(msg)
     counts = [0] * len(room)

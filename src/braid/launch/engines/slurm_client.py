@@ -62,7 +62,9 @@ def allocated(environ: Mapping[str, str], num_ranks: int = 0) -> tuple[Host, ...
     wanted = num_ranks or sum(slots)
     if not names or wanted > sum(slots):
         has = ", ".join(map(str, map(Host, names, slots))) or "no nodes"
-        msg = f"the allocation has {sum(slots)} tasks on {has}, asked for {wanted}: ask for less"
+        msg = (
+            f"the allocation has {sum(slots)} tasks on {has}, but the job needs {wanted}: lower -n"
+        )
         raise ConfigError(msg)
     hosts = []
     for name, count in zip(names, slots, strict=True):
@@ -95,8 +97,8 @@ def main(words: Sequence[str]) -> int:
         _allocate(options.num_ranks or 1, options.rest)
     elif options.rest:
         msg = (
-            f"inside of Slurm job {os.environ['SLURM_JOB_ID']} its own nodes are used: leave "
-            f"{' '.join(options.rest)} out"
+            f"inside of Slurm job {os.environ['SLURM_JOB_ID']} braid uses the nodes of this job: "
+            f"leave {' '.join(options.rest)} out"
         )
         raise ConfigError(msg)
     hosts = allocated(os.environ, options.num_ranks)
@@ -133,11 +135,14 @@ def _allocate(num_ranks: int, words: Sequence[str]) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as exc:
-        msg = f"Slurm does not answer within {TEST_LIMIT_S:g} s: is slurmctld up? See `sinfo`"
+        msg = (
+            f"Slurm does not answer within {TEST_LIMIT_S:g} s: check with `sinfo` that slurmctld "
+            "runs"
+        )
         raise ConfigError(msg) from exc
     if test.returncode:
         why = (test.stderr.strip().splitlines() or ["it gives no reason"])[-1]
-        msg = f"Slurm refuses {' '.join(asked)}: {why}. Free are {_free()}"
+        msg = f"Slurm refused {' '.join(asked)}: {why}. Ask for less. Free are {_free()}"
         raise ConfigError(msg)
     argv = ["salloc", *asked, sys.executable, "-m", SELF, f"--num-ranks={num_ranks}"]
     os.execvp(argv[0], argv)  # noqa: S606 - salloc gives the nodes back when its command ends

@@ -78,7 +78,7 @@ class BatchScript:
     def __post_init__(self) -> None:
         problems = []
         if not self.command:
-            problems.append("nothing to run: give a script, or -m and a module")
+            problems.append("there is no program to run: give a script, or -m and a module")
         if self.num_ranks < 1 or self.cpus < 1:
             problems.append("numbers of ranks and processors must be at least 1")
         if not 0 <= self.min_ranks <= self.num_ranks:
@@ -91,7 +91,7 @@ class BatchScript:
             problems.append("options must be on one line")
         if not re.fullmatch(r"[\w.-]+", self.name):
             problems.append(
-                f"the name may have letters, digits, dots and dashes, got {self.name!r}"
+                f"the name may contain only letters, digits, dots and dashes, got {self.name!r}"
             )
         problems += [f"{word!r} is not an option of sbatch" for word in options if word[:1] != "-"]
         raise_all(problems)

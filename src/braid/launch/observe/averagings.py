@@ -29,7 +29,7 @@ LOGGED = "log"  # event that `braid.log` records with the number of the step
 
 
 class AveragingOf(NamedTuple):
-    """The buckets of one averaging on one rank.
+    """Gradient buckets that one rank averaged in one backward.
 
     Attributes:
         number: Index of the averaging, the same on all ranks that take part in it.

@@ -23,7 +23,7 @@ _DECODER = msgspec.json.Decoder(RunEvent)
 
 
 class LiveRun:
-    """A run, as its directory shows it now.
+    """State of a run, read from its directory.
 
     Args:
         path: Directory of the run.
@@ -90,6 +90,9 @@ def latest_run(runs: Path) -> Path:
     """
     records = sorted(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
     if not records:
-        msg = f"no run found in {runs.resolve()}: give the directory that braid run has printed"
+        msg = (
+            f"no run found in {runs.resolve()}: give the directory that braid run printed when "
+            "it started"
+        )
         raise ConfigError(msg)
     return records[-1].parent

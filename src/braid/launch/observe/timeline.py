@@ -54,7 +54,7 @@ class StepKey(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Division of one step of one rank.
+    """Times of the phases of one training step on one rank.
 
     Attributes:
         key: Identity of the step.

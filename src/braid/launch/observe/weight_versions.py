@@ -41,7 +41,7 @@ class VersionRow(NamedTuple):
 
 
 def version_rows(timelines: Iterable[RankTimeline]) -> tuple[VersionRow, ...]:
-    """Return a row for each stage that has made steps on its own, by stage."""
+    """Return a row for each pipeline stage that took optimizer steps independently."""
     ages: dict[int, Counter[int]] = defaultdict(Counter)
     versions: dict[int, int] = defaultdict(int)
     ranks: dict[int, set[int]] = defaultdict(set)

@@ -106,8 +106,8 @@ class BlackBox(AbstractContextManager["BlackBox"]):
         for at, data in pieces:
             if not 0 <= at <= at + len(data) <= len(self._map):
                 msg = (
-                    f"piece of {len(data)} bytes at offset {at} does not fit into an event ring "
-                    f"of {len(self._map)} bytes"
+                    f"the {len(data)} bytes at offset {at} exceed an event ring of "
+                    f"{len(self._map)} bytes"
                 )
                 raise CommError(msg)
             self._map[at : at + len(data)] = bytes(data)

@@ -78,7 +78,7 @@ class ForkServer:
         argv: Sequence[str],
         environ: Mapping[str, str],
     ) -> ForkServer | None:
-        """Return a server for ranks like one that was started; None if it has no use.
+        """Return a server that forks further ranks like a started one; None if it is not useful.
 
         Args:
             job: Job of the rank.

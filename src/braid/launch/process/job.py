@@ -154,7 +154,9 @@ class JobSpec(RunOptions):
     def __post_init__(self) -> None:
         problems = []
         if not self.command or not self.command[0]:
-            problems.append("nothing to run: give a script, `-m module`, or `--no-python program`")
+            problems.append(
+                "there is no program to run: give a script, `-m module`, or `--no-python program`"
+            )
         if not 1 <= self.num_ranks <= MAX_RANKS:
             problems.append(f"number of ranks must be 1 to {MAX_RANKS}, got {self.num_ranks}")
         if self.port is not None and not 1 <= self.port <= 65535:
@@ -235,7 +237,7 @@ def check_command(job: JobSpec) -> None:
         if Path(name).is_file():
             msg = f"program {name} is not executable: chmod +x it"
         else:
-            msg = f"no program {name} on PATH: give its path, or extend PATH"
+            msg = f"the program {name} is not on PATH: give its path, or extend PATH"
         raise ConfigError(msg)
 
 
@@ -302,5 +304,7 @@ def _check_module(name: str, environ: Mapping[str, str]) -> None:
     paths = [str(Path.cwd()), *environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
     if top in sys.builtin_module_names or PathFinder.find_spec(top, paths) is not None:
         return
-    msg = f"no Python module {top!r}: is it installed in {sys.prefix}?"
+    msg = (
+        f"the Python module {top!r} was not found: install it in {sys.prefix}, or correct its name"
+    )
     raise ConfigError(msg)

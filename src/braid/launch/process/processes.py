@@ -89,8 +89,8 @@ class SignalInbox(AbstractContextManager["SignalInbox"]):
         if threading.current_thread() is not threading.main_thread():
             msg = (
                 "the launcher must run in the main thread, got thread "
-                f"{threading.current_thread().name}: the kernel ends ranks with the thread that "
-                "starts them. Call Supervisor.run() from the main thread"
+                f"{threading.current_thread().name}: the kernel would end all ranks with that "
+                "thread. Call Supervisor.run() from the main thread"
             )
             raise ConfigError(msg)
         self._reader, self._writer = socket.socketpair()

@@ -131,7 +131,7 @@ class RunJournal(AbstractContextManager["RunJournal"]):
         try:
             write()
         except OSError as exc:
-            text = f"cannot write to {self.log_dir}: {exc.strerror}"
+            text = f"cannot write to {self.log_dir}: {exc.strerror}; choose another --log-dir"
             if text not in self._unwritten:
                 self._unwritten.add(text)
                 self.notice(text)

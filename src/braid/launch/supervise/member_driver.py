@@ -129,7 +129,7 @@ class MemberDriver:
             self._execute(self.state.slots(num_slots))
 
     def take_place(self, rank: int) -> tuple[int, str]:
-        """Return the place of a rank that is about to be started, and its part in the run."""
+        """Return the placement of a rank to be started, and its role in the run."""
         if self._has_roles:
             is_first = rank < self._job.num_ranks
             self._place_of[rank] = rank if is_first else self._lost_roles.pop(0)

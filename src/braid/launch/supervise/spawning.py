@@ -82,6 +82,9 @@ def spawned_command(
     try:
         text = msgspec.json.encode(list(args)).decode()
     except TypeError as exc:
-        msg = f"arguments of {target} cannot be sent as JSON: {exc}; pass names or paths instead"
+        msg = (
+            f"arguments of {target} cannot be sent as JSON ({exc}): pass numbers, text, names or "
+            "paths"
+        )
         raise ConfigError(msg) from exc
     return RUNNER, target, text, *([] if results is None else [str(results.resolve())])

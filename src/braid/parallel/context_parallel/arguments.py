@@ -23,16 +23,19 @@ def check_attention(
         halves: Whether a rank's positions consist of two chunks.
     """
     if not isinstance(group, Group):
-        msg = f"the first argument must be a braid.Group, got {type(group).__name__}"  # type: ignore[unreachable]
+        msg = (  # type: ignore[unreachable]
+            f"the first argument must be a braid.Group, got {type(group).__name__}: pass "
+            'braid.mesh("cp=2")["cp"]'
+        )
         raise ConfigError(msg)
     shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in (("q", q), ("k", k), ("v", v)))
     if not q.dim() == k.dim() == v.dim() == 4:
-        msg = f"q, k and v must have the dims (batch, heads, positions, width), got {shapes}"
+        msg = f"q, k and v must have the shape [batch, heads, positions, head width], got {shapes}"
         raise ConfigError(msg)
     problems = []
     if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.is_floating_point():
         dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
-        problems.append(f"q, k and v must have one floating-point dtype, got {dtypes}")
+        problems.append(f"q, k and v must have the same floating-point dtype, got {dtypes}")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         problems.append("q, k and v have different batch sizes")
     if not q.shape[2] == k.shape[2] == v.shape[2]:
@@ -42,8 +45,8 @@ def check_attention(
         )
     elif halves and group.size > 1 and q.shape[2] % 2:
         problems.append(
-            f"{q.shape[2]} positions cannot be an early and a late chunk of equal length: split "
-            "the sequence with split_sequence, or pass balanced=False for contiguous pieces"
+            f"{q.shape[2]} positions cannot be halved into an early and a late chunk: split the "
+            "sequence with split_sequence, or pass balanced=False for contiguous pieces"
         )
     if q.shape[3] != k.shape[3]:
         problems.append("widths of queries and keys differ")

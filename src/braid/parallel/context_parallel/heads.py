@@ -122,8 +122,9 @@ def _check_heads(heads: int, kv_heads: int, size: int) -> None:
         return
     valid = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and heads % n == 0]
     msg = (
-        f"{heads} heads of queries and {kv_heads} of keys and values cannot be divided over {size} "
-        f"ranks; valid: {', '.join(map(str, valid))}. ring_attention has no such limit"
+        f"{heads} query heads and {kv_heads} key-value heads cannot be divided over {size} "
+        f"ranks; valid numbers of ranks: {', '.join(map(str, valid))}. Choose one, or use "
+        "ring_attention, which has no such limit"
     )
     raise ConfigError(msg)
 

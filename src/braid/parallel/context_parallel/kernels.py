@@ -171,7 +171,7 @@ def kernel_for(q: torch.Tensor, v: torch.Tensor) -> Kernel:
 def merge(
     out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor
 ) -> None:
-    """Add a block of further keys to an output and its logsumexp, in place."""
+    """Merge the attention to another block of keys into an output and its logsumexp."""
     total = torch.logaddexp(lse, block_lse)
     out.mul_((lse - total).exp().unsqueeze(-1))
     out.addcmul_(block_out.to(out.dtype), (block_lse - total).exp().unsqueeze(-1))

@@ -39,7 +39,7 @@ def mean_over_sequence(
     if included is not None and included.shape != losses.shape:
         msg = (
             f"losses of shape {list(losses.shape)} and included of shape {list(included.shape)} "
-            "must have the same shape"
+            "must have the same shape: pass one boolean per loss"
         )
         raise ConfigError(msg)
     included_losses = losses if included is None else losses.masked_fill(~included, 0)

@@ -181,13 +181,15 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
         present = {n: dim for n, dim in self._inputs.items() if values.get(n) is not None}
         if not set(present) - {"position_ids"}:
             msg = (
-                f"{type(model).__name__} was called without a sequence to divide: pass one of "
+                f"{type(model).__name__} was called without a sequence to shard: pass one of "
                 f"{', '.join(self._inputs)}"
             )
             raise ConfigError(msg)
         lengths = {name: values[name].shape[dim] for name, dim in present.items()}
         if len(set(lengths.values())) > 1:
-            msg = f"inputs have sequences of different lengths: {lengths}"
+            msg = (
+                f"inputs have sequences of different lengths: {lengths}: pass inputs of one length"
+            )
             raise ConfigError(msg)
         (length,) = set(lengths.values())
         if self._adapter is not None:
@@ -205,7 +207,7 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
         if not self._num_calls:
             msg = (
                 f"{type(model).__name__} has not called torch's scaled_dot_product_attention, so "
-                "no position has attended to other ranks: use attention that does "
+                "attention did not cover other ranks: use attention that calls it "
                 '(attn_implementation="sdpa" for models of transformers)'
             )
             raise ConfigError(msg)
@@ -229,14 +231,17 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
         problems = []
         if attn_mask is not None:
             problems.append(
-                f"a mask of shape {list(attn_mask.shape)} is not supported, only causal attention "
-                "(is_causal=True) and attention without a mask"
+                f"a mask of shape {list(attn_mask.shape)} is not supported, only causal "
+                "attention (is_causal=True) and attention without a mask: leave the mask out"
             )
         if dropout_p:
-            problems.append(f"dropout of attention is not supported, got {dropout_p}: set it to 0")
+            problems.append(
+                f"dropout of attention is not supported, got {dropout_p}: set dropout_p to 0"
+            )
         if key.shape[1] != query.shape[1] and not options.get("enable_gqa"):
             problems.append(
-                f"{query.shape[1]} heads of queries and {key.shape[1]} of keys need enable_gqa=True"
+                f"{query.shape[1]} heads of queries and {key.shape[1]} of keys differ in number: "
+                "pass enable_gqa=True"
             )
         raise_all(problems)
         scale = options.get("scale")

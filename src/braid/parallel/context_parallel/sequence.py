@@ -162,7 +162,7 @@ def pad_sequence(
 
 def _length(x: torch.Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
-        msg = f"a sequence of shape {list(x.shape)} has no dim {dim}"
+        msg = f"a sequence of shape {list(x.shape)} has no dim {dim}: pass its dim of positions"
         raise ConfigError(msg)
     return x.shape[dim]
 

@@ -141,8 +141,8 @@ def _check_layers(model: nn.Module, length: int) -> None:
     layers = f"layers of {', '.join(others)}" if others else "attention"
     within = "" if is_short else f" within windows of {window} of {length} positions"
     msg = (
-        f"{type(model).__name__} has {layers}{within}, not supported: only attention to all "
-        "positions, or to all earlier ones"
+        f"{type(model).__name__} has {layers}{within}, which is not supported: use full or "
+        "causal attention"
     )
     raise ConfigError(msg)
 

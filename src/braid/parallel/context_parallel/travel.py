@@ -63,7 +63,7 @@ class Arriving(NamedTuple):
     pair: Pair
 
     def wait(self) -> Pair:
-        """Return the pair once it is received, and the other one is sent.
+        """Wait until a pair is received and this rank's pair is sent; return the received pair.
 
         Raises:
             MismatchError: The previous rank has other shapes.

@@ -55,6 +55,12 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; return the norm before scaling.
 
+    Args:
+        parameters: Parameters with averaged gradients.
+        max_norm: Largest norm of all gradients together.
+        norm_type: Order of the norm, such as 2 or infinity.
+        error_if_nonfinite: Whether to raise an error if the norm is NaN or infinite.
+
     Raises:
         ConfigError: The norm is not finite and `error_if_nonfinite` is set, or `max_norm` is
             negative.
@@ -68,7 +74,7 @@ def clip_grad_norm_(
     total = grad_norm(unique_params, norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         msg = (
-            f'norm of the gradients is {total.item()}: pass nonfinite="raise" to '
+            f'the norm of the gradients is {total.item()}: pass nonfinite="raise" to '
             "DistributedDataParallel to see which rank and parameter"
         )
         raise ConfigError(msg)

@@ -119,10 +119,9 @@ class _WarnOnce:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{cause}; the averages of all ranks contain them now. Later ones are not "
-                "reported: "
-                "choose nonfinite='raise' or 'skip' to react to them, 'ignore' if a gradient "
-                "scaler does",
+                f"{cause}; the averaged gradients of all ranks contain them now. Later steps are "
+                "not reported: choose nonfinite='raise' or 'skip' to react to them, 'ignore' if "
+                "a gradient scaler does",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -130,8 +129,8 @@ class _WarnOnce:
 
 def _raise(cause: NonFinite) -> None:
     msg = (
-        f"{cause}. Look at the batch of that rank, lower the learning rate or clip gradients; "
-        "parameters have not been changed in this step"
+        f"{cause}. Parameters have not been changed in this step: check the batch of that rank, "
+        "lower the learning rate or clip gradients"
     )
     raise NonFiniteError(msg)
 
@@ -160,8 +159,8 @@ class _Skip:
             )
         elif self._num_skipped == 1:
             warnings.warn(
-                f"{cause}; the step is skipped. Later ones are not reported, except {MANY} in a "
-                "row",
+                f"{cause}; the step is skipped. Later steps are not reported, unless {MANY} in a "
+                "row are skipped",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -218,7 +217,7 @@ class FiniteCheck:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{cause}; the averaged parameters of all ranks contain it now. Later ones are "
+                f"{cause}; the averaged parameters of all ranks contain it now. Later steps are "
                 "not reported: nonfinite='raise' stops before that, 'ignore' turns the check off",
                 RuntimeWarning,
                 stacklevel=2,

@@ -123,7 +123,10 @@ def parameters_in(params: Params) -> list[nn.Parameter]:
             raise ConfigError(msg)
         required += [param for param in members if param.requires_grad]
     if not required:
-        msg = "no parameter requires a gradient: was an iterator used twice?"
+        msg = (
+            "no parameter requires a gradient: pass model.parameters() again, an iterator can be "
+            "used only once"
+        )
         raise ConfigError(msg)
     return list(dict.fromkeys(required))
 
@@ -140,8 +143,8 @@ def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -
     ]
     if others:
         msg = (
-            f"parameters of shapes {', '.join(map(str, others[:8]))} have been unfrozen or added "
-            f"since {what} was made, and would not be exchanged: make a new {what} on all ranks"
+            f"parameters of shapes {', '.join(map(str, others[:8]))} were unfrozen or added "
+            f"after {what} was made, and would not be averaged: make a new {what} on all ranks"
         )
         raise ConfigError(msg)
 

@@ -185,8 +185,8 @@ def _check_dense(param: torch.Tensor) -> None:
     if grad is not None and grad.layout != torch.strided:
         msg = (
             f"gradient of a parameter of shape {tuple(param.shape)} has layout {grad.layout}, "
-            "and this optimizer takes dense gradients only: use torch.optim.SparseAdam or SGD "
-            "for it, or sparse=False"
+            "but this optimizer needs dense gradients: use torch.optim.SparseAdam or SGD for it, "
+            "or sparse=False"
         )
         raise ConfigError(msg)
 

@@ -276,8 +276,8 @@ class _Once(torch.autograd.Function):
     # autograd never uses a result of it
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # noqa: ARG004
         msg = (
-            "the gradient of SyncBatchNorm was differentiated, but it has no second "
-            "derivative: use BatchNorm or GroupNorm where gradients are part of the loss"
+            "SyncBatchNorm does not support second derivatives, but its gradient was "
+            "differentiated: use BatchNorm or GroupNorm where gradients are part of the loss"
         )
         raise ConfigError(msg)
 
@@ -364,8 +364,8 @@ def _check_convertible(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, LazyNorm):
             msg = (
-                f"{type(child).__name__} {name or 'itself'} does not know its number of channels "
-                "yet: call the module once before it is converted"
+                f"{type(child).__name__} {name or 'itself'} has no number of channels yet: call "
+                "the module once before conversion"
             )
             raise ConfigError(msg)
         if isinstance(child, BatchNorm) and type(child).forward not in forwards:

@@ -57,15 +57,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self.optim.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step of the inner optimizer."""
+        """Take a step of the inner optimizer; `closure` computes the loss again and returns it."""
         return self.optim.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero gradients as the inner optimizer does."""
+        """Set gradients to None, or to zero if `set_to_none` is False."""
         self.optim.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer."""
+        """Add a parameter group, a dict with `params` and options, to the inner optimizer."""
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:

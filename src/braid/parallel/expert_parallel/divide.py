@@ -52,14 +52,16 @@ def divide_experts(model: nn.Module, group: Group) -> list[str]:
     problems = []
     if not names:
         problems.append(
-            f"{type(model).__name__} has no module of experts with parameters of three dims, "
-            f"`num_experts` and forward({', '.join(ARGUMENTS)}): build its layers with "
-            "MixtureOfExperts"
+            f"{type(model).__name__} has no module of experts, that is one with parameters of "
+            f"three dims, `num_experts` and forward({', '.join(ARGUMENTS)}): build its layers "
+            "with MixtureOfExperts"
         )
     for name in names:
         module = model.get_submodule(name)
         if _is_divided(module):
-            problems.append(f"{name} is divided already")
+            problems.append(
+                f"the experts of {name} are already sharded: call this function once per model"
+            )
             continue
         problems += [f"{name}: {p}" for p in check_experts(_number(module), group.size)]
     raise_all(problems)

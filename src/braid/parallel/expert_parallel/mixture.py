@@ -76,7 +76,9 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         problems = check_experts(num_experts, group.size)
         if not 1 <= top_k <= num_experts:
-            problems.append(f"top_k must be from 1 to the {num_experts} experts, got {top_k}")
+            problems.append(
+                f"top_k must be from 1 to the number of experts, {num_experts}, got {top_k}"
+            )
         if capacity_factor is not None and not capacity_factor > 0:
             problems.append(f"capacity_factor must be positive or None, got {capacity_factor}")
         raise_all(problems)
@@ -123,7 +125,9 @@ class MixtureOfExperts(nn.Module):
         """
         problems = check_experts(self.num_experts, group.size)
         if self.group.size > 1:
-            problems.append(f"the experts are divided over {self.group.size} ranks already")
+            problems.append(
+                f"the experts are already sharded over {self.group.size} ranks: shard them once"
+            )
         raise_all(problems)
         count = self.num_experts // group.size
         for param in (self.up, self.down):
@@ -199,8 +203,8 @@ def auxiliary_loss(
     layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     if not layers:
         msg = (
-            f"{type(model).__name__} has no MixtureOfExperts, so the loss of its routers does not "
-            "exist: leave this call out"
+            f"{type(model).__name__} has no MixtureOfExperts, so it has no router loss: leave "
+            "this call out"
         )
         raise ConfigError(msg)
     terms = [load_balance * m.load_balance_loss + router_z * m.router_z_loss for m in layers]

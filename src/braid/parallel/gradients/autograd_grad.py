@@ -63,8 +63,9 @@ def refuse_grad(records: Sequence[ParamRecord]) -> None:
     for record in records:
         if record.param.requires_grad and is_returned(record.param):
             msg = (
-                f"torch.autograd.grad of {record.name!r} returns the gradient of this rank alone. "
-                "Call loss.backward() and read .grad for the average; for gradients of one rank, "
-                "use the wrapped module itself (.module), or no_sync() of a DistributedOptimizer"
+                f"torch.autograd.grad of {record.name!r} returns this rank's gradient, not the "
+                "average. Call loss.backward() and read .grad for the average; for gradients of "
+                "one rank, use the wrapped module itself (.module), or no_sync() of a "
+                "DistributedOptimizer"
             )
             raise ConfigError(msg)

@@ -166,7 +166,7 @@ class Averager:
         self._conclude(status, rank_state, has_gradients=True)
 
     def shadow(self, weight: float) -> bool:
-        """Take part in one averaging of other ranks; return False when all ranks have joined.
+        """Take part in other ranks' averaging without gradients; False when all ranks joined.
 
         Accumulated gradients of this rank take part in the first averaging; later ones use zeros.
 

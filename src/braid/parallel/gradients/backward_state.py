@@ -128,8 +128,8 @@ class BackwardState:
         if self.weights and weight not in self.weights:
             (other,) = self.weights
             msg = (
-                f"a backward reached forwards with loss weights {other} and {weight}: call "
-                "backward for each of them"
+                f"one backward covers forwards with different loss weights, {other} and "
+                f"{weight}: call backward once per forward"
             )
             raise ConfigError(msg)
         self.weights.add(weight)

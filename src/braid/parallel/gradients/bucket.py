@@ -293,7 +293,7 @@ def _late_text(name: str, is_static: bool, count: int) -> str:
         times = "once" if count == 1 else f"{count} times"
         return (
             f"{name!r} got a gradient more often than in the first step ({times}), but "
-            "static_graph=True promises the same graph in every step. Leave static_graph=True out, "
+            "static_graph=True needs the same graph in every step. Leave static_graph=True out, "
             "and checkpoint with use_reentrant=False"
         )
     return (
@@ -308,8 +308,8 @@ def dropped_text(names: Sequence[str]) -> str:
     one = len(names) == 1
     return (
         f"{'gradient' if one else 'gradients'} of {first_few(map(repr, names))} "
-        f"{'was' if one else 'were'} set to None inside of backward, before the average over ranks "
-        "was complete. If a hook on the parameter takes an optimizer's step, each rank has stepped "
-        "with its local gradients: remove the hook, wrap again and use "
-        "model.step_in_backward(lambda params: torch.optim.SGD(params, lr=...))"
+        f"{'was' if one else 'were'} set to None inside of backward, before the average over "
+        "ranks was complete. A hook that runs the optimizer there uses gradients of one rank: "
+        "remove the hook, wrap again and use model.step_in_backward(lambda params: "
+        "torch.optim.SGD(params, lr=...))"
     )

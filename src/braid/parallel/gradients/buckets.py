@@ -204,7 +204,7 @@ class Buckets:
         ]
         if wrong:
             msg = (
-                f"residuals have other shapes than their parameters ({'; '.join(wrong)}): load the "
+                f"residuals and parameters have different shapes ({'; '.join(wrong)}): load the "
                 "hook state of the same model"
             )
             raise ConfigError(msg)

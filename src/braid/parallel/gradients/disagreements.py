@@ -30,20 +30,20 @@ def requires_grad_differs(status: Status, records: Sequence[ParamRecord]) -> str
         if 0 < count < size
     ]
     return (
-        f"{first_few(differing, separator='; ')}. Freeze and unfreeze parameters on all "
-        "ranks in the same step"
+        f"{first_few(differing, separator='; ')}. Gradients differ between ranks: freeze and "
+        "unfreeze parameters on all ranks in the same step"
     )
 
 
 def hooks_differ(status: Status, ranks: Sequence[int]) -> str | None:
-    """Describe ranks without the communication hook of the others; None if all or none have one."""
+    """Describe ranks without the communication hook of other ranks; None if all are equal."""
     if len(set(status.has_hook)) == 1:
         return None
     having = [rank for rank, has in zip(ranks, status.has_hook, strict=True) if has]
     lacking = [rank for rank, has in zip(ranks, status.has_hook, strict=True) if not has]
     return (
         f"a communication hook is registered on {_ranks_text(having)} and none on "
-        f"{_ranks_text(lacking)}, so buckets do not match: call register_comm_hook with the same "
+        f"{_ranks_text(lacking)}, so ranks do not match: call register_comm_hook with the same "
         "hook on every rank, before the first backward"
     )
 
@@ -72,7 +72,10 @@ def failed_ranks(status: Status, ranks: Sequence[int], reasons: Sequence[str]) -
     """
     known = "; ".join(filter(None, reasons))
     if known:
-        return f"{known}. Gradients of this step are meaningless on every rank"
+        return (
+            f"{known}. Gradients of this step are meaningless on every rank: drop them with "
+            "zero_grad()"
+        )
     failed = [ranks[rank] for rank in status.ranks(RankState.FAILED)]
     return (
         f"an exception ended the backward of {_ranks_text(failed)} (see there), so gradients of "

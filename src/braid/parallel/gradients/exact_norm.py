@@ -40,7 +40,7 @@ GPU_CHUNK = 1 << 24  # limits the memory for squares; a GPU has no such cache
 def exact_norm(
     pieces: Iterable[torch.Tensor], groups: Sequence[Group] = (), norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Return the norm of all pieces of all ranks, as if they were one vector.
+    """Return the norm of all ranks' shards, as if they were one vector.
 
     Args:
         pieces: Pieces that this rank owns. If each begins at a multiple of BLOCK elements of its
@@ -88,7 +88,7 @@ def clip_pieces_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale pieces of gradients so that the norm of all pieces is at most `max_norm`.
+    """Scale shards of gradients so that the norm of all shards is at most `max_norm`.
 
     Args:
         pieces: Gradients that this rank counts.
@@ -113,7 +113,10 @@ def clip_pieces_(
     if not any(piece.dtype == torch.float64 for piece in scaled):
         norm = norm.float()
     if error_if_nonfinite and not bool(norm.isfinite()):
-        msg = f"norm of the gradients is {norm.item()}: look for the first layer with such values"
+        msg = (
+            f"the norm of the gradients is {norm.item()}: find the first layer with NaN or "
+            "infinite gradients"
+        )
         raise ConfigError(msg)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for piece in scaled:

@@ -97,8 +97,8 @@ class GradBucket:
         """
         if not _checked(self, tensor).is_contiguous():
             msg = (
-                f"the buffer of {self!r} must be contiguous, got strides {tensor.stride()}: call "
-                ".contiguous() before"
+                f"the buffer of {self!r} must be contiguous, got strides {tensor.stride()}: pass "
+                "tensor.contiguous()"
             )
             raise ConfigError(msg)
         flat = tensor.view(-1)
@@ -171,7 +171,7 @@ def _wait_for(future: torch.futures.Future[Any], bucket: GradBucket) -> Steps:
         if not ended.wait(FUTURE_S):
             msg = (
                 f"the future of the communication hook for {bucket!r} had no value after "
-                f"{FUTURE_S:g} s: set its result"
+                f"{FUTURE_S:g} s: call its set_result()"
             )
             raise CommTimeout(msg)
     bucket.write_result(future.wait())

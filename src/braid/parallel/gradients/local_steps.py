@@ -69,10 +69,10 @@ class LocalSteps:
         self._warned = True
         warnings.warn(
             f"parameter {record.name!r} changed after backward {num_accumulated} of "
-            f"gradient_accumulation_steps={num_steps}, with gradients of this rank "
-            "alone. If that was an optimizer's step, ranks differ from now on: step only after the "
-            "backward that averages, or call average_next() before a backward that should average "
-            "earlier, such as the last of an epoch. Shown once; no_sync() turns this warning off",
+            f"gradient_accumulation_steps={num_steps}, with gradients of this rank alone. Ranks "
+            "differ if an optimizer changed it: step only after the last backward, or call "
+            "average_next() before an earlier one, such as the last of an epoch. Shown once; "
+            "no_sync() turns this warning off",
             UserWarning,
             stacklevel=2,
         )

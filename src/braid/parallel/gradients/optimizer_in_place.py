@@ -44,8 +44,8 @@ class ChangedOptimizer:
         """
         del param_group
         msg = (
-            "parameter groups cannot be added after DistributedOptimizer(): they would not be "
-            "averaged. Add them before, frozen if necessary"
+            "parameter groups added after DistributedOptimizer() would not be averaged: add them "
+            "before, with requires_grad=False if necessary"
         )
         raise ConfigError(msg)
 

@@ -66,6 +66,6 @@ def kind_of_optimizer(optimizer: Optimizer) -> OptimizerKind:
 
 
 def refusal_of_optimizer(optimizer: Optimizer) -> str | None:
-    """Return why an optimizer cannot step on a part of a model; None if it can."""
+    """Return why an optimizer cannot update single shards of a model; None if it can."""
     names = (kind.__name__ for kind in type(optimizer).__mro__)
     return next((REFUSED[name] for name in names if name in REFUSED), None)

@@ -42,9 +42,8 @@ def group_of(process_group: Any, device_mesh: Any = None) -> Group:
     if group is None:
         kind = "None" if process_group is None else type(process_group).__name__
         msg = (
-            f"process_group must be a braid Group, got {kind}: pass "
-            "process_group=braid.init(), or call "
-            "torch.distributed.init_process_group('braid') before"
+            f"process_group must be a braid Group, got {kind}: pass process_group=braid.init(), "
+            "or call torch.distributed.init_process_group('braid') first"
         )
         raise ConfigError(msg)
     return group

@@ -175,10 +175,12 @@ class GradientReducer(GradientListener):
             ConfigError: A backward is running, or a hook is already registered.
         """
         if self._hook is not None:
-            msg = "this model has a communication hook already: register only one"
+            msg = "this model already has a communication hook: register only one"
             raise ConfigError(msg)
         if self._state.phase is not BackwardPhase.IDLE:
-            msg = "a backward is running: register communication hooks between two steps"
+            msg = (
+                "a communication hook was registered during backward: register it between two steps"
+            )
             raise ConfigError(msg)
         self._hook = hook
         if self.is_set_up:
@@ -203,8 +205,9 @@ class GradientReducer(GradientListener):
         """
         if self.num_reductions or self._state.phase is not BackwardPhase.IDLE:
             msg = (
-                f"static_graph was set after {self.num_reductions} averagings: pass "
-                "static_graph=True to the constructor, or set it before the first backward"
+                f"static_graph was set after gradients had been averaged {self.num_reductions} "
+                "times: pass static_graph=True to the constructor, or set it before the first "
+                "backward"
             )
             raise ConfigError(msg)
         self._options = replace(self._options, static_graph=True)
@@ -266,7 +269,7 @@ class GradientReducer(GradientListener):
             self._close_forward(forward)  # no backward will reach it
 
     def shadow_backward(self, weight: float) -> bool:
-        """Take part in one averaging of other ranks; return False when all ranks have joined.
+        """Take part in other ranks' averaging without gradients; False when all ranks joined.
 
         Accumulated gradients of this rank take part in the first averaging; later ones use zeros.
 

@@ -84,7 +84,7 @@ class ParamTable:
         pairs: Iterable[tuple[str, nn.Parameter]],
         sparse: Collection[torch.Tensor] = frozenset(),
     ) -> ParamTable:
-        """Return a table of named parameters in this order; tied ones come once per name.
+        """Return a table of named parameters in this order, with tied parameters once per name.
 
         Args:
             pairs: Names and parameters.

@@ -201,7 +201,7 @@ class CapturedGraph:
         return tuple(sorted(made & (used | set(self.results))))
 
     def hops(self, cuts: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return (value, producer part, consumer part) for every value that crosses parts.
+        """Return (value, producing stage, consuming stage) for values that cross stages.
 
         A value goes from the part that computes it to the first part that uses it, and from there
         to the next one. So gradients are added in the same order as in the whole model.
@@ -250,12 +250,12 @@ def check_cuts(graph: CapturedGraph, cuts: Sequence[int]) -> None:
     num_nodes = len(graph.nodes)
     in_order = list(cuts) == sorted(set(cuts))
     if not cuts or cuts[0] != 0 or not in_order or cuts[-1] >= max(num_nodes, 1):
-        msg = f"cuts must be ascending positions of nodes from 0 to {num_nodes - 1}, got {cuts}"
+        msg = f"cuts must be ascending indices of graph nodes from 0 to {num_nodes - 1}, got {cuts}"
         raise ConfigError(msg)
     refused = graph.refused_cuts()
     problems = [f"a part cannot begin at {i}: {refused[i]}" for i in cuts if i in refused]
     if problems:
-        msg = f"{'; '.join(problems)}. Cut elsewhere, or write out of place"
+        msg = f"{'; '.join(problems)}. Cut elsewhere, or use an out-of-place operation"
         raise ConfigError(msg)
 
 

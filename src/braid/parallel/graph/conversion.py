@@ -135,7 +135,10 @@ def convert(
     files["README.md"] = _readme(made, files, configs, out, about)
     existing = [name for name in files if (out / name).exists()]
     if existing:
-        msg = f"{out} has {', '.join(existing)} already: choose another directory, or remove them"
+        msg = (
+            f"{out} already contains {', '.join(existing)}: choose another directory, or remove "
+            "them"
+        )
         raise ConfigError(msg)
     out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
@@ -231,8 +234,8 @@ def _check(made: Made, graph: CapturedGraph, kinds: list[Callable[[nn.Module], n
         if len(one) != len(other) or not all(map(_same, one, other)):
             msg = (
                 f"the stages of {made.module}:{made.function} return another result than the "
-                "model, so nothing was written: does the model draw random numbers outside of "
-                "torch, or keep state between calls?"
+                "model, so nothing was written: remove random numbers drawn outside of torch and "
+                "state kept between calls"
             )
             raise ConfigError(msg)
 

@@ -33,9 +33,9 @@ def device_scope(device: str | None) -> Iterator[None]:
     module = _WHOLE.get()
     if module is not None:
         msg = (
-            f"device({device!r}) is entered inside of {module}, which is captured as one call: its "
-            "operations and control flow stay on one device. Name the device around the call of "
-            f"{module}, or move the operations out of it"
+            f"device({device!r}) is entered inside of {module}, which is captured as one call "
+            f"and stays on one device: enter it around the call of {module}, or move the "
+            "operations out of the module"
         )
         raise ConfigError(msg)
     token = _DEVICES.set(() if device is None else (*_DEVICES.get(), device))

@@ -67,14 +67,14 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedGraph:
     """
     tree, tensors = flatten((args, kwargs))
     if not tensors:
-        msg = f"an example needs tensors, got {args or kwargs}: give the model's arguments"
+        msg = f"the example has no tensors, got {args or kwargs}: pass the model's arguments"
         raise ConfigError(msg)
     rows_of = next((i for i, x in enumerate(tensors) if x.dim()), 0)
     rows = tensors[rows_of].shape[0] if tensors[rows_of].dim() else 0
     if rows < 3:
         msg = (
-            "pass an example with at least 3 rows (dim 0), so that capture finds values that "
-            f"depend on the number of rows, got {rows}"
+            f"pass an example with at least 3 rows (dim 0), got {rows}: capture varies the "
+            "number of rows"
         )
         raise ConfigError(msg)
     with kept_as_it_was(model, tensors):
@@ -152,9 +152,9 @@ def _buffers_kept(model: nn.Module, inside: set[nn.Module]) -> Iterator[None]:
     replaced = [path for path, module, name, x in tracked if own_buffers(module).get(name) is not x]
     if replaced:
         msg = (
-            f"the model replaces its buffer {', '.join(replaced)} between its modules, which a "
-            "captured model would not do: write to the buffer in place, or replace it inside of a "
-            "module"
+            f"the model replaces its buffer {', '.join(replaced)} between its modules, which "
+            "capture does not support: write to the buffer in place, or replace it inside a "
+            "submodule"
         )
         raise ConfigError(msg)
 
@@ -165,9 +165,9 @@ def _check_tensors(one: _CapturedRun, other: _CapturedRun) -> None:
     for value in tensors.keys() - one.graph.names.keys():
         if value in others and tensors[value] is not others[value]:
             msg = (
-                f"capture cannot see where the tensor used at {one.lines[value]} is made: in an "
-                "object that a module returns, under vmap or torch.func, or from numpy. Make the "
-                "tensor in a module that returns it"
+                f"capture cannot see where the tensor used at {one.lines[value]} is made: "
+                "perhaps in an object that a module returns, under torch.func or from numpy. "
+                "Create it in a submodule that returns it"
             )
             raise ConfigError(msg)
 

@@ -118,7 +118,7 @@ class CallRecorder(FunctionMode):
     def call_module(
         self, name: str, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call an atom, and record it as one call."""
+        """Call a submodule, and record it as one call."""
         if self._inside:
             return call(*args, **kwargs)
         self._check_python_state()
@@ -126,8 +126,8 @@ class CallRecorder(FunctionMode):
         named_params = module.named_parameters(remove_duplicate=False)
         if not all(self._params.get(prefix + path) is param for path, param in named_params):
             msg = (
-                f"{name} is called at {line()} with replaced parameters (by "
-                "functional_call?), which a captured model would not do"
+                f"{name} is called at {line()} with replaced parameters, which capture does not "
+                "support: do not use functional_call"
             )
             raise ConfigError(msg)
         self.modules[name] = module
@@ -142,8 +142,8 @@ class CallRecorder(FunctionMode):
     def _check_python_state(self) -> None:
         if random.getstate() != self._python_state:
             msg = (
-                f"the model draws Python's random numbers before {line()}, between its modules, "
-                "and a captured model would repeat the same numbers: draw inside of a module, or "
+                f"the model draws Python's random numbers before {line()}, outside of its "
+                "submodules, so a captured model would repeat them: draw inside a submodule, or "
                 "with torch"
             )
             raise ConfigError(msg)

@@ -81,20 +81,18 @@ def check_function(
     refused, tensors = REFUSED.get(func), [x for x in args if isinstance(x, torch.Tensor)]
     if refused is not None and any(map(is_data, tensors)):
         msg = (
-            f"{refused} at {line()} makes the model depend on data between its modules, which "
-            "cannot be captured: move this call into a module, or out of the model"
+            f"{refused} at {line()} makes control flow of the model depend on data, which cannot "
+            "be captured: move this call into a submodule, or out of the model"
         )
         raise ConfigError(msg)
     if func in SIZES and any(map(is_unsized, tensors[:1])):
         msg = (
             f"the shape of a tensor at {line()} depends on data (by a mask, nonzero() or "
-            "unique()), which cannot be captured: move the operation into a module"
+            "unique()), which cannot be captured: move the operation into a submodule"
         )
         raise ConfigError(msg)
     if func in LOST:
-        msg = (
-            f"{LOST[func]} at {line()} would be lost between modules: move this call into a module"
-        )
+        msg = f"{LOST[func]} at {line()} would be lost by capture: move this call into a submodule"
         raise ConfigError(msg)
 
 

@@ -158,7 +158,7 @@ class GraphNodes(nn.Module):
             modes = ["evaluation", "training"]
             msg = (
                 f"the model was captured in {modes[self._graph.is_training]}, and in "
-                f"{modes[self.training]} {self._graph.other_mode}: also capture it in that mode"
+                f"{modes[self.training]} {self._graph.other_mode}: capture it again in that mode"
             )
             raise ConfigError(msg)
 

@@ -139,7 +139,7 @@ class _StageSource:
         node = next(node for node in self._nodes if value in node.inputs)
         msg = (
             f"{node} at {node.where} cannot be written as code: it uses a tensor of shape "
-            f"{list(tensor.shape)} that is not an attribute of a module; use register_buffer"
+            f"{list(tensor.shape)} that no module owns: register it with register_buffer"
         )
         raise ConfigError(msg)
 

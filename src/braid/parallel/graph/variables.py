@@ -35,7 +35,7 @@ def with_rows(whole: CapturedGraph, part: CapturedGraph, rows: int) -> CapturedG
     """
     difference = _difference_of(whole, part)
     if difference:
-        msg = f"for one row less than {rows} {difference}: it cannot be captured"
+        msg = f"for one row less than {rows}, {difference}: it cannot be captured"
         raise ConfigError(msg)
 
     def merged(one: Any, other: Any, node: GraphNode) -> Any:
@@ -43,8 +43,8 @@ def with_rows(whole: CapturedGraph, part: CapturedGraph, rows: int) -> CapturedG
             factor = one - other  # rows differ by one
             return Scaled(factor, one - factor * rows)
         msg = (
-            f"{node} at {node.where} has {_describe(one)} for {rows} rows and {other} for one row "
-            "less: between modules only whole numbers may depend on the rows"
+            f"{node} at {node.where} has {_describe(one)} for {rows} rows and {other} for one "
+            "row less: outside of submodules, only whole numbers may depend on the number of rows"
         )
         raise ConfigError(msg)
 
@@ -120,8 +120,8 @@ def check_rows(graph: CapturedGraph, again: CapturedGraph) -> None:
     for one, other in zip(_ends(graph), _ends(again), strict=True):
         if not _alike(one.tree, other.tree):
             msg = (
-                f"{one} at {one.where} depends on the number of rows in another way than "
-                "factor * rows + offset: move it into a module"
+                f"{one} at {one.where} depends on the number of rows, but not as factor * rows + "
+                "offset: move it into a submodule"
             )
             raise ConfigError(msg)
 
@@ -198,9 +198,9 @@ def _check_object(one: Any, another: Any, node: GraphNode) -> None:
         same = False
     if not same:
         msg = (
-            f"{node} at {node.where} gets a {type(one).__name__} that the model creates for "
-            "each batch, which a captured model would not: pass tensors in lists, dicts or "
-            "dataclasses between modules (for models of transformers, use_cache=False)"
+            f"{node} at {node.where} gets a {type(one).__name__} that the model creates for each "
+            "batch, which capture does not support: pass tensors in lists, dicts or dataclasses "
+            "between modules (for models of transformers, use_cache=False)"
         )
         raise ConfigError(msg)
 

@@ -163,8 +163,8 @@ class HybridParallel:
         self._sharded: ShardedStages | None = None
         if shard and self.pipeline.splits_backward:
             msg = (
-                "a schedule that splits backwards into input and weight gradients cannot be "
-                f"sharded, got shard={shard}: use 1f1b, gpipe or interleaved"
+                f"shard={shard} does not support schedules that split backward into input and "
+                "weight gradients: use 1f1b, gpipe or interleaved"
             )
             raise ConfigError(msg)
         if shard:
@@ -205,7 +205,7 @@ class HybridParallel:
         return list(self.pipeline.parameters())
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Make an optimizer of the whole model step on this rank's parts, and shard its states."""
+        """Replace an optimizer's parameters by this rank's shards, and shard its states."""
         divide_states(optimizer, self._shapes, self._tensor)
         for param, state in optimizer.state.items() if self._experts.size > 1 else ():
             for name, value in state.items():
@@ -452,7 +452,9 @@ def _check(
         known = ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
         problems.append(f"the mesh {mesh} has {', '.join(others)}: its axes may be {known}")
     if isinstance(layers, CapturedGraph) and dict(mesh.axes).get("cp", 1) > 1:
-        problems.append("a captured model cannot take positions of sharded sequences (cp)")
+        problems.append(
+            "a captured model does not support sharded sequences: leave the axis cp out of the mesh"
+        )
     if mesh.size != group.size:
         problems.append(f"the mesh {mesh} has {mesh.size} ranks, but the group has {group.size}")
     if layers is None and not isinstance(model, nn.Sequential):

@@ -92,8 +92,8 @@ class ShardedStages:
         if without:
             ranks = ", ".join(str(mesh_group.ranks[r]) for r in without)
             msg = (
-                f"no parameter of the stages of ranks {ranks} can be sharded: all are shared by "
-                "layers"
+                f"no parameter of the stages of ranks {ranks} can be sharded: all are shared "
+                "between layers"
             )
             if stage == GATHERED:
                 msg += " or outside of ModuleLists: use shard=2"

@@ -50,7 +50,9 @@ def block_partition(costs: Sequence[float], num_parts: int) -> list[int]:
     if num_parts < 1:
         problems.append(f"the number of parts must be at least 1, got {num_parts}")
     elif len(costs) < num_parts:
-        problems.append(f"{len(costs)} layers are fewer than {num_parts} parts: use fewer parts")
+        problems.append(
+            f"{len(costs)} layers cannot be divided into {num_parts} parts: use fewer parts"
+        )
     wrong = {i: cost for i, cost in enumerate(costs) if not 0 <= cost < math.inf}
     if wrong:
         listed = ", ".join(f"{cost} of layer {i}" for i, cost in wrong.items())

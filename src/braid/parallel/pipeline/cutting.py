@@ -171,7 +171,7 @@ def checked_loss(loss: Any) -> torch.Tensor:
         if isinstance(loss, torch.Tensor)
         else f"{type(loss).__name__}"
     )
-    msg = f"the loss of a micro-batch must be one floating point number, its mean, got {shown}"
+    msg = f"loss must return one floating point number, the mean over the micro-batch, got {shown}"
     raise ConfigError(msg)
 
 
@@ -217,14 +217,14 @@ def _named(layers: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def _balance(balance: Sequence[int] | None, num_layers: int, num_stages: int) -> list[int]:
     if num_layers < num_stages:
-        msg = f"{num_layers} layers are fewer than {num_stages} stages: use fewer ranks"
+        msg = f"{num_layers} layers cannot be divided into {num_stages} stages: use fewer ranks"
         raise ConfigError(msg)
     if balance is None:
         return [num_layers // num_stages + (i < num_layers % num_stages) for i in range(num_stages)]
     if len(balance) != num_stages or sum(balance) != num_layers or min(balance) < 1:
         msg = (
-            f"balance must be {num_stages} numbers of at least 1 that add up to the {num_layers} "
-            f"layers, got {list(balance)}, which add up to {sum(balance)}"
+            f"balance must be {num_stages} numbers of at least 1 that add up to the number of "
+            f"layers, {num_layers}, got {list(balance)}, which add up to {sum(balance)}"
         )
         raise ConfigError(msg)
     return list(balance)

@@ -153,7 +153,8 @@ class DevicePipeline(nn.Module):
             )
         if len(self.devices) < len(self.balance):
             problems.append(
-                f"{len(self.balance)} stages need one device each, got {len(self.devices)}"
+                f"{len(self.balance)} stages need one device each, got {len(self.devices)} "
+                "devices: pass more devices, or a shorter balance"
             )
         if self.num_microbatches < 1:
             problems.append(
@@ -175,7 +176,7 @@ class _Partition(nn.Sequential):
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """Warn, because the partition itself is never called, so its hooks never run."""
         warnings.warn(
-            "hooks of a partition never run, since its layers are called separately: register them "
+            "hooks of a partition never run, because only its layers are called: register hooks "
             "on a layer, such as model.partitions[0][0]",
             stacklevel=2,
         )

@@ -86,14 +86,19 @@ class Executor:
         }
         problems = []
         if program.num_ranks != carrier.size:
-            problems.append(f"{program} is not for a group of {carrier.size} ranks")
+            problems.append(
+                f"the schedule {program} is not for a group of {carrier.size} ranks: use the "
+                "schedule's number of ranks"
+            )
         if not local_stages <= set(stages):
             problems.append(
-                f"{program} has stages {sorted(local_stages)} here, got {sorted(stages)}"
+                f"the schedule {program} has stages {sorted(local_stages)} on this rank, got "
+                f"{sorted(stages)}: pass these stages"
             )
         if on_step is None and any(a.kind == "STEP" for a in program.ranks[carrier.rank]):
             problems.append(
-                f"{program} takes optimizer steps: pass optimizers with step_in_program"
+                f"the schedule {program} contains optimizer steps: pass optimizers with "
+                "step_in_program"
             )
         raise_all(problems)
         self._actions = program.ranks[carrier.rank]

@@ -41,6 +41,9 @@ PACKED_BYTES = 64 << 10  # copying more costs more than a message
 class Carrier(Protocol):
     """Carrier of messages between the ranks of a pipeline, which are processes or threads.
 
+    In all methods `peer` is the rank at the other end, and `edge` the number of the connection
+    between two stages.
+
     Attributes:
         rank: This rank.
         size: Number of ranks.
@@ -50,11 +53,11 @@ class Carrier(Protocol):
     size: int
 
     def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
-        """Send an output."""
+        """Send a stage's output, a tensor or a structure with tensors."""
         ...
 
     def recv_value(self, peer: int, edge: int = 0) -> Any:
-        """Receive an output."""
+        """Receive a stage's output from the rank `peer`."""
         ...
 
     def send_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
@@ -72,7 +75,7 @@ class Carrier(Protocol):
         ...
 
     def span(self, name: str, microbatch: int) -> AbstractContextManager[object]:
-        """Return a context that records the duration of an action."""
+        """Return a context that records the duration of the action `name` on a micro-batch."""
         ...
 
     def abort(self, text: str) -> None:
@@ -146,8 +149,8 @@ class _Sent(NamedTuple):
         if version_of(self.tensor) != self.version:
             msg = (
                 f"a tensor of shape {list(self.tensor.shape)} was changed in place before it was "
-                "sent to the next stage, which may have received either value: return a new tensor "
-                "from the layer, or a clone"
+                "sent to the next stage, so that stage may have either value: return a new "
+                "tensor or a clone from the layer"
             )
             raise ConfigError(msg)
 

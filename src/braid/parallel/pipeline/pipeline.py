@@ -267,8 +267,8 @@ class Pipeline(nn.Module):
         """
         if self._optimizers:
             msg = (
-                "step_in_program steps before the norm over all stages is known: step after "
-                "pipeline.step yourself to clip it"
+                "step_in_program cannot clip gradients, as it updates parameters before the norm "
+                "of all stages is known: clip and step after pipeline.step"
             )
             raise ConfigError(msg)
         grads = [(p, p.grad) for p in self.parameters() if p.grad is not None]
@@ -310,7 +310,10 @@ class Pipeline(nn.Module):
             raise ConfigError(msg)
         counts = self.group.all_gather(torch.tensor([rows])).tolist()
         if len(set(counts)) > 1:
-            msg = f"ranks of a pipeline need the same batch, got {counts} rows, by rank"
+            msg = (
+                f"ranks of a pipeline got batches of different sizes, {counts} rows by rank: "
+                "pass the same batch on all ranks"
+            )
             raise ConfigError(msg)
         first, all_rows = self._replicas.share_of(rows)
         ends = list(accumulate(sizes, initial=first))
@@ -338,7 +341,10 @@ class Pipeline(nn.Module):
             make = self._make if trains else self._make_forward
             program = make(self.group.size, num_microbatches)
             if self._is_own and (violations := validate(program, RULES)):
-                msg = f"the schedule is not valid: {'; '.join(map(str, violations[:5]))}"
+                msg = (
+                    "the schedule is not valid, check it with `braid schedule check`: "
+                    f"{'; '.join(map(str, violations[:5]))}"
+                )
                 raise ConfigError(msg)
             if trains:
                 program = with_recompute(program, self._recompute)
@@ -363,7 +369,7 @@ class Pipeline(nn.Module):
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         """Raise, because a pipeline runs forwards and backwards together."""
-        msg = "a Pipeline is not called: use pipeline.step(batch, target, loss=...) or evaluate"
+        msg = "a Pipeline cannot be called: use pipeline.step(batch, target, loss=...) or evaluate"
         raise ConfigError(msg)
 
     def extra_repr(self) -> str:

@@ -106,8 +106,8 @@ class SentStructure(NamedTuple):
             return encode([node, [spec.as_plain() for spec in self.specs]])
         except RecursionError:
             msg = (
-                "a value for another stage contains itself, or is nested too deeply: send its "
-                "parts in a flat list or dictionary"
+                "a layer returned a value for another stage that contains itself or is nested "
+                "too deeply: return a flat list or dictionary"
             )
             raise ConfigError(msg) from None
 
@@ -125,7 +125,10 @@ def read_structure(raw: bytes) -> SentStructure:
     except BraidError as exc:
         raise CommError(str(exc)) from exc
     except Exception as exc:
-        msg = f"a stage sent a value whose structure cannot be read: {type(exc).__name__}: {exc}"
+        msg = (
+            f"a stage sent a value whose structure cannot be read: {type(exc).__name__}: {exc}. "
+            "Install the same versions on all ranks"
+        )
         raise CommError(msg) from exc
     return structure
 
@@ -272,7 +275,10 @@ def _object(module: str, name: str, form: int, content: Any, attributes: Any = (
         )
         raise CommError(msg)
     if problem := _problem_of(kind):
-        msg = f"a stage sent a value of the class {module}.{name}, {problem}, which is not allowed"
+        msg = (
+            f"a stage sent a value of the class {module}.{name}, {problem}, which is not "
+            "allowed: return plain data or tensors from the layer"
+        )
         raise CommError(msg)
     if form == MEMBER and issubclass(kind, enum.Enum):
         return kind.__members__[content]

@@ -82,7 +82,10 @@ class Skippable(nn.Module):
         chosen = names if only is None else set(only)
         if not chosen <= names:
             unknown = ", ".join(sorted(chosen - names))
-            msg = f"{unknown} cannot be isolated: the layer stashes or pops {sorted(names)}"
+            msg = (
+                f"isolate() got unknown names {unknown}: the layer stashes or pops only "
+                f"{sorted(names)}"
+            )
             raise ConfigError(msg)
         self._namespaces.update(dict.fromkeys(chosen, ns))
         return self
@@ -125,18 +128,27 @@ class Skippable(nn.Module):
         kind = type(self.module).__name__
         if isinstance(command, stash):
             if command.name not in self._stash:
-                msg = f"{kind} stashes {command.name!r}, which it has not declared as stashable"
+                msg = (
+                    f"{kind} stashes {command.name!r}, which is not declared: list it in stash= "
+                    "of @skippable"
+                )
                 raise SkipError(msg)
             skips[self._key(command.name)] = command.tensor
             stashed.add(command.name)
             return None
         if isinstance(command, pop):
             if command.name not in self._pop:
-                msg = f"{kind} pops {command.name!r}, which it has not declared as poppable"
+                msg = (
+                    f"{kind} pops {command.name!r}, which is not declared: list it in pop= of "
+                    "@skippable"
+                )
                 raise SkipError(msg)
             key = self._key(command.name)
             if key not in skips:
-                msg = f"{kind} pops {command.name!r}, which no layer before it has stashed"
+                msg = (
+                    f"{kind} pops {command.name!r}, which no earlier layer has stashed: stash it "
+                    "first"
+                )
                 raise SkipError(msg)
             popped.add(command.name)
             return skips[key]
@@ -148,8 +160,8 @@ class Skippable(nn.Module):
         problems += [f"{name!r} has not been popped" for name in self._pop if name not in popped]
         if problems:
             msg = (
-                f"{type(self.module).__name__} declares stashes or pops that its forward does not "
-                f"use: {'; '.join(problems)}"
+                f"{type(self.module).__name__} declares names that its forward does not stash or "
+                f"pop, remove them from @skippable: {'; '.join(problems)}"
             )
             raise SkipError(msg)
 
@@ -204,16 +216,19 @@ def verify_skippables(layers: Iterable[nn.Module]) -> None:
         stashes, pops = skips_of(layer)
         for key in pops:
             if key in popped:
-                problems.append(f"{key.name!r} is popped once more by layer {number}")
+                problems.append(f"{key.name!r} is popped a second time by layer {number}")
             elif key not in stashed | set(stashes):
                 problems.append(f"{key.name!r} is popped by layer {number}, but not stashed before")
             popped.add(key)
         for key in stashes:
             if key in stashed:
-                problems.append(f"{key.name!r} is stashed once more by layer {number}")
+                problems.append(f"{key.name!r} is stashed a second time by layer {number}")
             stashed.add(key)
     never = stashed - popped
     problems += [f"{key.name!r} is stashed, but never popped" for key in stashed if key in never]
     if problems:
-        msg = f"pairs of stash and pop do not match: {'; '.join(problems)}"
+        msg = (
+            "each name must be stashed once and popped once by a later layer: "
+            f"{'; '.join(problems)}"
+        )
         raise TypeError(msg)

@@ -181,8 +181,8 @@ class Stage:
             value, stashed = self._run(arguments)
         if again and versions != [version_of(x) for x in tensors_in((arguments.value, popped))]:
             msg = (
-                f"stage {self.index} changes its input in place, so it cannot be computed again: "
-                'let its first layer make a new tensor, or use recompute="never"'
+                f"stage {self.index} changes its input in place, so its forward cannot be "
+                'recomputed: make its first layer return a new tensor, or use recompute="never"'
             )
             raise ConfigError(msg)
         if keeps and not drops:
@@ -421,8 +421,8 @@ def _dropping(*, drops: bool) -> Iterator[None]:
 
 def _refuse(_nothing: None) -> torch.Tensor:
     msg = (
-        "the schedule runs backward before recompute, so the saved tensors are missing: put "
-        "recompute before it"
+        "the schedule runs backward before recompute, so saved tensors are missing: move "
+        "recompute before backward"
     )
     raise InternalError(msg)
 

@@ -68,8 +68,8 @@ class Wired(nn.Module):
         results = (result,) if len(self._outputs) == 1 else tuple(result)
         if len(results) != len(self._outputs):
             msg = (
-                f"{type(self.module).__name__} returned {len(results)} values for the outputs "
-                f"{', '.join(self._outputs)}"
+                f"{type(self.module).__name__} returned {len(results)} values, but its outputs "
+                f"are {', '.join(self._outputs)}: return one value per name"
             )
             raise ConfigError(msg)
         values.update(zip(self._outputs, results, strict=True))
@@ -86,7 +86,7 @@ class Wired(nn.Module):
             return dict(zip(self._batch, value, strict=True))
         shown = sorted(value) if isinstance(value, Mapping) else type(value).__name__
         names = ", ".join(self._batch)
-        msg = f"a batch has the inputs {names}, by name or in this order, got {shown}"
+        msg = f"the model needs the inputs {names}, by name or in this order, got {shown}"
         raise ConfigError(msg)
 
 
@@ -101,7 +101,9 @@ def wired(layers: Sequence[Wire]) -> list[Wired]:
     batch: list[str] = []
     for number, (_, inputs, outputs) in enumerate(layers):
         if isinstance(inputs, str) or isinstance(outputs, str) or not inputs or not outputs:
-            problems.append(f"layer {number} needs lists of names of inputs and outputs")
+            problems.append(
+                f"layer {number} needs a list of input names and a list of output names"
+            )
             continue
         batch += [name for name in inputs if name not in made and name not in batch]
         made.update(outputs)

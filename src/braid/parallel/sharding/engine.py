@@ -167,7 +167,7 @@ class Sharding:
         return self._units
 
     def owned(self) -> Iterator[tuple[ParamRecord, nn.Parameter]]:
-        """Yield each parameter of the model with this rank's piece of it."""
+        """Yield each parameter of the model with this rank's shard of it."""
         for flat in self._flats:
             yield from zip(flat.records, flat.owned, strict=True)
 
@@ -181,7 +181,7 @@ class Sharding:
         return [owned.grad for _, owned in self.owned() if owned.grad is not None]
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """Return the norm of all gradients as if they were one vector; each element counts once.
+        """Return the norm of all gradients as one vector, of order `norm_type` (such as 2 or inf).
 
         A collective, with the same result on all ranks and for any number of them.
         """
@@ -191,6 +191,11 @@ class Sharding:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale gradients so that their norm is at most `max_norm`; a collective.
+
+        Args:
+            max_norm: Largest norm of all gradients together.
+            norm_type: Order of the norm, such as 2 or infinity.
+            error_if_nonfinite: Whether to raise an error if the norm is NaN or infinite.
 
         Returns:
             The norm before scaling.
@@ -428,16 +433,16 @@ class Sharding:
         problems = []
         if moved := [name for flat in self._flats for name in flat.moved()]:
             problems.append(
-                f"{first_few(moved)} have moved to other memory since the model was sharded: call "
-                "model.to(...), model.half() and such before"
+                f"{first_few(moved)} were moved or converted after the model was sharded: call "
+                "model.to(...) and model.half() before sharding"
             )
         trained = {id(gradients.flat) for gradients in self._gradients}
         frozen = [flat for flat in self._flats if id(flat) not in trained]
         if any(record.param.requires_grad for flat in frozen for record in flat.records):
             names = [r.name for f in frozen for r in f.records if r.param.requires_grad]
             problems.append(
-                f"{first_few(names)} were frozen when the model was sharded, and require a "
-                "gradient now: unfreeze them before"
+                f"{first_few(names)} were frozen when the model was sharded, but now require a "
+                "gradient: unfreeze them before sharding"
             )
         raise_all(problems)
 

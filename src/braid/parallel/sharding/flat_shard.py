@@ -332,7 +332,7 @@ class FlatShard:
         self.leave()
 
     def shaped(self, memory: torch.Tensor, index: int) -> torch.Tensor:
-        """Return this rank's piece of a parameter, as a view of memory for the rank's part.
+        """Return this rank's shard of a parameter, as a view of the rank's flat memory.
 
         A parameter without dims keeps its shape on its owner, so that optimizer states have the
         same shapes as in one process.

@@ -46,7 +46,12 @@ class ShardedModule:
     ) -> torch.Tensor:
         """Scale gradients so that their norm is at most `max_norm`; a collective.
 
-        Use it instead of torch's function, which uses the pieces of one rank only.
+        Use it instead of torch's function, which uses the shards of one rank only.
+
+        Args:
+            max_norm: Largest norm of all gradients together.
+            norm_type: Order of the norm, such as 2 or infinity.
+            error_if_nonfinite: Whether to raise an error if the norm is NaN or infinite.
 
         Returns:
             The norm before scaling.
@@ -142,7 +147,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         self.sharding.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, including local gradients from `no_sync`."""
+        """Set all gradients to None, with local ones of `no_sync`; `set_to_none` has no effect."""
         del set_to_none
         self.sharding.zero_grad()
 
@@ -158,13 +163,18 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> None:
-        """Load whole parameters and buffers; each rank keeps its pieces.
+        """Load whole parameters and buffers; each rank keeps its shards.
+
+        Args:
+            state_dict: Whole tensors by the names of the module, on every rank.
+            strict: Whether missing and unknown names raise an error.
+            assign: Must be False.
 
         Raises:
             ConfigError: Names or shapes differ from the module's; nothing has been changed.
         """
         if assign:
-            msg = "assign=True would replace the pieces of this rank: leave it out"
+            msg = "assign=True would replace this rank's shards: leave it out"
             raise ConfigError(msg)
         gathered_state.load_state_dict(self.sharding, state_dict, strict=strict)
 
@@ -175,7 +185,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load the result of `optimizer_state_dict`, on any number of ranks."""
+        """Load a state from `optimizer_state_dict`, which any number of ranks may have saved."""
         gathered_state.load_optimizer_state_dict(self.sharding, optimizer, state)
 
     def __getattr__(self, name: str) -> Any:
@@ -231,8 +241,8 @@ def refuse_placement(shard_placement_fn: Any) -> None:
     """
     if shard_placement_fn is not None:
         msg = (
-            "shard_placement_fn is not supported: shards are ranges of a unit's elements, not of a "
-            "dim. Leave it out, or pass whole_parameters=True for optimizers that use shapes"
+            "shard_placement_fn is not supported: FSDP here shards flattened parameters, not "
+            "dims. Leave it out, or pass whole_parameters=True for optimizers that use shapes"
         )
         raise ConfigError(msg)
 
@@ -258,7 +268,7 @@ def _groups_of(process_group: Any, mesh: Any) -> _ShardGroups:
     if mesh is None:
         groups = [group_of(process_group)]
     elif process_group is not None:
-        msg = "got process_group and mesh: pass only one of them"
+        msg = "process_group and mesh were both passed: pass only one of them"
         raise ConfigError(msg)
     elif isinstance(mesh, Group):
         groups = [mesh]
@@ -281,8 +291,8 @@ def _groups_of(process_group: Any, mesh: Any) -> _ShardGroups:
 def _check_axes(num_axes: int, shown: str) -> None:
     if num_axes > 2:
         msg = (
-            f"mesh {shown} has {num_axes} axes: pass one of replicas and one of shards, such as "
-            'mesh["replica", "shard"], or the shards alone'
+            f"mesh {shown} has {num_axes} axes: pass an axis of replicas and one of shards, as "
+            'in mesh["replica", "shard"], or only the axis of shards'
         )
         raise ConfigError(msg)
 

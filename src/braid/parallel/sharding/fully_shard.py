@@ -38,7 +38,7 @@ OUTER = "braid_fully_shard_outer"  # the next enclosing module that was passed l
 
 
 class FSDPModule(ShardedModule):
-    """Methods that `fully_shard` adds to a module; its class becomes a subclass of this one."""
+    """Methods that `fully_shard` adds to a module, as a base class of the module's class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; the first forward of the outermost module shards it first."""
@@ -51,11 +51,15 @@ class FSDPModule(ShardedModule):
         return _engine_of(self)  # type: ignore[arg-type]  # a module, see the class
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Set whether later backwards average gradients, or keep them local."""
+        """Set whether gradients are averaged over ranks in later backwards.
+
+        Args:
+            requires_gradient_sync: Whether to average; if False, gradients stay local to the rank.
+        """
         self.sharding.synchronizes = requires_gradient_sync
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Raise once the module is sharded, because it would return flat pieces of one rank.
+        """Raise once the module is sharded, because it would return the flat shards of one rank.
 
         Raises:
             ConfigError: The module is sharded.
@@ -63,9 +67,9 @@ class FSDPModule(ShardedModule):
         is_asked = not args and not options  # torch passes a destination to modules inside
         if is_asked and "braid_fully_shard_engine" in vars(self):
             msg = (
-                "state_dict() of a module after fully_shard would have this rank's flat pieces: "
-                "call full_state_dict() on all ranks, or braid.save, whose checkpoints any number "
-                "of ranks loads"
+                "state_dict() of a module after fully_shard would contain only this rank's flat "
+                "shards: call full_state_dict() on all ranks, or braid.save, whose checkpoints "
+                "any number of ranks loads"
             )
             raise ConfigError(msg)
         return super().state_dict(*args, **options)  # type: ignore[misc,no-any-return]
@@ -75,7 +79,7 @@ class FSDPModule(ShardedModule):
         return gathered_state.state_dict(self.sharding)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load whole parameters and buffers; each rank keeps its pieces."""
+        """Load whole parameters and buffers by name; each rank keeps its shards."""
         gathered_state.load_state_dict(self.sharding, state)
 
 
@@ -140,8 +144,8 @@ def _engine_of(module: nn.Module) -> Sharding:
     engine = vars(module).get("braid_fully_shard_engine")
     if not isinstance(engine, Sharding):
         msg = (
-            f"{type(module).__name__} is a unit of a sharded model: use the methods of the model "
-            "that fully_shard was called with last"
+            f"{type(module).__name__} is a part of a sharded model: call the method of the root "
+            "model, the last one passed to fully_shard"
         )
         raise ConfigError(msg)
     return engine
@@ -183,15 +187,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     original = getattr(module, method_name, None)
     if not callable(original):
         msg = (
-            f"{type(module).__name__} has no method {method_name!r}: pass the name of a method "
-            "that computes"
+            f"{type(module).__name__} has no method {method_name!r}: pass the name of an "
+            "existing method"
         )
         raise ConfigError(msg)
     if not any(key in vars(module) for key in (NOTE, CALL)):
         if any(hasattr(param, MARK) for param in module.parameters()):
             msg = (
-                f"{type(module).__name__} is not a unit of the sharded model: pass it in units=, "
-                "or register the method of the model that calls it"
+                f"{type(module).__name__} is not a sharding unit of the model: pass it in "
+                "units=, or register the method of the model that calls it"
             )
             raise ConfigError(msg)
         return

@@ -46,7 +46,7 @@ def state_dict(sharding: Sharding) -> dict[str, torch.Tensor]:
 def load_state_dict(
     sharding: Sharding, state: Mapping[str, torch.Tensor], *, strict: bool = True
 ) -> None:
-    """Load whole parameters and buffers; each rank keeps its pieces.
+    """Load whole parameters and buffers; each rank keeps its shards.
 
     Args:
         sharding: The engine.

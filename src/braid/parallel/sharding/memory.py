@@ -38,7 +38,7 @@ class LiveBytes(NamedTuple):
 
 
 def live_bytes(sharding: Sharding, optimizer: torch.optim.Optimizer) -> LiveBytes:
-    """Count the bytes that this rank holds for a model and its optimizer."""
+    """Return the bytes of a model and its optimizer that are allocated on this rank."""
     parameters, gradients, slots = memory_of(sharding)
     states = [
         value

@@ -42,8 +42,8 @@ def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if kind == "unknown":
         warnings.warn(
-            f"{name} is not known to change each element by itself, so each parameter belongs to "
-            "one rank: pass whole=False if it does, or whole=True to silence this",
+            f"{name} may not update each element independently, so each rank gets whole "
+            "parameters: pass whole=False if it does, or whole=True to silence this warning",
             UserWarning,
             stacklevel=3,
         )
@@ -94,7 +94,7 @@ def shard_optimizer(
 def attach(
     sharding: Sharding, optimizer: torch.optim.Optimizer, *, whole: bool | None = None
 ) -> None:
-    """Make an optimizer step on this rank's pieces, in place; existing states are sharded.
+    """Replace an optimizer's parameters by this rank's shards, and shard its states.
 
     Args:
         sharding: Engine that has sharded the optimizer's parameters.
@@ -177,15 +177,15 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
     name = type(optimizer).__name__
     if any(owned is not record.param for record, owned in engine.owned()):
         msg = (
-            f"{name} has parameters of a sharded model, but their gradients are on its pieces: "
+            f"{name} has parameters of a sharded model, but gradients are stored in its shards: "
             "call sharding.attach(engine, optimizer), or attach(optimizer) of HybridParallel, "
             "before the first step"
         )
         raise ConfigError(msg)
     if kind_of_optimizer(optimizer) == "whole" and not engine.options.whole:
         msg = (
-            f"{name} uses shapes or norms of whole parameters, but has pieces: wrap the model "
-            "in FullyShardedDataParallel(model, whole_parameters=True), or call "
+            f"{name} uses shapes or norms of whole parameters, but would get shards: wrap the "
+            "model in FullyShardedDataParallel(model, whole_parameters=True), or call "
             "sharding.shard_optimizer(optimizer, model, stage=3) instead of wrapping"
         )
         raise ConfigError(msg)
@@ -240,8 +240,8 @@ def _check(sharding: Sharding, optimizer: torch.optim.Optimizer, whole: bool | N
     _check_known(optimizer)
     if whole is None and not sharding.options.whole and needs_whole(optimizer):
         problems.append(
-            f"{type(optimizer).__name__} needs whole parameters, but elements were sharded: pass "
-            "whole=True"
+            f"{type(optimizer).__name__} needs whole parameters, but whole=False shards single "
+            "elements: pass whole=True"
         )
     raise_all(problems)
 

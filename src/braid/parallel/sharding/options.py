@@ -62,8 +62,8 @@ class ShardingOptions:
                 problems.append(f"{name} must be a floating-point dtype, got {dtype!r}")
         if self.stage != STAGES[-1] and self.param_dtype is not None:
             problems.append(
-                f"param_dtype={self.param_dtype} needs stage 3, got stage {self.stage}: convert "
-                "the model, and pass master_dtype=torch.float32"
+                f"param_dtype={self.param_dtype} needs stage 3, got stage {self.stage}: call "
+                "model.to(dtype) instead, and pass master_dtype=torch.float32"
             )
         raise_all(problems)
 

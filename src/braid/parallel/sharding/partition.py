@@ -95,7 +95,7 @@ class FlatPartition(NamedTuple):
 
 
 def by_elements(numels: Sequence[int], num_ranks: int) -> FlatPartition:
-    """Cut the flat vector so that all ranks own the same number of elements.
+    """Cut parameters of `numels` elements, as one vector, into equal ranges, one per rank.
 
     The flat vector has the layout `shard`, and each rank owns its box.
     """
@@ -108,7 +108,13 @@ def by_elements(numels: Sequence[int], num_ranks: int) -> FlatPartition:
 
 
 def by_owners(numels: Sequence[int], owners: Sequence[int], num_ranks: int) -> FlatPartition:
-    """Order parameters by owner, so that each rank owns whole parameters."""
+    """Order parameters by owner, so that each rank owns whole parameters.
+
+    Args:
+        numels: Number of elements of each parameter.
+        owners: Rank that owns each parameter.
+        num_ranks: Number of ranks.
+    """
     starts = [0] * len(numels)
     bounds = [0]
     here = 0
@@ -122,7 +128,7 @@ def by_owners(numels: Sequence[int], owners: Sequence[int], num_ranks: int) -> F
 
 
 def assign_owners(numels: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """Assign each parameter to a rank, the largest first to the rank with the fewest elements.
+    """Return a rank for each parameter: the largest goes first, to the rank with fewest elements.
 
     Source: R. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (longest first).
     """
@@ -150,7 +156,7 @@ class FlatBox(NamedTuple):
 
 
 def boxes_of(shape: Sequence[int], begin: int, end: int) -> tuple[FlatBox, ...]:
-    """Return the boxes that make up a range of a row-major tensor's elements, in order.
+    """Return the slices that cover a range of a row-major tensor's elements, in order.
 
     There are at most two boxes per dim and one more: a part of the first row, whole rows, and a
     part of the last row.

@@ -69,7 +69,7 @@ class DiskOffloadPolicy(CPUOffloadPolicy):
 
     def __post_init__(self) -> None:
         if not str(self.directory):
-            msg = "DiskOffloadPolicy needs the directory of its files: pass directory=..."
+            msg = "DiskOffloadPolicy needs a directory for its files: pass directory=..."
             raise ConfigError(msg)
 
 

@@ -149,7 +149,7 @@ class ShardReducer(GradientListener):
             self._launch_in_order()
 
     def abandon(self) -> None:
-        """End a backward that raised on this rank; its flag notifies other ranks at their end."""
+        """End a backward that raised on this rank, and notify the other ranks."""
         self._is_in_backward = False
         if self._sums:
             self._has[self._own_flag] = 1
@@ -194,8 +194,8 @@ class ShardReducer(GradientListener):
         self._on_end()
         if lost:
             msg = (
-                f"an exception has ended this backward on ranks {lost}, which have continued: its "
-                "gradients are dropped on all ranks. Continue with the next step, or end the rank"
+                f"an exception ended this backward on ranks {lost}, so its gradients are dropped "
+                "on all ranks: continue with the next step, or end the rank"
             )
             raise CommError(msg)
 
@@ -237,7 +237,6 @@ class ShardReducer(GradientListener):
 
 def _late_text(name: str) -> str:
     return (
-        f"{name!r} got another gradient after its sum was started: the parameter is used in graphs "
-        "that are differentiated separately, such as by re-entrant checkpointing. Checkpoint with "
-        "use_reentrant=False"
+        f"{name!r} got another gradient after its sum over ranks was started, as by re-entrant "
+        "checkpointing: call checkpoint with use_reentrant=False"
     )

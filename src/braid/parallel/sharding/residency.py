@@ -389,7 +389,7 @@ class Residency:
         self._num_forwards = 0
 
     def shadow_backward(self) -> Iterator[Unit]:
-        """Gather the units that other ranks gather in the rest of a backward that raised here.
+        """Gather the units that other ranks still gather, after backward raised on this rank.
 
         Yields:
             Units in the order of backward, each while it is gathered.
@@ -475,9 +475,9 @@ def _refuse_pieces(flat: FlatShard, name: str, module: nn.Module, _args: Any) ->
     """
     if not flat.is_entered:
         msg = (
-            f"{type(module).__name__} computes with {name!r} while only this rank's piece of it is "
-            "here: parameters are whole in the forward of the sharded model. Call "
-            "register_fsdp_forward_method(model, 'name of the method') for another method that "
-            "computes, or compute inside `with model.gathered():` without gradients"
+            f"{type(module).__name__} uses {name!r} outside of the forward of the sharded model, "
+            "where this rank has only a shard of it. Register the method with "
+            "register_fsdp_forward_method(model, name), or compute inside `with "
+            "model.gathered():` without gradients"
         )
         raise ConfigError(msg)

@@ -109,7 +109,7 @@ def check_shapes(model: nn.Module) -> None:
     kind = nn.parameter.UninitializedParameter
     lazy = [name for name, param in model.named_parameters() if isinstance(param, kind)]
     if lazy:
-        msg = f"{first_few(lazy)} have no shape yet: run the model once before"
+        msg = f"{first_few(lazy)} have no shape yet: run the model once before sharding"
         raise ConfigError(msg)
 
 
@@ -123,7 +123,9 @@ def check_params(model: nn.Module, table: ParamTable) -> None:
     marked = [name or type(model).__name__ for name, m in model.named_modules() if MARK in vars(m)]
     marked = marked or [name for name, param in model.named_parameters() if MARK in vars(param)]
     if marked:
-        problems.append(f"{first_few(marked)} is sharded already: shard a model once, at its root")
+        problems.append(
+            f"{first_few(marked)} is already sharded: shard a model only once, at its root"
+        )
     if not any(record.param.requires_grad for record in table):
         problems.append(
             f"none of the {len(table)} parameters requires a gradient: there is nothing to train, "
@@ -134,7 +136,9 @@ def check_params(model: nn.Module, table: ParamTable) -> None:
         places.setdefault(str(record.param.device), []).append(record.name)
     if len(places) > 1:
         where = "; ".join(f"{first_few(names)} on {place}" for place, names in places.items())
-        problems.append(f"parameters are on several devices ({where}): move the model to one")
+        problems.append(
+            f"parameters are on several devices ({where}): move the model to one device"
+        )
     checks = (
         ("are not contiguous in memory: call .contiguous()", lambda p: not p.is_contiguous()),
         ("are on the device meta, without values: call to_empty() and set them", _is_meta),
@@ -146,7 +150,9 @@ def check_params(model: nn.Module, table: ParamTable) -> None:
             problems.append(f"{first_few(names)} {text}")
     sparse = [record.name for record in table if record.sparse]
     if sparse:
-        problems.append(f"{first_few(sparse)} have sparse gradients: pass sparse=False")
+        problems.append(
+            f"{first_few(sparse)} have sparse gradients: pass sparse=False to the embedding"
+        )
     raise_all(problems)
 
 

@@ -58,8 +58,8 @@ def vocab_parallel_cross_entropy(
     wrong = target[~ignored & ((target < 0) | (target >= logits.shape[-1] * group.size))]
     if wrong.numel():
         msg = (
-            f"targets must be from 0 to {logits.shape[-1] * group.size - 1}, or {ignore_index} to "
-            f"be ignored, got {wrong[0].item()}"
+            f"targets must be from 0 to {logits.shape[-1] * group.size - 1}, or ignore_index, "
+            f"{ignore_index}, got {wrong[0].item()}"
         )
         raise IndexError(msg)
     safe_target = target.masked_fill(ignored, 0)

@@ -156,21 +156,27 @@ def _check_call(model: Any, group: Any, plan: Any, inputs: Any, options: Any) ->
     """
     problems = []
     if not isinstance(model, nn.Module):
-        problems.append(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        problems.append(
+            f"model must be a torch.nn.Module, got {type(model).__name__}: pass the module itself"
+        )
     if not isinstance(group, Group):
         problems.append(
             f'group must be a braid.Group, such as braid.mesh("dp=2,tp=2")["tp"], got '
             f"{type(group).__name__}"
         )
     if plan is not None and not isinstance(plan, Mapping):
-        problems.append(f"plan must map regular expressions to kinds, got {type(plan).__name__}")
+        problems.append(
+            "plan must be a dict of regular expressions to kinds such as {'up$': 'column'}, got "
+            f"{type(plan).__name__}"
+        )
     if inputs is None and options != type(options)():
         problems.append(
-            "sequence_parallel, strict and gather_outputs need inputs: a batch to capture"
+            "sequence_parallel, strict and gather_outputs work only with inputs: pass a batch as "
+            "inputs="
         )
     raise_all(problems)
     if any(slicing_of(param) is not None for param in model.parameters()):
-        msg = "the model is divided already: call undivide(model, group) first"
+        msg = "the model is already sharded: call undivide(model, group) first"
         raise ConfigError(msg)
     shapes = pytree.tree_map(_text, dict(inputs) if isinstance(inputs, Mapping) else inputs)
     table = ParamTable.of(model)

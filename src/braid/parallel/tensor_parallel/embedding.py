@@ -74,7 +74,7 @@ class VocabParallelEmbedding(nn.Embedding):
         if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
             msg = (
                 f"{name} cannot be sharded: it has max_norm, sparse or scale_grad_by_freq; leave "
-                "it whole"
+                "it out of the plan"
             )
             raise ConfigError(msg)
         slicing = Slicing(0)

@@ -243,7 +243,7 @@ def _shared_f(group: Group, x: torch.Tensor) -> torch.Tensor:
 
 
 def slice_param(param: torch.Tensor, slicing: Slicing, group: Group) -> None:
-    """Keep this rank's part of a parameter and its gradient, in place; no-op if it is sharded.
+    """Replace a parameter and its gradient by this rank's shard; no-op if already sharded.
 
     Raises:
         ConfigError: The parameter is shared, and another layer has sharded it in another way.
@@ -254,7 +254,8 @@ def slice_param(param: torch.Tensor, slicing: Slicing, group: Group) -> None:
             return
         msg = (
             f"a parameter of shape {list(param.shape)} that layers share is sharded as {known}, "
-            f"but should be sharded as {slicing}: shared parameters need one plan"
+            f"but should be sharded as {slicing}: give shared parameters the same entry in the "
+            "plan"
         )
         raise ConfigError(msg)
     grad, param.grad = param.grad, None

@@ -145,5 +145,8 @@ def check_heads(model: nn.Module, family: Family, size: int) -> None:
         count = getattr(config, name, None)
         if isinstance(count, int) and count % size:
             valid = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-            problems.append(f"{name} {count} cannot be divided over {size} ranks; valid: {valid}")
+            problems.append(
+                f"{name} {count} cannot be divided over {size} ranks; valid numbers of ranks: "
+                f"{valid}"
+            )
     raise_all(problems)

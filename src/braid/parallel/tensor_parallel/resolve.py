@@ -47,29 +47,29 @@ class LayerKind(NamedTuple):
         """
         if isinstance(value, str):
             if not KIND.fullmatch(value):
-                msg = f"{value!r} is not a kind: use {', '.join(KINDS)}, or column:N"
+                msg = (
+                    f"{value!r} is not a way to shard a layer: use {', '.join(KINDS)}, or column:N"
+                )
                 raise ConfigError(msg)
             name, _, number = value.partition(":")
             return cls(name, int(number or 1))
         if not isinstance(value, Layout | tuple | list):
-            msg = (
-                f"a plan maps a regular expression to a kind ({', '.join(KINDS)}) or a layout, got "
-                f"{value!r}"
-            )
+            msg = f"values of a plan must be a kind ({', '.join(KINDS)}) or a layout, got {value!r}"
             raise ConfigError(msg)
         if not isinstance(value, Layout):
             msg = (
-                f"{value} is an annotation of an operator, which needs inputs=: a batch to capture"
+                f"{value} is an annotation of an operator, which needs a captured batch: pass "
+                "inputs="
             )
             raise ConfigError(msg)
         split = [dim for dim, axes in enumerate(value.dims) if axes]
         if len(split) != 1 or value.partial or len(value.dims) != MATRIX:
-            msg = f"a layout of a weight must split one of its two dims, got {value}"
+            msg = f"a layout of a weight must shard exactly one of its two dims, got {value}"
             raise ConfigError(msg)
         parts = math.prod(value.mesh.axes[axis] for axis in value.dims[split[0]])
         if parts != size:
             msg = (
-                f"the layout {value} of a weight has {parts} parts, but the group has {size} "
+                f"the layout {value} of a weight has {parts} shards, but the group has {size} "
                 f"ranks: name an axis of {size} ranks"
             )
             raise ConfigError(msg)
@@ -183,7 +183,9 @@ def _check(model: nn.Module, kinds: Mapping[str, LayerKind], size: int, *, by_gr
             problems.append(str(exc))
         other, known = plans.setdefault(weight, (name, slicing))
         if known != slicing:
-            problems.append(f"{name} and {other} share a weight and shard it in two ways")
+            problems.append(
+                f"{name} and {other} share a weight but shard it in two ways: use one kind for both"
+            )
     problems += [
         f"{name} shares the weight of {plans[param][0]}, which is sharded: add it to the plan, "
         "for example as 'head' for a last layer that shares an embedding's rows"
@@ -199,7 +201,7 @@ def _unfit(
 ) -> str | None:
     """Return why a kind does not apply to a module; None if it does."""
     if dim >= weight.dim():
-        return f"has a weight of {weight.dim()} dims, but dim {dim} should be sharded"
+        return f"has a weight of {weight.dim()} dims, but the plan shards its dim {dim}"
     if by_graph or kind.name == "slice":
         return None
     embedding, linear = isinstance(module, nn.Embedding), isinstance(module, nn.Linear)

@@ -96,7 +96,7 @@ def reduce_scatter_sequence(group: Group, x: torch.Tensor, dim: int = 1) -> torc
 
 def _check(group: Group, x: torch.Tensor, dim: int) -> None:
     if not -x.dim() <= dim < x.dim():
-        msg = f"a sequence of shape {list(x.shape)} has no dim {dim}"
+        msg = f"a sequence of shape {list(x.shape)} has no dim {dim}: pass its dim of positions"
         raise ConfigError(msg)
     if x.shape[dim] % group.size:
         msg = (

@@ -49,7 +49,10 @@ def sequence_column_linear(
         ConfigError: The dim does not exist, or is the last one.
     """
     if not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
-        msg = f"x of shape {list(x.shape)} has no positions in dim {dim}: the last has its inputs"
+        msg = (
+            f"x of shape {list(x.shape)} has no positions in dim {dim}: pass another dim than "
+            "the last, which has the features"
+        )
         raise ConfigError(msg)
     args = autocast_inputs(x, weight, bias)
     y = _SequenceColumn.apply(group, *args, dim % x.dim())  # type: ignore[no-untyped-call]

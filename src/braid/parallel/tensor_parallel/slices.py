@@ -38,12 +38,12 @@ class Slicing(NamedTuple):
         valid = [n for n in range(1, max(unit, 1) + 1) if unit and unit % n == 0 and n <= 64]
         msg = (
             f"{name} has {length} entries in dim {self.dim}{what}, which cannot be divided over "
-            f"{size} ranks; valid: {', '.join(map(str, valid)) or 'none'}"
+            f"{size} ranks; valid numbers of ranks: {', '.join(map(str, valid)) or 'none'}"
         )
         raise ConfigError(msg)
 
     def part_of(self, x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Return a rank's part of a whole tensor, as a copy."""
+        """Return a rank's shard of a whole tensor, as a copy."""
         blocks = x.chunk(self.blocks, self.dim)
         return torch.cat([block.chunk(size, self.dim)[rank] for block in blocks], self.dim)
 
@@ -57,7 +57,7 @@ class Slicing(NamedTuple):
     def boxes(
         self, part: torch.Tensor, rank: int, size: int
     ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield the part as boxes of the whole tensor: first index of each box, and its values."""
+        """Yield the shard as slices of the whole tensor: first index, and values, of each."""
         for number, block in enumerate(part.chunk(self.blocks, self.dim)):
             offset = [0] * part.dim()
             offset[self.dim] = (number * size + rank) * block.shape[self.dim]

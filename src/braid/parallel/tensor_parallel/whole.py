@@ -67,7 +67,7 @@ def slicing_of(param: torch.Tensor) -> Slicing | None:
 def divide_states(
     optimizer: Optimizer, shapes: Mapping[torch.Tensor, torch.Size], group: Group
 ) -> None:
-    """Keep this rank's parts of an optimizer's unsharded states, in place.
+    """Replace an optimizer's whole states by this rank's shards.
 
     Args:
         optimizer: Optimizer of parameters that have been sharded since its creation.

@@ -122,7 +122,10 @@ def _search(graph: ProfiledGraph) -> dict[frozenset[str], list[frozenset[str]]]:
         if state in after:
             continue
         if len(after) == MAX_STATES:
-            msg = f"the graph has more than {MAX_STATES:,} cuts: merge its parallel branches"
+            msg = (
+                f"the graph has more than {MAX_STATES:,} cuts: merge parallel branches into "
+                "single nodes"
+            )
             raise ConfigError(msg)
         consumers = dict.fromkeys(
             target

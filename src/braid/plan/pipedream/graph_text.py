@@ -92,7 +92,7 @@ class ProfiledGraph(NamedTuple):
         )
 
     def order(self) -> list[str]:
-        """Return the names such that each node stands after those that it consumes.
+        """Return the names in topological order: each node after its inputs.
 
         Raises:
             ConfigError: The graph has a cycle.
@@ -112,7 +112,7 @@ class ProfiledGraph(NamedTuple):
                     ready.append(target)
         if len(ordered) < len(self.nodes):
             stuck = ", ".join(sorted(name for name, count in num_waiting.items() if count)[:5])
-            msg = f"the graph has a cycle, through or before {stuck}"
+            msg = f"the graph has a cycle, through or before {stuck}: remove an edge of the cycle"
             raise ConfigError(msg)
         return ordered
 
@@ -133,7 +133,10 @@ def parse_graph(text: str) -> ProfiledGraph:
             pairs.append((number, edge["source"], edge["target"]))
         elif (match := NODE.fullmatch(line)) is not None:
             if match["name"] in nodes:
-                msg = f"line {number}: node {match['name']!r} is given twice"
+                msg = (
+                    f"line {number}: node {match['name']!r} is defined twice: remove one of its "
+                    "lines"
+                )
                 raise ConfigError(msg)
             nodes[match["name"]] = _node(match, number)
         else:
@@ -146,11 +149,14 @@ def parse_graph(text: str) -> ProfiledGraph:
     edges: dict[str, list[str]] = {name: [] for name in nodes}
     for number, source, target in pairs:
         if unknown := {source, target} - nodes.keys():
-            msg = f"line {number}: there is no node {min(unknown)!r}"
+            msg = (
+                f"line {number}: the edge names an undefined node, {min(unknown)!r}: add a line "
+                "that defines it"
+            )
             raise ConfigError(msg)
         edges[source].append(target)
     if not nodes:
-        msg = "the text has no node"
+        msg = "the graph has no nodes: pass a text with at least one"
         raise ConfigError(msg)
     graph = ProfiledGraph(nodes, {name: tuple(targets) for name, targets in edges.items()})
     graph.order()

@@ -105,7 +105,10 @@ def partition(
     """
     problems = [level for level in levels if level.machines < 1 or not level.bytes_per_s > 0]
     if not levels or problems:
-        msg = f"needs machines >= 1 and a bandwidth on each level, got {list(map(tuple, levels))}"
+        msg = (
+            "each level needs at least 1 machine and a bandwidth above 0 bytes/s, got "
+            f"{list(map(tuple, levels))}"
+        )
         raise ConfigError(msg)
     spans = _Spans.of(states)
     total = prod(level.machines for level in levels)
@@ -129,7 +132,10 @@ def partition(
         size = len(states.compute_s)
         if memory is not None and not (straight and total > size):
             raise ConfigError(memory.too_small(spans.params, spans.saved, total))
-        msg = f"a straight pipeline of {total} stages needs {total} states, the graph has {size}"
+        msg = (
+            f"a straight pipeline of {total} stages needs {total} cuts of the graph, which has "
+            f"only {size}: use fewer machines"
+        )
         raise ConfigError(msg)
     stages = tuple(
         StagePlan(first, end, replicas, _nodes(states, first, end))

@@ -99,6 +99,9 @@ class MeasuredMachines:
         name = f"{operation}/{size}"
         if name not in self._host.collectives:
             known = ", ".join(self._host.collectives)
-            msg = f"the profile has no {operation} of {size} ranks, only {known}"
+            msg = (
+                f"the profile has no {operation} of {size} ranks, only {known}: measure it with "
+                "`braid profile`"
+            )
             raise ConfigError(msg)
         return self._host.collectives[name]

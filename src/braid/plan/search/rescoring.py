@@ -40,7 +40,7 @@ def program_of(split: Split, num_steps: int = 1) -> Program:
 
 
 def action_s(estimator: Estimator, split: Split, kind: str, number: int) -> float:
-    """Return the seconds of an action of a stage, such as F; 0 for one that does not compute."""
+    """Return the seconds of a stage's action, such as F; 0 for communication."""
     stage, machines = estimator.stages(split)[1][number], estimator.machines
     if kind == "STEP":
         return machines.optimizer_s(stage.param_bytes)

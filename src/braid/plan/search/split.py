@@ -166,7 +166,7 @@ def homes(schedule: str, pp: int) -> tuple[int, ...]:
 
 @cache
 def held(schedule: str, pp: int, microbatches: int) -> tuple[int, ...]:
-    """Return the most forwards of one stage that each rank holds at a time.
+    """Return the largest number of forwards per stage whose activations a rank stores.
 
     Between the two parts of a split backward, gradients are held as well: they count as much.
     """

@@ -91,8 +91,8 @@ def pipelined_s(phases: Sequence[Phase], num_chunks: int, depth: int) -> float:
     """
     if num_chunks < 1 or depth < 0:
         msg = (
-            f"a pipeline needs at least one chunk and a depth from 0, got {num_chunks} chunks "
-            f"and depth {depth}"
+            f"a pipeline needs at least one chunk and a depth of at least 0, got {num_chunks} "
+            f"chunks and depth {depth}"
         )
         raise ConfigError(msg)
     busy: dict[str, float] = defaultdict(float)

@@ -152,7 +152,8 @@ def form(algorithm: str, operation: str, p: int, l: float, *, row: int = 1) -> C
     check_ranks(p)
     if l < 0 or row < 1 or p % row:
         msg = (
-            f"l must be at least 0 bytes and row must divide {p} ranks, got l = {l} and row = {row}"
+            f"l must be at least 0 bytes, and row, the ranks of a host, must divide {p} ranks, "
+            f"got l = {l} and row = {row}"
         )
         raise ConfigError(msg)
     if (algorithm, operation) == ("hierarchical", "all_reduce"):

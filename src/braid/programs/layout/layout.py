@@ -80,7 +80,9 @@ class Layout:
             if isinstance(axes, str)
         ]
         if self.blocks and (len(self.blocks) != len(self.dims) or min(self.blocks) < 1):
-            problems.append(f"blocks are {self.blocks}: give a number for each of the dims")
+            problems.append(
+                f"blocks {self.blocks} does not match the dims: give one number per dim"
+            )
         if not problems:
             used = [axis for axes in (*self.dims, self.partial, self.varying) for axis in axes]
             problems = [
@@ -132,7 +134,7 @@ class Layout:
         return cls(mesh, tuple(dims), **replicas, blocks=tuple(blocks))
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
-        """Return the part of a tensor that a rank holds; it may be empty.
+        """Return the slices of a tensor that a rank has; they may be empty.
 
         Args:
             shape: Shape of the whole tensor.
@@ -143,11 +145,15 @@ class Layout:
                 has packed blocks, so that a rank has several boxes: see `pieces`.
         """
         if self.blocks:
-            msg = f"layout {self} has packed blocks, so a rank's part is not one box: use pieces"
+            msg = (
+                f"layout {self} has packed blocks, so a rank's shard is not one contiguous "
+                "slice: call pieces()"
+            )
             raise ConfigError(msg)
         if len(shape) != len(self.dims):
             msg = (
-                f"layout {self} has {len(self.dims)} dims, but shape {list(shape)} has {len(shape)}"
+                f"layout {self} has {len(self.dims)} dims, but shape {list(shape)} has "
+                f"{len(shape)}: use one entry per dim"
             )
             raise ConfigError(msg)
         here = self.mesh.coordinates(rank)
@@ -156,7 +162,7 @@ class Layout:
         )
 
     def pieces(self, shape: Sequence[int], rank: int) -> tuple[Box, ...]:
-        """Return the boxes of a tensor that a rank holds, in order: one for each packed block.
+        """Return the slices of a tensor that a rank has, one for each packed block.
 
         Args:
             shape: Shape of the whole tensor.
@@ -169,7 +175,10 @@ class Layout:
             return (self.box(shape, rank),)
         plain = replace(self, blocks=())
         if any(size % count for size, count in zip(shape, self.blocks, strict=False)):
-            msg = f"shape {list(shape)} is not a multiple of the packed blocks of layout {self}"
+            msg = (
+                f"shape {list(shape)} cannot be divided into the packed blocks of layout {self}: "
+                "choose lengths that are multiples"
+            )
             raise ConfigError(msg)
         lengths = [size // count for size, count in zip(shape, self.blocks, strict=False)]
         first = plain.box(lengths, rank)

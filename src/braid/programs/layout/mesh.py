@@ -98,7 +98,7 @@ class Mesh:
         for name, size in self.axes.items():
             index = coordinates.get(name, 0)
             if not 0 <= index < size:
-                msg = f"axis {name} has indices 0 to {size - 1}, got {index}"
+                msg = f"axis {name} has only the indices 0 to {size - 1}, got {index}"
                 raise ConfigError(msg)
             number = number * size + index
         return number
@@ -163,8 +163,8 @@ class Mesh:
         parts = Mesh.parse(into) if isinstance(into, str) else Mesh(dict(into))
         if parts.size != self.axes[axis]:
             msg = (
-                f"axis {axis} has {self.axes[axis]} ranks, but {parts} has {parts.size}: choose "
-                f"sizes whose product is {self.axes[axis]}"
+                f"axis {axis} has {self.axes[axis]} ranks, but the axes {parts} have "
+                f"{parts.size}: choose sizes whose product is {self.axes[axis]}"
             )
             raise ConfigError(msg)
         return self._replaced([axis], parts.axes)
@@ -183,7 +183,7 @@ class Mesh:
         first = names.index(axes[0]) if axes else 0
         if not axes or names[first : first + len(axes)] != list(axes):
             msg = (
-                f"axes {', '.join(axes) or 'none'} are no neighbours in {self}: join axes that "
+                f"axes {', '.join(axes) or 'none'} are not adjacent in {self}: join axes that "
                 "follow each other, in their order"
             )
             raise ConfigError(msg)
@@ -193,7 +193,7 @@ class Mesh:
         """Return a mesh with some neighbouring axes replaced."""
         twice = [name for name in by if name in self.axes and name not in axes]
         if twice:
-            msg = f"{self} has an axis {', '.join(twice)} already: choose another name"
+            msg = f"{self} already has an axis {', '.join(twice)}: choose another name"
             raise ConfigError(msg)
         made: dict[str, int] = {}
         for name, size in self.axes.items():
@@ -203,7 +203,7 @@ class Mesh:
     def _check_axes(self, names: Mapping[str, int]) -> None:
         unknown = [name for name in names if name not in self.axes]
         if unknown:
-            msg = f"unknown axis {', '.join(unknown)} in {self}"
+            msg = f"the mesh {self} has no axis {', '.join(unknown)}: use one of its axes"
             raise ConfigError(msg)
 
     def __str__(self) -> str:

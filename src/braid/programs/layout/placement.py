@@ -90,7 +90,7 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class MeshPlacement:
-    """The best order of the axes, with the worst one beside it.
+    """Best order of mesh axes on a cluster, and the worst order for comparison.
 
     Attributes:
         cluster: Connections of the ranks.
@@ -181,8 +181,8 @@ def place(
     wide = [axis for axis, size in reversed(list(mesh.axes.items())) if size > 1]
     if len(wide) > MOST_AXES:
         msg = (
-            f"{mesh} has {len(wide)} axes of several ranks, and at most {MOST_AXES} can be "
-            "ordered: join some of them"
+            f"{mesh} has {len(wide)} axes of several ranks, but at most {MOST_AXES} can be "
+            "placed on a cluster: join some of them"
         )
         raise ConfigError(msg)
     # the first order of equal ones is taken: more bytes, closer ranks

@@ -62,7 +62,10 @@ class Traffic:
         if not 0 <= self.nbytes < math.inf:
             problems.append(f"nbytes must be at least 0, got {self.nbytes}")
         if type(self.count) is not int or self.count < 0:
-            problems.append(f"count must be a whole number from 0, got {self.count!r}")
+            problems.append(
+                "count, the number of calls, must be a whole number of at least 0, got "
+                f"{self.count!r}"
+            )
         raise_all(problems)
 
     @property
@@ -92,7 +95,7 @@ def usual_traffic(mesh: Mesh) -> dict[str, Traffic]:
 
 
 def traffic_of(mesh: Mesh, traffic: Mapping[str, float | Traffic] | None) -> dict[str, Traffic]:
-    """Return the traffic of every axis: as passed, or else the usual one.
+    """Return the collectives of every mesh axis: as passed, or a typical training step's.
 
     Args:
         mesh: Named axes.
@@ -115,7 +118,7 @@ def traffic_of(mesh: Mesh, traffic: Mapping[str, float | Traffic] | None) -> dic
         try:
             made[name] = value if isinstance(value, Traffic) else _number(value, usual.get(name))
         except ConfigError as exc:
-            problems.append(f"axis {name}: {exc}")
+            problems.append(f"mesh axis {name}: {exc}")
     raise_all(problems)
     return made
 

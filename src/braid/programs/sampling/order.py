@@ -160,9 +160,9 @@ class OrderedSampler:
         whole = type(at.epoch) is type(at.step) is int
         if not whole or at.epoch < 0 or not 0 <= at.step < self.order.steps_per_epoch:
             msg = (
-                f"the checkpoint's sampler state {dict(state)} has no epoch and step of this "
-                f"order (steps 0..{self.order.steps_per_epoch - 1}): it is damaged, or not a "
-                "sampler's"
+                f"the checkpoint's sampler state {dict(state)} has no valid epoch and step (from "
+                f"0 to {self.order.steps_per_epoch - 1}): use another checkpoint, this one is "
+                "damaged"
             )
             raise CheckpointError(msg)
         self.state = at
@@ -191,14 +191,14 @@ def share_of(batch: Sequence[T], rank: int, num_replicas: int) -> list[T]:
         ConfigError: The batch is not divisible, or the rank is not in the group.
     """
     if not 0 <= rank < num_replicas:
-        msg = f"rank must be in 0..{num_replicas - 1}, got {rank}"
+        msg = f"rank must be from 0 to {num_replicas - 1}, got {rank}"
         raise ConfigError(msg)
     size, rest = divmod(len(batch), num_replicas)
     if rest or not size:
         low = max(1, size) * num_replicas
         msg = (
-            f"{num_replicas} ranks cannot share a batch of {len(batch)} samples equally: "
-            f"choose a multiple of {num_replicas}, such as {low} or {low + num_replicas}"
+            f"a batch of {len(batch)} samples cannot be divided equally among {num_replicas} "
+            f"ranks: choose a multiple of {num_replicas}, such as {low} or {low + num_replicas}"
         )
         raise ConfigError(msg)
     return list(batch[rank * size : (rank + 1) * size])

@@ -67,7 +67,7 @@ class Permutation:
             IndexError: `index` is not in [0, n).
         """
         if not 0 <= index < self._n:
-            msg = f"index must be in 0..{self._n - 1}, got {index}"
+            msg = f"index must be from 0 to {self._n - 1}, got {index}"
             raise IndexError(msg)
         x = self._encipher(index)
         while x >= self._n:

@@ -36,7 +36,10 @@ def blocks_svg(program: Program, width: int = 800) -> str:
     """
     count = program.header.num_units
     if count > MOST_BLOCKS:
-        msg = f"a picture of rounds shows at most {MOST_BLOCKS} blocks per rank, got {count}"
+        msg = (
+            f"a picture of rounds shows at most {MOST_BLOCKS} blocks per rank, got {count}: use "
+            "fewer ranks"
+        )
         raise ConfigError(msg)
     panels = held_by_round(program)
     messages = _messages(program)

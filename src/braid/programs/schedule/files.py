@@ -81,7 +81,7 @@ def valid_program(file: str) -> Program:
 
 
 def check_schedule(name: str) -> str:
-    """Return why a name is none of a schedule that trains, and of no file; empty if it is one."""
+    """Return why a name is no training schedule and no file; an empty text if it is valid."""
     if _known(name) is not None or is_file(name):
         return ""
     return (
@@ -103,16 +103,19 @@ def schedule_named(name: str) -> Schedule:
         return known
     program = valid_program(name)
     if program.vocabulary.name != PIPELINE.name or program.header.operation != TRAIN:
-        msg = f"the program in {name} does not train a pipeline: it is {program}"
+        msg = (
+            f"the schedule in {name} does not train a pipeline, it is {program}: name a file "
+            "with a pipeline schedule"
+        )
         raise ConfigError(msg)
 
     def of_size(num_ranks: int, num_microbatches: int) -> Program:
         sizes = program.num_ranks, program.header.num_indices
         if sizes != (num_ranks, num_microbatches):
             msg = (
-                f"the schedule in {name} is for {sizes[0]} ranks and {sizes[1]} micro-batches, got "
-                f"{num_ranks} and {num_microbatches}: use the numbers of the schedule, and batches "
-                f"of at least {sizes[1]} rows"
+                f"the schedule in {name} is for {sizes[0]} ranks and {sizes[1]} micro-batches, "
+                f"got {num_ranks} and {num_microbatches} micro-batches: use the numbers of the "
+                f"schedule, and batches of at least {sizes[1]} rows"
             )
             raise ConfigError(msg)
         return program

@@ -95,7 +95,7 @@ class Deadlock(NamedTuple):
 
 
 def match(program: Program) -> Matching:
-    """Pair the n-th send from one rank to another with the n-th receive there."""
+    """Match the n-th send from one rank to another with the n-th receive of that rank."""
     sends: dict[tuple[int, int], list[Place]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Place]] = defaultdict(list)
     for rank, actions in enumerate(program.ranks):

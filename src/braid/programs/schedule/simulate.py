@@ -279,7 +279,10 @@ class _Simulation:
         if matching.alone:
             rank, position = matching.alone[0]
             what = program.vocabulary.describe(program.ranks[rank][position])
-            msg = f"the {what} of rank {rank} has no partner: validate the program first"
+            msg = (
+                f"the {what} of rank {rank} has no matching action on its peer: validate the "
+                "program first"
+            )
             raise ConfigError(msg)
         by_batch: dict[tuple[int, int], list[_SimulatedMessage]] = defaultdict(list)
         for pair in messages(program, matching):

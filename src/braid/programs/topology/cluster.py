@@ -67,7 +67,7 @@ class Level:
     def __post_init__(self) -> None:
         problems = []
         if type(self.size) is not int or self.size < 1:
-            problems.append(f"size must be a whole number from 1, got {self.size}")
+            problems.append(f"size must be a whole number of at least 1, got {self.size}")
         if not 0 <= self.latency_s < float("inf"):
             problems.append(f"latency_s must be at least 0, got {self.latency_s}")
         if not 0 < self.bytes_per_s < float("inf"):
@@ -110,7 +110,7 @@ class Cluster:
         names = [level.name for level in levels]
         if not names or len(set(names)) < len(names):
             msg = (
-                "a cluster needs at least one level, each with another name, got "
+                "a cluster needs at least one level, each with a different name, got "
                 f"{', '.join(names) or 'none'}"
             )
             raise ConfigError(msg)
@@ -218,7 +218,10 @@ class Cluster:
         if len(sources):
             self.check_size(1 + int(max(sources.max(), targets.max())))
             if min(sources.min(), targets.min()) < 0:
-                msg = f"ranks must be at least 0, got {int(min(sources.min(), targets.min()))}"
+                msg = (
+                    "ranks of a cluster are numbered from 0, got "
+                    f"{int(min(sources.min(), targets.min()))}"
+                )
                 raise ConfigError(msg)
         latency = np.zeros(len(sources))
         links = np.full((len(sources), 2 * len(self.levels)), -1, dtype=np.int64)

@@ -72,7 +72,7 @@ class _Device(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
         figures = [*(self.flops_per_s or {}).values(), self.bytes_per_s, self.memory_bytes]
         problems += [str(x) for x in figures if x is not None and not 0 < x < float("inf")]
         if self.overlap is not None and not 0 <= self.overlap <= 1:
-            problems.append(f"overlap = {self.overlap}")
+            problems.append(f"overlap = {self.overlap} (at most 1)")
         if others := set(shares) - set(Efficiency.__dataclass_fields__):
             problems.append(f"efficiency has no {', '.join(sorted(others))}")
         if problems:

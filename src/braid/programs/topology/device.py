@@ -78,7 +78,10 @@ class Device:
         """
         if dtype not in self.flops_per_s:
             known = ", ".join(self.flops_per_s)
-            msg = f"the peak of {self.name} with {dtype} is not known: use {known}, or describe it"
+            msg = (
+                f"the peak of {self.name} with {dtype} is not known: use {known}, or describe "
+                "the device in a [device] table of the cluster file"
+            )
             raise ConfigError(msg)
         return self.flops_per_s[dtype]
 

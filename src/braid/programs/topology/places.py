@@ -69,7 +69,7 @@ def levels(paths: Sequence[tuple[int, ...]], names: Sequence[str]) -> list[Rings
         ConfigError: See `rings`.
     """
     if len(paths) < 2:
-        msg = f"at least 2 ranks are needed, got {len(paths)}: no rank sends a message to itself"
+        msg = f"at least 2 ranks are needed to measure messages, got {len(paths)}: start more ranks"
         raise ConfigError(msg)
     result = []
     children: list[tuple[tuple[int, ...], int]] = [  # path and first rank
@@ -82,14 +82,14 @@ def levels(paths: Sequence[tuple[int, ...]], names: Sequence[str]) -> list[Rings
         counts = [len(ranks) for ranks in units.values()]
         if len(set(counts)) > 1:
             msg = (
-                f"the units of level {name} have different numbers of children, "
+                f"the units of level {name} contain different numbers of units, "
                 f"{', '.join(map(str, counts))}: use the same number in each"
             )
             raise ConfigError(msg)
         if _torn(children):
             msg = (
-                f"the ranks of one {name} do not follow each other, got places {list(paths)}: "
-                "start the ranks in the order of their hosts"
+                f"the ranks of one {name} are not numbered consecutively, got locations "
+                f"{list(paths)}: start the ranks in the order of their hosts"
             )
             raise ConfigError(msg)
         if counts[0] > 1:

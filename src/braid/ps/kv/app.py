@@ -267,7 +267,7 @@ class App(ABC):
         with self._postoffice.lock:
             if not executed.finish(ticket.stream, ticket.timestamp, (message, buffers)):
                 msg = (
-                    f"request {ticket.timestamp} of {ticket.node} was answered already: call "
+                    f"request {ticket.timestamp} of {ticket.node} was already answered: call "
                     "response() once per request"
                 )
                 raise ConfigError(msg)

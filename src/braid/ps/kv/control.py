@@ -44,7 +44,10 @@ class Control(App):
 
     def _execute(self, delivery: Delivery, ticket: Ticket) -> None:
         del delivery, ticket
-        msg = f"{self._node.name} is not the scheduler, and only the scheduler has barriers"
+        msg = (
+            f"{self._node.name} is not the scheduler, and only the scheduler can manage "
+            "barriers: send the request to the scheduler"
+        )
         raise CommError(msg)
 
 

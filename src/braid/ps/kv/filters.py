@@ -218,7 +218,7 @@ class KeyCache(Filter):
     def _encode(self, parcel: Parcel, server: int) -> None:
         keys = parcel.tensors["keys"]
         if keys.dtype != torch.uint64:
-            msg = "KeyCache needs keys that are not encoded: put it before Compression"
+            msg = "KeyCache cannot read encoded keys: put it before Compression in filters"
             raise ConfigError(msg)
         parcel.digest = digest_of(keys)
         known = self._known[server]

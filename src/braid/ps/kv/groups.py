@@ -55,7 +55,10 @@ def node_of(number: int) -> str:
     if number == SCHEDULER_GROUP:
         return SCHEDULER
     if number < FIRST_ID:
-        msg = f"{number} is not the number of a node: servers have 8, 10, ..., workers 9, 11, ..."
+        msg = (
+            f"{number} is not the number of a node: pass 8, 10, ... for servers or 9, 11, ... "
+            "for workers"
+        )
         raise ConfigError(msg)
     place, is_worker = divmod(number - FIRST_ID, 2)
     return worker_node(place) if is_worker else server_node(place)
@@ -73,8 +76,8 @@ def members_of(group: int, num_servers: int, num_workers: int) -> list[str]:
         node = node_of(group)
         if node not in {*servers, *workers}:
             msg = (
-                f"there is no node {group} ({node}): the run has {num_servers} servers and "
-                f"{num_workers} workers"
+                f"node {group} ({node}) does not exist: the run has only {num_servers} servers "
+                f"and {num_workers} workers"
             )
             raise ConfigError(msg)
         return [node]

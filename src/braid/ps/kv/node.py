@@ -249,8 +249,8 @@ class KVNode(BaseNode):
         if place in self._apps:
             customer = f" with customer {app.customer_id}" if self.is_worker else ""
             msg = (
-                f"{self.name} has an app {app.app_id}{customer} already: choose another app_id or "
-                "customer_id"
+                f"{self.name} already has an app {app.app_id}{customer}: choose another app_id "
+                "or customer_id"
             )
             raise ConfigError(msg)
         with self.postoffice.lock:
@@ -312,11 +312,14 @@ class KVNode(BaseNode):
                 assert isinstance(message, KVRequest), "only requests are parked"
                 customer = f" for customer {message.customer}" if self.is_worker else ""
                 apps = ", ".join(str(place if self.is_worker else place[0]) for place in known)
-                text = f"{self.name} has no app {message.app}{customer}; it has {apps or 'none'}"
+                text = (
+                    f"{self.name} has no app {message.app}{customer}, only {apps or 'none'}: "
+                    "make the app on all nodes"
+                )
                 if self._place(message.app, message.customer) in self._apps:
                     text = (
-                        f"app {message.app} of {self.name} has no handle for pushes and pulls: "
-                        "call set_request_handle"
+                        f"app {message.app} of {self.name} has no function that handles pushes "
+                        "and pulls: call set_request_handle"
                     )
                 self.postoffice.send(delivery.sender, RequestRefused(text), answers=delivery.id)
 
@@ -338,8 +341,14 @@ class KVNode(BaseNode):
 
     def _absent(self) -> str:
         if isinstance(self._control, KVScheduler):
-            return f"{', '.join(self._control.state.absent)} did not join"
-        return "not all servers and workers have joined the scheduler"
+            return (
+                f"{', '.join(self._control.state.absent)} did not join: look for errors of these "
+                "processes"
+            )
+        return (
+            "not all servers and workers have joined the scheduler: look for errors of the "
+            "missing processes"
+        )
 
     def _serve(self) -> None:
         while not self._is_closed:

@@ -82,13 +82,15 @@ def as_keys(keys: Keys) -> torch.Tensor:
         keys = torch.from_numpy(np.ascontiguousarray(array))
     if keys.dtype not in {torch.uint64, torch.int64} or keys.dim() != 1:
         dtype = dtype_name(keys.dtype)
-        msg = f"keys must be uint64 or int64 in one dim, got {dtype}{list(keys.shape)}"
+        msg = (
+            f"keys must be a one-dimensional uint64 or int64 tensor, got {dtype}{list(keys.shape)}"
+        )
         raise ConfigError(msg)
     keys = keys.detach().cpu().contiguous()
     if keys.dtype == torch.int64:
         if len(keys) and int(keys.min()) < 0:
             place = int(keys.argmin())
-            msg = f"keys must be from 0 to 2^64 - 1, got {int(keys[place])} at place {place}"
+            msg = f"keys must be from 0 to 2^64 - 1, got {int(keys[place])} at index {place}"
             raise ConfigError(msg)
         keys = keys.view(torch.uint64)
     return keys
@@ -128,7 +130,9 @@ def as_lens(lens: Lens) -> torch.Tensor | None:
     tensor = lens if isinstance(lens, torch.Tensor) else torch.as_tensor(lens)
     if tensor.dtype not in LENGTHS or tensor.dim() != 1:
         dtype = dtype_name(tensor.dtype)
-        msg = f"lens must be int32 or int64 in one dim, got {dtype}{list(tensor.shape)}"
+        msg = (
+            f"lens must be a one-dimensional int32 or int64 tensor, got {dtype}{list(tensor.shape)}"
+        )
         raise ConfigError(msg)
     return tensor.detach().cpu().long().contiguous()
 
@@ -151,7 +155,7 @@ def check_pairs(keys: torch.Tensor, num_vals: int | None, lens: torch.Tensor | N
         place = int(ascends.argmin())
         first, second = int(array[place]), int(array[place + 1])
         fault = "twice" if first == second else "not sorted"
-        problems.append(f"keys are {fault}: {first}, {second} at place {place}")
+        problems.append(f"keys are {fault}: {first}, {second} at index {place}")
     if lens is not None:
         if len(lens) != len(keys):
             problems.append(
@@ -159,11 +163,17 @@ def check_pairs(keys: torch.Tensor, num_vals: int | None, lens: torch.Tensor | N
             )
         elif int(lens.min()) < 0:
             place = int(lens.argmin())
-            problems.append(f"lens must not be negative, got {int(lens[place])} at place {place}")
+            problems.append(f"lens must not be negative, got {int(lens[place])} at index {place}")
         elif num_vals is not None and int(lens.sum()) != num_vals:
-            problems.append(f"lens add up to {int(lens.sum())}, but there are {num_vals} vals")
+            problems.append(
+                f"lens add up to {int(lens.sum())}, but vals has {num_vals} elements: make the "
+                "two equal"
+            )
     elif num_vals is not None and (num_vals % len(keys) if len(keys) else num_vals):
-        problems.append(f"{num_vals} vals are not a multiple of {len(keys)} keys: pass lens")
+        problems.append(
+            f"{num_vals} elements of vals are not a multiple of {len(keys)} keys: pass lens, the "
+            "number of elements per key"
+        )
     raise_all(problems)
 
 

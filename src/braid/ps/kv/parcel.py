@@ -98,7 +98,7 @@ class Parcel:
             places = tensors.pop("places").long()
             dense = torch.zeros(head.numel, dtype=tensors["vals"].dtype)
             if len(places) and int(places.min()) < 0:
-                msg = f"a place of the values is {int(places.min())}: places begin with 0"
+                msg = f"an index of the values is {int(places.min())}, but indices begin with 0"
                 raise ValueError(msg)
             tensors["vals"] = dense.index_copy_(0, places, tensors["vals"])
 
@@ -157,7 +157,7 @@ def refuse_nonfinite(vals: torch.Tensor) -> None:
     if not bool(finite.all()):
         place = int((~finite).nonzero()[0])
         msg = (
-            f"FixedPoint cannot encode {float(vals[place])}, the value at place {place}: check the "
-            "values before the push, or push without the filter"
+            f"FixedPoint cannot encode {float(vals[place])}, the value at index {place}: check "
+            "the values before the push, or push without the filter"
         )
         raise ConfigError(msg)

@@ -126,8 +126,8 @@ class KVServer(SimpleApp):
             return
         if isinstance(pairs, str):
             msg = (
-                "the answer has the wrong type: pass KVPairs for a push or pull, and a text for a "
-                "note"
+                "the answer has the wrong type: pass KVPairs to answer a push or pull, and a str "
+                "to answer a SimpleApp"
             )
             raise ConfigError(msg)
         parcel = Parcel({})
@@ -136,14 +136,17 @@ class KVServer(SimpleApp):
             lens = pairs.lens
             if lens is not None and len(lens) != asked.num_keys:
                 msg = (
-                    f"{len(lens)} lens in answer to {asked.num_keys} keys: return a length for "
-                    "each key"
+                    f"the answer to {asked.num_keys} keys has {len(lens)} lens: return one "
+                    "length per key"
                 )
                 raise ConfigError(msg)
             total = asked.num_keys if lens is None else int(lens.sum())
             count = len(pairs.vals)
             if (count % total if total else count) if lens is None else count != total:
-                msg = f"{count} vals in answer to {asked.num_keys} keys: return values for each key"
+                msg = (
+                    f"the answer to {asked.num_keys} keys has {count} vals: return values for "
+                    "each key"
+                )
                 raise ConfigError(msg)
             parcel.tensors["vals"] = pairs.vals
             if lens is not None:
@@ -164,8 +167,8 @@ class KVServer(SimpleApp):
             return
         if self._kv_handle is None:
             msg = (
-                f"app {self.app_id} of {self._node.name} has no handle for pushes and pulls: call "
-                "set_request_handle(function) of its KVServer first"
+                f"app {self.app_id} of {self._node.name} has no function that handles pushes and "
+                "pulls: call set_request_handle(function) of its KVServer first"
             )
             raise CommError(msg)
         pairs = self._pairs(message, delivery)
@@ -195,14 +198,14 @@ class KVServer(SimpleApp):
         if not {*message.names} <= {"keys", "vals", "lens", "places"}:
             msg = (
                 f"a request may contain keys, vals, lens and places, got {list(message.names)}: "
-                "does the worker run the same version of braid?"
+                "install the same version of braid on all nodes"
             )
             raise CommError(msg)
         parcel.decode()
         keys = parcel.tensors.get("keys")
         if keys is None:
             if not message.digest:
-                msg = "the request has no keys"
+                msg = "the request has no keys: pass at least one"
                 raise CommError(msg)
             keys = self._cached.get(message.digest)
             if keys is None:
@@ -223,8 +226,9 @@ class KVServer(SimpleApp):
             low, high = (int(key) for key in keys.numpy()[[0, -1]])
             if low < first or high >= end:
                 msg = (
-                    f"keys {low} to {high} are not in the range of {self._node.name}, "
-                    f"{first} to {end - 1}"
+                    f"keys {low} to {high} are outside of the range of {self._node.name}, "
+                    f"{first} to {end - 1}: use the same slicer and number of servers on all "
+                    "nodes"
                 )
                 raise CommError(msg)
         return pairs
@@ -259,7 +263,10 @@ class KVServerDefaultHandle:
         """Handle a push, a pull or both."""
         if meta.push and len(pairs):
             if pairs.lens is not None and int(pairs.lens.min()) != int(pairs.lens.max()):
-                msg = "the default handle needs the same number of values for all keys: set another"
+                msg = (
+                    "the default handle needs the same number of values for all keys: set "
+                    "another handle with set_request_handle"
+                )
                 raise CommError(msg)
             self.store.add(pairs.ids, pairs.vals.reshape(len(pairs), -1))
         answer = None

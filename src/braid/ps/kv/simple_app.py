@@ -98,8 +98,8 @@ class SimpleApp(App):
         nodes = members_of(to, self._node.num_servers, self._node.num_workers)
         if self._node.name in nodes:
             msg = (
-                f"{self._node.name} is in group {to}, and a node cannot send notes to itself: name "
-                "other nodes"
+                f"{self._node.name} belongs to group {to}, and a node cannot send requests to "
+                "itself: pass other nodes"
             )
             raise ConfigError(msg)
 
@@ -128,7 +128,7 @@ class SimpleApp(App):
                 not a string.
         """
         if asked.ticket is None:
-            msg = "response() got an answer: pass the request that the handle was called with"
+            msg = "response() got an answer: pass the request that your handle function received"
             raise ConfigError(msg)
         check_type("the answer to a note is a text", body, str)
         self._reply(asked.ticket, NoteReceived((asked.ticket.part,), body))
@@ -136,10 +136,10 @@ class SimpleApp(App):
     def _execute(self, delivery: Delivery, ticket: Ticket) -> None:
         message, name = delivery.message, f"app {self.app_id} of {self._node.name}"
         if not isinstance(message, Note):
-            msg = f"{name} is a SimpleApp, which has no keys: make a KVServer for pushes and pulls"
+            msg = f"{name} is a SimpleApp: make a KVServer to serve pushes and pulls"
             raise CommError(msg)
         if self._note_handle is None:
-            msg = f"{name} has no handle for requests: call set_request_handle(function) first"
+            msg = f"{name} has no handler of requests: call set_request_handle(function) first"
             raise CommError(msg)
         asker = id_of(ticket.node)
         data = SimpleData(

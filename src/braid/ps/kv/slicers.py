@@ -78,23 +78,26 @@ def check_slices(slices: dict[int, Places], num_keys: int, num_servers: int) -> 
             raise ConfigError(msg)
         indices = torch.arange(num_keys)[places] if isinstance(places, slice) else places
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= num_keys):
-            msg = f"the slicer sends places beyond the {num_keys} keys to server {server}"
+            msg = f"the slicer sends indices beyond the {num_keys} keys to server {server}"
             raise ConfigError(msg)
         if not bool((indices.diff() > 0).all()):
-            msg = f"the slicer sends server {server} places that do not ascend"
+            msg = (
+                f"the slicer sends indices to server {server} that do not ascend: return them "
+                "sorted"
+            )
             raise ConfigError(msg)
         uses[indices] += 1
     if num_keys and (int(uses.min()), int(uses.max())) != (1, 1):
         place = int((uses != 1).nonzero()[0])
         msg = (
-            f"the slicer sends the key at place {place} to {int(uses[place])} servers: it must "
-            "send each key to one server"
+            f"the slicer sends the key at index {place} to {int(uses[place])} servers: send each "
+            "key to exactly one"
         )
         raise ConfigError(msg)
 
 
 class KeyLayout:
-    """Maps places of keys to places of their values.
+    """Maps indices of keys to indices of their values.
 
     Args:
         num_keys: Number of keys.

@@ -78,8 +78,8 @@ class SumStore:
         expected = self._rows.shape[1], self._rows.dtype
         if (length, dtype) != expected:
             msg = (
-                f"the store has {expected[0]} values of {expected[1]} for each key, but the push "
-                f"has {length} of {dtype}"
+                f"the store has {expected[0]} values of {expected[1]} per key, but the push has "
+                f"{length} values of {dtype} per key: push the same number and dtype"
             )
             raise ConfigError(msg)
 

@@ -282,8 +282,8 @@ class KVWorker(SimpleApp):
             encoder.encode(parcel, server)
         if parcel.nbytes > MAX_BYTES:
             msg = (
-                f"{parcel.nbytes} bytes for server {server} are more than a message may have "
-                f"({MAX_BYTES}): push fewer keys per request"
+                f"{parcel.nbytes} bytes for server {server} exceed the limit of a message, "
+                f"{MAX_BYTES} bytes: push fewer keys per request"
             )
             raise ConfigError(msg)
         return parcel
@@ -332,13 +332,13 @@ class KVWorker(SimpleApp):
         if vals is None or vals.dim() != 1:
             msg = (
                 "the server's answer to a pull has no values: pass KVPairs with vals to "
-                "response() there"
+                "response() on the server"
             )
             raise CommError(msg)
         if vals.dtype != transfer.out.dtype:
             msg = (
-                f"the server has {vals.dtype}, but vals is a tensor of {transfer.out.dtype}: pass "
-                f"one of {vals.dtype}"
+                f"the server has values of {vals.dtype}, but vals is a tensor of "
+                f"{transfer.out.dtype}: pass a tensor of {vals.dtype}"
             )
             raise CommError(msg)
         places = transfer.slices[server]
@@ -381,7 +381,7 @@ def _check_out(num_keys: int, out: torch.Tensor | None, out_lens: torch.Tensor |
             continue
         if tensor.requires_grad or not tensor.untyped_storage().resizable():
             msg = (
-                f"{name} is empty, and cannot be resized since it shares the memory of an array or "
+                f"{name} is empty but cannot be resized, since it shares an array's memory or "
                 "requires a gradient: pass a tensor with room for the values"
             )
             raise ConfigError(msg)
@@ -408,8 +408,8 @@ def _assemble(transfer: _Transfer, out: torch.Tensor) -> None:
         out.resize_(total)
     if len(out) != total:
         msg = (
-            f"{total} values came for {num_keys} keys, but vals has {len(out)} elements: pass a "
-            "larger or an empty tensor"
+            f"servers returned {total} values for {num_keys} keys, but vals has {len(out)} "
+            "elements: pass a larger or an empty tensor"
         )
         raise ConfigError(msg)
     out = out.detach()  # may be a parameter: the copy must not be recorded by autograd

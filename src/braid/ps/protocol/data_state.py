@@ -42,7 +42,7 @@ class DataState:
         self._waiting: dict[str, Request] = {}
 
     def next(self, node: str, request: Request, finished: Iterable[int]) -> list[Issue]:
-        """Record the finished shards of a worker, and issue its next one; requests may repeat."""
+        """Record a worker's finished shards of samples, and return its next shard."""
         for shard in finished:
             self._issued.pop(shard, None)
         self._waiting[node] = request

@@ -126,8 +126,8 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         numbers = sorted(servers)
         if not 0 <= replicas < len(numbers):
             msg = (
-                f"{replicas} replicas of each shard need {replicas + 1} servers, and there are "
-                f"{len(numbers)}"
+                f"{replicas} replicas of each shard need {replicas + 1} servers, but only "
+                f"{len(numbers)} exist: start more servers"
             )
             raise ConfigError(msg)
         chains = tuple(

@@ -130,7 +130,7 @@ class SchedulerState(MembersState[str, int]):
             if known[1] != form:
                 msg = (
                     f"table {name!r} differs: {known[0]} has {known[1]}, {node} has {form}; "
-                    "declare the same on all nodes"
+                    "declare the same table on all nodes"
                 )
                 if self.directory is None:
                     return self._fail(msg)
@@ -364,7 +364,8 @@ class SchedulerState(MembersState[str, int]):
         if data.num_shards != num_shards:
             msg = (
                 f"{request[0]} divides {name!r} into {num_shards} shards, another worker into "
-                f"{data.num_shards}: pass the same num_samples, shard_size and epochs on all"
+                f"{data.num_shards}: pass the same num_samples, shard_size and epochs on all "
+                "workers"
             )
             raise CommError(msg)
         return [*data.next(request[0], request, finished)]

@@ -159,7 +159,7 @@ class ShardState:
         if clock < self.decided.completed and rule.by_clock and rule.quorum is None:
             msg = (
                 f"worker {worker} pushed for clock {clock}, which is complete: the other workers "
-                f"are at clock {self.decided.completed}, so begin at a later clock"
+                f"are at clock {self.decided.completed}, so begin this worker at a later clock"
             )
             raise CommError(msg)
         if not self._kept.add((worker, clock), request, key, lr):
@@ -207,8 +207,8 @@ class ShardState:
         latest = max([self.decided.completed, *(c for _, c in self._kept.requests)], default=0)
         if clock < latest:
             msg = (
-                f"settings cannot change at clock {clock}: clock {latest} has begun; choose a "
-                "later one, the same on all workers"
+                f"settings cannot change at clock {clock}, because clock {latest} has begun; "
+                "choose a later one, the same on all workers"
             )
             raise CommError(msg)
         lr_before = None if lr is None or rates else lr_before
@@ -282,7 +282,7 @@ class ShardState:
             ]
             if missing:
                 names = ", ".join(missing)
-                lines.append(f"worker {worker} waits at clock {clock} for the pushes of {names}")
+                lines.append(f"worker {worker} waits at clock {clock} for pushes from {names}")
         return lines
 
     def awaited(self) -> set[int]:
@@ -492,7 +492,7 @@ class ShardState:
     def _check(self, worker: int) -> None:
         if worker not in self.view.members:
             known = ", ".join(map(str, self.view.members)) or "none"
-            msg = f"worker {worker} does not train this table: its workers are {known}"
+            msg = f"worker {worker} does not train this table, only workers {known} do"
             raise CommError(msg)
 
 

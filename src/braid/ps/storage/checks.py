@@ -80,7 +80,7 @@ def check_tensors(
         if one.differs(tensor)
     ]
     if problems:
-        msg = f"table {table!r}: {kind} does not fit: {'; '.join(problems)}. {advice}"
+        msg = f"table {table!r}: {kind} does not match the table: {'; '.join(problems)}. {advice}"
         raise ConfigError(msg)
 
 

@@ -63,7 +63,7 @@ class _Vector(Storage):
 
     def check(self, push: Tensors) -> None:
         expected = Expected("grad", self._values.dtype, tuple(self._values.shape))
-        advice = "Give workers and servers the same table"
+        advice = "Declare the same table on workers and servers"
         check_tensors(self.table, "a push", push, [expected], advice)
 
     def check_query(self, query: Tensors) -> None:
@@ -92,9 +92,9 @@ class _Vector(Storage):
         expected = Expected("values", self._values.dtype, tuple(self._values.shape))
         if expected.differs(state["values"]):
             msg = (
-                f"table {self.table!r}: the state does not fit: expected values {expected}, got "
-                f"{described(state['values'])}. Split a table's state with the table's number of "
-                "shards"
+                f"table {self.table!r}: the state does not match the table: expected values "
+                f"{expected}, got {described(state['values'])}. Split a table's state with the "
+                "table's number of shards"
             )
             raise ConfigError(msg)
 

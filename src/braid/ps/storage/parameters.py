@@ -80,7 +80,7 @@ class ParameterStorage(Storage):
             Expected("grad", dtype, (length,)),
             Expected("has", torch.uint8, (len(self._sizes),)),
         ]
-        advice = "Give workers and servers the same table"
+        advice = "Declare the same table on workers and servers"
         check_tensors(self.table, "a push", push, expected[: max(1, len(push))], advice)
 
     def check_query(self, query: Tensors) -> None:

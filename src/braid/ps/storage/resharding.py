@@ -50,7 +50,7 @@ def ranges_of_shards(numel: int, num_shards: int, lengths: Sequence[int] = ()) -
 
 
 def parts_in(sizes: Sequence[int], elements: slice) -> list[tuple[int, int]]:
-    """Return the index of each parameter in a range, with its number of elements there.
+    """Return the parameters in a range of a flat vector, with the elements of each in it.
 
     Args:
         sizes: Lengths of all parameters of a table, in their order.
@@ -77,7 +77,7 @@ def join_shards(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
         ConfigError: Shards differ in names, number of updates or rate, or share an id.
     """
     if not states:
-        msg = "a table has at least one shard: pass the state of each shard"
+        msg = "a table has at least one shard: pass the state of each shard, so at least one"
         raise ConfigError(msg)
     if all("sizes" in state for state in states):
         states = _with_same_names(states)
@@ -85,8 +85,8 @@ def join_shards(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
         if state.keys() != states[0].keys():
             differ = ", ".join(sorted(state.keys() ^ states[0].keys()))
             msg = (
-                f"shard {shard} and shard 0 belong to different tables or updates, since one state "
-                f"lacks {differ}: export all shards at the same clock"
+                f"shard {shard} and shard 0 belong to different tables or clocks, since one "
+                f"state lacks {differ}: export all shards at the same clock"
             )
             raise ConfigError(msg)
     return _joined_rows(states) if "ids" in states[0] else _joined_ranges(states)
@@ -109,7 +109,7 @@ def split_state(
         ConfigError: The number of shards is not positive.
     """
     if num_shards < 1:
-        msg = f"a table has at least one shard, got {num_shards}"
+        msg = f"a table has at least one shard, got {num_shards}: choose 1 or more"
         raise ConfigError(msg)
     if "ids" not in state:
         ranges = ranges_of_shards(len(state["values"]), num_shards, lengths)
@@ -189,7 +189,10 @@ def _joined_rows(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
         ids, order = joined[f"{prefix}ids"].sort()
         if bool((ids[1:] == ids[:-1]).any()):
             twice = int(ids[1:][ids[1:] == ids[:-1]][0])
-            msg = f"id {twice} is on several shards: pass the states of all shards of one table"
+            msg = (
+                f"id {twice} is in the states of several shards: pass the states of one table, "
+                "each shard once"
+            )
             raise ConfigError(msg)
         for name, value in joined.items():
             if value.dim() and name.startswith(CANDIDATE) == bool(prefix):
@@ -203,8 +206,8 @@ def _common(name: str, states: Sequence[Mapping[str, torch.Tensor]]) -> torch.Te
     if any(value != values[0] for value in values):
         listed = ", ".join(f"{value:g} on shard {shard}" for shard, value in enumerate(values))
         msg = (
-            "shards of a table must be after the same update to be joined, but "
-            f"{name} is {listed}: export them at the same clock"
+            f"shards can be joined only after the same update, but {name} is {listed}: export "
+            "them at the same clock"
         )
         raise ConfigError(msg)
     return states[0][name]

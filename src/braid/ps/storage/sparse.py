@@ -40,7 +40,7 @@ __all__ = ["SparseStorage"]
 
 CHUNK_BYTES = 1 << 18  # gradients per chunk: its rows and state stay in a core's cache
 COUNTS = ("num_admitted", "num_dropped", "num_evicted")
-ADVICE = "Give workers and servers the same table"
+ADVICE = "Declare the same table on workers and servers"
 
 
 class SparseStorage(Storage):
@@ -79,7 +79,7 @@ class SparseStorage(Storage):
     ) -> None:
         check_floating(table, dtype)
         if dim < 1:
-            msg = f"table {table!r}: rows need at least 1 element, got dim {dim}"
+            msg = f"table {table!r}: dim, the length of a row, must be at least 1, got {dim}"
             raise ConfigError(msg)
         self.table = table
         self._dim, self._dtype, self._seed = dim, dtype, seed
@@ -111,8 +111,8 @@ class SparseStorage(Storage):
         ids, grads = push
         if len(ids) != len(grads):
             msg = (
-                f"table {self.table!r}: a push needs one gradient for each id, got {len(ids)} ids "
-                f"and {len(grads)} gradients"
+                f"table {self.table!r}: a push needs one gradient for each id, got {len(ids)} "
+                f"ids and {len(grads)} gradients: pass as many gradients as ids"
             )
             raise ConfigError(msg)
 
@@ -275,7 +275,10 @@ class SparseStorage(Storage):
             if expected.differs(state[name]):
                 problems.append(f"expected {name} {expected}, got {described(state[name])}")
         if problems:
-            msg = f"table {self.table!r}: the state does not fit: {'; '.join(problems)}. {ADVICE}"
+            msg = (
+                f"table {self.table!r}: the state does not match the table: "
+                f"{'; '.join(problems)}. {ADVICE}"
+            )
             raise ConfigError(msg)
 
     @property

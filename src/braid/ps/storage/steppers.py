@@ -157,7 +157,10 @@ class RuleStepper(Stepper):
             if expected.differs(tensor):
                 problems.append(f"expected {expected.name} {expected}, got {described(tensor)}")
         if problems:
-            msg = f"table {self._table!r}: the state does not fit: {'; '.join(problems)}. {ADVICE}"
+            msg = (
+                f"table {self._table!r}: the state does not match the table: "
+                f"{'; '.join(problems)}. {ADVICE}"
+            )
             raise ConfigError(msg)
         self._rule.with_learning_rate(float(state["lr"]))
 
@@ -214,9 +217,9 @@ class TorchStepper(Stepper):
         name, kind = type(optimizer).__name__, kind_of_optimizer(optimizer)
         reason = refusal_of_optimizer(optimizer)
         if reason is None and kind == "whole":
-            reason = "it looks at the shape or the norm of a whole parameter"
+            reason = "it uses the shape or the norm of a whole parameter"
         if reason is None and kind == "unknown":
-            reason = "it is not known to do so"
+            reason = "it is not known to change each element separately"
         if reason is not None:
             msg = (
                 f"table {self._table!r}: servers divide a table, so its optimizer must change each "
@@ -264,7 +267,10 @@ class TorchStepper(Stepper):
                     f"expected {name} of shape [{length}] or [], got {described(value)}"
                 )
         if problems:
-            msg = f"table {self._table!r}: the state does not fit: {'; '.join(problems)}. {ADVICE}"
+            msg = (
+                f"table {self._table!r}: the state does not match the table: "
+                f"{'; '.join(problems)}. {ADVICE}"
+            )
             raise ConfigError(msg)
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:

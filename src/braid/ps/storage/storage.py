@@ -116,5 +116,8 @@ class Storage(ABC):
 
     def check_lr(self, lr: float) -> None:
         """Check a learning rate before it is announced to other nodes; see `set_lr`."""
-        msg = f"table {self.table!r} has no optimizer, so its learning rate cannot be set to {lr}"
+        msg = (
+            f"table {self.table!r} has no optimizer, so its learning rate cannot be set to {lr}: "
+            "pass an optimizer when the table is declared"
+        )
         raise ConfigError(msg)

@@ -174,7 +174,7 @@ def accumulated(
 def in_own_memory(
     grads: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Return gradients that programs may change in place, such as by clipping.
+    """Return gradients in separate memory, so that programs can change them in place.
 
     Autograd may return one tensor for several leaves, or expanded tensors. These gradients are
     copied, and also gradients that share memory with `others`.

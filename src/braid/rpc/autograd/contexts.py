@@ -132,7 +132,8 @@ class Contexts:
         if context is None:
             msg = (
                 f"Could not find autograd context with id: {number}. The context has ended, or "
-                f"{self.peers.info.name} has not received a call inside the context"
+                f"no call inside it has reached {self.peers.info.name}: use the id within its "
+                "`with` block"
             )
             raise RpcError(msg)
         return context
@@ -233,7 +234,7 @@ class Contexts:
         for place, root in enumerate(roots):
             if not root.requires_grad or root.numel() != 1:
                 msg = (
-                    f"root {place} has {root.numel()} elements and requires_grad is "
+                    f"roots[{place}] has {root.numel()} elements and requires_grad is "
                     f"{root.requires_grad}: pass tensors of one element, such as the loss, that "
                     "were computed in the context"
                 )
@@ -272,8 +273,8 @@ class Contexts:
             unused = sum(map(len, context.finished.pending.values()))
             nodes = ", ".join(self.peers.directory.find(n).name for n in context.finished.pending)
             msg = (
-                f"the backward of context {number} is incomplete: {unused} messages to {nodes} had "
-                "results that the roots do not depend on. Use mode='smart'"
+                f"the backward of context {number} is incomplete: {unused} messages to {nodes} "
+                "gave results that the loss does not depend on. Pass mode='smart'"
             )
             raise CommError(msg)
 

@@ -81,7 +81,7 @@ class Context:
 
         with self.lock:
             if not self._local_ended.wait_for(may_run, timeout_s):
-                msg = "a local backward that began earlier in this context still runs"
+                msg = "another backward of this context still runs on this node: wait for it first"
                 raise CommTimeout(msg)
             if self._local != backward and self.state.is_current(backward):
                 self.restore()

@@ -447,5 +447,5 @@ class ContextState:
                 record.pending[process] = theirs
 
     def _fail_message(self, to: int, backward: Id) -> Send:
-        reason = self.failure_of(backward) or "another backward has begun"
+        reason = self.failure_of(backward) or "another backward of this context has begun"
         return Send(to, BackwardFailed(self.context, reason, backward))

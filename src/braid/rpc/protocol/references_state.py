@@ -72,14 +72,14 @@ class Drop(NamedTuple):
 
 
 class Unknown(NamedTuple):
-    """The value of a fork is gone: its owner died, or does not know it."""
+    """Instruction: the value of a reference was lost, since its owner died or dropped it."""
 
     fork: Id
     reason: str
 
 
 class Unmade(NamedTuple):
-    """Fail a value of this process that others refer to: the call that makes it is lost."""
+    """Instruction: fail a value with remote references, since the call that makes it is lost."""
 
     ref: Id
     reason: str
@@ -168,7 +168,7 @@ class ReferencesState:
         )
 
     def is_confirmed(self, fork: Id) -> bool:
-        """Whether the owner knows a fork that is held here."""
+        """Whether the owner has confirmed a reference of this process."""
         entry = self._forks.get(fork)
         return entry is None or entry.state not in {"creating", "asked"}
 

@@ -33,7 +33,7 @@ class Environment(Protocol):
         """Begin an episode; return the first observation."""
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
-        """Act; return observation, reward, terminated, truncated and more information."""
+        """Take an action; return observation, reward, terminated, truncated and information."""
 
 
 def make_environment(name: str, **options: Any) -> Environment:
@@ -115,8 +115,8 @@ class Actor:
     ) -> None:
         if not environments or unroll_length < 1:
             msg = (
-                "an actor needs an environment and unroll_length >= 1, got "
-                f"{len(environments)} environments and {unroll_length}"
+                "an actor needs at least one environment and an unroll_length of at least 1 "
+                f"step, got {len(environments)} environments and {unroll_length}"
             )
             raise ConfigError(msg)
         self.policy = policy

@@ -69,7 +69,7 @@ class TicTacToe:
         """Return the state after a move."""
         mover, other = state
         if not 0 <= move < 9 or (mover | other) >> move & 1:
-            msg = f"square {move} is taken or not on the board; empty are {self.moves(state)}"
+            msg = f"square {move} is taken or not on the board; choose one of {self.moves(state)}"
             raise ConfigError(msg)
         return (other, mover | 1 << move)
 

@@ -47,7 +47,7 @@ class Replay:
 
     def __init__(self, capacity: int, seed: int) -> None:
         if capacity < 1:
-            msg = f"a replay needs capacity >= 1, got {capacity}"
+            msg = f"the capacity of a replay must be at least 1 unroll, got {capacity}"
             raise ConfigError(msg)
         self._capacity = capacity
         self._unrolls: list[Unroll] = []
@@ -109,12 +109,12 @@ class ImpalaLearner(Learner):
         capacity = 2 * batch_size if capacity is None else capacity
         if batch_size < 1 or capacity < batch_size:
             msg = (
-                "a learner needs batch_size >= 1 and a capacity for one batch, got batch_size "
+                "batch_size must be at least 1, and capacity at least batch_size, got batch_size "
                 f"{batch_size} and capacity {capacity}"
             )
             raise ConfigError(msg)
         if num_replayed < 0 or (num_replayed and replay is None):
-            msg = f"num_replayed={num_replayed} needs replay=Replay(...)"
+            msg = f"num_replayed={num_replayed} needs a replay: pass replay=Replay(...)"
             raise ConfigError(msg)
         self._options = options or LossOptions()
         self._batch_size = batch_size

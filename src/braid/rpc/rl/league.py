@@ -114,7 +114,10 @@ class League:
             for number, score in results:
                 self._count(number, score)
             if not self._members:
-                msg = "a league needs a member: freeze the first weights before actors play"
+                msg = (
+                    "the league has no member to play against: call freeze() with the first "
+                    "weights before actors play"
+                )
                 raise ConfigError(msg)
             last = len(self._members) - 1
             if self._random.random() < self._latest:
@@ -126,8 +129,8 @@ class League:
     def _count(self, number: int, score: float) -> None:
         if not 0 <= number < len(self._members) or not 0 <= score <= 1:
             msg = (
-                f"a result needs a member from 0 to {len(self._members) - 1} and a score from 0 to "
-                f"1, got {number} and {score}"
+                f"report() needs the number of a member from 0 to {len(self._members) - 1} and a "
+                f"score from 0 to 1, got {number} and {score}"
             )
             raise ConfigError(msg)
         version, games, before = self._members[number]

@@ -196,8 +196,8 @@ class Learner(abc.ABC):
             if remaining_s is not None and remaining_s <= 0:
                 actors = ", ".join(sorted(self._actors))
                 msg = (
-                    f"no experience came within {timeout_s:g} s from {actors}: look for the first "
-                    "error there"
+                    f"no experience came within {timeout_s:g} s from {actors}: see their logs "
+                    "for the first error"
                 )
                 raise CommTimeout(msg)
             self._changed.wait(remaining_s)
@@ -209,5 +209,5 @@ class Learner(abc.ABC):
             raise self._error
         if not self._actors and not self._is_over:
             lost = f"lost {', '.join(self._lost)}" if self._lost else "all have ended"
-            msg = f"no actor is left at version {self._weights.version}: {lost}"
+            msg = f"all actors were lost, at version {self._weights.version} of the weights: {lost}"
             raise PeerLostError(msg)

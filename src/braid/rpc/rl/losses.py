@@ -83,10 +83,13 @@ def impala_loss(module: nn.Module, unroll: Unroll, options: LossOptions) -> Tens
 
 
 def join_unrolls(unrolls: Sequence[Unroll]) -> Unroll:
-    """Return unrolls of one length side by side, as one of all their environments."""
+    """Concatenate unrolls of equal length into one batch over all environments."""
     lengths = {len(unroll.actions) for unroll in unrolls}
     if len(lengths) != 1:
-        msg = f"unrolls of one batch need one length, got lengths {sorted(lengths)}"
+        msg = (
+            f"unrolls of one batch must have one length, got lengths {sorted(lengths)} in steps: "
+            "use one unroll_length"
+        )
         raise ConfigError(msg)
     if len(unrolls) == 1:
         return unrolls[0]

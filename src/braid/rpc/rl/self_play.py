@@ -93,7 +93,7 @@ class Opponents:
         return self._number, self._players[self._number]
 
     def report(self, number: int, reward: float) -> None:
-        """Note the end of a game: 1 for a win against the opponent, 0 for a draw, -1."""
+        """Record the result of a game: 1 for a win, 0 for a draw, -1 for a loss."""
         self._results.append(Result(number, (reward + 1) / 2))
 
 
@@ -124,7 +124,7 @@ class SelfPlay:
         return self._observation(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Move; the opponent moves next."""
+        """Make a move, after which the opponent moves; return as `Environment.step` does."""
         outcome = self._move(int(action))
         if outcome is None:
             outcome = self._move(self._opponent(self._state))

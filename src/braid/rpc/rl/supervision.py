@@ -67,7 +67,7 @@ def lead(
         Exception: Raised by `play` in an actor.
     """
     if not actors:
-        msg = "a training needs an actor: start the program with --role actor:2"
+        msg = "the program has no actors: start the program with --role actor:2"
         raise ConfigError(msg)
     shared = RRef(learner)
 

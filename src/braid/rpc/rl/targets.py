@@ -62,7 +62,7 @@ class VTrace(NamedTuple):
 
 
 def advantages(steps: Steps, *, lambda_: float = 1.0) -> torch.Tensor:
-    """Return generalized advantages of a policy that has played its own unroll.
+    """Return generalized advantages (GAE) for an unroll of the same policy.
 
     Args:
         steps: Steps of the unroll.

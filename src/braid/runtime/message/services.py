@@ -180,7 +180,7 @@ class Service:
                 left_s = (deadline_ns - self._van.clock.now_ns()) / 1e9
                 if left_s <= 0:
                     name = type(message).__name__
-                    msg = f"{to} did not answer {name} #{number} within {seconds:g} s"
+                    msg = f"{to} did not answer request {name} #{number} within {seconds:g} s"
                     raise CommTimeout(msg)
                 if call.sending.done:
                     again = self._van.try_send(
@@ -347,7 +347,10 @@ class Service:
         handler = self._handlers.get(type(message))
         if handler is None:
             known = ", ".join(kind.__name__ for kind in self._handlers) or "none"
-            text = f"{self._van.node} has no handler for {type(message).__name__} (it has: {known})"
+            text = (
+                f"{self._van.node} has no handler for {type(message).__name__}, only for: "
+                f"{known}. Register one on that node"
+            )
             return Reply(Failed("ConfigError", text))
         try:
             answer = handler(delivery)

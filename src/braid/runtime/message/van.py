@@ -225,7 +225,7 @@ class Van(ABC):
             while (delivery := self._next_delivery()) is None:
                 if self._is_roused:
                     self._is_roused = False
-                    msg = f"another thread ended recv of {self.node} by calling rouse()"
+                    msg = f"recv() of {self.node} was ended by another thread, which called rouse()"
                     raise CommTimeout(msg)
                 if not self._wait(deadline_ns):
                     now_ns = self._clock.now_ns()
@@ -243,7 +243,7 @@ class Van(ABC):
             return self._next_delivery()
 
     def rouse(self) -> None:
-        """Let one `recv` raise CommTimeout: one in which a thread waits, or else the next one."""
+        """Make one `recv` raise CommTimeout: a waiting call, or else the next call."""
         with self._lock:
             self._is_roused = True
             self._guard.notify_all()
@@ -442,8 +442,8 @@ class Van(ABC):
         last = self._state.last_received(to, self._clock.now_ns())
         msg = (
             f"the queue of {self.node} to {to} is full: {count.queued} messages of "
-            f"{count.queued_bytes} bytes wait, because {to} does not read, or slower than this "
-            f"node sends; {last}"
+            f"{count.queued_bytes} bytes wait, because {to} reads too slowly or not at all; "
+            f"{last}"
         )
         return CommTimeout(msg)
 

@@ -64,9 +64,9 @@ def row_of(step: object, values: Mapping[str, Any], measured: Mapping[str, float
     row: Row = {"step": number, **measured}
     for name, value in values.items():
         if not NAME.fullmatch(name):
-            problems.append(f"{name!r} is not a name of 1 to 80 printable characters")
+            problems.append(f"{name!r} is not a valid name: use 1 to 80 printable characters")
         elif name in MEASURED:
-            problems.append(f"{name} is measured by braid: choose another name")
+            problems.append(f"{name} is reserved for braid's own measurements: choose another name")
         else:
             try:
                 row[name] = _number(value)

@@ -106,7 +106,10 @@ class RunMetrics:
                 self._files = MetricsFiles(self._own_directory())
             self._files.append(self._environment.rank, row)
         except OSError as exc:
-            msg = f"cannot write numbers to {exc.filename}: {exc.strerror}"
+            msg = (
+                f"cannot write numbers to {exc.filename}: {exc.strerror}; free some space, or "
+                "choose another --log-dir"
+            )
             raise ConfigError(msg) from exc
 
     def log_step(self, step: int, values: Mapping[str, float]) -> None:
@@ -133,7 +136,7 @@ class RunMetrics:
         environment = self._environment
         directory = Path("runs") / self._own_name
         directory.mkdir(parents=True, exist_ok=True)
-        LOG.info("numbers go to %s, without braid's launcher", directory)
+        LOG.info("braid.log writes to %s, as this process runs without braid's launcher", directory)
         record = directory / "run.json"
         if not record.exists():  # any rank would write the same
             text = msgspec.json.encode(

@@ -41,7 +41,7 @@ OPEN_MPIS_HOST = re.compile(r"tcp://([\d.,]+)")
 
 
 class EngineRank(NamedTuple):
-    """A rank, as its launcher describes it.
+    """Rank and world size that another launcher, such as srun, gave this process.
 
     Attributes:
         engine: Name of the launcher: `srun`, `mpirun`, `mpiexec`, `kubernetes` or `tf_config`.
@@ -183,9 +183,9 @@ def _slurm(environ: Mapping[str, str]) -> EngineRank | None:
     names = expand_hostlist(environ.get("SLURM_STEP_NODELIST", ""))
     if len(tasks) != len(names) or sum(tasks) != size or not node < len(tasks):
         msg = (
-            f"Slurm's variables contradict each other: {size} tasks, "
-            f"SLURM_STEP_TASKS_PER_NODE={environ.get('SLURM_STEP_TASKS_PER_NODE', '')} and "
-            f"SLURM_STEP_NODELIST={environ.get('SLURM_STEP_NODELIST', '')}"
+            f"Slurm's variables contradict each other, start the program with srun: {size} "
+            f"tasks, SLURM_STEP_TASKS_PER_NODE={environ.get('SLURM_STEP_TASKS_PER_NODE', '')} "
+            f"and SLURM_STEP_NODELIST={environ.get('SLURM_STEP_NODELIST', '')}"
         )
         raise ConfigError(msg)
     job = f"{environ.get('SLURM_JOB_ID', '')}.{step}"
@@ -236,7 +236,7 @@ def _numbers(environ: Mapping[str, str], prefix: str, *names: str) -> tuple[int,
     wrong = [name for name in names if not environ.get(prefix + name, "").isdecimal()]
     if wrong:
         shown = ", ".join(f"{prefix}{name}={environ.get(prefix + name, '')!r}" for name in wrong)
-        msg = f"the launcher's variables are not numbers: {shown}"
+        msg = f"these variables of the launcher must be numbers: {shown}"
         raise ConfigError(msg)
     return tuple(int(environ[prefix + name]) for name in names)
 

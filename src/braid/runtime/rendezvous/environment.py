@@ -141,7 +141,9 @@ class JobEnvironment:
         place = environ.get("BRAID_PLACE", "") if by_braid else ""
         for name, value, was in zip(CONTRACT, (rank, world_size), place.split("/"), strict=False):
             if place and str(value) != was:  # ranks would wait for a rank that does not exist
-                reader.problems.append(f"{name} must be {was} as set by `braid run`, got {value}")
+                reader.problems.append(
+                    f"{name} must be {was}, as `braid run` set it, got {value}: do not change it"
+                )
         fds = {
             name: reader.required(f"BRAID_{name.upper()}") if by_braid else None
             for name in ("secret_fd", "events_fd", "stacks_fd")
@@ -315,11 +317,15 @@ def _network_problems(environment: JobEnvironment) -> list[str]:
     if listen:
         try:
             if ipaddress.ip_address(listen).is_unspecified:  # no rank can connect to this address
-                problems.append(f"BRAID_LISTEN must be one address, not all of them, got {listen}")
+                problems.append(
+                    f"BRAID_LISTEN must be the address of one network interface, got {listen}"
+                )
         except ValueError:
             problems.append(f"BRAID_LISTEN must be an IP address of this host, got {listen!r}")
     if environment.secret_file and environment.insecure_network:
-        problems.append("BRAID_SECRET_FILE and BRAID_INSECURE_NETWORK exclude each other")
+        problems.append(
+            "BRAID_SECRET_FILE and BRAID_INSECURE_NETWORK exclude each other: unset one of them"
+        )
     return problems
 
 

@@ -74,7 +74,7 @@ class MeetingPoint(NamedTuple):
             if node_rank is None:
                 node_rank = _number(environ, ("NODE_RANK", "GROUP_RANK"), problems)
             if not host:
-                problems.append("MASTER_ADDR is not set")
+                problems.append("MASTER_ADDR is not set: set it to the host of node 0")
         elif text.startswith("file:///") and len(text) > len("file:///"):
             path = text.removeprefix("file://")
         elif text.startswith("tcp://"):

@@ -136,10 +136,10 @@ class _Launcher:
                 return self.epoch
             if self.stop_reason or not self._control.connected:
                 reason = self.stop_reason or "the launcher is gone"
-                msg = f"no epoch follows epoch {epoch} of this run: {reason}"
+                msg = f"no new set of ranks follows epoch {epoch} of this run: {reason}"
                 raise PeerLostError(msg, rank=min(self.lost, default=-1))
             if clock.now_ns() >= end_ns:
-                msg = f"no epoch has followed epoch {epoch} of this run within {limit_s:g} s"
+                msg = f"no ranks follow epoch {epoch} within {limit_s:g} s: see the launcher's log"
                 raise CommTimeout(msg)
             select.select([self._control.fileno()], [], [], LOOK_S)
 
@@ -235,7 +235,7 @@ class Membership:
             CommTimeout: No epoch has begun within `limit_s`.
         """
         if self._launcher is None or not self.environment.elastic:
-            msg = "the members of this run are fixed: start it with `braid run --min-ranks N`"
+            msg = "the ranks of this run cannot change: start it with `braid run --min-ranks N`"
             raise ConfigError(msg)
         clock = self.context.clock
         self.transport.announce_end(0.0)

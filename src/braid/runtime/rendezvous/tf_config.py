@@ -103,7 +103,9 @@ def _jobs(config: Any, problems: list[str]) -> dict[str, tuple[str, ...]]:
             problems.append(f"job {job} must be a list of addresses, got {tasks!r}")
         elif isinstance(tasks, dict) and {*tasks} != {str(i) for i in range(len(tasks))}:
             numbers = ", ".join(sorted(tasks))
-            problems.append(f"tasks of {job} are numbered {numbers}: count from 0, without gaps")
+            problems.append(
+                f"tasks of {job} have the numbers {numbers}: number them from 0, without gaps"
+            )
         else:
             ordered = (
                 tasks if isinstance(tasks, list) else [tasks[str(i)] for i in range(len(tasks))]

@@ -87,7 +87,7 @@ def key_of(*parts: int | str) -> int:
 
 
 class Draws:
-    """Random numbers, such as dropout masks, for some samples in one step.
+    """Generator of random numbers, such as dropout masks, for some samples in one step.
 
     Args:
         seed: Seed of the run.

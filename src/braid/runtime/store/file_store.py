@@ -150,8 +150,8 @@ class FileStore(Store):
                 except BlockingIOError:
                     if self._clock.now_ns() >= deadline_ns:
                         msg = (
-                            f"cannot lock the store {self._path} in time: a process is stopped "
-                            f"inside an operation (see `fuser {self._path}`)"
+                            f"cannot lock the store {self._path} in time: another process holds "
+                            f"its lock, find it with `fuser {self._path}`"
                         )
                         raise CommTimeout(msg) from None
                     self._clock.sleep(pause_s)
@@ -165,7 +165,10 @@ class FileStore(Store):
         """Mark a new file as a store, or check that an old file is one."""
         start = os.pread(self._fd, len(_MAGIC), 0)
         if not _MAGIC.startswith(start):
-            msg = f"{self._path} is not a braid store, it begins with {start!r}: use a new file"
+            msg = (
+                f"{self._path} is not a file of a braid store, it begins with {start!r}: use a "
+                "new file"
+            )
             raise ConfigError(msg)
         if start != _MAGIC:  # new, or its creator was killed before this write
             os.pwrite(self._fd, _MAGIC, 0)
@@ -185,7 +188,7 @@ class FileStore(Store):
                 request = _REQUESTS.decode(body)
             except msgspec.DecodeError as exc:
                 msg = (
-                    f"the store {self._path} has a record of another version at byte "
+                    f"the store {self._path} was written by another version of braid, at byte "
                     f"{self._read_to} ({exc}): use a new file"
                 )
                 raise ConfigError(msg) from exc

@@ -165,8 +165,8 @@ def missing_keys_error(keys: Sequence[str], timeout_s: float, store: str) -> Com
     if len(keys) > _SHOWN_KEYS:
         shown += f" and {len(keys) - _SHOWN_KEYS} more"
     msg = (
-        f"keys {shown} are missing in {store} after {timeout_s:g} s: look whether the process that "
-        "sets them has started, and for its first error"
+        f"keys {shown} are missing in {store} after {timeout_s:g} s: check whether the process "
+        "that sets them has started, and see its first error"
     )
     return CommTimeout(msg)
 

@@ -74,7 +74,7 @@ def _unpack(frame: Frame, decoder: msgspec.msgpack.Decoder[M], sender: str, kind
         return decoder.decode(frame.buffers[0] if frame.buffers else frame.meta)
     except msgspec.DecodeError as exc:
         msg = (
-            f"the {sender} of a store sent a frame that is not a {kind} ({exc}): do both run the "
-            "same version?"
+            f"the {sender} of a store sent a frame that is not a {kind} ({exc}): run the same "
+            "version of braid on both"
         )
         raise CommError(msg) from exc

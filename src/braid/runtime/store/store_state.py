@@ -287,7 +287,7 @@ class StoreState:
             timeout_ns: Nanoseconds to wait for missing keys.
         """
         if (client, number) in self._waiting:
-            reason = f"request {number} of this client still waits: use another number"
+            reason = f"request {number} of this client is still unanswered: use another number"
             return [AddressedReply(client, number, Refusal(reason))]
         reply = self._table.apply(request)
         if isinstance(reply, Missing) and timeout_ns > 0:

@@ -305,8 +305,8 @@ class Arena:
         number = len(self._extents) + 1
         if number >= MAX_EXTENTS:
             msg = (
-                f"rank {self.rank} has allocated {MAX_EXTENTS} extents, the limit of an arena: "
-                "allocate one large tensor instead of many small ones"
+                f"rank {self.rank} has allocated {MAX_EXTENTS} blocks of shared memory, the "
+                "limit: allocate one large tensor instead of many small ones"
             )
             raise CommError(msg)
         return number
@@ -368,7 +368,7 @@ def _require_space(nbytes: int) -> None:
     if free < nbytes + SPARE_BYTES:
         msg = (
             f"{SHARED_FILES} has {free:,} bytes free, not enough for {nbytes:,} "
-            f"({SPARE_BYTES:,} stay free): enlarge it (docker run --shm-size), or allocate the "
-            "tensor with Group.empty, which does not need it"
+            f"({SPARE_BYTES:,} must stay free): enlarge it (docker run --shm-size), or allocate "
+            "the tensor with Group.empty, which does not need it"
         )
         raise CommError(msg)

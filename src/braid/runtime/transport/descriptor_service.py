@@ -106,8 +106,8 @@ def open_through_services(
             raise PeerLostError(msg, rank=rank) from exc
         if not fds:
             msg = (
-                f"rank {rank} (pid {addresses[rank].pid}) refused to hand over descriptor "
-                f"{number}: do all ranks run as the same user?"
+                f"rank {rank} (pid {addresses[rank].pid}) refused to share file descriptor "
+                f"{number}: run all ranks as the same user"
             )
             raise CommError(msg)
         return fds[0]

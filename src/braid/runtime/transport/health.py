@@ -30,7 +30,7 @@ CONFIRM_S = 1.0  # longest time between the loss of a process's memory and its e
 
 
 class Loss(NamedTuple):
-    """Loss of one rank, with its reason.
+    """Report that a rank is lost, with the reason.
 
     Attributes:
         rank: Global rank.

@@ -86,7 +86,7 @@ class _FabricView:
         if file is None:
             extent = self._roots[rank].extent(extent_id)
             if not extent.nbytes:
-                msg = f"rank {rank} has no extent {extent_id}"
+                msg = f"rank {rank} has no memory with id {extent_id}"
                 raise CommError(msg)
             file = MemoryFile(os.dup(extent.fd), extent.nbytes, keep_fd=False)
             self._extents[rank, extent_id] = file

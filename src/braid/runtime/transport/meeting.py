@@ -82,9 +82,9 @@ class Meeting:
             values = self._exchange("shm/host", value, range(self.world_size))
         except RanksMissingError as exc:
             msg = (
-                f"ranks {exc.ranks} of {self.world_size} have not joined within {self.timeout_s:g} "
-                "s (this is rank "
-                f"{self.rank}): were they started with this WORLD_SIZE and rendezvous address?"
+                f"ranks {exc.ranks} of {self.world_size} have not joined within "
+                f"{self.timeout_s:g} s (this is rank {self.rank}): start them with the same "
+                "WORLD_SIZE and rendezvous address"
             )
             raise RendezvousError(msg) from exc
         entries = [value.split("|", 2) for value in values]

@@ -288,7 +288,7 @@ class MappedMemory:
         """Return the mapping of an extent of `rank`."""
         extent = self.root(rank).extent(extent_id)
         if not extent.nbytes:
-            msg = f"rank {rank} has no extent {extent_id}"
+            msg = f"rank {rank} has no memory with id {extent_id}"
             raise CommError(msg)
         with self._lock:
             file = self._extents.get((rank, extent_id))
@@ -338,7 +338,7 @@ class MappedMemory:
             root.close()
             msg = (
                 f"descriptor {self._addresses[rank].fd} of pid {self._addresses[rank].pid} is "
-                "not a root"
+                "not the memory of a rank"
             )
             raise PermissionError(msg)
         return root

@@ -209,12 +209,12 @@ class MirroredMemory(PeerMemory):
         elif extent < MAX_EXTENTS and self._roots[rank].extent(extent).nbytes:
             memory = self.extent(rank, extent)
         else:
-            msg = f"rank {rank} wrote to extent {extent}, which it has not announced"
+            msg = f"rank {rank} wrote to the memory with id {extent}, which it has not announced"
             raise CommError(msg)
         if offset + nbytes > len(memory):
             msg = (
-                f"rank {rank} wrote {nbytes} bytes at {offset}, outside of its extent {extent} "
-                f"of {len(memory)} bytes"
+                f"rank {rank} wrote {nbytes} bytes at {offset}, outside of its memory with id "
+                f"{extent} of {len(memory)} bytes"
             )
             raise CommError(msg)
         return memoryview(memory)[offset : offset + nbytes]

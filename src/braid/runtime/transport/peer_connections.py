@@ -239,10 +239,9 @@ def _require_one_network(meeting: Meeting, ends: list[_Endpoint]) -> bool:
         meeting.part()
         table = "\n".join(f"  rank {r} on {one.host}: {one.address}" for r, one in enumerate(ends))
         msg = (
-            "other hosts cannot reach some of the addresses on which ranks listen:\n"
-            f"{table}\n"
-            f"name one for ranks {inside} with BRAID_LISTEN, or see why MASTER_ADDR means the "
-            "host itself there (/etc/hosts)"
+            "other hosts cannot reach some of the addresses on which ranks "
+            f"listen:\n{table}\nname a reachable one for ranks {inside} with BRAID_LISTEN, or "
+            "see why MASTER_ADDR means the host itself there (/etc/hosts)"
         )
         raise ConfigError(msg)
     return not inside
@@ -284,8 +283,8 @@ def _call(meeting: Meeting, peer: int, address: str, secret: Secret, who: Identi
     if connection.peer.rank != peer:
         connection.close()
         msg = (
-            f"{connection.peer} answers at {address} instead of rank {peer}: is the store used "
-            "by another job?"
+            f"{connection.peer} answers at {address} instead of rank {peer}: use a new store, "
+            "this one may belong to another job"
         )
         raise RendezvousError(msg)
     return connection
@@ -303,7 +302,7 @@ def _answer(meeting: Meeting, listener: Listener, missing: list[int]) -> Connect
                 refused = "".join(f"\n  refused {one}" for one in listener.refusals)
                 msg = (
                     f"ranks {missing} did not connect to rank {meeting.rank} within "
-                    f"{meeting.timeout_s:g} s: see their errors, or whether they have the "
+                    f"{meeting.timeout_s:g} s: see their errors, and check that they have the "
                     f"job's secret{refused}"
                 )
                 raise RendezvousError(msg) from exc

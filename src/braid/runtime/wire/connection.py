@@ -226,7 +226,7 @@ class Connection:
             if frame is not None:
                 return frame
         arrived = "a part of one" if self._decoder.in_frame else "nothing"
-        msg = f"no frame from {self._peer} within {timeout_s:g} s, {arrived} has come"
+        msg = f"{self._peer} sent no whole message within {timeout_s:g} s: {arrived} has come"
         raise CommTimeout(msg)
 
     def recv(self, timeout_s: float | None = None) -> Frame:

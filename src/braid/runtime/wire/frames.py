@@ -114,12 +114,12 @@ def encode(
     try:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
     except TypeError as exc:
-        msg = f"a buffer to send is not contiguous ({exc}): send a contiguous copy of it"
+        msg = f"a buffer of a message is not contiguous ({exc}): send a contiguous copy of it"
         raise ConfigError(msg) from exc
     count = len(views)
     sizes = list(map(len, views))
     if violation := limits.violation(len(meta), count, sum(sizes)):
-        msg = f"a frame to send is too large: {violation}; send it in pieces or raise FrameLimits"
+        msg = f"a message to send is too large: {violation}; send it in pieces or raise FrameLimits"
         raise ConfigError(msg)
     head = _HEADER.pack(_MARK, count, len(meta)) + struct.pack(f"<{count}Q", *sizes)
     return [memoryview(head + meta), *filter(len, views)]
@@ -273,16 +273,18 @@ class FrameDecoder:
         assert self._mac is not None
         if not self._mac.verify(code):
             msg = (
-                "a received frame has the wrong message authentication code: bytes were changed, "
-                "repeated or dropped on the way, or the sender's program changed a tensor "
-                "while it was being sent"
+                "a received message has the wrong authentication code: its bytes changed on the "
+                "way, or the sender's program changed a tensor during the send"
             )
             raise CommError(msg)
 
     def _check(self, meta_bytes: int, count: int, buffer_bytes: int = 0) -> None:
         violation = self._limits.violation(meta_bytes, count, buffer_bytes)
         if violation:
-            msg = f"a received frame is too large: {violation}; close the connection"
+            msg = (
+                f"a received message is too large: {violation}; raise FrameLimits, and close "
+                "this connection"
+            )
             raise CommError(msg)
 
     def _make_room(self) -> None:

@@ -336,8 +336,8 @@ class Handshake:
 
     def _no_proof(self) -> str:
         return (
-            f"{self._peer} sent a wrong signature: it has another secret, or replays an old "
-            "handshake"
+            f"{self._peer} sent a wrong signature: give all processes of the job the same secret "
+            "(it has another one, or replays an old handshake)"
         )
 
     def _refuse(self, code: _Code | None, reason: str) -> list[Instruction]:

@@ -172,7 +172,7 @@ class Listener:
                 refused = "; ".join(self._refusals) or "no client was refused"
                 msg = (
                     f"no client connected to {self.address} within {timeout_s:g} s ({refused}; "
-                    f"{len(self._half_open)} in their handshake): does it run, and reach this host?"
+                    f"{len(self._half_open)} in their handshake): does it run and reach this host?"
                 )
                 raise CommTimeout(msg)
         return self._accepted.popleft()
@@ -381,8 +381,8 @@ def connect(
             problem = exc.strerror or str(exc) or type(exc).__name__
             if clock.after_ns(pause_s) >= deadline_ns:
                 msg = (
-                    f"no braid process answered at {address} within {timeout_s:g} s: "
-                    f"{problem}; is it running, and can {identity} reach it?"
+                    f"no braid process answered at {address} within {timeout_s:g} s: {problem}; "
+                    f"check that it runs and that {identity} can reach it"
                 )
                 raise RendezvousError(msg) from exc
         clock.sleep(pause_s)
@@ -492,7 +492,7 @@ def _same_user_problem(sock: socket.socket) -> str | None:
     _, uid, _ = credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, option, credentials.size))
     if uid == os.geteuid():
         return None
-    return f"expected a process of user {os.geteuid()}, got one of user {uid}"
+    return f"expected a process of user {os.geteuid()}, got one of user {uid}: run all as one user"
 
 
 def _remaining_s(deadline_ns: int, clock: Clock) -> float:

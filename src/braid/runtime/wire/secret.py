@@ -152,7 +152,7 @@ class Secret:
         return hmac.digest(self._key, text, "sha256")
 
     def verify(self, signature: bytes, *parts: bytes) -> bool:
-        """Whether `signature` is the one of `parts`; takes the same time for all wrong ones."""
+        """Return whether `signature` matches `parts`, in the same time for any wrong signature."""
         return hmac.compare_digest(signature, self.sign(*parts))
 
     def __repr__(self) -> str:

@@ -268,8 +268,8 @@ class _ClosureWorker:
             return value
         if value.number not in self._resources:
             msg = (
-                f"{self._node.name} lacks a data set or resource of this closure: the function "
-                "that makes it has failed there"
+                f"{self._node.name} lacks a data set or resource of this closure, because the "
+                "function that makes it failed there: see the log of that worker"
             )
             raise ConfigError(msg)
         return self._resources[value.number]

@@ -92,12 +92,12 @@ class ClusterCoordinator:
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         if not strategy.is_chief:
             msg = (
-                f"{strategy.node.name} cannot coordinate: call strategy.serve() unless "
+                f"{strategy.node.name} cannot be the coordinator: call strategy.serve() unless "
                 "strategy.is_chief (the chief of TF_CONFIG, or rank 0 of braid run)"
             )
             raise ConfigError(msg)
         if strategy.has_coordinator:
-            msg = "the strategy has a coordinator already: use one coordinator for each strategy"
+            msg = "the strategy already has a coordinator: use one coordinator for each strategy"
             raise ConfigError(msg)
         if strategy.needs_all:
             msg = (
@@ -192,10 +192,9 @@ class ClusterCoordinator:
         self._raise_failure(timeout_s)
         if num_short := self._queue.num_incomplete:
             msg = (
-                f"the last {num_short} closures that step are too few for a step of "
-                f"{self.strategy.node.num_workers} workers, so their updates wait for others: with "
-                "a synchronous strategy, schedule a multiple of the number of workers before join, "
-                "also after a closure that has failed"
+                f"the last {num_short} closures that call step() do not complete a step of "
+                f"{self.strategy.node.num_workers} workers: before join, schedule a multiple of "
+                "the number of workers, also after a failed closure"
             )
             raise ConfigError(msg)
 
@@ -329,10 +328,10 @@ class ClusterCoordinator:
     ) -> _Closure:
         """Return a closure with copies of its arguments, which the program may change then."""
         if self._is_closed:
-            msg = "the coordinator is closed: its workers have left"
+            msg = "the coordinator is closed and its workers have left: make a new strategy"
             raise ConfigError(msg)
         if not callable(fn) or not isinstance(args or (), Sequence):
-            msg = f"a closure is a function with a tuple of arguments, got {fn!r} and {args!r}"
+            msg = f"schedule needs a function and a tuple of arguments, got {fn!r} and {args!r}"
             raise ConfigError(msg)
         name = getattr(fn, "__qualname__", repr(fn))
         arguments = self.fetch([tuple(args or ()), dict(kwargs or {})])
@@ -344,7 +343,7 @@ class ClusterCoordinator:
         return self._codec.unpack(packed, buffers, worker)
 
     def wait_for(self, value: RemoteValue, timeout_s: float | None) -> None:
-        """Wait until a closure is over."""
+        """Wait until a closure has ended, at most `timeout_s` seconds (300 when None)."""
         self._wait(lambda: value.is_over, f"the result of {value.name}", timeout_s)
 
     def _wait(
@@ -380,8 +379,8 @@ class ClusterCoordinator:
             here = self._queue.workers
         where = "; ".join(lines) or f"the workers {', '.join(here) or '(none)'} are idle"
         return (
-            f"no closure has ended for {seconds:g} s, and the coordinator waits for {missing}: "
-            f"{where}. Is a worker stuck, or are all lost?"
+            f"no closure has ended for {seconds:g} s, and the coordinator still waits for "
+            f"{missing}: {where}. Check whether workers are stuck or lost"
         )
 
     @property
@@ -412,7 +411,7 @@ class ClusterCoordinator:
             self._failure = exc
         else:
             if not self._is_closed:
-                self._failure = PeerLostError("all workers have left the run")
+                self._failure = PeerLostError("all workers have left the run: start it again")
         with self._office.lock:
             self._wake()
 
@@ -477,7 +476,7 @@ class ClusterCoordinator:
                     error = self._errors.get(number)
                     self._closures_over(number).end(result, error)
                 case _:
-                    text = "the closure was cancelled, since another one has failed"
+                    text = "the closure was cancelled, because another closure failed"
                     self._closures_over(number).end(None, ClosureCancelledError(text))
 
     def _send_batches(self) -> None:

@@ -32,7 +32,7 @@ class Assign(NamedTuple):
 
 
 class EndClosure(NamedTuple):
-    """The result of a closure, or its error, holds."""
+    """Instruction: end a closure with its result or error."""
 
     number: int
 
@@ -134,7 +134,7 @@ class ClosureQueue:
         return self._assign()
 
     def ask(self, number: int) -> list[QueueInstruction]:
-        """Add a question, which comes before closures, and counts in no turn."""
+        """Add a request that workers answer before they run further closures."""
         self._waiting.appendleft(number)
         return self._assign()
 
@@ -146,14 +146,14 @@ class ClosureQueue:
         return self._assign()
 
     def ready(self, worker: str) -> list[QueueInstruction]:
-        """Take in a process of a worker; what an earlier one had goes to others."""
+        """Add a worker's process; closures of its earlier process go to other workers."""
         again = self.lost(worker)
         self._running[worker] = []
         self._for_worker[worker] = deque(self._resources)
         return [*again, *self._assign()]
 
     def lost(self, worker: str) -> list[QueueInstruction]:
-        """Give what a lost worker had to others, first things first."""
+        """Give the closures of a lost worker to other workers, in their order."""
         numbers = [n for n in self._running.pop(worker, []) if n not in self._resources]
         self._for_worker.pop(worker, None)
         if worker in self._turns:

@@ -112,8 +112,8 @@ def _reach(node: Node, scheduler: str) -> None:
             if waited_s + LOOK_S >= MEET_S:
                 raise
             LOG.warning(
-                "braid: %s has waited %d s for the chief (or ps 0, without one) to begin: was it "
-                "started, with the same cluster in TF_CONFIG?",
+                "braid: %s has waited %d s for the chief (or ps 0, without one) to start: check "
+                "that it runs, with the same cluster in TF_CONFIG",
                 node.name,
                 waited_s + LOOK_S,
             )

@@ -117,7 +117,7 @@ def rows_of_shards(
     if len(counts) != max(1, len(shape)) or any(other != 1 for other in counts[1:]):
         msg = (
             f"the partitioner divides a variable of shape {list(shape)} into {counts} shards: "
-            "return one number for each dim, and divide dim 0 only"
+            "return one number of shards per dim, above 1 for dim 0 only"
         )
         raise ConfigError(msg)
     if not 1 <= count <= min(max_shards, max(1, num_rows)):

@@ -85,8 +85,8 @@ class EmbeddingRows:
             return self.table.push(none[:, 0].long(), none)
         if grad.layout is not torch.sparse_coo:
             msg = (
-                f"the gradient of {self.name} is dense: use the weight in its nn.Embedding only, "
-                "or make that with sparse=False"
+                f"the gradient of {self.name} is dense, but should be sparse: use the weight in "
+                "its nn.Embedding only, or pass sparse=False to it"
             )
             raise ConfigError(msg)
         grad = grad.coalesce()
@@ -134,8 +134,8 @@ def _rule(name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
             initial_accumulator_value=group["initial_accumulator_value"],
         )
     msg = (
-        f"{name} is a sparse embedding, and servers update its rows: use SGD without momentum or "
-        f"Adagrad without weight decay for it, or make it with sparse=False; got "
-        f"{type(optimizer).__name__} with {dict(group) | {'params': '...'}}"
+        f"{name} is a sparse embedding, which needs SGD without momentum or Adagrad without "
+        f"weight decay: use one of them, or pass sparse=False; got {type(optimizer).__name__} "
+        f"with {dict(group) | {'params': '...'}}"
     )
     raise ConfigError(msg)

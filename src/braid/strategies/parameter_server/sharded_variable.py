@@ -85,7 +85,7 @@ class VariableStorage(Storage):
             raise ConfigError(msg)
         if NAMES[int(push[0])] == "div" and not self._values.is_floating_point():
             msg = (
-                f"scatter_div needs a floating-point variable, but {self.table!r} has "
+                f"scatter_div needs a floating-point variable, but {self.table!r} is "
                 f"{self._values.dtype}: declare it with a floating-point dtype"
             )
             raise ConfigError(msg)
@@ -107,7 +107,7 @@ class VariableStorage(Storage):
         if any(not operation.equal(o) or not ids.equal(i) for o, i, _ in pushes):
             msg = (
                 f"workers change variable {self.table!r} in different ways in one step: with an "
-                "aggregation all must use the same operation and rows"
+                "aggregation, use the same operation and rows on all"
             )
             raise ConfigError(msg)
         return operation, ids, sum_of([values for *_, values in pushes], scale)
@@ -149,7 +149,10 @@ class VariableStorage(Storage):
     def _check_rows(self, ids: torch.Tensor) -> None:
         wrong = ids[(ids < 0) | (ids >= len(self._values))]
         if len(wrong):
-            msg = f"this shard of variable {self.table!r} has no row {int(wrong[0])}"
+            msg = (
+                f"variable {self.table!r} has no row {int(wrong[0])} in this shard: pass an id "
+                "of an existing row"
+            )
             raise ConfigError(msg)
 
 
@@ -256,19 +259,22 @@ class ShardedVariable(Table):
         is_whole = values.numel() == 1 and float(values) == round(float(values))
         if not torch.can_cast(values.dtype, self.dtype) and not is_whole:
             msg = (
-                f"variable {self.name!r} has {self.dtype}, got values of {values.dtype}: convert "
+                f"variable {self.name!r} is {self.dtype}, got values of {values.dtype}: convert "
                 "them"
             )
             raise ConfigError(msg)
         if name == "div" and not self.dtype.is_floating_point:
-            msg = f"variable {self.name!r} of {self.dtype} cannot be divided: use a floating dtype"
+            msg = (
+                f"values of variable {self.name!r} ({self.dtype}) cannot be divided: use a "
+                "floating-point dtype"
+            )
             raise ConfigError(msg)
         values = values.to(self.dtype)
         try:
             values = values.expand(wanted).reshape(len(rows), self._dim)
         except RuntimeError:
             msg = (
-                f"variable {self.name!r} takes values of shape {list(wanted)} here, got "
+                f"variable {self.name!r} needs values of shape {list(wanted)} here, got "
                 f"{list(values.shape)}"
             )
             raise ConfigError(msg) from None
@@ -320,14 +326,14 @@ class ShardedVariable(Table):
 
     def _checked(self, ids: torch.Tensor) -> torch.Tensor:
         if ids.dtype != torch.int64:
-            msg = f"variable {self.name!r} takes int64 ids, got {ids.dtype}: use ids.long()"
+            msg = f"variable {self.name!r} needs int64 ids, got {ids.dtype}: use ids.long()"
             raise ConfigError(msg)
         flat = ids.detach().cpu().reshape(-1)
         wrong = flat[(flat < 0) | (flat >= self._num_rows)]
         if len(wrong):
             msg = (
-                f"variable {self.name!r} has {self._num_rows} rows, got the id {int(wrong[0])}: "
-                f"pass ids from 0 to {self._num_rows - 1}"
+                f"variable {self.name!r} has {self._num_rows} rows, so the id {int(wrong[0])} "
+                f"does not exist: pass ids from 0 to {self._num_rows - 1}"
             )
             raise ConfigError(msg)
         return flat
@@ -359,7 +365,10 @@ def variable_spec(
         msg = f"aggregation must be none, mean or sum, got {aggregation!r}"
         raise ConfigError(msg)
     if aggregation == "mean" and not initial.is_floating_point():
-        msg = f"variable {name!r} of {initial.dtype} has no mean: use a floating dtype"
+        msg = (
+            f"variable {name!r} of {initial.dtype} has no mean: use a floating-point dtype, or "
+            "aggregation 'sum'"
+        )
         raise ConfigError(msg)
     dim = initial.numel() // max(1, sum(rows))
     flat = initial.detach().cpu().reshape(sum(rows), dim).contiguous()

@@ -80,9 +80,9 @@ def _refuse_second(made_at: str) -> None:
     """Raise ConfigError if the ranks of `braid run` have a strategy already."""
     for other in _OF_RANKS:
         msg = (
-            f"the ParameterServerStrategy of {made_at} has the same ranks as servers as the one of "
-            f"{other.made_at}, and a rank serves one strategy at a time: make all models in the "
-            "scope of one strategy, or close the first one in all ranks before"
+            f"the strategies made at {made_at} and {other.made_at} use the same ranks as "
+            "servers, but a rank can serve only one: make all models in the scope of one, or "
+            "close the first on all ranks before"
         )
         raise ConfigError(msg)
 
@@ -207,7 +207,10 @@ class ParameterServerStrategy(Strategy):
             ConfigError: There is a variable of this name, or training has begun.
         """
         if self._variables is not None:
-            msg = f"variable {name!r} must be declared before the first step, in all processes"
+            msg = (
+                f"variable {name!r} was declared after the first step: declare it before, on all "
+                "processes"
+            )
             raise ConfigError(msg)
         shape = initial.shape
         rows = rows_of_shards(self._partitioner, shape, initial.dtype, MAX_SHARDS)

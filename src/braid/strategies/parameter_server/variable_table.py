@@ -17,7 +17,7 @@ __all__ = ["VariablePiece", "VariableTable"]
 
 
 class VariablePiece(NamedTuple):
-    """Rows of a parameter that lie on one server.
+    """Rows of a parameter that one server stores.
 
     Attributes:
         name: Name of the parameter.
@@ -37,7 +37,7 @@ class VariablePiece(NamedTuple):
 
 
 class VariableTable:
-    """The table of some parameters: of one group of an optimizer, or without one.
+    """Parameter-server table for the parameters of one optimizer group, or of no optimizer.
 
     Attributes:
         table: The table.

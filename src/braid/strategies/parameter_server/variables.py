@@ -99,7 +99,7 @@ class ServerVariables:
                 if twice:
                     msg = (
                         f"a parameter of shape {list(twice[0].shape)} is in two optimizers or "
-                        "groups: servers step each parameter once"
+                        "parameter groups, but servers update each parameter once: leave one out"
                     )
                     raise ConfigError(msg)
                 named = {names.pop(id(param)): param for param in group["params"]}
@@ -121,8 +121,8 @@ class ServerVariables:
                 ]
             if _has_stepped(optimizer):
                 msg = (
-                    f"{type(optimizer).__name__} has a state already, but servers begin without "
-                    "one: restore variables with their states by Options(restore=...)"
+                    f"{type(optimizer).__name__} already has a state, which servers would not "
+                    "get: pass Options(restore=...) to restore variables with their states"
                 )
                 raise ConfigError(msg)
             _replace_step(optimizer, self._step)
@@ -289,22 +289,22 @@ class ServerVariables:
         """Push the gradients of an optimizer's parameters, and pull the parameters."""
         if closure is not None:
             msg = (
-                f"{type(optimizer).__name__}.step(closure) needs the loss again for one step, and "
-                "servers have none: call backward(), then step() without arguments"
+                f"{type(optimizer).__name__}.step(closure) is not supported, as servers cannot "
+                "compute the loss: call backward(), then step() without arguments"
             )
             raise ConfigError(msg)
         if not self._has_constants:
             msg = (
-                f"{type(optimizer).__name__}.step() before the variables were pulled: call the "
-                "function of a step by strategy.run"
+                f"{type(optimizer).__name__}.step() was called outside of strategy.run: call it "
+                "in a function passed to strategy.run"
             )
             raise ConfigError(msg)
         dense, rows = self._trained[optimizer], self._rows[optimizer]
         known = sum(len(group.params) for group in dense) + len(rows)
         if known != sum(len(group["params"]) for group in optimizer.param_groups):
             msg = (
-                f"{type(optimizer).__name__} has other parameters than before the first step, and "
-                "servers do not have the new ones: add parameter groups before the first step"
+                f"{type(optimizer).__name__} got new parameters after the first step, which "
+                "servers do not have: add parameter groups before the first step"
             )
             raise ConfigError(msg)
         pushed: list[_Pushed] = [*dense, *rows]

@@ -162,12 +162,12 @@ def _unmatched(graph: CapturedGraph, labels: tuple[str, ...], pattern: str) -> s
             for path, _ in module.named_modules()
         ):
             return (
-                f"{pattern!r} is inside of {name}, which runs as one call with its control flow: "
-                f"it cannot be cut. Place {name!r} as a whole"
+                f"{pattern!r} is inside of {name}, which runs as one call and cannot be divided: "
+                f"place {name!r} as a whole"
             )
     names = [node.name for node in graph.nodes if node.kind == "module"]
     close = get_close_matches(pattern, {*names, *labels}, n=3) or names[:3]
-    return f"{pattern!r} in devices matches no module of the graph; it has {', '.join(close)}"
+    return f"{pattern!r} in devices matches no module of the graph; use one of {', '.join(close)}"
 
 
 def _check_cycles(
@@ -183,5 +183,5 @@ def _check_cycles(
     if cycles:
         cycle = cycles[0]
         text = ", ".join(f"{name!r} with {references[name]!r}" for name in cycle)
-        msg = f"these nodes are colocated in a cycle: {text}. Name a device for one of them"
+        msg = f"these nodes are colocated in a cycle: {text}. Give one of them a device"
         raise ConfigError(msg)

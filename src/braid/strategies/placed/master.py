@@ -72,7 +72,7 @@ class PlacedOptions(NamedTuple):
 
 
 class PlacedModel:
-    """A model with parts on devices of several tasks; returned by `place`.
+    """A model placed on devices of several tasks; returned by `place`.
 
     Attributes:
         devices: Device of each node of the graph, by its label.
@@ -140,7 +140,7 @@ class PlacedModel:
     # -- steps
 
     def optimizer(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Make an optimizer in each task, for the parameters there; `step` then steps it.
+        """Make an optimizer on each task for its parameters; `step` then updates them.
 
         Args:
             make: Class of the optimizer, such as `torch.optim.SGD`.
@@ -171,7 +171,7 @@ class PlacedModel:
         Cost: two calls to each task, and a call for each tensor and gradient that crosses.
         """
         if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
-            msg = "the loss has parameters, which no task would train: make it a part of the model"
+            msg = "the loss has parameters that no task would train: make it a part of the model"
             raise ConfigError(msg)
         tree, targets = flatten(target)
         plan = self._plan(PlanKey(), LossSpec(loss, tree, len(targets)))
@@ -181,7 +181,7 @@ class PlacedModel:
         return fetched[plan.loss]
 
     def predict(self, inputs: Any) -> Any:
-        """Return the output of the model for a batch, without gradients."""
+        """Return the model's output for `inputs`, like the example's, without gradients."""
         graph = self._graph
         feeds = self._inputs(inputs)
         plan = self._plan(PlanKey(graph.results), None)
@@ -206,7 +206,7 @@ class PlacedModel:
         for label, x in (feeds or {}).items():
             outputs = self._outputs(label)
             if len(outputs) != 1:
-                msg = f"{label} has {len(outputs)} outputs: feed nodes with one output"
+                msg = f"{label} has {len(outputs)} outputs: feed a node with one output instead"
                 raise ConfigError(msg)
             values[outputs[0]] = x
         wanted = [self._outputs(label) for label in fetches]
@@ -227,12 +227,10 @@ class PlacedModel:
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         tree, tensors = flatten(((), inputs) if isinstance(inputs, dict) else (args, {}))
         if len(tensors) == self._graph.num_inputs and tree != self._graph.batch_tree:
-            msg = f"the model was captured with {self._graph.batch_tree}, got {tree}: pass the same"
+            msg = f"the model was captured with inputs {self._graph.batch_tree}, got {tree}"
             raise ConfigError(f"{msg}: give the same arguments in the same order")
         if len(tensors) != self._graph.num_inputs:
-            msg = (
-                f"the model was captured with {self._graph.num_inputs} tensors, got {len(tensors)}"
-            )
+            msg = f"the model needs {self._graph.num_inputs} input tensors, got {len(tensors)}"
             raise ConfigError(msg)
         if any(x.requires_grad for x in tensors):
             msg = "an input requires a gradient, which placed models do not compute: detach it"
@@ -365,13 +363,13 @@ class PlacedModel:
     # -- state
 
     def train(self, mode: bool = True) -> PlacedModel:
-        """Set training, or evaluation, in all parts."""
+        """Set the model to train mode on all tasks, or to evaluation mode if `mode` is False."""
         self._is_training = mode
         self._all("set_mode", mode)
         return self
 
     def eval(self) -> PlacedModel:
-        """Set evaluation in all parts."""
+        """Set the model to evaluation mode on all tasks."""
         return self.train(False)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -382,7 +380,7 @@ class PlacedModel:
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load parameters and buffers into all parts.
+        """Load parameters and buffers, by name, on all tasks.
 
         Raises:
             ConfigError: Keys are missing or unknown, or a shape differs.
@@ -392,8 +390,8 @@ class PlacedModel:
         other = [key for key in known if state[key].shape != self._shapes[key]]
         if missing or unknown or other:
             msg = (
-                f"the state does not fit: missing {sorted(missing)}, unknown {sorted(unknown)}, "
-                f"of another shape {sorted(other)}"
+                f"the state is of another model: missing {sorted(missing)}, unknown "
+                f"{sorted(unknown)}, of another shape {sorted(other)}"
             )
             raise ConfigError(msg)
         self._rest.update({key: state[key] for key in self._rest.keys() & known})

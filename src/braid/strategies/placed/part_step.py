@@ -63,7 +63,7 @@ class StepRequest:
 
 @rpc.register
 class PartSpan(NamedTuple):
-    """Time of one thing that a part did.
+    """Time span of one activity of a device in a step.
 
     Attributes:
         device: Device of the part.
@@ -88,7 +88,7 @@ class PartEdges(Protocol):
         ...
 
     def ask(self, source: str, edge: str) -> Callable[[], Received]:
-        """Ask the part of another device for a tensor; return a function that waits for it."""
+        """Request a tensor from another device; return a function that waits for it."""
         ...
 
 
@@ -141,7 +141,7 @@ class _SegmentPass:
 
 
 class PartStep:
-    """One step of a part: runs its segments forward and backward.
+    """One step of the nodes on one device: runs them forward and backward.
 
     Args:
         program: The part.
@@ -184,10 +184,9 @@ class PartStep:
                 self._forward(index, asked)
         if generator is not None and not torch.equal(generator, torch.get_rng_state()):
             msg = (
-                f"a node on {self._program.part.device} draws from torch's default generator in a "
-                "way that is not keyed by layer and sample (see braid.runtime.seeding), so its "
-                "numbers would depend on the placement: use torch's dropout or functions that take "
-                "a generator, or place the whole model on one device"
+                f"a node on {self._program.part.device} draws random numbers that would depend "
+                "on the placement of nodes: use torch's dropout or functions that take a "
+                "generator, or place the whole model on one device"
             )
             raise ConfigError(msg)
         if request.trains:

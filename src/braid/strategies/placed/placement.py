@@ -88,8 +88,5 @@ def _check_results(graph: CapturedGraph) -> None:
     """Refuse a model that returns a parameter or buffer itself, which no node makes."""
     names = [graph.names.get(v, "a tensor") for v in graph.results if v in graph.tensors]
     if names:
-        msg = (
-            f"the model returns {', '.join(names)} itself, and not the result of a node: return a "
-            "copy"
-        )
+        msg = f"the model returns {', '.join(names)} itself, not a computed tensor: return a clone"
         raise ConfigError(msg)

@@ -113,8 +113,8 @@ def _conflict(
     reasons = [together.edges[edge]["reason"] for edge in pairwise(path)]
     first, second = (nodes[i] for i in pair)
     return (
-        f"{first} is placed on {first.spec} and {second} on {second.spec}, but they must have one "
-        f"device: {'; '.join(dict.fromkeys(reasons))}. Name one device for both"
+        f"{first} is placed on {first.spec} and {second} on {second.spec}, but they must have "
+        f"one device: {'; '.join(dict.fromkeys(reasons))}. Give both the same device"
     )
 
 

@@ -75,7 +75,7 @@ def step_plan(
 
 
 def loss_identity(loss: LossSpec | None) -> Any:
-    """Return an object that is equal for losses which do the same, such as one lambda's."""
+    """Return an object that compares equal for loss functions with the same code."""
     if loss is None:
         return None
     function = loss.function

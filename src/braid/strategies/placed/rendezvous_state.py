@@ -26,7 +26,7 @@ __all__ = ["AnswerAsker", "DropValue", "FailAsker", "RendezvousKey", "Rendezvous
 
 
 class RendezvousKey(NamedTuple):
-    """Name of one value on one edge in one step.
+    """Key of a value that one device sends another in one step.
 
     Attributes:
         source: Device that makes the value.

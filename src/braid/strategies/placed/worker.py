@@ -96,7 +96,7 @@ class TaskAddress:
 @rpc.register
 @dataclass(frozen=True, slots=True)
 class PartResult:
-    """Result of one step of a part.
+    """Result of one step of the nodes on one device.
 
     Attributes:
         fetched: Values that the master fetches.
@@ -192,8 +192,9 @@ class PlacedWorker:
         here = graph_digest(graph)
         if here != digest:
             msg = (
-                f"{make.__qualname__} made another model than at the master: {len(graph.nodes)} "
-                f"nodes with digest {here}, expected {digest}. Make the same model in all tasks"
+                f"{make.__qualname__} made a different model than on the master: "
+                f"{len(graph.nodes)} nodes with digest {here}, expected {digest}. Make it return "
+                "the same model in all tasks"
             )
             raise MismatchError(msg)
         self._host(name, graph, devices, tasks)
@@ -346,7 +347,7 @@ class PlacedWorker:
             nodes.train(training)
 
     def drop(self, name: str) -> None:
-        """Drop a graph, and all that is known about it."""
+        """Delete a graph with its parameters and optimizer."""
         self._graphs.pop(name, None)
         self.rendezvous.forget(name)
 
@@ -453,8 +454,8 @@ def serve_placed(incarnation: str, method: str, args: Sequence[Any]) -> Any:
         raise ConfigError(msg)
     if incarnation and incarnation != worker.incarnation:
         msg = (
-            f"{worker.node} has restarted: the master knows incarnation {incarnation}, this is "
-            f"{worker.incarnation}. Its parts and parameters are gone: {RESTORE}"
+            f"{worker.node} has restarted (start {worker.incarnation}, but the master knows "
+            f"start {incarnation}). Its parts and parameters are gone: {RESTORE}"
         )
         raise StaleError(msg)
     return getattr(worker, method)(*args)

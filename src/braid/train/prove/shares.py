@@ -51,7 +51,7 @@ class ShareGap(NamedTuple):
     def __str__(self) -> str:
         shares = ", ".join(self.losses[:8]) + (", ..." if len(self.losses) > 8 else "")
         return (
-            f"in step {self.step} the mean of the shares' losses is {self.mean} ({shares}), and "
+            f"in step {self.step} the mean of the shares' losses is {self.mean} ({shares}), but "
             f"loss(model, 0, 1, step) of the whole batch is {self.whole}"
         )
 

@@ -67,7 +67,7 @@ def load_task(path: Path) -> Task:
     try:
         names: dict[str, Any] = runpy.run_path(str(path), run_name="__braid_prove__")
     except Exception as exc:
-        msg = f"{path} raises {type(exc).__name__} when it is imported: {exc}"
+        msg = f"{path} raised {type(exc).__name__} while it was imported: {exc}. Correct the file"
         raise ConfigError(msg) from exc
     lacking = [name for name in ("model", "loss") if not callable(names.get(name))]
     if lacking:

@@ -113,7 +113,7 @@ def stand(group: Group, *, pin: bool) -> list[Rings]:
             AttributeError,
         ) as exc:  # a container may forbid these processors
             msg = (
-                f"rank {group.rank} cannot stay on the processors {nodes[node]} of NUMA node "
+                f"rank {group.rank} cannot be bound to the processors {nodes[node]} of NUMA node "
                 f"{node}: {exc}; use --no-pin"
             )
             raise ConfigError(msg) from exc

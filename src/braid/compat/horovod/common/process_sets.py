@@ -37,7 +37,7 @@ class ProcessSet:
         try:
             members = [operator.index(r) for r in ([ranks] if isinstance(ranks, int) else ranks)]
         except TypeError as error:
-            msg = f"ranks of a process set must be whole numbers, got {ranks!r}"
+            msg = f"ranks of a process set must be whole numbers, such as [0, 2], got {ranks!r}"
             raise ConfigError(msg) from error
         if not members or len(set(members)) < len(members) or min(members) < 0:
             msg = f"ranks of a process set must be different and at least 0, got {members}"
@@ -59,7 +59,7 @@ class ProcessSet:
         """
         if self.process_set_id is None:
             msg = (
-                f"{self} has not been added: call hvd.add_process_set on all ranks, or "
+                f"{self} is not registered: call hvd.add_process_set on all ranks, or "
                 "hvd.init(process_sets=[...])"
             )
             raise ConfigError(msg)
@@ -104,7 +104,7 @@ global_process_set = _Global()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a process set usable; all ranks call this, in the same order.
+    """Register a set of global ranks for operations; all ranks call this, in the same order.
 
     A new member of an elastic run can use the set once the other members have accepted it.
 
@@ -165,7 +165,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
-    """Return the process set with a number."""
+    """Return the process set with the number `process_set_id`; 0 is the set of all ranks."""
     if process_set_id == GLOBAL:
         return global_process_set
     added = ProcessSet(session().member(process_set_id).ranks)

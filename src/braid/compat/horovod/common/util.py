@@ -33,7 +33,7 @@ _cache = functools.cache  # a decorator that programs import
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether a library such as "torch" is supported."""
+    """Return whether a library such as "torch" is supported; `verbose` has no effect."""
     del verbose
     return ext_base_name == "torch"
 

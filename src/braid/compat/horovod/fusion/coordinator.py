@@ -189,7 +189,7 @@ def _refuse_groups(responses: list[Response]) -> list[Response]:
 
 
 def _group_error(group: str, name: str, error: str) -> str:
-    return f"group {group!r} is refused as a whole, since {name!r} is refused: {error}"
+    return f"all operations of group {group!r} fail, because {name!r} failed: {error}"
 
 
 def agree(name: str, by_rank: Mapping[int, Request], ranks: Sequence[int]) -> Response:
@@ -212,8 +212,8 @@ def agree(name: str, by_rank: Mapping[int, Request], ranks: Sequence[int]) -> Re
     if not error and len(by_rank) < len(ranks) and first.kind not in JOINABLE:
         absent = [str(rank) for position, rank in enumerate(ranks) if position not in by_rank]
         error = (
-            f"{first.kind} of {name!r} needs all ranks, but rank {', '.join(absent)} has joined: "
-            "only all_reduce and barrier can go on without"
+            f"{first.kind} of {name!r} needs all ranks, but rank {', '.join(absent)} has called "
+            "join(): after join() only all_reduce and barrier work"
         )
     if error:
         return Response(name, first, error=error)
@@ -231,7 +231,7 @@ def agree(name: str, by_rank: Mapping[int, Request], ranks: Sequence[int]) -> Re
 def _difference(by_rank: Mapping[int, Request], ranks: Sequence[int]) -> str:
     for position, request in sorted(by_rank.items()):
         if request.refusal:
-            return f"rank {ranks[position]} refuses {request.name!r}: {request.refusal}"
+            return f"rank {ranks[position]} cannot carry out {request.name!r}: {request.refusal}"
     first = next(iter(by_rank.values()))
     fields: list[tuple[str, Callable[[Request], Any]]] = [
         ("operation", lambda r: r.kind),
@@ -255,7 +255,10 @@ def _difference(by_rank: Mapping[int, Request], ranks: Sequence[int]) -> str:
             values.setdefault(read(request), []).append(ranks[position])
         if len(values) > 1:
             named = "; ".join(f"{value} on {_named(owners)}" for value, owners in values.items())
-            return f"ranks disagree on the {aspect} of {first.name!r}: {named}"
+            return (
+                f"ranks disagree on the {aspect} of {first.name!r}: {named}. Submit the same on "
+                "all ranks"
+            )
     return ""
 
 
@@ -264,7 +267,10 @@ def _impossible(by_rank: Mapping[int, Request], ranks: Sequence[int]) -> str:
     first = next(iter(by_rank.values()))
     size = len(ranks)
     if first.kind in NEEDS_ROWS and not first.shape:
-        return f"{first.name!r} is a scalar, but {first.kind} needs a dim 0"
+        return (
+            f"{first.name!r} is a scalar, but {first.kind} works along dim 0: pass a tensor with "
+            "at least 1 dim"
+        )
     # operations such as Adasum refuse dtypes themselves
     is_reduction = first.kind in REDUCTIONS and first.op in DEFINED_OPS
     if is_reduction and (refused := refusal(first.op, first.dtype)):
@@ -276,9 +282,9 @@ def _impossible(by_rank: Mapping[int, Request], ranks: Sequence[int]) -> str:
             splits = request.splits
             if len(splits) != size or sum(splits) != request.shape[0] or min(splits) < 0:
                 return (
-                    f"splits of {first.name!r} must give each of {size} ranks its rows and add "
-                    f"up to dim 0, got {list(splits)} for {request.shape[0]} rows on rank "
-                    f"{ranks[position]}"
+                    f"splits of {first.name!r} must list the rows for each of {size} ranks and "
+                    f"add up to the length of dim 0, got {list(splits)} for {request.shape[0]} "
+                    f"rows on rank {ranks[position]}"
                 )
     return ""
 

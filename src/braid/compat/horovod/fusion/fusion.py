@@ -60,7 +60,7 @@ BROKEN_LIMIT_S = 2.0  # for all ranks to report that an operation has failed on 
 
 
 class Fusion:
-    """The engine of one rank. Use it as a context manager, or `close` it.
+    """Engine that runs Horovod's operations on one rank; a context manager, or call `close`.
 
     Args:
         group: Group of the ranks, for the engine's exclusive use, such as `group.split(0)`.
@@ -171,7 +171,7 @@ class Fusion:
         return [entry.handle for entry in made]
 
     def refuse(self, request: Request) -> None:
-        """Refuse a name: its requests on the other ranks fail with `request.refusal` as the error.
+        """Make all ranks' operations of a name fail, with `request.refusal` as the error.
 
         This rank has no handle, since its caller has already received the error.
 
@@ -218,8 +218,8 @@ class Fusion:
             self._check_running()
             if self._joining is not None:
                 msg = (
-                    f"rank {self.group.context.rank} has called join() and waits for the "
-                    "others: wait for the first join before the next"
+                    f"rank {self.group.context.rank} has called join() again while its first "
+                    "join still waits for other ranks: wait for the first one"
                 )
                 raise ConfigError(msg)
             self._joining, self._joined_on = handle, device
@@ -261,7 +261,10 @@ class Fusion:
 
     def _check_running(self) -> None:
         if self._ended:
-            msg = f"fusion engine has ended: {self._ended}"
+            msg = (
+                "Horovod operations cannot run any more, because the engine has ended: "
+                f"{self._ended}"
+            )
             raise _failure(msg, self._error) from self._error
 
     def _hurry(self) -> None:
@@ -373,7 +376,7 @@ class Fusion:
             raise
         except Exception as exc:
             what = f"{batch.request.kind} of {batch.request.name!r}"
-            error = f"{what} could not be carried out: {type(exc).__name__}: {exc}"
+            error = f"{what} failed: {type(exc).__name__}: {exc}"
             if not self._all_broken():
                 raise CommError(error) from exc
             self._refuse(known, error, exc)

@@ -169,7 +169,7 @@ class FusionState:
             self._enter(request, now_s)
 
     def refuse(self, request: Request, now_s: float) -> None:
-        """Add a refusal: requests of its name on the other ranks fail with `request.refusal`.
+        """Make operations of a name fail on the other ranks with the error `request.refusal`.
 
         It has no effect if this rank has joined.
         """
@@ -210,8 +210,8 @@ class FusionState:
                 check_sendable(request)
             if name in self._mine or name in seen:
                 msg = (
-                    f"{name!r} is in flight {where} already: wait for the first operation, or "
-                    "give them different names"
+                    f"{name!r} is already in progress {where}: wait for the first operation, or "
+                    "give the two different names"
                 )
                 raise ConfigError(msg)
             seen.add(name)
@@ -282,7 +282,7 @@ class FusionState:
         """
         number = int.from_bytes(bitmask, "little")
         if not number & SOUND:
-            msg = "another rank could not carry out an operation that this rank has carried out"
+            msg = "an operation of this rank failed on another rank: see the error of that rank"
             raise CommError(msg)
         fields = number >> NUM_FLAGS
         invalid = ~(fields >> self.options.cache_capacity) & self._all
@@ -423,7 +423,7 @@ class FusionState:
             return response
         error = (
             f"{response.request.kind} of {response.name!r} needs all ranks, but a rank has "
-            "joined: only all_reduce and barrier can go on without"
+            "called join(): after join() only all_reduce and barrier work"
         )
         return Response(response.name, response.request, error=error)
 

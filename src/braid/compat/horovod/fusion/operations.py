@@ -89,8 +89,8 @@ class Operations:
             or "nothing"
         )
         msg = (
-            f"no operation can carry out {kind} of {batch.request.name!r} with "
-            f"{batch.request.op!r}; there are {names}"
+            f"{kind} of {batch.request.name!r} with {batch.request.op!r} is not supported by any "
+            f"of {names}: use another op"
         )
         raise CommError(msg)
 
@@ -406,7 +406,7 @@ def missing_memory(batch: FusedBatch, rank: int) -> str:
     try:
         torch.empty(nbytes, dtype=torch.uint8, device=request.device.partition(":")[0])
     except (RuntimeError, TypeError, OverflowError, MemoryError):  # some for ints beyond 64 bits
-        return f"no memory for {nbytes} bytes of {request.name!r}"
+        return f"not enough memory for {nbytes} bytes of {request.name!r}: send smaller tensors"
     return ""
 
 

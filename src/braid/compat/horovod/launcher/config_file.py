@@ -86,7 +86,7 @@ def _unknown(path: tuple[str, str], value: object) -> str:
     keys = [k for s, k in PATHS if s == section]
     if not section and key in SECTIONS:
         inner = next(k for s, k in PATHS if s == key)
-        return f"{key} must have keys below it, such as {inner}, got {value!r}"
+        return f"{key} must contain keys, such as {inner}, got {value!r}"
     if not section:
         keys += SECTIONS
     return f"{'.'.join(filter(None, path))} is not known{closest(key, keys)}"

@@ -99,11 +99,11 @@ def plan(
     limit_s = _start_limit(flags, environ, problems)
     sources = [f"--{name}" for name in SOURCES if flags[name]]
     if len(sources) > 1:
-        problems.append(f"{' and '.join(sources)} both name the hosts")
+        problems.append(f"{' and '.join(sources)} both name the hosts: leave one of them out")
     if not flags.values.keys() & {"num-proc", *SOURCES, "min-np"}:
-        problems.append("number of ranks is missing: give -np")
+        problems.append("the number of ranks is missing: add -np N")
     if not flags.command:
-        problems.append("command is missing: end with one such as `python train.py`")
+        problems.append("the command is missing: end with one such as `python train.py`")
     raise_all(problems)
     kind, command = program(flags.command, is_own_python)
     environment = {**environ, **variables}
@@ -152,8 +152,8 @@ def program(
         return ("script" if word.endswith(".py") else "program"), command
     if not rest:
         msg = (
-            f"{word} has no program after it, and ranks have no standard input: name a script or "
-            "-m module"
+            f"{word} is followed by no program, and ranks cannot read one from standard input: "
+            "name a script or -m module"
         )
         raise ConfigError(msg)
     while rest[0] == "-u" and len(rest) > 1:  # output is never buffered
@@ -170,7 +170,7 @@ def rsh_command(port: int | None, identity_file: str) -> str:
     options = ["-p", str(port)] if port else []
     options += ["-i", identity_file] if identity_file else []
     if "{" in identity_file:
-        msg = f"path of a key must have no braces, got {identity_file!r}"
+        msg = f"the path of an SSH key must not contain braces, got {identity_file!r}"
         raise ConfigError(msg)
     return (
         DEFAULT_RSH.replace("{host}", f"{shlex.join(options)} {{host}}") if options else DEFAULT_RSH
@@ -281,5 +281,5 @@ def _notes(flags: Flags, spans_hosts: bool) -> list[str]:
     names = ("ssh-port", "ssh-identity-file", "network-interfaces", "start-timeout")
     needless = [f"--{name}" for name in names if flags[name]]
     if needless and not spans_hosts:
-        notes.append(f"{', '.join(needless)}: no effect, since no hosts are named")
+        notes.append(f"{', '.join(needless)}: these options have no effect, as no hosts are named")
     return notes

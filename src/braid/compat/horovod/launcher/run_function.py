@@ -237,7 +237,10 @@ def _directory(shared: str | os.PathLike[str] | None) -> Iterator[Path]:
     try:
         folder = tempfile.mkdtemp(prefix="braid-run-", dir=shared)
     except OSError as exc:
-        msg = f"directory in {shared or tempfile.gettempdir()} cannot be made: {exc.strerror}"
+        msg = (
+            f"no directory can be made in {shared or tempfile.gettempdir()}: {exc.strerror}. "
+            "Pass another one as shared_directory="
+        )
         raise ConfigError(msg) from exc
     try:
         yield Path(folder).absolute()  # the function may change the working directory
@@ -251,8 +254,8 @@ def _check_reach(wanted: Launch, shared: str | os.PathLike[str] | None) -> None:
     )
     if away and shared is None:
         msg = (
-            f"ranks on {', '.join(away)} cannot get the function, which is not sent over the "
-            "network: name a directory that all hosts have with shared_directory=, or start a "
+            f"ranks on {', '.join(away)} cannot receive the function, which is not sent over the "
+            "network: pass a directory that all hosts share as shared_directory=, or start a "
             "script with horovodrun"
         )
         raise ConfigError(msg)
@@ -279,7 +282,10 @@ def _error(ended: Ended, rank: int) -> RunError:
 def _result(folder: Path, rank: int) -> Any:
     ended = read_ended(folder / result_name(rank))
     if ended is None:
-        msg = f"rank {rank} has ended without a result: does the function end the process?"
+        msg = (
+            f"rank {rank} ended without a result: look at its log, the function may have ended "
+            "the process"
+        )
         raise RunError(msg, rank=rank)
     if not ended.returned:  # SystemExit without an error
         raise _error(ended, rank)

@@ -149,7 +149,7 @@ class HostSlots(AbstractContextManager["HostSlots"]):
         self._num_given = number
         least = self._plan.limits.min_ranks
         if number < least and not notice:
-            notice = f"{number} slots are left, fewer than --min-np {least}"
+            notice = f"only {number} slots are available, fewer than --min-np {least}: add hosts"
         return number, notice
 
     def _look(self) -> str:

@@ -95,8 +95,8 @@ def check_tensor(tensor: Any) -> None:
         raise ConfigError(msg)
     if tensor.device.type == "meta":
         msg = (
-            f"tensor of shape {list(tensor.shape)} is on the meta device, so its numbers do not "
-            "exist: make it on a device"
+            f"tensor of shape {list(tensor.shape)} is on the meta device, so it has no values: "
+            "create it on the CPU or a GPU"
         )
         raise ConfigError(msg)
     reach = zip(tensor.shape, tensor.stride(), strict=True)
@@ -104,8 +104,8 @@ def check_tensor(tensor: Any) -> None:
     nbytes = tensor.untyped_storage().nbytes()
     if tensor.numel() and (last + 1) * tensor.element_size() > nbytes:
         msg = (
-            f"tensor of shape {list(tensor.shape)} exceeds the {nbytes} bytes of its memory, "
-            "which may have been freed"
+            f"tensor of shape {list(tensor.shape)} is larger than its memory of {nbytes} bytes, "
+            "which was perhaps freed: pass a tensor with its storage"
         )
         raise ConfigError(msg)
 
@@ -117,10 +117,13 @@ def check_tensors(tensors: Any) -> None:
         ConfigError: The list is empty, or one of the tensors cannot be sent.
     """
     if not isinstance(tensors, list | tuple):
-        msg = f"grouped operations work on a list of tensors, got {type(tensors).__name__}"
+        msg = (
+            f"grouped operations work on a list of tensors, got {type(tensors).__name__}: pass a "
+            "list"
+        )
         raise ConfigError(msg)
     if not tensors:
-        msg = "group of tensors is empty: pass at least one"
+        msg = "the list of tensors is empty: pass at least one"
         raise ConfigError(msg)
     for tensor in tensors:
         check_tensor(tensor)
@@ -170,17 +173,17 @@ def splits_of(tensor: torch.Tensor, splits: Any, size: int) -> tuple[int, ...]:
     if splits is None:
         if rows < 0 or rows % size:
             given_rows = "a scalar" if rows < 0 else f"{rows} rows"
-            msg = f"{size} ranks cannot share {given_rows} equally: pass splits"
+            msg = f"{given_rows} cannot be divided equally among {size} ranks: pass splits"
             raise ConfigError(msg)
         return (rows // size,) * size
     if rows < 0:
-        msg = "rows of a scalar cannot be split: pass a tensor with a dim 0"
+        msg = "a scalar cannot be split by rows: pass a tensor with a dim 0"
         raise ConfigError(msg)
     shares = _whole_numbers(splits)
     if len(shares) != size or min(shares) < 0 or sum(shares) != rows:
         msg = (
-            f"splits must give each of {size} ranks its rows and add up to the {rows} rows of "
-            f"dim 0, got {_short(shares)}, which add up to {sum(shares)}"
+            f"splits must list the rows for each of {size} ranks and add up to the {rows} rows "
+            f"of dim 0, got {_short(shares)}, which add up to {sum(shares)}"
         )
         raise ConfigError(msg)
     return shares

@@ -8,6 +8,9 @@ allgather and broadcast are averaged, as if the loss were the mean of all ranks'
     y = broadcast(x, root)            dx = average of dy on the root, zeros elsewhere
     y = alltoall(x, splits)           dx = alltoall(dy, rows received)
     y = reducescatter(x, op)          dx = allgather(dy), times the number of ranks for Sum
+
+All functions have the arguments of `allreduce`: `prescale_factor` and `postscale_factor` multiply
+tensors before and after the reduction. `root_rank` is the global rank with the values to send.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         msg = (
-            "LBFGS does not keep its state by parameter: use another optimizer, or broadcast "
+            "LBFGS does not store its state per parameter: use another optimizer, or broadcast "
             "its state with broadcast_object"
         )
         raise ConfigError(msg)
@@ -272,7 +272,7 @@ def _compare(names: list[str], process_set: ProcessSet) -> None:
         f"rank {rank} has {', '.join(map(repr, some)) or 'another order'}"
         for rank, some in zip(process_set.member.ranks, own_names, strict=True)
     ]
-    msg = f"tensors must have the same names, in one order, on all ranks, but {'; '.join(extra)}"
+    msg = f"tensors must have the same names in the same order on all ranks, but {'; '.join(extra)}"
     raise HorovodInternalError(msg)
 
 

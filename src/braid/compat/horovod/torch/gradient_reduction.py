@@ -156,8 +156,8 @@ class GradientReduction(GradientListener):
             if self._left[param] <= 0:
                 msg = (
                     f"{self.names[param]!r} got a gradient in more than {self.passes} backward "
-                    "before step(): raise backward_passes_per_step, or call step() or "
-                    "synchronize() between"
+                    "passes before step(): raise backward_passes_per_step, or call step() or "
+                    "synchronize() in between"
                 )
                 raise AssertionError(msg)
             self._left[param] -= 1

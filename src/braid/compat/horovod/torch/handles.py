@@ -13,7 +13,7 @@ __all__ = ["Pending", "PendingSparse", "poll", "synchronize"]
 
 
 class Pending:
-    """Handle of one or several operations in flight with one combined result.
+    """Handle of one or several unfinished operations; `synchronize` returns their result.
 
     Args:
         parts: Handles of the engine.

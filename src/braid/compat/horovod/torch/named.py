@@ -87,8 +87,8 @@ def named_groups(
     flat = [param for group in lists for param in group]
     if len(set(flat)) < len(flat) or any(param not in names for param in flat):
         msg = (
-            "groups must contain different parameters of the optimizer: one is in two groups, or "
-            "is not a parameter of the optimizer"
+            "groups must contain different parameters of the optimizer: remove parameters that "
+            "are listed twice or do not belong to the optimizer"
         )
         raise ConfigError(msg)
     return [[param for param in group if param.requires_grad] for group in lists if group]

@@ -5,6 +5,10 @@ differentiable, and are in `differentiable`. Forms that end in `_` work in place
 
 Names: operations of different ranks match by `name`. Operations without a name are numbered, so
 that all ranks must start them in the same order.
+
+All functions have the arguments of `allreduce_async`: `prescale_factor` and `postscale_factor`
+multiply tensors before and after the reduction; `average` is the deprecated form of `op`.
+`root_rank` is the global rank with the values to send.
 """
 
 from __future__ import annotations
@@ -365,7 +369,7 @@ def start_reducescatter(tensors: Tensors, call: CallArguments) -> Pending:
         check_tensors(tensors)
         wanted = chosen_op(call.op)
         if wanted is ReduceOp.ADASUM:
-            msg = "reducescatter does not know Adasum: use another reduction"
+            msg = "reducescatter does not support Adasum: use op=hvd.Average or op=hvd.Sum"
             raise UnsupportedArgumentError(msg)
         fields = _reducing(wanted, tensors, call.factors)
     return start_by_rows("reduce_scatter", tensors, call, **fields)

@@ -73,7 +73,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if gradient_predivide_factor != 1.0 and op != Average:
         msg = (
             f"gradient_predivide_factor={gradient_predivide_factor} works with op=Average only, "
-            f"got op={ReduceOp(op).name}"
+            f"got op={ReduceOp(op).name}: leave one of the two out"
         )
         raise ConfigError(msg)
     if num_groups and groups is None:
@@ -221,8 +221,8 @@ class _AdasumMethods(_CommonMethods):
             AssertionError: Always.
         """
         msg = (
-            "skip_synchronize() cannot be used with op=Adasum, which does not reduce gradients: "
-            "call only step()"
+            "skip_synchronize() cannot be used with op=Adasum, which reduces changes of "
+            "parameters, not gradients: call step() alone"
         )
         raise AssertionError(msg)
 

@@ -61,12 +61,12 @@ def chosen_op(op: Any, average: Any = None) -> ReduceOp:
     if average is not None:
         if op is not None:
             msg = (
-                f"op={op!r} and average={average!r} were both passed: use op, average is the "
-                "older way"
+                f"op={op!r} and average={average!r} were both passed: pass op only, average is "
+                "deprecated"
             )
             raise ConfigError(msg)
         warnings.warn(
-            "average= is the older way: use op=hvd.Average or op=hvd.Sum",
+            "average= is deprecated: pass op=hvd.Average or op=hvd.Sum",
             DeprecationWarning,
             stacklevel=4,  # the program calls an operation, which calls another function
         )
@@ -87,6 +87,9 @@ def engine_op(op: ReduceOp, tensor: torch.Tensor) -> str:
         ConfigError: Adasum does not support the dtype.
     """
     if op is Adasum and tensor.dtype not in ADASUM_DTYPES:
-        msg = f"Adasum needs a tensor of floats of 16 bits or more, got {tensor.dtype}"
+        msg = (
+            f"Adasum needs a floating-point tensor of at least 16 bits, got {tensor.dtype}: "
+            "convert it"
+        )
         raise ConfigError(msg)
     return _NAMES[op]

@@ -27,7 +27,12 @@ DEFAULTS = {
 
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = None) -> bool:
-    """Return whether a parameter is divided, or is the copy on rank 0."""
+    """Return whether a parameter is sharded, or is the copy on tensor parallel rank 0.
+
+    Args:
+        param: Parameter.
+        tp_group: Process group of the ranks; the tensor parallel group when None.
+    """
     if getattr(param, "tensor_model_parallel", False):
         return True
     rank = get_tensor_model_parallel_rank() if tp_group is None else tp_group.rank()
@@ -37,7 +42,13 @@ def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = 
 def set_tensor_model_parallel_attributes(
     tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int
 ) -> None:
-    """Set attributes that describe the division of a parameter, also for braid's functions.
+    """Set Megatron's attributes that describe how a parameter is sharded.
+
+    Args:
+        tensor: Parameter.
+        is_parallel: Whether each rank has a different shard.
+        dim: Dim that is sharded.
+        stride: Number of equal blocks along `dim`, each of which is sharded.
 
     Raises:
         UsageError: The parameter has such attributes already.
@@ -45,7 +56,7 @@ def set_tensor_model_parallel_attributes(
     if known := [name for name in DEFAULTS if hasattr(tensor, name)]:
         msg = (
             f"a parameter of shape {list(tensor.shape)} has the attributes {', '.join(known)} "
-            "already: leave this call out, the layer that makes the parameter sets them"
+            "already: leave this call out, because the layer of the parameter sets them"
         )
         raise UsageError(msg)
     values = {

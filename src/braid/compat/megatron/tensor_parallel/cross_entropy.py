@@ -30,7 +30,7 @@ def vocab_parallel_cross_entropy(
     spread = label_smoothing * classes / max(classes - 1, 1)
     if not 0 <= label_smoothing < 1 or spread >= 1:
         msg = (
-            f"label_smoothing must be from 0 to less than {(classes - 1) / classes:.4g} with "
+            f"label_smoothing must be at least 0 and below {(classes - 1) / classes:.4g} with "
             f"{classes} classes, got {label_smoothing}"
         )
         raise UsageError(msg)

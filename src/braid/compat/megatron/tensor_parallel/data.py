@@ -50,7 +50,8 @@ def broadcast_data(
     problems, shapes = group.objects.broadcast(announced)
     if problems:
         msg = (
-            f"broadcast_data needs {', '.join(keys)} of {datatype} on rank 0: {'; '.join(problems)}"
+            f"broadcast_data needs {', '.join(keys)} of {datatype} on rank 0: "
+            f"{'; '.join(problems)}. Correct the tensors on rank 0"
         )
         raise UsageError(msg)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -30,7 +30,13 @@ InitMethod = Callable[[torch.Tensor], Any]
 
 
 class DividedLayer(nn.Module):
-    """Layer with a weight divided among ranks."""
+    """Layer with a weight sharded over tensor parallel ranks.
+
+    Args:
+        config: Megatron's configuration of the model.
+        tp_group: Process group of the ranks; the tensor parallel group when None.
+        is_expert: Whether the layer belongs to an expert, which has a separate group.
+    """
 
     def __init__(self, config: ModelParallelConfig, tp_group: Any, *, is_expert: bool) -> None:
         super().__init__()
@@ -60,7 +66,14 @@ class DividedLayer(nn.Module):
         *,
         keep_master_weight: bool = False,
     ) -> nn.Parameter:
-        """Return this rank's part of a weight; `shape` is the shape of the whole weight."""
+        """Return this rank's shard of a weight.
+
+        Args:
+            shape: Shape of the whole weight.
+            slicing: Dim that is sharded.
+            init_method: Function that initializes a tensor in place.
+            keep_master_weight: Whether to keep the whole weight in `master_weight`.
+        """
         config, group = self.config, self.group
         part = list(shape)
         part[slicing.dim] = divide(shape[slicing.dim], group.size)
@@ -100,8 +113,8 @@ class DividedLayer(nn.Module):
         """Refuse: `dist_checkpointing` is Megatron's."""
         del args, kwargs
         msg = (
-            "sharded_state_dict belongs to megatron.core.dist_checkpointing, which is not served: "
-            "save state_dict() of each rank, or the model with braid.save"
+            "sharded_state_dict belongs to megatron.core.dist_checkpointing, which is not "
+            "supported: save the state_dict() of each rank, or save the model with braid.save"
         )
         raise UnsupportedError(msg)
 

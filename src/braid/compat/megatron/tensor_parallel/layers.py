@@ -100,8 +100,8 @@ class ColumnParallelLinear(DividedLinear):
         super().__init__(config, tp_group, is_expert=is_expert)
         if embedding_activation_buffer is not None or grad_output_buffer is not None:
             msg = (
-                "embedding_activation_buffer and grad_output_buffer cannot be served: leave them "
-                "out; gradients of weights are not delayed"
+                "embedding_activation_buffer and grad_output_buffer are not supported, as "
+                "gradients of weights are never delayed: leave them out"
             )
             raise UnsupportedError(msg)
         self.input_size, self.output_size = input_size, output_size
@@ -170,7 +170,7 @@ class ColumnParallelLinear(DividedLinear):
         return output, self.bias if self.skip_bias_add else None
 
     def extra_repr(self) -> str:
-        """Return what `repr` shows, in Megatron's words."""
+        """Return the sizes of the layer for `repr`, in Megatron's format."""
         return (
             f"in_features={self.input_size}, out_features={self.output_size}, "
             f"bias={self.bias is not None}, TP={self.output_size // self.output_size_per_partition}"
@@ -221,9 +221,9 @@ class RowParallelLinear(DividedLinear):
         self.sequence_parallel = config.sequence_parallel
         problems = []
         if self.sequence_parallel and not input_is_parallel:
-            problems.append("sequence_parallel=True needs input_is_parallel=True")
+            problems.append("sequence_parallel=True needs input_is_parallel=True: pass both")
         if self.explicit_expert_comm and not skip_bias_add:
-            problems.append("is_expert=True needs skip_bias_add=True")
+            problems.append("is_expert=True needs skip_bias_add=True: pass both")
         raise_all(problems, UsageError)
         self.input_size_per_partition = part_size("input_size", input_size, self.group.size)
         self.weight = self.make_weight(
@@ -260,7 +260,7 @@ class RowParallelLinear(DividedLinear):
         return output if self.bias is None else output + self.bias, None
 
     def extra_repr(self) -> str:
-        """Return what `repr` shows, in Megatron's words."""
+        """Return the sizes of the layer for `repr`, in Megatron's format."""
         return (
             f"in_features={self.input_size}, out_features={self.output_size}, "
             f"bias={self.bias is not None}, TP={self.input_size // self.input_size_per_partition}"

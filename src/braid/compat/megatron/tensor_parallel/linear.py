@@ -46,14 +46,17 @@ def linear_with_grad_accumulation_and_async_allreduce(
     del wgrad_deferral_limit
     if gradient_accumulation_fusion or grad_output_buffer is not None:
         msg = (
-            "gradient_accumulation_fusion and grad_output_buffer cannot be served: leave them out; "
-            "autograd accumulates gradients"
+            "gradient_accumulation_fusion and grad_output_buffer are not supported, as autograd "
+            "accumulates gradients: leave them out"
         )
         raise UnsupportedError(msg)
     if async_grad_allreduce is not None:
         allreduce_dgrad = async_grad_allreduce
     if allreduce_dgrad and sequence_parallel:
-        msg = "`allreduce_dgrad` and `sequence_parallel` cannot be enabled at the same time"
+        msg = (
+            "`allreduce_dgrad` and `sequence_parallel` cannot be enabled at the same time: pass "
+            "one of the two"
+        )
         raise UsageError(msg)
     if sequence_parallel:
         return sequence_column_linear(tensor_group(tp_group), input, weight, bias, dim=0)
@@ -74,7 +77,10 @@ def linear_with_frozen_weight(
     wgrad_deferral_limit: int | None = None,
     async_grad_allreduce: bool | None = None,
 ) -> torch.Tensor:
-    """Return the output of a linear layer with a frozen weight; see the function above."""
+    """Return the output of a linear layer with a frozen weight.
+
+    See `linear_with_grad_accumulation_and_async_allreduce` for the arguments.
+    """
     return linear_with_grad_accumulation_and_async_allreduce(
         input,
         weight,

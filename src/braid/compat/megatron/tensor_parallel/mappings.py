@@ -80,7 +80,7 @@ def scatter_to_tensor_model_parallel_region(
 def gather_from_tensor_model_parallel_region(
     input_: torch.Tensor, group: Any = None
 ) -> torch.Tensor:
-    """Return all parts of the last dim; backward keeps this rank's part."""
+    """All-gather shards of the last dim; backward keeps the gradient of this rank's shard."""
     return _moved(partial(all_gather_forward_split_backward, dim=input_.dim() - 1), group, input_)
 
 
@@ -111,7 +111,7 @@ def gather_from_sequence_parallel_region(
         gather = partial(gather_sequence, dim=0, partial_grad=tensor_parallel_output_grad)
         return _moved(gather, group, input_)
     if not tensor_parallel_output_grad:
-        msg = "output_split_sizes needs tensor_parallel_output_grad=True"
+        msg = "output_split_sizes needs tensor_parallel_output_grad=True: pass both, or neither"
         raise UsageError(msg)
     return _moved(partial(autograd.all_gather, sizes=list(output_split_sizes)), group, input_)
 
@@ -157,7 +157,7 @@ def all_to_all(
     output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Send parts of dim 0 to all ranks, and return their parts; backward sends gradients back.
+    """Exchange parts of dim 0 among all ranks; backward exchanges the gradients.
 
     Args:
         group: Group of ranks.

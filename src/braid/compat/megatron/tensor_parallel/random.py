@@ -122,7 +122,7 @@ class CheckpointWithoutOutput:
 
     def __init__(self, fp8: Any = False) -> None:
         if fp8:
-            msg = f"fp8={fp8!r} cannot be served: leave it out"
+            msg = f"fp8={fp8!r} is not supported: leave it out"
             raise UnsupportedError(msg)
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._run_again: Callable[[], Sequence[torch.Tensor]] | None = None
@@ -156,7 +156,10 @@ class CheckpointWithoutOutput:
             UsageError: `checkpoint` has not been called.
         """
         if not self._outputs:
-            msg = "discard_output_and_register_recompute before checkpoint: call checkpoint first"
+            msg = (
+                "discard_output_and_register_recompute was called before checkpoint: call "
+                "checkpoint first"
+            )
             raise UsageError(msg)
         if not hook_tensor.requires_grad:
             return

@@ -62,7 +62,7 @@ class CudaRNGStatesTracker:
         self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False
     ) -> None:
         if use_cudagraphable_rng:
-            msg = "use_cudagraphable_rng=True cannot be served: leave it out"
+            msg = "use_cudagraphable_rng=True is not supported: leave it out"
             raise UnsupportedError(msg)
         self.use_cudagraphable_rng = False
         self.is_inference_rng_tracker = is_inference_rng_tracker
@@ -100,7 +100,7 @@ class CudaRNGStatesTracker:
         problems = [f"seed {seed} already exists"] if seed in self.seeds_ else []
         problems += [f"cuda rng state {name} already exists"] if name in self.states_ else []
         if problems:
-            msg = f"{'; '.join(problems)}: choose another, or call reset() first"
+            msg = f"{'; '.join(problems)}: choose other names and seeds, or call reset() first"
             raise UsageError(msg)
         self.seeds_.add(seed)
         generator = _generator()
@@ -155,9 +155,19 @@ def initialize_rng_tracker(
     use_cudagraphable_rng: bool = False,
     force_reset: bool = False,
 ) -> None:
-    """Create the tracker, unless it exists."""
+    """Create the tracker of random generator states, unless it exists.
+
+    Args:
+        use_te_rng_tracker: Must be False: Transformer Engine is not used.
+        inference_rng_tracker: Whether the tracker is for inference, where `fork` does nothing.
+        use_cudagraphable_rng: Must be False: states are tensors.
+        force_reset: Whether to replace an existing tracker.
+    """
     if use_te_rng_tracker:
-        msg = "use_te_rng_tracker=True cannot be served: Transformer Engine is not used"
+        msg = (
+            "use_te_rng_tracker=True is not supported, as Transformer Engine is not used: leave "
+            "it out"
+        )
         raise UnsupportedError(msg)
     if _HOLDER.tracker is None or force_reset:
         _HOLDER.tracker = CudaRNGStatesTracker(use_cudagraphable_rng, inference_rng_tracker)
@@ -168,7 +178,10 @@ def get_cuda_rng_tracker(
     inference_rng_tracker: bool = False,
     use_cudagraphable_rng: bool = False,
 ) -> CudaRNGStatesTracker:
-    """Return the tracker; create it if it does not exist."""
+    """Return the tracker of random generator states; create it if it does not exist.
+
+    See `initialize_rng_tracker` for the arguments.
+    """
     initialize_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     assert _HOLDER.tracker is not None  # created above
     return _HOLDER.tracker
@@ -197,9 +210,9 @@ def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: Any) -> bool:
 def convert_cuda_rng_state(
     state: torch.Tensor | torch.Generator, to_graphable: bool = False
 ) -> torch.Tensor:
-    """Return a state as a tensor."""
+    """Return the state of a generator as a tensor; `to_graphable` must be False."""
     if to_graphable:
-        msg = "to_graphable=True cannot be served: states are tensors here"
+        msg = "to_graphable=True is not supported, as states are tensors here: leave it out"
         raise UnsupportedError(msg)
     return state.get_state() if isinstance(state, torch.Generator) else state
 

@@ -52,7 +52,14 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: object = None,
 ) -> None:
-    """Join the nodes of remote calls; see `braid.rpc.init_rpc`.
+    """Join the group of processes that can call each other; see `braid.rpc.init_rpc`.
+
+    Args:
+        name: Name of this process, different on each process.
+        backend: Member of `BackendType`; all members use braid.
+        rank: Number of this process; from the environment when -1.
+        world_size: Number of processes; from the environment when None.
+        rpc_backend_options: Options; the default options when None.
 
     From now on, contexts average the gradients of torch's DistributedDataParallel.
 
@@ -87,7 +94,15 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> torch.futures.Future[Any]:
-    """Call a function on another node; see `braid.rpc.rpc_async`."""
+    """Call a function on another process and return a future; see `braid.rpc.rpc_async`.
+
+    Args:
+        to: Name or `WorkerInfo` of the process.
+        func: Function to call there.
+        args: Positional arguments of the function.
+        kwargs: Keyword arguments of the function, by name.
+        timeout: Seconds until the future fails; 0 for no limit.
+    """
     future = call_async(to, func, args, kwargs, timeout)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)

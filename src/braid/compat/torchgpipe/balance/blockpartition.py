@@ -20,8 +20,8 @@ def solve(sequence: Sequence[int], partitions: int = 1) -> list[list[int]]:
         raise ValueError(msg)
     if len(sequence) < partitions:
         msg = (
-            "sequence is shorter than intended partitions "
-            f"(sequence: {len(sequence)}, partitions: {partitions})"
+            f"sequence is shorter than intended partitions (sequence: {len(sequence)}, "
+            f"partitions: {partitions}): use fewer partitions"
         )
         raise ValueError(msg)
     rest = iter(sequence)

@@ -48,9 +48,9 @@ def table_of(module: nn.Module, ignored: Collection[str], ranks: Collection[int]
     ]
     if divided:
         msg = (
-            f"ranks {sorted(ranks)} have different experts in {', '.join(divided)}, which would be "
-            "made equal: use braid.parallel.expert_parallel.average_gradients instead, or average "
-            "over ranks that have the same experts"
+            f"ranks {sorted(ranks)} have different experts in {', '.join(divided)}, and DDP "
+            "would average them: use braid.parallel.expert_parallel.average_gradients instead, "
+            "or average over ranks that have the same experts"
         )
         raise ConfigError(msg)
     lazy = [
@@ -59,7 +59,10 @@ def table_of(module: nn.Module, ignored: Collection[str], ranks: Collection[int]
         if isinstance(param, UninitializedParameter)
     ]
     if lazy:
-        msg = f"parameter {lazy[0]!r} of a lazy module has no shape yet: run the module once before"
+        msg = (
+            f"parameter {lazy[0]!r} of a lazy module has no shape yet: run the module once "
+            "before you wrap it"
+        )
         raise ConfigError(msg)
     table = ParamTable.of(module, ignored)
     if not table.requires_grad:
@@ -102,7 +105,7 @@ def checked_hash_every(steps: int) -> int:
         ConfigError: `steps` is anything else.
     """
     if type(steps) is not int or steps < 0:
-        msg = f"hash_every must be a number of steps, or 0, got {steps!r}"
+        msg = f"hash_every must be a number of steps of at least 0, got {steps!r}"
         raise ConfigError(msg)
     return steps
 
@@ -202,8 +205,8 @@ def trigger_of(
     """
     if (param is None) != (not delayed):
         msg = (
-            "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: pass both "
-            "or none"
+            "delay_all_reduce_named_params and param_to_hook_all_reduce work only together: pass "
+            "both or neither"
         )
         raise ConfigError(msg)
     if param is None:

@@ -60,9 +60,9 @@ def adopt_optimizers(records: Iterable[ParamRecord]) -> bool:
     for record in stepped_records:
         if record.sparse:
             msg = (
-                f"{record.name!r} has an optimizer in backward and sparse gradients, which are "
-                "averaged at the end of backward: give it a separate optimizer, and call its "
-                "step() after backward"
+                f"{record.name!r} has an optimizer in backward, but sparse gradients are "
+                "averaged only at the end of backward: give it a separate optimizer, and call "
+                "its step() after backward"
             )
             raise ConfigError(msg)
         # the function of this module registered the optimizer
@@ -119,8 +119,8 @@ class AveragingListener(ReducerListener):
         """
         if self._has_adopted:
             msg = (
-                "parameters have optimizers in backward from _apply_optimizer_in_backward already, "
-                "and would be stepped twice: use one of the two"
+                "parameters already have optimizers from _apply_optimizer_in_backward, so they "
+                "would be updated twice: use only one of the two"
             )
             raise ConfigError(msg)
         self._make_optimizer = make_optimizer

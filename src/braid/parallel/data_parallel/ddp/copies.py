@@ -58,7 +58,7 @@ PARTS = frozenset(
 
 
 class CopyableWrapper(nn.Module, Joinable):
-    """Wrapper that is copied without the parts that belong to its group."""
+    """Base class of wrappers that are copied and pickled without their process group."""
 
     _group: Group
     _reducer: GradientReducer
@@ -96,7 +96,7 @@ class CopyableWrapper(nn.Module, Joinable):
         """
         msg = (
             "copy.copy of a DistributedDataParallel would share its parameters, and both would "
-            "average their gradients: use copy.deepcopy(model), or the model itself"
+            "average gradients: use copy.deepcopy(model), or the model itself"
         )
         raise ConfigError(msg)
 
@@ -109,9 +109,9 @@ class CopyableWrapper(nn.Module, Joinable):
         """
         if not _is_default(self._group):
             msg = (
-                "only a DistributedDataParallel over the default group of torch.distributed can be "
-                "pickled, since a loaded wrapper joins that group; this one's group is "
-                f"{self._group!r}. Save model.state_dict() or model.module and wrap again, or use "
+                "only a DistributedDataParallel over the default group of torch.distributed can "
+                f"be pickled, which it joins when loaded, but this one uses {self._group!r}. "
+                "Save model.state_dict() or model.module and wrap again, or use "
                 "copy.deepcopy(model)"
             )
             raise ConfigError(msg)

@@ -279,11 +279,11 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         self._reducer.set_loss_weight(checked_weight(num_samples))
 
     def average_next(self) -> None:
-        """Average in the next backward, for any number of accumulated ones; call it on all ranks.
+        """Average gradients in the next backward, even before the last accumulation step.
 
-        Call it before the last backward of an epoch if the length of the epoch is not a multiple of
-        `gradient_accumulation_steps`. Otherwise the next forward warns that the optimizer stepped
-        without an average. Gradients that are set to None restart the count.
+        On all ranks, call it before the last backward of an epoch if its length is not a multiple
+        of `gradient_accumulation_steps`. Otherwise the next forward warns that the optimizer
+        stepped without an average. Gradients that are set to None restart the count.
         """
         self._reducer.average_next()
 

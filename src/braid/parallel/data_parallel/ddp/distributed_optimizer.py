@@ -99,7 +99,7 @@ class DistributedOptimizer:
     ) -> Any:
         """Change `optimizer` in place and return the same object."""
         if isinstance(optimizer, _Averaging):
-            msg = f"this {type(optimizer).__name__} averages gradients already: pass it once"
+            msg = f"this {type(optimizer).__name__} already averages gradients: wrap it only once"
             raise ConfigError(msg)
         group = group_of(process_group)
         table = ParamTable.named(_named(optimizer, named_parameters), frozenset(sparse_parameters))
@@ -169,9 +169,9 @@ class _Averaging(ChangedOptimizer):
         if self._reducer.needs_average and not self._warned:
             self._warned = True
             warnings.warn(
-                "gradients have been averaged in step(), not in backward, as all parameters lie in "
-                "re-entrant checkpoints: call synchronize() before they are read or clipped, or "
-                "checkpoint with use_reentrant=False. Shown once",
+                "gradients were averaged in step(), not in backward, because all parameters are "
+                "in re-entrant checkpoints: call synchronize() before you read or clip "
+                "gradients, or pass use_reentrant=False. Shown once",
                 UserWarning,
                 stacklevel=2,
             )

@@ -121,9 +121,9 @@ def same_batch(model: str, digests: Sequence[int]) -> str | None:
     if not digests[0] or len(set(digests)) > 1:
         return None
     return (
-        f"the first inputs of {model} are equal bit by bit on all {len(digests)} ranks, and the "
-        "sums of the first gradients, too: every rank computes the same batch, and nothing is "
-        "gained. Give each its share, such as batch[group.rank :: group.size] or a "
+        f"the first inputs of {model} are equal bit by bit on all {len(digests)} ranks, and so "
+        "are the sums of the first gradients: every rank seems to compute the same batch. Give "
+        "each rank a different part, such as batch[group.rank :: group.size] or a "
         "DistributedSampler"
     )
 
@@ -141,9 +141,9 @@ def unequal_rows(model: str, ranks: Sequence[int], num_rows: Sequence[int]) -> s
         return None
     listed = first_few([f"{rows} on rank {rank}" for rank, rows in known.items()], 4)
     return (
-        f"dim 0 of the first inputs of {model} differs among ranks ({listed}). If it is the batch, "
-        "samples of smaller shares count more, as the average of gradients counts every rank "
-        "alike: call set_loss_weight(num_rows) before each forward, or make the shares equal"
+        f"dim 0 of the first inputs of {model} differs among ranks ({listed}). If dim 0 is the "
+        "batch, samples of small batches weigh more in the averaged gradients: call "
+        "set_loss_weight(num_rows) before each forward, or use batches of one size"
     )
 
 

@@ -58,7 +58,7 @@ class ReducerView:
 
     def __getattr__(self, name: str) -> Any:
         msg = (
-            f"the reducer of braid's DistributedDataParallel has no {name!r}: see "
+            f"the reducer of braid's DistributedDataParallel has no {name!r}: use "
             "model.bucket_times(), model.num_buckets and model._get_ddp_logging_data()"
         )
         raise AttributeError(msg)

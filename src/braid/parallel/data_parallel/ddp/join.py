@@ -113,7 +113,9 @@ class Join:
         _check_joinables(joinables)
         groups = {id(joinable.join_process_group) for joinable in joinables}
         if len(groups) > 1:
-            msg = f"joinables belong to {len(groups)} groups: enter one context per group"
+            msg = (
+                f"the joinables use {len(groups)} process groups: enter one Join context per group"
+            )
             raise ConfigError(msg)
         self.throws = throw_on_early_termination
         self._joinables = tuple(joinables)
@@ -139,9 +141,8 @@ class Join:
     def __enter__(self) -> Join:
         if self._enable and self._entered() is not None:
             msg = (
-                "a join context of this group has been entered already, and a group has one join "
-                "context at a time: ranks that leave the inner one would shadow only its steps. "
-                "Write Join([a, b])"
+                "a Join context of this group is already active, and a group can have only one "
+                "at a time: pass all joinables to one context, Join([a, b])"
             )
             raise ConfigError(msg)
         if self._enable:
@@ -220,7 +221,7 @@ def _check_joinables(joinables: Sequence[Joinable]) -> None:
             msg = f"{kind} {problem}: derive from Joinable, and call its __init__"
             raise ConfigError(msg)
     if len({id(joinable) for joinable in joinables}) < len(joinables):
-        msg = f"some of the {len(joinables)} joinables are the same: pass each once"
+        msg = f"some of the {len(joinables)} joinables are identical: pass each once"
         raise ConfigError(msg)
 
 
@@ -229,8 +230,8 @@ def syncs_in_forward(module: nn.Module) -> str | None:
     for name, part in module.named_modules():
         if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm) and part.training:
             return (
-                f"the forward of {type(part).__name__} {name!r} waits for other ranks, and a rank "
-                "without input runs no forward: give all ranks the same number of batches, pass "
+                f"the forward of {type(part).__name__} {name!r} waits for other ranks, so a rank "
+                "without input would block it: give all ranks the same number of batches, pass "
                 "throw_on_early_termination=True, or use BatchNorm"
             )
     return None

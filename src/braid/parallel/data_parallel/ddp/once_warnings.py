@@ -69,10 +69,10 @@ def _ahead_text(model: str, number: int, counts: dict[int, int]) -> str:
         f"{count} on {_ranks_text(by_count[count])}" for count in sorted(by_count) if count
     )
     return (
-        f"{model} ran forwards without a backward in step {number}: {listed}. If an exception (in "
-        "the forward or in the loss) was caught there and the batch was not tried again, that rank "
-        "is one batch ahead from now on: skip such a batch on all ranks. Shown once; run forwards "
-        "that need no backward under torch.no_grad()"
+        f"{model} ran forwards without a backward in step {number}: {listed}. If an exception "
+        "(in the forward or in the loss) was caught there that rank is one batch ahead from now "
+        "on: skip such a batch on all ranks. Shown once; run forwards that need no backward "
+        "under torch.no_grad()"
     )
 
 

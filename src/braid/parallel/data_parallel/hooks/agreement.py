@@ -81,8 +81,8 @@ def agree(hook: str, bucket: GradBucket, names: Sequence[str], counts: Sequence[
         )
         msg = (
             f"the state of {hook} belongs to different steps on different ranks, for parameter "
-            f"{names[place % len(names)]!r}: {listed}. Load the result of hook_state() of the same "
-            "step on each rank, and nothing on new ranks"
+            f"{names[place % len(names)]!r}: {listed}. On each rank, load the hook_state() of "
+            "the same step, and load nothing on new ranks"
         )
         raise ConfigError(msg)
     return Agreed(rows[source], source, is_new)

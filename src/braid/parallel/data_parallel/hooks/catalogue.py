@@ -74,7 +74,7 @@ fp16_hook = CastHook(torch.float16)
 
 
 def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hook | None]:
-    """Return the wire format or the hook of a name; the other one is None.
+    """Return the wire format and the hook for a name; one of the two is None.
 
     Args:
         text: Name, see the module.
@@ -95,8 +95,7 @@ def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hoo
         if wire and wire not in FORMATS:
             known = ", ".join(DENSE)
             msg = (
-                f"hook={text!r}: {wire!r} is not a format for factors of powersgd, choose one of "
-                f"{known}"
+                f"hook={text!r}: {wire!r} is not a wire format for powersgd, choose one of {known}"
             )
             raise ConfigError(msg)
         hook = PowerSGDHook(_options_of(options, text), wire=FORMATS.get(wire))
@@ -116,8 +115,8 @@ def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hoo
 def _check_wires(group: Group, text: str, instead: str) -> None:
     if not group.engine.capabilities.wires:
         msg = (
-            f"hook={text!r} needs a group that converts numbers, but a backend of torch moves "
-            f"the data of this group: use {instead} instead"
+            f"hook={text!r} cannot run on this group, because a backend of torch moves its data: "
+            f"use {instead} instead"
         )
         raise ConfigError(msg)
 
@@ -158,8 +157,8 @@ def _check_any_matrix(options: PowerSGDOptions, table: ParamTable, text: str) ->
     rest = f"; {others} more, sparse or of other dtypes, are never factored" if others else ""
     advice = "" if largest is None else "lower rank or rate, or "
     msg = (
-        f"hook={text!r} finds nothing to compress: factors of rank {options.rank} make no matrix "
-        f"{options.rate} times smaller among {len(fit)} parameters of {kinds} with dense gradients"
-        f"{shown}{rest}. Use other options: {advice}leave the hook out"
+        f"hook={text!r} finds nothing to compress: low-rank factors (rank {options.rank}) make "
+        f"no matrix {options.rate} times smaller among {len(fit)} parameters of {kinds} with "
+        f"dense gradients{shown}{rest}. Use other options: {advice}leave the hook out"
     )
     raise ConfigError(msg)

@@ -65,7 +65,7 @@ class ModelAverager(ABC):
         self, process_group: Any = None, *, warmup_steps: int = 0, nonfinite: str = "warn"
     ) -> None:
         if not is_whole(warmup_steps, 0):
-            msg = f"warmup_steps must be an integer from 0, got {warmup_steps!r}"
+            msg = f"warmup_steps must be an integer of at least 0, got {warmup_steps!r}"
             raise ConfigError(msg)
         self.process_group = group_of(process_group)
         self.warmup_steps = warmup_steps
@@ -145,7 +145,7 @@ class PeriodicModelAverager(ModelAverager):
     ) -> None:
         super().__init__(process_group, warmup_steps=warmup_steps, nonfinite=nonfinite)
         if not is_whole(period, 1):
-            msg = f"period must be an integer from 1, got {period!r}"
+            msg = f"period must be an integer of at least 1 (steps), got {period!r}"
             raise ConfigError(msg)
         if period == 1:
             warnings.warn(EVERY_STEP, UserWarning, stacklevel=2)

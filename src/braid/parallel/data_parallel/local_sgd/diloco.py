@@ -89,8 +89,8 @@ class DiLoCo(WrappedOptimizer):
         super().__init__(optim)
         if not is_whole(period, 1) or not 0 < lr < float("inf") or not 0 <= momentum < 1:
             msg = (
-                "DiLoCo needs an integer from 1 as period, a positive lr and a momentum from "
-                f"0 to below 1 for the outer steps, got period={period!r}, lr={lr!r}, "
+                "DiLoCo needs an integer of at least 1 as period, a positive lr and a momentum "
+                f"from 0 to below 1 for the outer steps, got period={period!r}, lr={lr!r}, "
                 f"momentum={momentum!r}"
             )
             raise ConfigError(msg)
@@ -121,6 +121,9 @@ class DiLoCo(WrappedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take an inner step; every `period`-th call also takes an outer step, a collective.
+
+        Args:
+            closure: Function that computes the loss again and returns it; None without one.
 
         Raises:
             ConfigError: Parameters have been unfrozen or added since this optimizer was made.
@@ -200,7 +203,10 @@ class DiLoCo(WrappedOptimizer):
         numels = [start.numel() for start in outer["start"]] if outer else None
         if outer is None or numels != [start.numel() for start in self._starts]:
             kind = f"DiLoCo for {sum(numels or [])} numbers" if outer else "an inner optimizer only"
-            msg = f"state belongs to {kind}, and cannot be loaded for {self._deltas!r}"
+            msg = (
+                f"the state belongs to {kind}, so it cannot be loaded for {self._deltas!r}: use "
+                "the same optimizer as in the saved run"
+            )
             raise ConfigError(msg)
         self.optim.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
         self.num_steps = outer["num_steps"]

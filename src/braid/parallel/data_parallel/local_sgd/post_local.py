@@ -46,7 +46,7 @@ class PostLocalSGDHook:
 
     def __init__(self, start: int, subgroup: Group | None = None) -> None:
         if not is_whole(start, 0):
-            msg = f"start must be an integer from 0, got {start!r}"
+            msg = f"start must be an integer of at least 0 (steps), got {start!r}"
             raise ConfigError(msg)
         self.start = start
         self.subgroup = subgroup
@@ -125,8 +125,8 @@ class PostLocalSGDOptimizer(WrappedOptimizer):
         self.optim.load_state_dict(state_dict)
         if "step" not in state_dict:
             warnings.warn(
-                "state of PostLocalSGDOptimizer has no key 'step' for the averager: it begins "
-                "at 0, with its warm-up",
+                "the state of PostLocalSGDOptimizer lacks the key 'step', so averaging starts "
+                "again with its warm-up steps",
                 UserWarning,
                 stacklevel=2,
             )

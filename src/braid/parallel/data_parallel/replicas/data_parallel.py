@@ -156,7 +156,13 @@ class DataParallel(nn.Module):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], device_ids: Sequence[torch.device]
     ) -> tuple[list[Any], list[Any]]:
-        """Return positional and keyword arguments for each replica."""
+        """Split a batch into positional and keyword arguments for each replica.
+
+        Args:
+            inputs: Positional arguments of `forward`.
+            kwargs: Keyword arguments of `forward`, by name.
+            device_ids: Device of each replica.
+        """
         shares = scatter((inputs, kwargs), device_ids, self.dim)
         return [args for args, _ in shares], [named for _, named in shares]
 
@@ -167,7 +173,7 @@ class DataParallel(nn.Module):
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
     ) -> list[Any]:
-        """Return the outputs of all replicas."""
+        """Run each replica on its entry of `inputs` and `kwargs`, and return all outputs."""
         return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
     def gather(self, outputs: Sequence[Any], output_device: torch.device) -> Any:
@@ -240,7 +246,7 @@ def _refuse_sync_batch_norm(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, SyncBatchNorm | nn.SyncBatchNorm):
             msg = (
-                f"{name or 'the module'} is a SyncBatchNorm, but several replicas of one "
-                "process are not ranks: use DistributedDataParallel, or BatchNorm"
+                f"{name or 'the module'} is a SyncBatchNorm, which cannot average over replicas "
+                "of one process: use DistributedDataParallel, or BatchNorm"
             )
             raise ConfigError(msg)

@@ -121,9 +121,8 @@ def check_criterion(criterion: Any, *, stated: bool) -> None:
     name = getattr(called, "__name__", type(called).__name__)
     if _option(criterion, "weight") is not None and not _is_one_of(criterion, OF_SAMPLES):
         msg = (
-            f"{name} weighs by classes, so its mean is not over samples, and the means of "
-            "shares do not give the mean of the batch: use reduction='sum' and divide by the "
-            "weights of its targets"
+            f"{name} has class weights, so the means of the replicas' batches do not give the "
+            "mean of the batch: use reduction='sum' and divide by the sum of the targets' weights"
         )
         raise ConfigError(msg)
     ignored = _option(criterion, "ignore_index")

@@ -118,8 +118,8 @@ def refuse_compiled(module: nn.Module) -> None:
     if compiled:
         where = f"{', '.join(compiled)} of it" if compiled[0] else "it"
         msg = (
-            f"torch.compile has bound {where} to this one {_kind(module)}, so copies of it "
-            "cannot run: pass the module itself, or use one process per device, where "
+            f"torch.compile has compiled {where} for this one {_kind(module)}, so its copies "
+            "cannot run: pass the original module, or use one process per device, where "
             "DistributedDataParallel takes compiled modules"
         )
         raise ConfigError(msg)

@@ -50,15 +50,15 @@ def num_samples(inputs: Any, dim: int = 0) -> int | None:
     if short is not None:
         msg = (
             f"tensor of shape {short} has no dim {dim} for samples: choose another dim, or "
-            "make what all samples share a buffer of the module"
+            "register a tensor that all samples share as a buffer of the module"
         )
         raise ConfigError(msg)
     lengths = {shape[dim] for shape in shapes}
     if len(lengths) > 1:
         msg = (
             f"tensors differ in the number of samples along dim {dim}, got shapes "
-            f"{', '.join(map(str, shapes))}: make what all samples share a buffer of the "
-            "module, and give samples of several rows a separate dim"
+            f"{', '.join(map(str, shapes))}: register a tensor that all samples share as a "
+            "buffer, and give samples of several rows a separate dim"
         )
         raise ConfigError(msg)
     return lengths.pop() if lengths else None
@@ -89,7 +89,7 @@ def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[An
     hidden = next(tensors_in(tree), None)
     if hidden is not None:
         msg = (
-            f"tensor of shape {list(hidden.shape)} is in a container that cannot be cut: pass "
+            f"tensor of shape {list(hidden.shape)} is in a container that cannot be split: pass "
             "lists, tuples, dicts or dataclasses, such as dict(...) or list(...) of it"
         )
         raise ConfigError(msg)

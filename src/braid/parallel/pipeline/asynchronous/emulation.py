@@ -77,7 +77,10 @@ class Emulation:
         parts = parts_of(nn.Module(), layers, len(replicas), balance)
         refuse_shared(parts)
         if edges_of(parts):
-            msg = "skip connections between stages are not emulated: use a pipeline"
+            msg = (
+                "the emulation does not support skip connections between stages: train with "
+                "AsynchronousPipeline"
+            )
             raise ConfigError(msg)
         self._replicas, self._rule, self._every = replicas, versions, every
         self._seed = seed

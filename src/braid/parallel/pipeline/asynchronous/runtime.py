@@ -212,12 +212,17 @@ class AsynchronousPipeline(nn.Module):
         """
         if count is None:
             if not isinstance(microbatches, Sized):
-                msg = "microbatches has no length: pass their number, as in count=100"
+                msg = (
+                    "microbatches has no length: pass the number of micro-batches, as in count=100"
+                )
                 raise ConfigError(msg)
             count = len(microbatches)
         counts = self.group.all_gather(torch.tensor([count])).tolist()
         if len(set(counts)) > 1 or count < 1:
-            msg = f"ranks must take the same number of micro-batches, at least 1, got {counts}"
+            msg = (
+                f"ranks got different numbers of micro-batches, or none, {counts}: pass the same "
+                "number, at least 1, on all ranks"
+            )
             raise ConfigError(msg)
         try:
             return self._train(microbatches, count, loss, before_step)
@@ -314,7 +319,7 @@ class AsynchronousPipeline(nn.Module):
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         """Raise, because a pipeline runs forwards and backwards together."""
-        msg = "an AsynchronousPipeline is not called: use pipeline.train_on or pipeline.evaluate"
+        msg = "an AsynchronousPipeline cannot be called: use pipeline.train_on or pipeline.evaluate"
         raise ConfigError(msg)
 
     def extra_repr(self) -> str:

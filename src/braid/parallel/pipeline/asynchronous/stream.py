@@ -68,7 +68,7 @@ class MicrobatchStream:
         if pair is None:
             msg = (
                 f"the iterator ended after {self._num_read} of {self._count} micro-batches: pass "
-                "more, or a smaller number"
+                "an iterator with more, or a smaller count"
             )
             raise ConfigError(msg)
         try:

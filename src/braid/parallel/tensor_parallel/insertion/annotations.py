@@ -77,8 +77,9 @@ def strategies_in(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str,
     if strategies and len(plan_strategies) < len(plan or {}):
         kinds = [expression for expression in plan or {} if expression not in plan_strategies]
         problems.append(
-            f"kinds or layouts of weights ({', '.join(map(repr, kinds))}) cannot be combined with "
-            f"annotations of operators ({', '.join(strategies)}): annotate these, too"
+            f"kinds or layouts of weights ({', '.join(map(repr, kinds))}) cannot be combined "
+            f"with annotations of operators ({', '.join(strategies)}): annotate the operators of "
+            "these layers instead"
         )
     raise_all(problems)
     return strategies
@@ -94,7 +95,9 @@ def check_expressions(expressions: Iterable[str], names: Sequence[str]) -> list[
             problems.append(f"{expression!r} is not a regular expression: {exc}")
             continue
         if not fits:
-            problems.append(f"{expression!r} matches no module of the model")
+            problems.append(
+                f"{expression!r} matches no module of the model: see model.named_modules()"
+            )
     return problems
 
 
@@ -148,8 +151,8 @@ def mesh_of(arrays: Sequence[Sequence[int]]) -> Mesh:
     for small, large in pairwise(ordered):
         if large % small:
             msg = (
-                f"the annotations need ranks in groups of {small} and of {large}, but no mesh has "
-                "both: use numbers of parts that divide each other"
+                f"the annotations need ranks in groups of {small} and of {large}, but no mesh "
+                "has both: use numbers of shards that divide each other"
             )
             raise ConfigError(msg)
     sizes = [large // small for small, large in pairwise(ordered)][::-1]
@@ -185,17 +188,23 @@ def _parts(name: str, strategy: Strategy, labels: Labels, size: int) -> dict[int
     for index, (parts, dims) in enumerate(zip(strategy, labels.inputs, strict=False)):
         for dim, (count, label) in enumerate(zip(parts, dims, strict=True)):
             if label is None and count > 1:
-                msg = f"{name}: dim {dim} of input {index} must be whole, but has {count} parts"
+                msg = (
+                    f"{name}: dim {dim} of input {index} must not be sharded, but has {count} "
+                    "shards"
+                )
                 raise ConfigError(msg)
             if label is not None and counts.setdefault(label, count) != count:
                 msg = (
-                    f"{name}: dim {dim} of input {index} should have {count} parts, but a dim that "
-                    f"belongs to it has {counts[label]}"
+                    f"{name}: dim {dim} of input {index} should have {count} shards, but the "
+                    f"matching dim of another tensor has {counts[label]}: use one number"
                 )
                 raise ConfigError(msg)
     used = math.prod(counts.values())
     if size % used:
-        msg = f"{name}: {used} parts cannot be distributed over {size} ranks"
+        msg = (
+            f"{name}: {used} shards cannot be distributed over {size} ranks: use a divisor of "
+            f"{size}"
+        )
         raise ConfigError(msg)
     return counts
 

@@ -78,8 +78,8 @@ def capture(
     except TypeError as exc:
         names = ", ".join(inspect.signature(model.forward).parameters)
         msg = (
-            f"the inputs do not fit {type(model).__name__}.forward({names}): {exc}; "
-            "give a tensor, a tuple by position, or a mapping by name"
+            f"the inputs do not match {type(model).__name__}.forward({names}): {exc}; pass a "
+            "tensor, a tuple by position, or a mapping by name"
         )
         raise ConfigError(msg) from exc
     named_tensors = {**dict(model.named_buffers(remove_duplicate=False))}
@@ -98,7 +98,7 @@ def capture(
             cache = "; pass use_cache=False among the inputs" if "Cache" in str(exc) else ""
             msg = (
                 f"torch.export cannot capture {type(model).__name__}: {_first_line(exc)}{cache}; "
-                "or shard it without inputs, by a plan of its modules"
+                "or leave inputs out and pass a plan of its modules"
             )
             raise ConfigError(msg) from exc
         module = exported.module()
@@ -121,7 +121,10 @@ class _NoFunctions(FunctionMode):
     def call_function(self, kind: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - refused
         caller = sys._getframe(2)  # noqa: SLF001 - caller of the replaced `apply`
         place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-        msg = f"the backward of the autograd.Function {kind.__name__}, called at {place}, is lost"
+        msg = (
+            f"the backward of the autograd.Function {kind.__name__}, called at {place}, would be "
+            "lost: use torch's own operations there"
+        )
         raise ConfigError(msg)
 
 

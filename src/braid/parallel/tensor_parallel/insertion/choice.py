@@ -126,7 +126,7 @@ def _indivisible(
             lengths = [length_of(s) for s in shape]
             return (
                 f"{module_of(call.node) or 'the model'} has a dim of {size} in {call.name} of "
-                f"shape {lengths} ({source_of(call.node)}), which cannot be split by "
-                f"{count}; valid: {', '.join(map(str, valid))}"
+                f"shape {lengths} ({source_of(call.node)}), which cannot be split over {count} "
+                f"ranks; valid numbers of ranks: {', '.join(map(str, valid))}"
             )
     return None

@@ -218,9 +218,9 @@ class _ModelState:
             else:
                 continue
             msg = (
-                f"{name or 'the model'} has {replaced} replaced since parallelize, but its graph "
-                "has the old ones: change parameters in place (such as load_state_dict without "
-                "assign=True), or undivide(model, group) first and parallelize again"
+                f"{name or 'the model'} had {replaced} replaced after parallelize, but its graph "
+                "still uses the old ones: change parameters in place (such as load_state_dict "
+                "without assign=True), or undivide(model, group) first and parallelize again"
             )
             raise ConfigError(msg)
         return (

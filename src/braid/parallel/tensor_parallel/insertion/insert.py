@@ -383,7 +383,7 @@ class Insertion:
         moving = {axis for axes, _ in chosen.values() for axis in axes}
         moving.update(axis for x in xs for axis in self.layout(x).varying)
         divide_sizes(call, labels, lambda label: self.count(chosen.get(label, ((), 1))[0]))
-        reason = f"{call.name} needs other dims whole or split"
+        reason = f"{call.name} needs its inputs sharded along other dims"
         call.replace_tensors(
             self.convert(
                 x, self._target(dims, chosen, moving, self._has_grad.get(x, False)), reason, node

@@ -247,7 +247,7 @@ def _unpacked(source: Layout, target: Layout, price: _Price) -> Iterator[MoveSte
     for dim, (axes, count) in enumerate(zip(source.dims, source.blocks, strict=True)):
         if count > 1 and axes:
             if len(axes) > 1:
-                msg = f"packed blocks are split along one axis at most, got {source}"
+                msg = f"packed blocks can be sharded along only one mesh axis, got {source}"
                 raise ConfigError(msg)
             yield price.step(
                 "all_gather", axes[0], dim, None, count, varying=axes[0] in target.varying

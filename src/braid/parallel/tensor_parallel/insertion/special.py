@@ -53,7 +53,14 @@ class OwnPart(nn.Module):
 
 
 class DividedDropout(nn.Module):
-    """Dropout of a part's elements, or of its features, which have the same first two dims."""
+    """Dropout of this rank's shard with the random numbers of the whole tensor.
+
+    Args:
+        part: Module that returns this rank's shard of a whole tensor.
+        p: Probability that an element is dropped.
+        features: Whether whole features (first two dims) are dropped.
+        inplace: Whether the input is changed.
+    """
 
     def __init__(
         self, part: OwnPart, p: float, *, features: bool = False, inplace: bool = False
@@ -73,7 +80,15 @@ class DividedDropout(nn.Module):
 
 
 class DividedAttention(nn.Module):
-    """Attention with dropout over this rank's heads."""
+    """Scaled dot product attention with dropout, for the heads of this rank.
+
+    Args:
+        part: Module that returns this rank's shard of a whole tensor.
+        p: Probability that an attention weight is dropped.
+        is_causal: Whether positions attend only to earlier positions.
+        scale: Factor of the scores; 1 / sqrt(width) when None.
+        gqa: Whether several query heads share a key-value head.
+    """
 
     def __init__(
         self, part: OwnPart, p: float, *, is_causal: bool, scale: float | None, gqa: bool
@@ -108,7 +123,13 @@ class DividedAttention(nn.Module):
 
 
 class VocabRows(nn.Module):
-    """Embedding with the rows sharded; the result is a partial sum."""
+    """Embedding with the rows sharded; the result is a partial sum.
+
+    Args:
+        index: Index of this rank's shard.
+        num_parts: Number of shards.
+        padding: Row without a gradient, counted in the whole table; negative for none.
+    """
 
     def __init__(self, index: int, num_parts: int, padding: int) -> None:
         super().__init__()
@@ -131,7 +152,14 @@ class VocabRows(nn.Module):
 
 
 class VocabLoss(nn.Module):
-    """Cross-entropy of logits of this rank's classes; the loss is not partial."""
+    """Cross-entropy of logits that are sharded by class; every rank has the whole loss.
+
+    Args:
+        group: Ranks with shards of the logits.
+        reduction: torch's constant: 0 none, 1 mean, 2 sum.
+        ignore_index: Target that does not count.
+        label_smoothing: Share of the target that is spread over all classes.
+    """
 
     def __init__(
         self, group: Group, reduction: int, ignore_index: int, label_smoothing: float

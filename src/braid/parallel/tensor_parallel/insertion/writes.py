@@ -60,8 +60,8 @@ def note_write(insertion: Insertion, call: OperatorCall) -> None:
     if copy := next((x for x in aliases if x in insertion.copies), None):
         reason = (
             f"{module_of(call.node) or 'the model'} changes a value in place by {call.name} "
-            f"({source_of(call.node)}), but it must be gathered or split before that, so the "
-            "change would be lost: compute a new value, or do not shard the layers before it"
+            f"({source_of(call.node)}), which would be lost, because the value is gathered or "
+            "split before: compute a new value, or do not shard the layers before it"
         )
         origins = insertion.origins.get(copy, frozenset())
         insertion.conflicts.append(Conflict(call.node, origins, reason, refused=True))

@@ -71,7 +71,7 @@ def algorithm(
         raise ConfigError(msg)
     if name == "hierarchical":
         if row is None:
-            msg = "hierarchical needs the number of ranks of a host: pass row"
+            msg = "hierarchical needs the number of ranks of a host: pass it as row"
             raise ConfigError(msg)
         return make(num_ranks, row)
     if operation not in ROOTED:

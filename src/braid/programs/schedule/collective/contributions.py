@@ -37,10 +37,16 @@ def check_slots(program: Program) -> list[Violation]:
             ]
             wrong = [unit for unit in units if not 0 <= unit < header.num_units]
             if wrong:
-                text = f"block {wrong[0]} of {header.num_units}, which are numbered from 0"
+                text = (
+                    f"block {wrong[0]} does not exist: blocks are numbered from 0 to "
+                    f"{header.num_units - 1}"
+                )
                 violations.append(Violation("units", rank, position, text))
             if not 0 <= action.index < header.num_indices:
-                text = f"round {action.index} of {header.num_indices}, which are numbered from 0"
+                text = (
+                    f"round {action.index} does not exist: rounds are numbered from 0 to "
+                    f"{header.num_indices - 1}"
+                )
                 violations.append(Violation("units", rank, position, text))
     return violations
 
@@ -59,7 +65,7 @@ def check_contributions(
 
 
 def held_by_round(program: Program) -> list[list[dict[int, Held]]]:
-    """Return what every rank holds before each round, and at the end.
+    """Return the contents of every rank's blocks before each round, and at the end.
 
     Args:
         program: Valid program.

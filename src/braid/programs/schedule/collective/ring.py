@@ -51,7 +51,7 @@ def all_gather(num_ranks: int) -> Rounds:
 
 
 def rings(lanes: Ranks, parts: Parts, *, ahead: int = 0, adds: bool = False) -> tuple[Round, ...]:
-    """Rings beside each other, each over its own ranks.
+    """Several ring collectives at the same time, each over different ranks.
 
     Args:
         lanes: Ranks of each ring in order; shape (rings, ranks of a ring).

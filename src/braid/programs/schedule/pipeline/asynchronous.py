@@ -155,7 +155,10 @@ def oldest_ages(program: Program) -> tuple[int, ...]:
 def _check(replicas: Sequence[int], versions: str, every: int) -> None:
     problems = []
     if any(count < 1 for count in replicas) or every < 1:
-        problems.append(f"replicas and every must be at least 1, got {list(replicas)} and {every}")
+        problems.append(
+            f"replicas of each stage and every must be at least 1, got replicas {list(replicas)} "
+            f"and every {every}"
+        )
     if versions not in get_args(VersionRule):
         known = ", ".join(get_args(VersionRule))
         problems.append(f"versions must be one of {known}, got {versions!r}")
@@ -166,8 +169,8 @@ def _check(replicas: Sequence[int], versions: str, every: int) -> None:
         )
     if versions == "2bw" and every < len(replicas):
         problems.append(
-            f"2bw needs a step every {len(replicas)} micro-batches or more, one for each stage, "
-            f"got {every}"
+            f"versions '2bw' needs every to be at least {len(replicas)} micro-batches, one for "
+            f"each stage, got {every}"
         )
     raise_all(problems)
 

@@ -44,7 +44,7 @@ class StageWork(NamedTuple):
 
 
 def looped(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
-    """Return the rank of each stage when stages go round over the ranks."""
+    """Return each stage's rank, with `num_chunks` stages per rank dealt out in turn."""
     return tuple(range(num_ranks)) * num_chunks
 
 
@@ -62,7 +62,7 @@ def check_size(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> No
         )
         raise ConfigError(msg)
     if num_chunks < 1:
-        msg = f"each rank needs at least 1 stage, got {num_chunks}"
+        msg = f"num_chunks must be at least 1 stage per rank, got {num_chunks}"
         raise ConfigError(msg)
 
 

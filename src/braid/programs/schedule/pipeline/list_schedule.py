@@ -78,13 +78,13 @@ def list_schedule(
     least = [max(1, num_stages[rank]) for rank in range(num_ranks)]
     if any(limit < low for limit, low in zip(limits, least, strict=True)):
         msg = (
-            f"limits {list(limits)} are too small for any schedule: a rank holds an activation of "
-            f"each of its stages before the first backward, so the least limits are {least}"
+            f"limits {list(limits)} are too small for any schedule: a rank stores an activation "
+            f"per stage before its first backward, so use at least {least}"
         )
         raise ConfigError(msg)
     costs = [StageCosts()] * len(placement) if costs is None else costs
     if len(costs) != len(placement):
-        msg = f"costs must be of {len(placement)} stages, got {len(costs)}"
+        msg = f"costs must have one entry for each of {len(placement)} stages, got {len(costs)}"
         raise ConfigError(msg)
     _, work = listed_work(placement, num_microbatches, limits, costs)
     return pipeline_program(name, work, placement, num_microbatches)

@@ -56,7 +56,10 @@ def to_csv(program: Program) -> str:
         ConfigError: The program is not a pipeline that trains.
     """
     if program.vocabulary.name != PIPELINE.name or program.header.operation != TRAIN:
-        msg = f"only pipelines that train can be written as torch's CSV, got {program}"
+        msg = (
+            f"only training pipelines can be written as torch's CSV, got {program}: choose a "
+            "pipeline schedule"
+        )
         raise ConfigError(msg)
     rows = (
         ",".join(f"{a.unit}{a.kind}{a.index}" for a in actions if a.kind in WORK)
@@ -86,7 +89,9 @@ def from_csv(text: str, name: str = "csv") -> Program:
     cells = [list(_parsed(row, number)) for number, row in enumerate(rows, 1)]
     work = [[item for item, _ in row] for row in cells]
     if not any(work):
-        msg = "row 1, column 1: a program begins with work such as 0F0, got no work at all"
+        msg = (
+            "row 1, column 1: a schedule must begin with work such as 0F0, but the file has no work"
+        )
         raise ConfigError(msg)
     local = _without_messages(name, work)
     _check(validate(local, {PIPELINE.name: Rules(check_work, lambda *_: [])}), local, cells)
@@ -107,7 +112,7 @@ def _parsed(row: str, number: int) -> Iterator[tuple[StageWork, _Cell]]:
                 yield StageWork(match[2], int(match[1]), int(match[3])), cell
             elif _NO_WORK.fullmatch(part.strip()):
                 msg = (
-                    f"{cell} is not work: messages and reductions are added here. Write the file "
+                    f"{cell} is a message or reduction, which braid adds itself. Write the file "
                     'with _dump_csv(file, format="compute_only")'
                 )
                 raise ConfigError(msg)

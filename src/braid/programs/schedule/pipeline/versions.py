@@ -43,7 +43,10 @@ class _RankVersions:
         """Return the problem with the version of an action; empty if it is right."""
         steps = self.steps[action.unit]
         if action.unit in self.has_ended and action.kind in {"F", "B", "R", "STEP"}:
-            return "comes after a step without gradients of this rank, which can only be the last"
+            return (
+                "comes after an optimizer step without gradients, which can only be this rank's "
+                "last"
+            )
         if action.kind == "F" and action.version > steps:
             return f"uses version {action.version}, and {steps} steps were made"
         if action.kind == "STEP" and action.version != steps + 1:

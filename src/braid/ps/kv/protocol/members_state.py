@@ -76,8 +76,8 @@ class KVMembersState(MembersState[tuple[int, int], Ticket]):
             number = sum(other == role for _, other in self._numbers)
             if number >= counts[role]:
                 msg = (
-                    f"the run has {counts[role]} {role}s already: start no more, or raise their "
-                    "number"
+                    f"the run already has all its {counts[role]} {role}s: start no more, or "
+                    f"raise the number of {role}s"
                 )
                 raise CommError(msg)
             self._numbers[asked] = number
@@ -91,7 +91,10 @@ class KVMembersState(MembersState[tuple[int, int], Ticket]):
         """
         if node not in self._all:
             counts = f"{self._num_servers} servers, {self._num_workers} workers"
-            msg = f"the run has no {node}: it has {counts}"
+            msg = (
+                f"{node} does not belong to the run, which has {counts}: start it with a smaller "
+                "number"
+            )
             raise CommError(msg)
         if self._lives.setdefault(node, incarnation) != incarnation:
             fate = f"was lost ({self.lost[node]})" if node in self.lost else "is here already"

@@ -124,8 +124,8 @@ def unpack(meta: bytes, peer: str) -> Head:
         return _decoder.decode(meta)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         msg = (
-            f"{peer} does not use the protocol of a braid van: {len(meta)} bytes are not the head "
-            f"of a message: {exc}"
+            f"{peer} does not use the protocol of a braid van: {len(meta)} bytes are not the "
+            f"head of a message: {exc}. Install the same version of braid on both"
         )
         raise CommError(msg) from exc
 

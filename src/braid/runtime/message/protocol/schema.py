@@ -125,7 +125,7 @@ class Schema:
         try:
             return name, self._encoder.encode(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-            msg = f"message {name!r} has a value that cannot be sent: {exc}"
+            msg = f"message {name!r} has a field value that cannot be sent: {exc}"
             raise ConfigError(msg) from exc
 
     def decode(self, name: str, body: bytes | memoryview, *, sender: str) -> Message:
@@ -139,7 +139,7 @@ class Schema:
         if decoder is None:
             msg = (
                 f"{sender} sent a message {name!r}, which is not registered here (registered: "
-                f"{self}): do both run the same version of the program?"
+                f"{self}): run the same version of the program on both nodes"
             )
             raise CommError(msg)
         try:

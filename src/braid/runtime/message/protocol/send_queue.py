@@ -292,9 +292,9 @@ class Outbox:
         if outgoing.begun:
             self.send_control(Cancel(outgoing.head.priority))
         msg = (
-            f"message {outgoing.head.name!r} #{outgoing.head.id} did not reach {self._peer} before "
-            f"its deadline: it is still {progress}. Pass a longer timeout, or see whether the peer "
-            "or the network is slow"
+            f"message {outgoing.head.name!r} #{outgoing.head.id} did not reach {self._peer} "
+            f"before its deadline: it is still {progress}. Pass a longer timeout, or check "
+            "whether the peer or the network is slow"
         )
         self._counts["expired"] += 1
         self._finish(outgoing, CommTimeout(msg))

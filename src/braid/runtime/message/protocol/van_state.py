@@ -185,7 +185,7 @@ class VanState:
     def close(self) -> None:
         """Remove all links; messages that are still queued fail."""
         for link in list(self._links.values()):
-            self._forget(link, PeerLostError(f"{self.node} closed its van before this had left"))
+            self._forget(link, PeerLostError(f"{self.node} closed before this message was sent"))
         self._peers.clear()
 
     def send_bye(self) -> None:
@@ -218,7 +218,7 @@ class VanState:
         if outgoing.nbytes > peer.max_message_bytes:
             msg = (
                 f"message {head.name!r} has {outgoing.nbytes} bytes, but {to} accepts "
-                f"{peer.max_message_bytes}: send it in parts, or raise max_message_bytes there"
+                f"{peer.max_message_bytes}: send it in parts, or raise max_message_bytes on {to}"
             )
             raise ConfigError(msg)
         if not link.outbox.has_room(outgoing.nbytes):
@@ -347,7 +347,7 @@ class VanState:
             ConfigError: `epoch` is earlier than the current one.
         """
         if epoch < self.epoch:
-            msg = f"{self.node} is in epoch {self.epoch} already, got {epoch}: pass a larger number"
+            msg = f"{self.node} is already in epoch {self.epoch}, got {epoch}: pass a larger number"
             raise ConfigError(msg)
         if epoch == self.epoch:
             return
@@ -410,7 +410,7 @@ class VanState:
             self._send_control(link, Bye(replaced=True))
             return
         if peer is not None and peer.incarnation != hello.incarnation:
-            reason = "another process connected under its name: it was restarted or replaced"
+            reason = "another process connected under its name, so it was restarted or replaced"
             self._lose(peer, PeerLost(reason))
             peer = None
         if peer is None:

@@ -63,7 +63,7 @@ class LocalNetwork:
         """
         with self.guard:
             if node in self._vans:
-                msg = f"this network already has a node {node}: close its van first"
+                msg = f"this network already has a node {node}: close the van of that node first"
                 raise ConfigError(msg)
             incarnation = next(self._incarnations)
             state = VanState(

@@ -62,7 +62,7 @@ LOOK_NS = 300_000  # somewhat longer than a small call and its answer
 
 
 class Looking:
-    """Poller wrapper that polls repeatedly before it sleeps; for one thread at a time.
+    """Poller that polls repeatedly before it sleeps; for one thread at a time.
 
     Args:
         poller: The poller.

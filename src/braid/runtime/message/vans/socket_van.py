@@ -98,7 +98,10 @@ class SocketVan(StreamVan):
         peer = node_of(connection.peer)
         if peer != to:
             connection.close()
-            msg = f"expected {to} at {address}, got {peer}: ask that node for its own address"
+            msg = (
+                f"expected {to} at {address}, but {peer} answered: connect to the address that "
+                f"{to} listens on"
+            )
             raise RendezvousError(msg)
         with self._guard:
             link = self._adopt(self._stream(connection), to)

@@ -137,8 +137,8 @@ def adopt(state: State, report: MemberReport, reports: Sequence[MemberReport]) -
         target = first.candidate
     if target < state.base or target not in {first.num_commits, first.candidate}:
         msg = (
-            f"the state after {state.base} commits is lost, because all ranks that had it have "
-            "ended: start again from a checkpoint"
+            f"the state after commit {state.base} is lost, because all ranks with this state "
+            "have ended: start again from a checkpoint"
         )
         raise CommError(msg)
     state.base = target

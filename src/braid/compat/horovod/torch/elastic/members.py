@@ -108,7 +108,8 @@ class SessionMembers:
         if self._is_exhausted:
             limit = self._environment.reset_limit
             msg = (
-                f"the members have changed {self._num_resets} times, but reset_limit allows {limit}"
+                f"the members have changed {self._num_resets} times, but reset_limit allows "
+                f"{limit}: pass a larger reset_limit to hvd.elastic.run"
             )
             raise CommError(msg)
         if started():  # otherwise the last epoch has ended before its session began

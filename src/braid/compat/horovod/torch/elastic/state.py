@@ -149,7 +149,10 @@ class ObjectState(State):
     def _set(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             if hasattr(type(self), name):
-                msg = f"{name!r} is an attribute of states: pass the value by another name"
+                msg = (
+                    f"{name!r} is already an attribute of the state class: pass the value under "
+                    "another name"
+                )
                 raise ConfigError(msg)
             setattr(self, name, value)
 
