@@ -280,7 +280,7 @@ def test_bad_arguments_are_all_named_at_once():
     with pytest.raises(ConfigError) as caught:
         DevicePipeline(layers(), ["cpu"], balance=[3, 3], num_microbatches=0, recompute="sometimes")
     text = str(caught.value)
-    assert "add up to the number of layers, 9, got [3, 3], which add up to 6" in text
+    assert "add up to the 9 layers, got [3, 3], which add up to 6" in text
     assert "2 stages need one device each, got 1" in text
     assert "micro-batches must be at least 1, got 0" in text
     assert "recompute must be one of always, except_last, never, got 'sometimes'" in text

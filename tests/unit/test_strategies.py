@@ -117,7 +117,7 @@ def test_libraries_reach_the_copies_of_a_parameter(mirrored):
     with extended.colocate_vars_with(weight):
         pass
     with (
-        pytest.raises(ConfigError, match=r"shape \[1\] belongs to no module made in this"),
+        pytest.raises(ConfigError, match=r"shape \[1\] is in no module made in this"),
         extended.colocate_vars_with(torch.ones(1)),
     ):
         pass

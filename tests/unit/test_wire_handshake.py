@@ -65,7 +65,7 @@ def test_frames_may_arrive_in_any_pieces(sizes):
 def test_a_wrong_secret_is_refused_by_both():
     one, other = converse(client(Secret(b"x" * 32)), server())
     assert "wrong signature" in one.reason
-    assert "has another one" in other.reason
+    assert "has another secret" in other.reason
 
 
 def test_a_client_without_the_secret_cannot_turn_the_answer_into_a_proof():

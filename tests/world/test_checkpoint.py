@@ -488,7 +488,7 @@ def _forged(change: dict[str, object]) -> dict[str, object]:
             "which is not a tensor, float, tuple, dict",
         ),
         ("optimizer.groups.0.lr", {"counter": [7]}, "which is not a tensor, float, tuple, dict"),
-        ("optimizer.numbers", {"nobody": {}}, "optimizer.numbers of .* has 'nobody'"),
+        ("optimizer.numbers", {"nobody": {}}, "optimizer.numbers of .* contains 'nobody'"),
         ("optimizer.numbers", {"0.weight": {"step": "x"}}, "AdamW cannot load state.optimizer"),
         ("optimizer.rest", "x", "state.optimizer.rest of"),
         ("generators", 1.5, "state.generators of"),

@@ -110,7 +110,9 @@ def test_tensors_go_to_the_engine_of_their_device():
 
 
 def _algorithm(group: Group) -> None:
-    with pytest.raises(ConfigError, match="cannot use algorithm 'direct' here: leave it out"):
+    with pytest.raises(
+        ConfigError, match="algorithm 'direct' cannot be used by this group: leave it out"
+    ):
         group.all_reduce(torch.ones(2), algorithm="direct")
 
 

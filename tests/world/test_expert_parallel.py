@@ -222,7 +222,7 @@ def test_experts_of_a_model_are_divided_in_place(world, size):
     for found in world(size, _divided):
         assert found == [
             ["experts"],
-            "ConfigError: experts is divided already",
+            "ConfigError: the experts of experts are already sharded: call this function once per model",
             True,
             [False, size > 1],
             True,
@@ -249,7 +249,7 @@ def test_what_cannot_be_divided_is_named(world):
     assert first == second
     averaged, several, capacity, experts, routers, norm, saved = first
     assert "ranks [0, 1] have different experts in up, down, and DDP would average them" in averaged
-    assert "9 experts cannot be divided over 2 ranks; valid numbers of ranks: 1, 3, 9" in several
+    assert "9 experts cannot be divided over 2 ranks; valid: 1, 3, 9" in several
     assert "top_k must be from 1 to the number of experts, 9, got 0" in several
     assert "capacity_factor must be positive or None, got 0" in capacity
     assert "ReLU has no module of experts, that is one with parameters of three dims" in experts

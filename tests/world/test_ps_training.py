@@ -279,4 +279,4 @@ def _unknown(group: Group, where: str) -> str:
 def test_a_snapshot_without_the_table_is_refused(world, tmp_path):
     where = str(tmp_path / "snapshots")
     world(4, _saved, 1, where, False)
-    assert "has no table 'other'; it has model.0, words" in world(3, _unknown, where)[1]
+    assert "does not contain the table 'other', only model.0, words" in world(3, _unknown, where)[1]

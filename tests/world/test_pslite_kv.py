@@ -331,10 +331,10 @@ def test_mistakes_are_named_and_the_server_lives_on():
             assert text in said_by(call, ConfigError)
         other = kv.KVWorker(node, 5)
         after = {
-            "server:0 refuses: KeyError: 'no such table'": lambda: worker.wait(
+            "server:0 refused the request: KeyError: 'no such table'": lambda: worker.wait(
                 worker.push([1], ones, cmd=1)
             ),
-            "server:0 refuses: 7 vals in answer to 2 keys": lambda: worker.wait(
+            "server:0 refused the request: the answer to 2 keys has 7 vals": lambda: worker.wait(
                 worker.pull([1, 2], out, cmd=2)
             ),
             "server:0 has no app 5, only 0": lambda: other.wait(other.push([1], ones)),
@@ -475,7 +475,7 @@ def test_an_answer_that_is_too_large_is_refused():
         said = said_by(
             lambda: worker.wait(worker.pull([1], torch.empty(0), cmd=1 << 15), 10), CommError
         )
-        assert "server:0 refuses: the answer cannot be sent: " in said
+        assert "server:0 refused the request: the answer cannot be sent: " in said
         assert pulled(worker, [1], cmd=2) == [1, 1]
 
 

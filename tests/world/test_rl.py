@@ -244,7 +244,7 @@ def test_actors_end_when_another_one_is_not_there():
     net = net_of(0)
     learner = rl.ImpalaLearner(net, sgd(net), OPTIONS)
     with two_actors(2) as agents, acting_for(agents[0]):
-        with pytest.raises(RpcError, match="no node 'nobody'"):
+        with pytest.raises(RpcError, match="node 'nobody' does not exist"):
             rl.lead(learner, ["w1", "nobody"], play_unrolls, is_over=is_never)
         assert learner.wait_for_actors(0) == []
 

@@ -392,7 +392,7 @@ def test_a_lost_node_fails_what_it_was_to_answer():
         closer.join()
         assert other.wait() is True
         text = said_by(kept.to_here, CommError)
-        assert "is gone: process 1" in text or "w1 is lost" in text
+        assert "was lost: process 1" in text or "w1 is lost" in text
         began = time.monotonic()
         assert "w1 is lost" in said_by(lambda: rpc.rpc_sync("w1", same, (1,)), PeerLostError)
         assert time.monotonic() - began < 5

@@ -274,7 +274,9 @@ def test_nodes_come_and_leave_while_others_call():
     with coming_and_going() as nodes:
         first = nodes.come("first", 0)
         with acting_for(first):
-            with pytest.raises(RpcError, match=r"no node 'second' \(known: first\)"):
+            with pytest.raises(
+                RpcError, match=r"node 'second' does not exist: choose one of first"
+            ):
                 rpc.rpc_sync("second", count, (1,))
             second = nodes.come("second", 1)
             assert rpc.rpc_sync("second", count, (1,)) == 1

@@ -139,12 +139,13 @@ class _Code(IntEnum):
 
 
 _CODE_TEXTS: dict[int, str] = {
-    _Code.VERSION: "it uses another version of braid's protocol: install the same braid on all "
-    "hosts",
-    _Code.RUN: "it belongs to another run: give all processes the same run id and address",
-    _Code.PROOF: "it has another secret: give all processes the same one",
-    _Code.REFLECTED: "it received its own bytes back",
-    _Code.UNEXPECTED: "it received an unexpected frame",
+    _Code.VERSION: "this process uses another version of braid's protocol: install the same braid "
+    "on all hosts",
+    _Code.RUN: "this process belongs to another run: give all processes the same run id and "
+    "address",
+    _Code.PROOF: "this process has another secret: give all processes of the job the same one",
+    _Code.REFLECTED: "this process received its own bytes back",
+    _Code.UNEXPECTED: "this process received an unexpected frame",
 }
 
 

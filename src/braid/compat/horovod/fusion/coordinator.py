@@ -212,7 +212,7 @@ def agree(name: str, by_rank: Mapping[int, Request], ranks: Sequence[int]) -> Re
     if not error and len(by_rank) < len(ranks) and first.kind not in JOINABLE:
         absent = [str(rank) for position, rank in enumerate(ranks) if position not in by_rank]
         error = (
-            f"{first.kind} of {name!r} needs all ranks, but rank {', '.join(absent)} has called "
+            f"{first.kind} of {name!r} needs all ranks, but rank {', '.join(absent)} called "
             "join(): after join() only all_reduce and barrier work"
         )
     if error:
