@@ -331,7 +331,7 @@ def test_a_client_with_another_secret_is_refused_at_both_ends(tcp_listener):
     while not tcp_listener.refusals:
         assert tcp_listener.accept_ready() == []
     assert "has another secret" in tcp_listener.refusals[-1]
-    with pytest.raises(RendezvousError, match="has another secret"):
+    with pytest.raises(RendezvousError, match="wrong signature"):
         stranger.result(10)
 
 
