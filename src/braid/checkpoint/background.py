@@ -48,7 +48,7 @@ class Saving:
         self._done = threading.Event()
 
     def done(self) -> bool:
-        """Whether the save has ended, successfully or not."""
+        """Return whether the save has ended, successfully or not."""
         return self._done.is_set()
 
     def wait(self) -> Path:

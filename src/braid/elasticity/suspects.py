@@ -106,7 +106,7 @@ def wrong_ranks(computed: Sequence[int], checked: Sequence[int]) -> tuple[int, .
 
 
 def checks_step(every: int, num_steps: int, num_ranks: int, num_shards: int) -> bool:
-    """Whether the gradients of a step are checked: it is due, and each rank has a micro-batch.
+    """Return whether a check of gradients is due in a step, and each rank has a micro-batch.
 
     Args:
         every: Number of steps between two checks; 0 for none.
@@ -133,7 +133,7 @@ class GradientChecks:
         self._num_failed = 0  # checks of this step that left the wrong rank unknown
 
     def is_next(self, num_steps: int, num_ranks: int, num_shards: int) -> bool:
-        """Whether each rank computes the micro-batch of the next one now; see `checks_step`."""
+        """Return whether each rank now computes the next rank's micro-batch; see `checks_step`."""
         is_due = checks_step(self.every, num_steps, num_ranks, num_shards)
         return is_due and self.checksum is None
 

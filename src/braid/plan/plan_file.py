@@ -62,7 +62,7 @@ class Plan(
     tag_field="kind",
     tag="split",
 ):
-    """A split of a training.
+    """A way to split a training over ranks, as a plan file contains it.
 
     Attributes:
         model: Name of the model.

@@ -148,11 +148,11 @@ class Customer:
         self._raise_any()
 
     def is_done(self, timestamp: int) -> bool:
-        """Whether a request is answered or has failed; does not block."""
+        """Return whether a request is answered or has failed; does not block."""
         return timestamp not in self._requests
 
     def has_failed(self, timestamp: int) -> bool:
-        """Whether a request has failed, and no `wait` has raised its error."""
+        """Return whether a request has failed, and no `wait` has raised its error."""
         return timestamp in self._errors
 
     def memory_for(

@@ -451,7 +451,7 @@ class Postoffice:
                 self.send(delivery.sender, Explained((), lines), answers=delivery.id)
 
     def _is_of_before(self, directory: Directory) -> bool:
-        """Whether a first directory still lists an earlier process of this worker."""
+        """Return whether a first directory still lists an earlier process of this worker."""
         role, number = split_node(self.node)
         life = self.van.incarnation
         is_first = self.directory is None and role == "worker"

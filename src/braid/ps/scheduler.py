@@ -141,7 +141,7 @@ class Scheduler:
         return self._had_workers and directory is not None and not directory.workers
 
     def _all_know_failure(self) -> bool:
-        """Whether all absent nodes of a run that failed early know the error, or LATE_S is over."""
+        """Return whether all absent nodes know why the run failed, or LATE_S has passed since."""
         now_ns = self._postoffice.van.clock.now_ns()
         self._failed_ns = self._failed_ns or now_ns
         unaware = {*self._state.absent} - self._informed - self._postoffice.losses.keys()

@@ -182,7 +182,7 @@ class Table:
         self._customer.wait(timestamp, timeout_s)
 
     def is_done(self, timestamp: int) -> bool:
-        """Whether a request is answered in full, or has failed; does not block."""
+        """Return whether a request is answered in full, or has failed; does not block."""
         return self._customer.is_done(timestamp)
 
     @property

@@ -52,7 +52,7 @@ def set_default(agent: Agent | None) -> None:
 
 
 def has_default() -> bool:
-    """Whether the process has a node."""
+    """Return whether the process has a node."""
     return _DEFAULT.agent is not None
 
 

@@ -29,5 +29,5 @@ def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_async_execution(function: object) -> bool:
-    """Whether a function is marked, by this module or by torch's."""
+    """Return whether a function is marked, by this module or by torch's."""
     return hasattr(function, MARK)

@@ -137,7 +137,7 @@ class Peers:
             self.release(to)
 
     def is_alive(self, number: int) -> bool:
-        """Whether a node can be reached; connects to it if need be, so that its loss shows."""
+        """Return whether a node can be reached; connect to it if necessary, to notice its loss."""
         if number in self.lost:
             return False
         if number != self.info.id and not self.van.is_connected(node_of(number)):

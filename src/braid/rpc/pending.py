@@ -53,7 +53,7 @@ def idempotent(function: Function) -> Function:
 
 
 def is_idempotent(function: object) -> bool:
-    """Whether calls of a function may be sent again."""
+    """Return whether calls of a function may be sent again."""
     return getattr(function, MARK, False) is True
 
 
@@ -148,7 +148,7 @@ class PendingCalls:
             self.finish(number, None, error(call))
 
     def is_quick(self, answer: Delivery) -> bool:
-        """Whether an answer takes no time to handle, because a thread waits for it."""
+        """Return whether an answer takes no time to handle, because a thread waits for it."""
         call = self._calls.get(answer.answers)
         return call is not None and call.waiter is not None
 

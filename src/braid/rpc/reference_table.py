@@ -179,7 +179,7 @@ class References:
             raise error
 
     def is_confirmed(self, fork: Id) -> bool:
-        """Whether the owner knows a fork."""
+        """Return whether the owner knows a fork."""
         with self._lock:
             return self.state.is_confirmed(fork)
 

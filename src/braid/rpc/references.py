@@ -70,7 +70,7 @@ class RRef:
         finalizer.atexit = False
 
     def is_owner(self) -> bool:
-        """Whether the value lives in this node."""
+        """Return whether the value lives in this node."""
         return self._owner.id == self._agent.info.id
 
     def owner(self) -> WorkerInfo:

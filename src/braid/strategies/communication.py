@@ -34,7 +34,7 @@ MIB = float(1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class CrossDeviceOps:
-    """Sizes of the buckets in which replicas of one process combine gradients.
+    """Way in which replicas of one process combine gradients: the sizes of their buckets.
 
     Attributes:
         num_packs: Number of buckets of equal size that gradients are packed into, after a first one

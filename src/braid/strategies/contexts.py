@@ -171,7 +171,7 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this statement is in the scope of a strategy, and in no replica."""
+    """Return whether this statement is in the scope of a strategy, and in no replica."""
     return _PLACE.strategy is not None and _PLACE.replica is None
 
 

@@ -19,7 +19,7 @@ __all__ = ["StrategyExtended"]
 
 
 class StrategyExtended:
-    """Names of a strategy that libraries use.
+    """Attributes and methods of a strategy that libraries use, as `strategy.extended`.
 
     Args:
         strategy: The strategy.
@@ -78,7 +78,7 @@ class StrategyExtended:
         )
 
     def variable_created_in_scope(self, v: torch.Tensor) -> bool:
-        """Whether a parameter is in a module made in the scope."""
+        """Return whether a parameter is in a module made in the scope."""
         try:
             self._strategy.copies_of(v)
         except ConfigError:

@@ -390,7 +390,7 @@ def _objects_of(fn: Any) -> list[weakref.ref[Any]]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile or torch.jit has made a module."""
+    """Return whether torch.compile or torch.jit has made a module."""
     wraps = any(name == "_orig_mod" for name, _ in module.named_children())  # torch.compile's
     return wraps or isinstance(module, torch.jit.ScriptModule)
 

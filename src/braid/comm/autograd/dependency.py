@@ -54,6 +54,6 @@ def join(x: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
 
 
 def depend(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both; all uses of `second` run backward before the operations that made `first`."""
+    """Return both; uses of `second` run backward before the operations that made `first`."""
     first, edge = fork(first)
     return first, join(second, edge)

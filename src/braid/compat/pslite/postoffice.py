@@ -66,15 +66,15 @@ class Postoffice:
         return _POSTOFFICE
 
     def is_worker(self) -> bool:
-        """Whether this process is a worker."""
+        """Return whether this process is a worker."""
         return PROCESS.node.is_worker
 
     def is_server(self) -> bool:
-        """Whether this process is a server."""
+        """Return whether this process is a server."""
         return PROCESS.node.is_server
 
     def is_scheduler(self) -> bool:
-        """Whether this process is the scheduler."""
+        """Return whether this process is the scheduler."""
         return PROCESS.node.is_scheduler
 
     def num_workers(self) -> int:
@@ -170,17 +170,17 @@ def NumServers() -> int:
 
 
 def IsWorker() -> bool:
-    """Whether this process is a worker."""
+    """Return whether this process is a worker."""
     return _POSTOFFICE.is_worker()
 
 
 def IsServer() -> bool:
-    """Whether this process is a server."""
+    """Return whether this process is a server."""
     return _POSTOFFICE.is_server()
 
 
 def IsScheduler() -> bool:
-    """Whether this process is the scheduler."""
+    """Return whether this process is the scheduler."""
     return _POSTOFFICE.is_scheduler()
 
 

@@ -72,7 +72,7 @@ def _is_valid_context(context_id: int) -> bool:
 
 
 def _has_valid_context() -> bool:
-    """Whether a context is open in this thread."""
+    """Return whether a context is open in this thread."""
     return current_agent().contexts.current is not None
 
 

@@ -160,7 +160,7 @@ class RshPlacement:
 
 
 def is_here(name: str) -> bool:
-    """Whether `name` is a name or address of this host, as far as known without the network."""
+    """Return whether `name` is this host, by the names and addresses known without the network."""
     hostname = socket.gethostname()
     if name in {"localhost", hostname, hostname.partition(".")[0]}:
         return True

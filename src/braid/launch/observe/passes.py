@@ -218,6 +218,6 @@ def _program(actions: Sequence[Sequence[Timed]]) -> Program | None:
 
 
 def _overlap(actions: Sequence[Sequence[Timed]]) -> bool:
-    """Whether the actions of all ranks are of one time, and so of one pass."""
+    """Return whether the actions of all ranks are of one time, and so of one pass."""
     begin = max(of_rank[0].start_ns for of_rank in actions)
     return begin < min(max(action.end_ns for action in of_rank) for of_rank in actions)

@@ -50,7 +50,7 @@ class QuietConsole:
         self.notices.append(text)
 
     def is_limited(self, stream: int) -> bool:  # noqa: ARG002 - both alike
-        """Whether it gets lines at the rate of a terminal."""
+        """Return whether it gets lines at the rate of a terminal."""
         return self._limited
 
 
@@ -92,7 +92,7 @@ class TerminalConsole(AbstractContextManager["TerminalConsole"]):
         self._put(2, f"braid: {printable(text)}\n")
 
     def is_limited(self, stream: int) -> bool:
-        """Whether the stream is a terminal."""
+        """Return whether the stream is a terminal."""
         return stream in self._terminals
 
     def close(self) -> None:

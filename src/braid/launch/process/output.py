@@ -54,7 +54,7 @@ class Console(Protocol):
         ...
 
     def is_limited(self, stream: int) -> bool:
-        """Whether a person reads this stream (1 or 2) as it moves, as on a terminal."""
+        """Return whether a person reads this stream (1 or 2) as it moves, as on a terminal."""
         ...
 
 
@@ -101,7 +101,7 @@ class LineBudget:
         self._then_ns = 0
 
     def allow(self, now_ns: int) -> bool:
-        """Whether one more line may be shown now."""
+        """Return whether one more line may be shown now."""
         elapsed_s = (now_ns - self._then_ns) / 1e9 if self._then_ns else 0.0
         self._tokens = min(self._burst, self._tokens + elapsed_s * self._per_s)
         self._then_ns = now_ns

@@ -65,7 +65,7 @@ def parse_sample(stat: str, status: str) -> Sample:
 
 
 def catches(observed: Sample, signum: int) -> bool:
-    """Whether the sampled process has a handler for signal `signum`."""
+    """Return whether the sampled process has a handler for signal `signum`."""
     return bool(observed.caught >> (signum - 1) & 1)
 
 

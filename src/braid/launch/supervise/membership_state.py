@@ -143,11 +143,11 @@ class MembershipState:
         return tuple(member for member in self.members if member not in self._ready)
 
     def is_outside(self, rank: int) -> bool:
-        """Whether a process is not a member, while others train."""
+        """Return whether a process is not a member, while others train."""
         return self.epoch != NO_EPOCH and rank not in self.members
 
     def can_lose(self, rank: int) -> bool:
-        """Whether the run can go on without a rank that is about to be lost."""
+        """Return whether the run can go on without a rank that is about to be lost."""
         if self._has_finished and self.members != (rank,):
             return True
         others = self._alive - {rank}

@@ -334,11 +334,11 @@ class SupervisorState:
         return facts.survived
 
     def is_expendable(self, rank: int) -> bool:
-        """Whether the others can go on without a rank."""
+        """Return whether the others can go on without a rank."""
         return self.ranks[rank].place in self._expendable
 
     def _is_last(self, place: int, part: frozenset[int]) -> bool:
-        """Whether no rank of a set remains without that of `place`: all others have died."""
+        """Return whether no rank of a set remains without that of `place`: all others have died."""
         latest = {facts.place: facts for facts in self.ranks.values()}
         others = part - {place}
         dead = {other for other in others if other in latest and latest[other].survived}

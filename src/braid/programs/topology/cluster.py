@@ -136,7 +136,7 @@ class Cluster:
         return " x ".join(f"{level.size} ({level.name})" for level in self.levels)
 
     def __eq__(self, other: object) -> bool:
-        """Whether levels and device are equal."""
+        """Return whether levels and device are equal."""
         if not isinstance(other, Cluster):
             return NotImplemented
         return (self.levels, self.device) == (other.levels, other.device)

@@ -99,7 +99,7 @@ def levels(paths: Sequence[tuple[int, ...]], names: Sequence[str]) -> list[Rings
 
 
 def _torn(children: Sequence[tuple[tuple[int, ...], int]]) -> bool:
-    """Whether a unit comes back after another one."""
+    """Return whether a unit comes back after another one."""
     units = [path[:-1] for path, _ in children]
     changes = sum(a != b for a, b in pairwise(units))
     return changes + 1 > len(set(units))

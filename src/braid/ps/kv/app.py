@@ -79,7 +79,7 @@ class App(ABC):
         node.register(self)
 
     def is_ready_for(self, message: KVRequest) -> bool:
-        """Whether a request can be executed now; otherwise it is parked for `unknown_s` seconds."""
+        """Return whether a request can be executed now; else it is kept for `unknown_s` seconds."""
         del message
         return True
 

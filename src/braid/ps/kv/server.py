@@ -101,7 +101,7 @@ class KVServer(SimpleApp):
         self._node.dispatch_parked()
 
     def is_ready_for(self, message: KVRequest) -> bool:
-        """Whether a request can be executed now: a push or pull needs a handle."""
+        """Return whether a request can be executed now: a push or pull needs a handle."""
         return self._kv_handle is not None or not isinstance(message, Transfer)
 
     def set_note_handle(self, handle: Callable[..., object]) -> None:

@@ -112,7 +112,7 @@ class ShardProgress:
     oldest_task: int = 0
 
     def has(self, update: TaskUpdate) -> bool:
-        """Whether a task's push has been applied before, from any worker."""
+        """Return whether a task's push has been applied before, from any worker."""
         task, number = update
         return task < self.oldest_task or number < self.tasks.get(task, 0)
 

@@ -216,7 +216,7 @@ class ShardState:
         return [*self._begin(record), *self._accept_from(record.number, request), *self._freed()]
 
     def follows(self, epoch: int) -> bool:
-        """Whether records of this epoch come from this server's predecessor."""
+        """Return whether records of this epoch come from this server's predecessor."""
         return epoch == self.view.epoch and self.predecessor is not None and not self.is_head
 
     def record(self, record: ShardRecord, epoch: int) -> list[Instruction]:
@@ -341,7 +341,7 @@ class ShardState:
             clock += 1
 
     def _is_over(self, clock: int) -> bool:
-        """Whether a quorum has completed a clock, so that workers need not push for it."""
+        """Return whether a quorum has completed a clock, so that workers need not push for it."""
         rule = self.decided.rules.at(clock)
         return clock < self.decided.completed and rule.quorum is not None and rule.late == "drop"
 
@@ -477,7 +477,7 @@ class ShardState:
         return [AnswerPull(request) for request in freed]
 
     def _shows(self, worker: int, clock: int) -> bool:
-        """Whether the values are new enough for a pull."""
+        """Return whether the values are new enough for a pull."""
         rule = self.applied.rules.at(clock)
         if self.applied.completed < clock - rule.staleness:
             return False

@@ -254,7 +254,7 @@ class ContextState:
         return [backward for backward in self.failures if backward is not None]
 
     def is_current(self, backward: Id) -> bool:
-        """Whether this process takes part in a backward that has not failed."""
+        """Return whether this process takes part in a backward that has not failed."""
         record = self._backward
         return record is not None and record.number == backward and not self.failure_of(backward)
 

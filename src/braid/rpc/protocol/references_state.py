@@ -168,7 +168,7 @@ class ReferencesState:
         )
 
     def is_confirmed(self, fork: Id) -> bool:
-        """Whether the owner has confirmed a reference of this process."""
+        """Return whether the owner has confirmed a reference of this process."""
         entry = self._forks.get(fork)
         return entry is None or entry.state not in {"creating", "asked"}
 

@@ -296,7 +296,7 @@ def wants_portable(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def wants_frame_codes() -> bool:
-    """Whether frames between hosts are authenticated: yes, unless `BRAID_NO_FRAME_MAC` is 1.
+    """Return whether frames between hosts are authenticated: yes, unless `BRAID_NO_FRAME_MAC` is 1.
 
     Raises:
         ConfigError: The variable is neither 0 nor 1.

@@ -69,7 +69,7 @@ RUNNING, LEFT, CLOSED = 0, 1, 2
 
 
 def has_ordered_stores() -> bool:
-    """Whether other processors see plain stores in program order (x86-64 Linux)."""
+    """Return whether other processors see plain stores in program order (x86-64 Linux)."""
     return platform.machine() in {"x86_64", "AMD64"} and sys.platform.startswith("linux")
 
 
@@ -402,7 +402,7 @@ def open_through_proc(addresses: dict[int, RootAddress]) -> Callable[[int, int, 
 
 
 def _has_memory(pid: int) -> bool:
-    """Whether a process still runs; while it exits, only root can open its descriptors."""
+    """Return whether a process still runs; while it exits, only root can open its descriptors."""
     try:
         return not Path(f"/proc/{pid}/statm").read_text().startswith("0 ")
     except OSError:

@@ -120,7 +120,7 @@ def _may_pull(
 
 
 def _can_read(rank: int, pid: int, root: Root) -> bool:
-    """Whether this rank can read the beginning of the root of `rank` from its owner's memory."""
+    """Return whether this rank can read the root (control words) of `rank` in that process."""
     words = (ctypes.c_uint64 * (MARK + 1))()
     try:
         read(rank, pid, root.words[BASE], ctypes.addressof(words), ctypes.sizeof(words))

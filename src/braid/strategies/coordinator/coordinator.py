@@ -199,7 +199,7 @@ class ClusterCoordinator:
             raise ConfigError(msg)
 
     def done(self) -> bool:
-        """Whether all closures have run; never waits.
+        """Return whether all closures have run; never waits.
 
         Raises:
             Exception: What a closure has raised, once.

@@ -242,5 +242,5 @@ class ClosureQueue:
         return assigned
 
     def _is_next(self, worker: str) -> bool:
-        """Whether no other worker has had fewer closures."""
+        """Return whether no other worker has had fewer closures."""
         return not self._turns or self._turns[worker] == min(self._turns.values())

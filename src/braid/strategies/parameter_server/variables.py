@@ -366,7 +366,7 @@ def _replace_step(
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer has more state than a new one; some make it in the constructor."""
+    """Return whether the optimizer has taken a step; some create states in the constructor."""
     return any(
         "step" not in state or float(state["step"]) > 0
         for state in optimizer.state.values()

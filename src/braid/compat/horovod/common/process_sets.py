@@ -75,7 +75,7 @@ class ProcessSet:
         return member.engine.group.rank if member.included else -1
 
     def included(self) -> bool:
-        """Whether this rank is in the set."""
+        """Return whether this rank is in the set."""
         return self.member.included
 
     def __eq__(self, other: object) -> bool:

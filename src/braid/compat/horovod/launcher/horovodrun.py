@@ -47,7 +47,7 @@ class TimedConsole:
         self._inner.notice(text)
 
     def is_limited(self, stream: int) -> bool:
-        """Whether the stream is a terminal."""
+        """Return whether the stream is a terminal."""
         return self._inner.is_limited(stream)
 
 

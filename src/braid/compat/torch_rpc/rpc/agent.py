@@ -61,7 +61,7 @@ RpcAgent = TensorPipeAgent
 
 
 def _is_current_rpc_agent_set() -> bool:
-    """Whether this process is a node."""
+    """Return whether this process is a node."""
     return has_default()
 
 

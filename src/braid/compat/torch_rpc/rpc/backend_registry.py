@@ -21,7 +21,7 @@ class BackendType(enum.Enum):
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether a backend exists."""
+    """Return whether a backend exists."""
     return backend_name in BackendType.__members__
 
 
