@@ -34,7 +34,7 @@ class Comparison(NamedTuple):
         return min(self.estimates, key=lambda name: self.estimates[name][index].seconds)
 
     def is_best(self, name: str, index: int) -> bool:
-        """Return whether no algorithm is faster than `name` for size number `index`; some may tie."""
+        """Return whether no algorithm is faster than `name` for size number `index`; ties count."""
         if name not in self.estimates:
             return False
         least = self.estimates[self.best(index)][index].seconds
