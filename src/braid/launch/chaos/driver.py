@@ -173,8 +173,8 @@ def _hosts_of(words: Sequence[str]) -> list[str]:
     names = [place.partition(":")[0].strip() for place in listed.split(",")]
     if len(names) < 2 or _value(words, "--rsh") is not None:
         msg = (
-            "--kinds partition needs several hosts, which braid chaos makes on this machine: add "
-            "their names and numbers of ranks to braid run, as in -H a:2,b:2, without --rsh"
+            "--kinds partition needs several hosts: add `-H a:2,b:2` (names and numbers of ranks) "
+            "to braid run, without --rsh; braid chaos simulates these hosts on this machine"
         )
         raise ConfigError(msg)
     return names
