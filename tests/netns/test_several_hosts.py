@@ -215,7 +215,7 @@ def test_a_node_with_another_secret_is_turned_away_at_both_ends(lab, tmp_path, s
     )
     assert "refused ('10.77.0.2'" in leader[2]
     assert "node 1 was refused at tcp://10.77.0.1:29400" in stranger[2]
-    assert "it has another secret" in stranger[2]
+    assert "sent a wrong signature" in stranger[2]
     assert (leader[0], stranger[0]) == (2, 2)
 
 

@@ -165,7 +165,7 @@ def test_restarts_are_for_ranks_that_can_be_replaced():
         ),
         (
             Roles(servers=1, workers=1, on_worker_loss="shrink", restarts=2),
-            "together with --on-worker-loss shrink",
+            "cannot be combined with --on-worker-loss shrink",
         ),
         (Roles(servers=1, workers=1, restarts=-1), "restarts must be at least 0, got -1"),
     ]

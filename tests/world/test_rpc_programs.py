@@ -183,7 +183,7 @@ def test_a_node_that_leaves_drops_its_values():
     with first_of(2) as agents:
         mine = rpc.RRef([rpc.remote("w1", torch.add, (torch.ones(1), 1))])
         assert agents[0].references.future_of(mine._ref).done()
-    with pytest.raises(CommError, match="has no value"):
+    with pytest.raises(CommError, match="no longer has the value"):
         mine.local_value()
 
 
