@@ -42,6 +42,7 @@ __all__ = ["ChaosOptions", "ChaosRun", "run_chaos"]
 DEFAULT_KINDS = ("kill", "stop", "slow", "leave", "newcomer", "two")
 POLL_S = 0.02
 LEAST_GAP = 0.25  # part of the mean time between two faults that passes after one that has waited
+NAMED_S = 1.0  # no fault begins later before the end: the launcher must have time to name it
 ENDED = ("left", "lost", "failed", "finished", "ended")
 MOST_TO_FILL_BYTES = 1 << 30
 INTERRUPTED = 128 + signal.SIGTERM
@@ -331,7 +332,8 @@ class _Strikes:
             self._execute(heapq.heappop(self._due))
         if self._end_s:
             return
-        if now_s >= self._begin_s + 60 * self._options.minutes:
+        left_s = self._begin_s + 60 * self._options.minutes - now_s
+        if left_s <= 0:
             self._end_s = now_s
             for due in self._due:  # no rank stays stopped
                 if due.signum == signal.SIGCONT or not due.signum:
@@ -339,7 +341,7 @@ class _Strikes:
             self._due.clear()
             self._process.terminate()
             return
-        if now_s < self._next_s:
+        if now_s < self._next_s or left_s < NAMED_S:
             return
         for fault in self._waiting:
             if fault.at_s <= now_s - self._begin_s and self._strike(fault, now_s):
