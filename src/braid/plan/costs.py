@@ -23,12 +23,12 @@ ParamDtype = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Size of a training: batch, dtype and state of the optimizer.
+    """Size of a training: batch, dtype and optimizer states.
 
     Attributes:
         batch: Rows of a step over all ranks.
         dtype: Dtype of parameters and activations.
-        optimizer_states: States of the optimizer for each parameter: 2 for Adam, 1 for momentum.
+        optimizer_states: Number of optimizer states per parameter: 2 for Adam, 1 for momentum.
     """
 
     batch: int = 16
@@ -47,13 +47,14 @@ class MicrobatchCost(NamedTuple):
 
     Attributes:
         forward_s: Seconds of the forward, without communication.
-        input_s: Seconds of the backward to the layer's inputs.
-        weight_s: Seconds of the backward to its weights.
+        input_s: Seconds to compute the gradients of the layer's inputs.
+        weight_s: Seconds to compute the gradients of the layer's weights.
         saved_bytes: Bytes kept from forward to backward, including the output.
         output_bytes: Bytes of the output.
         param_bytes: Bytes of the parameters of this rank.
-        params: Numbers of its parameters, which identify tied parameters.
-        reduces: Number of all-reduces of a forward over the ranks that share the layer; a backward
+        params: Numbers of the layer's parameters; a tied parameter has the same number in all
+            layers.
+        reduces: Number of all-reduces in a forward, over the ranks that share the layer; a backward
             has the same number.
         reduced_bytes: Total bytes of these all-reduces.
         workspace_bytes: Peak bytes of a backward in addition to the saved bytes.
@@ -91,7 +92,7 @@ class ModelCosts(Protocol):
 
     @property
     def tensor_sizes(self) -> Sequence[int]:
-        """Numbers of ranks over which the layers can be divided; 1 among them."""
+        """Numbers of ranks over which each layer can be sharded; 1 is always included."""
         ...
 
     def layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
@@ -104,7 +105,7 @@ class Axis(NamedTuple):
 
     Attributes:
         size: Number of ranks.
-        stride: Distance of neighbours.
+        stride: Difference between the ranks of two neighbours on the axis.
     """
 
     size: int
@@ -141,21 +142,21 @@ class Machines(Protocol):
 
     @property
     def ranks_per_core(self) -> float:
-        """Number of ranks that share a core; times were measured while all of them computed."""
+        """Number of ranks that share a CPU core; times were measured while all of them computed."""
         ...
 
     @property
     def action_s(self) -> float:
-        """Seconds that a pipeline needs for each forward or backward besides the layers."""
+        """Overhead in seconds of each forward or backward in a pipeline, besides the layers."""
         ...
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step that depend on nothing, such as those to fetch the batch."""
+        """Constant overhead of a step in seconds, such as the time to fetch the batch."""
         ...
 
     def collective_s(self, operation: str, axis: Axis, nbytes: float) -> float:
-        """Return the seconds of a collective on `nbytes`, concurrent in all groups of the axis."""
+        """Return the seconds of a collective that all groups of an axis run at the same time."""
         ...
 
     def message_s(self, axis: Axis, nbytes: float) -> float:
@@ -163,9 +164,9 @@ class Machines(Protocol):
         ...
 
     def optimizer_s(self, param_bytes: float) -> float:
-        """Return the seconds of clipping and of the optimizer's step."""
+        """Return the seconds of gradient clipping and the optimizer's step, for `param_bytes`."""
         ...
 
     def level_bytes(self, axis: Axis, sent: float) -> Mapping[str, float]:
-        """Return the bytes over a link of each level if each rank of an axis sends `sent`."""
+        """Return bytes per link, by cluster level, if each rank sends `sent` bytes along an axis."""
         ...

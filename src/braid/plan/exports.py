@@ -31,7 +31,7 @@ CSV = "schedule.csv"
 
 
 def exports(plan: Plan, layer_names: Sequence[str]) -> Mapping[str, str]:
-    """Return the texts of a plan for other systems, by name of a file.
+    """Convert a plan to files for torch, Megatron and torchgpipe; return file name -> text.
 
     Args:
         plan: The plan.

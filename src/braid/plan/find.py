@@ -104,7 +104,7 @@ def find_plan(
         num_ranks: Number of ranks; all ranks of the cluster if None.
         memory_bytes: Memory of a rank, if it differs from the device's.
         dtype: Dtype of parameters and activations: `fp32`, `bf16` or `fp16`.
-        optimizer_states: States of the optimizer for each parameter: 2 for Adam, 1 for momentum.
+        optimizer_states: Number of optimizer states per parameter: 2 for Adam, 1 for momentum.
         asynchronous: Whether to also consider pipelines with stale gradients.
         kwargs: Example arguments of the forward, by name.
 
@@ -139,11 +139,11 @@ def fastest_meshes(
     optimizer_states: int = 2,
     **kwargs: Any,
 ) -> Callable[[int], str]:
-    """Return a function that chooses the fastest mesh of a number of ranks.
+    """Return a function that maps a number of ranks to the mesh with the fastest steps.
 
-    `braid.elastic_mesh(build, fastest_meshes(...))` then goes on with the best mesh of the ranks
-    that are left. Considered are stages and replicas, pp x dp; replicas take the micro-batches of a
-    step in rounds.
+    With `braid.elastic_mesh(build, fastest_meshes(...))`, training continues on the best mesh of
+    the remaining ranks after a failure. The function compares meshes of pipeline stages and
+    replicas, pp x dp. Replicas take the micro-batches of a step in rounds.
 
     Args:
         model: The model.
@@ -151,12 +151,12 @@ def fastest_meshes(
         rows: Rows of a micro-batch of the training.
         shards: Number of micro-batches of a step.
         cluster: Cluster with a device, or its TOML file.
-        shard: Stage of sharding over replicas, as for `braid.elastic_mesh`.
+        shard: Sharding stage (ZeRO) over replicas, as for `braid.elastic_mesh`.
         num_microbatches: Number of parts into which a pipeline divides a micro-batch.
-        schedule: Schedule of a pipeline.
+        schedule: Name of the pipeline's schedule.
         memory_bytes: Memory of a rank, if it differs from the device's.
         dtype: Dtype of parameters and activations: `fp32`, `bf16` or `fp16`.
-        optimizer_states: States of the optimizer for each parameter: 2 for Adam, 1 for momentum.
+        optimizer_states: Number of optimizer states per parameter: 2 for Adam, 1 for momentum.
         kwargs: Example arguments of the forward, by name.
 
     Returns:

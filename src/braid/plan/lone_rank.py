@@ -23,7 +23,7 @@ class _Done:
 
 
 class LoneRank(Group):
-    """Rank 0 of a group in which the other ranks do not exist.
+    """Group whose only process is rank 0, to run one rank's shard of sharded layers alone.
 
     Args:
         size: Number of ranks.
@@ -49,7 +49,7 @@ class LoneRank(Group):
         return out if out.is_meta else out.copy_(x)
 
     def all_gather(self, x: Any, **_: Any) -> Any:
-        """Return `x` as if all ranks had the same."""
+        """Return the gathered tensor for the case that all ranks pass the same `x`."""
         return torch.cat([x] * self.size)
 
     def starting(self, **_: Any) -> Any:

@@ -35,12 +35,12 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         seconds: Seconds of a step.
-        parts: Its parts, as `StepTimeEstimate` has them.
-        memory: Bytes of the rank that holds most, as `MemoryEstimate` has them.
+        parts: Parts of these seconds, by the names of the fields of `StepTimeEstimate`.
+        memory: Bytes on the rank that holds most, by the names of the fields of `MemoryEstimate`.
         actions: Seconds of each action of a pipeline, by its kind and stage, such as F0.
-        level_bytes: Bytes of a step over a link of each level of the cluster.
-        layers: Whether times of layers were measured or are estimated.
-        machines: Whether times of communication were.
+        level_bytes: Bytes that a step sends over one link of each level of the cluster.
+        layers: Whether the times of layers were `measured` or `estimated`.
+        machines: Whether the times of communication were `measured` or `estimated`.
         simulated: Whether the pipeline's program was simulated.
     """
 
@@ -68,19 +68,19 @@ class Plan(
         model: Name of the model.
         batch: Rows of a step.
         context: Bytes of a sequence, for a GPT; 0 for another model.
-        mesh: Ranks along each axis, such as `pp=2,dp=2`; all of them replicas when empty.
+        mesh: Ranks along each axis, such as `pp=2,dp=2`; empty if all ranks are replicas.
         ranks: Number of ranks.
         balance: Number of layers of each stage.
         schedule: Schedule of the pipeline.
         microbatches: Micro-batches of a step.
         recompute: Whether forwards run again in backward: `never` or `always`.
-        shard: State that replicas divide, as ZeRO's stages.
+        shard: ZeRO stage of the sharding over replicas: 1, 2 or 3; 0 for no sharding.
         strategy: `ps` for a parameter server.
-        versions: Versions of weights of an asynchronous pipeline: `stash`, `vertical_sync`
+        versions: Rule for the weight versions of an asynchronous pipeline: `stash`, `vertical_sync`
             or `2bw`.
         dtype: Dtype of parameters and activations.
-        optimizer_states: States of the optimizer for each parameter.
-        predicted: Prediction, if it was not changed by hand.
+        optimizer_states: Number of optimizer states per parameter.
+        predicted: Predicted time and memory; None if the file has none.
     """
 
     model: str = ""
@@ -101,7 +101,7 @@ class Plan(
 
     @classmethod
     def of(cls, estimator: Estimator, estimate: SplitEstimate, *, context: int = 0) -> Plan:
-        """Return the plan of a split."""
+        """Return the plan file's content for an estimated split."""
         split = estimate.split
         return cls(
             model=estimator.model.model,
@@ -137,7 +137,7 @@ class Plan(
 
     @property
     def split(self) -> Split:
-        """The split."""
+        """The plan as a `Split`."""
         axes = dict(Mesh.parse(self.mesh).axes) if self.mesh else {"dp": self.ranks}
         return Split(
             pp=axes.get("pp", 1),
@@ -157,7 +157,7 @@ class Plan(
 
 
 def read_plan(path: str | Path) -> Plan | PipeDreamPlan:
-    """Read a plan.
+    """Read a plan file that `braid plan` has written.
 
     Raises:
         ConfigError: The file cannot be read, or is not a plan; the message names the error.

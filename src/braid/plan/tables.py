@@ -26,7 +26,8 @@ def ranking_table(ranking: Ranking, top: int, steps: int = 0, failures: Failures
     Args:
         ranking: Splits by time.
         top: Number of rows.
-        steps: Steps of the training, for its time to solution.
+        steps: Number of steps of the training, for the column of its total time; 0 for no such
+            column.
         failures: Rate of failures of ranks.
     """
     estimator = ranking.estimator
@@ -66,7 +67,7 @@ def ranking_table(ranking: Ranking, top: int, steps: int = 0, failures: Failures
 
 
 def infeasible(ranking: Ranking, count: int = 3) -> Iterator[str]:
-    """Yield lines on splits that need more memory than there is, the fastest of them first."""
+    """Yield lines that describe splits that do not fit into memory, the fastest first."""
     limit = ranking.estimator.machines.memory_bytes
     kinds: dict[tuple[int, int, int], SplitEstimate] = {}
     for estimate in sorted(ranking.too_large, key=lambda e: e.seconds):
@@ -82,7 +83,7 @@ def infeasible(ranking: Ranking, count: int = 3) -> Iterator[str]:
 
 
 def best_of_kinds(ranking: Ranking) -> dict[str, SplitEstimate]:
-    """Return the fastest split that fits of each kind, by name."""
+    """Return the fastest split of each kind, such as `pipeline x data parallel`, by kind."""
     kinds: dict[str, SplitEstimate] = {}
     for estimate in ranking.fitting:
         split = estimate.split
@@ -96,7 +97,7 @@ def best_of_kinds(ranking: Ranking) -> dict[str, SplitEstimate]:
 
 
 def comparison(ranking: Ranking) -> str:
-    """Draw the fastest split of each kind as SVG: parts of its step, and its memory."""
+    """Draw the fastest split of each kind as SVG: the parts of its step's time, and its memory."""
     kinds = best_of_kinds(ranking)
     colours = dict(zip(StepTimeEstimate._fields, COLOURS, strict=True))
     bars = []

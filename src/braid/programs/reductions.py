@@ -20,7 +20,7 @@ _DEFINED: dict[str, tuple[str, ...]] = {
 
 
 def refusal(op: str, dtype: str) -> str:
-    """Return why `op` is not defined for numbers of `dtype`, empty if it is.
+    """Return why the reduction `op` is not defined for numbers of `dtype`; empty if it is defined.
 
     >>> refusal("sum", "float32")
     ''

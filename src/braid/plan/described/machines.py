@@ -37,12 +37,12 @@ TOUCHES = 7  # reads and writes of each parameter by Adam: gradient, parameter, 
 
 
 class DescribedMachines:
-    """Costs of the ranks of a described cluster.
+    """Costs of computation and communication on the ranks of a described cluster.
 
     Args:
-        cluster: Levels of links.
+        cluster: Cluster with its levels of links.
         device: Device of each rank.
-        num_ranks: Number of ranks, the first ones of the cluster; all if None.
+        num_ranks: Number of ranks to use, beginning with rank 0; all ranks of the cluster if None.
         memory_bytes: Memory of a rank, if it differs from the device's.
         dtype: Dtype of parameters.
     """
@@ -92,7 +92,7 @@ class DescribedMachines:
         return moved / (self.device.bytes_per_s * self.device.efficiency.memory)
 
     def level_bytes(self, axis: Axis, sent: float) -> Mapping[str, float]:
-        """Return the bytes sent over a link of each level; see `Machines.level_bytes`."""
+        """Return the bytes on one link of each cluster level; see `Machines.level_bytes`."""
         return {level.name: rows * sent for level, rows in self._crossed(axis)}
 
     def _seconds(self, cost: Cost, axis: Axis, message_s: float | None = None) -> float:

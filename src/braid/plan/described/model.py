@@ -15,11 +15,11 @@ READ_AGAIN = 1.5  # a backward reads a gradient and what was kept, and writes a 
 
 
 class DescribedModel:
-    """Costs of layers from their operations.
+    """Costs of a model's layers, estimated from counted operations.
 
-    An operation takes as long as its FLOPs or its bytes, whichever is more, and a constant. A
-    backward does matrix products twice: with weights, once for the inputs and once for the weights.
-    Other operations read one tensor more.
+    The time of an operation is the larger of its compute time and its memory time, plus a constant.
+    Backward computes each matrix product twice: for a product with a weight, once for the input's
+    gradient and once for the weight's. Any other operation reads one tensor more than in forward.
 
     Args:
         model: Name of the model.
@@ -51,7 +51,7 @@ class DescribedModel:
 
     @property
     def tensor_sizes(self) -> Sequence[int]:
-        """Numbers of ranks over which the layers can be divided."""
+        """Numbers of ranks over which each layer can be sharded."""
         return sorted(self._operations)
 
     def _layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:

@@ -47,7 +47,8 @@ class DescribedOperation(NamedTuple):
         name: Name of torch's operator.
         flops: Floating point operations of its matrix products.
         nbytes: Bytes that it reads and writes.
-        has_weight: Whether it multiplies with a parameter; its gradient costs the same again.
+        has_weight: Whether one factor is a parameter; backward then computes its gradient by
+            another product.
     """
 
     name: str
@@ -57,7 +58,7 @@ class DescribedOperation(NamedTuple):
 
 
 class LayerOperations(NamedTuple):
-    """Operations of a layer in a forward; for the rest see `LayerCost`."""
+    """Operations of a layer's forward, with its bytes and all-reduces; see `MicrobatchCost`."""
 
     name: str
     operations: tuple[DescribedOperation, ...]
@@ -83,17 +84,17 @@ def count_operations(
     dtype: torch.dtype = torch.float32,
     ranks: LoneRank | None = None,
 ) -> list[LayerOperations]:
-    """Count the operations of a list of layers.
+    """Return the operations of each layer in a list, counted without computing them.
 
     Args:
         named: Layers with their names; each layer takes the output of the previous one. The layers
             are moved to the meta device.
         sample: Function that returns an input of the first layer with a number of rows.
         dtype: Dtype of parameters and activations.
-        ranks: Ranks over which the layers are sharded.
+        ranks: Group over which the layers are sharded; None for whole layers.
 
     Raises:
-        ConfigError: A layer runs different operations with more rows.
+        ConfigError: The sequence of operations of a layer depends on the number of rows.
     """
     shared: dict[int, nn.Parameter] = {}
     numbers: dict[int, int] = {}

@@ -36,7 +36,7 @@ MAX_STATES = 20_000
 
 
 class States(NamedTuple):
-    """States of a graph, each after its predecessors.
+    """Sets of nodes at which a pipeline can be cut, in topological order, with their costs.
 
     Attributes:
         handed_on: Names of the nodes with outputs that each state passes to later stages.
@@ -44,7 +44,7 @@ class States(NamedTuple):
         saved_bytes: Bytes that all nodes up to each state keep for backward.
         param_bytes: Sizes of the parameters of all nodes up to each state.
         output_bytes: Bytes that each state passes to later stages.
-        before: Whether state k lies before state j, [j, k].
+        before: Whether state k precedes state j, [j, k].
         members: Names of all nodes up to each state.
     """
 
@@ -58,9 +58,10 @@ class States(NamedTuple):
 
 
 def states_of(graph: ProfiledGraph) -> States:
-    """Return the states of a graph; its inputs belong to the first state.
+    """Return the states of a graph, at which a pipeline can be cut.
 
-    Nodes with a description that begins with "Input" are skipped; so are unused items of tuples.
+    Nodes with a description that begins with "Input" are skipped, and so are unused items of
+    tuples. The graph's inputs belong to the first state.
 
     Raises:
         ConfigError: Nothing is left, or there are more than 20,000 states.

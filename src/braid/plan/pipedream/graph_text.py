@@ -33,7 +33,7 @@ MS = 1e-3
 
 
 class ProfiledNode(NamedTuple):
-    """A node with its times and sizes.
+    """A node of a profiled graph, with its times and sizes.
 
     Attributes:
         name: Name in the text.
@@ -42,7 +42,7 @@ class ProfiledNode(NamedTuple):
         backward_s: Seconds of its backward.
         output_bytes: Size of its output.
         param_bytes: Size of its parameters.
-        stage: Stage that it belongs to; None before it is planned.
+        stage: Stage of the node; None before the graph is planned.
         saved_bytes: Bytes kept for backward, including the output; `output_bytes` if None, as in
             the text.
     """
@@ -75,7 +75,7 @@ class ProfiledGraph(NamedTuple):
 
     @property
     def sources(self) -> list[str]:
-        """Nodes that consume nothing, in their order."""
+        """Nodes without inputs, in the order of the text."""
         consumers = {target for targets in self.edges.values() for target in targets}
         return [name for name in self.nodes if name not in consumers]
 
@@ -118,7 +118,7 @@ class ProfiledGraph(NamedTuple):
 
 
 def parse_graph(text: str) -> ProfiledGraph:
-    """Read a graph.
+    """Parse a graph in the text format of PipeDream's profiler.
 
     Raises:
         ConfigError: A line is malformed, a time or size is negative, a name is unknown or given
@@ -164,7 +164,7 @@ def parse_graph(text: str) -> ProfiledGraph:
 
 
 def format_graph(graph: ProfiledGraph) -> str:
-    """Write a graph as `parse_graph` reads it."""
+    """Return a graph as text in PipeDream's format, which `parse_graph` reads."""
     lines = []
     for node in graph.nodes.values():
         stage = "" if node.stage is None else f" -- stage_id={node.stage}"

@@ -25,33 +25,34 @@ class MemoryLimit(NamedTuple):
     """Memory of one machine, as a limit for stages.
 
     Attributes:
-        nbytes: Bytes of a machine.
-        states: States of the optimizer for each parameter: 0 for SGD, 1 with momentum, 2 for Adam.
+        nbytes: Bytes of memory of one machine.
+        states: Number of optimizer states per parameter: 0 for SGD, 1 with momentum, 2 for Adam.
     """
 
     nbytes: float
     states: int = 2
 
     def needed(self, params: Floats, saved: Floats, held: int) -> Floats:
-        """Return the bytes of stages that work on `held` minibatches at a time.
+        """Return the bytes that each stage needs to work on `held` minibatches at a time.
 
         Args:
-            params: Bytes of parameters.
-            saved: Bytes that are kept of a minibatch.
-            held: Number of minibatches, and of versions.
+            params: Bytes of parameters of each stage.
+            saved: Bytes that each stage keeps for the backward of a minibatch.
+            held: Number of minibatches in progress; each has a version of the weights.
         """
         return params * (held + 1 + self.states) + saved * held
 
     def fits(self, params: Floats, saved: Floats, held: int) -> NDArray[np.bool_]:
-        """Return which stages fit."""
+        """Return which stages fit into the machine's memory; see `needed` for the arguments."""
         return self.needed(params, saved, held) <= self.nbytes
 
     def too_small(self, params: Floats, saved: Floats, machines: int) -> str:
-        """Describe what would fit, when no pipeline does.
+        """Return the error message for the case that no pipeline fits into memory.
 
         Args:
-            params: Bytes of parameters, by first and last state.
-            saved: Bytes that are kept of a minibatch, alike.
+            params: Bytes of parameters of each stage, by its first and last state.
+            saved: Bytes that each stage keeps for the backward of a minibatch, by first and last
+                state.
             machines: Number of machines.
         """
         least = np.diagonal(self.needed(params, saved, 1)).max()

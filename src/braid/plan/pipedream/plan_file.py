@@ -38,7 +38,7 @@ class PipeDreamPlan(
 
     @classmethod
     def of(cls, partition: Partition, model: str) -> PipeDreamPlan:
-        """Return the plan of a partition of layers in a row."""
+        """Convert a partition of sequential layers to a plan."""
         return cls(
             model=model,
             replicas=tuple(stage.replicas for stage in partition.stages),
@@ -53,7 +53,7 @@ class PipeDreamPlan(
 
     @property
     def balance_text(self) -> str:
-        """Numbers of layers, as `braid train --balance` takes them."""
+        """Number of layers of each stage, as text for `braid train --balance`."""
         return ",".join(map(str, self.balance))
 
     def write(self, path: str | Path) -> None:

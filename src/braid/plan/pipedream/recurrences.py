@@ -39,10 +39,10 @@ Floats = NDArray[np.float64]
 
 
 class MachineLevel(NamedTuple):
-    """Level of a cluster: machines that are connected with the same bandwidth.
+    """Level of a cluster, with equal bandwidth between all of its machines.
 
     Attributes:
-        machines: Number of machines, or of groups of the level below.
+        machines: Number of machines; at higher levels, number of groups of the level below.
         bytes_per_s: Bandwidth between two of them.
     """
 
@@ -56,7 +56,7 @@ class StagePlan(NamedTuple):
     Attributes:
         first: First state of the stage.
         end: State after its last one.
-        replicas: Machines that share it.
+        replicas: Number of machines that run the stage, each on other minibatches.
         nodes: Names of its nodes.
     """
 
@@ -90,12 +90,12 @@ def partition(
     straight: bool = False,
     memory: MemoryLimit | None = None,
 ) -> Partition:
-    """Return the best pipeline.
+    """Return the pipeline with the least time per minibatch; see the module docstring.
 
     Args:
         states: States of the profiled graph.
-        levels: Machines, those that are joined most closely first.
-        recurrence: One of the two programs.
+        levels: Levels of machines, beginning with the level of the fastest links.
+        recurrence: `paper` or `released`, the two variants of PipeDream's dynamic program.
         straight: Whether each stage has one machine.
         memory: Memory of a machine; without a limit when None.
 

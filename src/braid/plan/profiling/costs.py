@@ -32,7 +32,7 @@ class MeasuredModel:
 
     @property
     def tensor_sizes(self) -> Sequence[int]:
-        """Numbers of ranks over which the layers were divided."""
+        """Numbers of ranks over which the layers were sharded when they were profiled."""
         return sorted(self._layers)
 
     def layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
@@ -59,10 +59,10 @@ def _cost(layer: LayerProfile, rows: int) -> MicrobatchCost:
 
 
 class MeasuredMachines:
-    """Ranks of this host, as they were measured at work together.
+    """Measured costs of the ranks of this host, with all ranks at work.
 
     Args:
-        host: Measurements of ranks together.
+        host: Measurements, taken while all ranks worked.
         memory_bytes: Memory of a rank; an equal share of the host's memory if None.
     """
 
@@ -92,7 +92,7 @@ class MeasuredMachines:
         return self._host.optimizer.of(param_bytes)
 
     def level_bytes(self, axis: Axis, sent: float) -> Mapping[str, float]:
-        """Return the bytes sent over a link of each level; see `Machines.level_bytes`."""
+        """Return the bytes on one link of each cluster level; see `Machines.level_bytes`."""
         return {"host": sent} if axis.size > 1 else {}
 
     def _curve(self, operation: str, size: int) -> Curve:

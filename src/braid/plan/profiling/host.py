@@ -32,7 +32,7 @@ CLIP = 1.0
 
 
 def profile_host(group: Group, layers: Sequence[nn.Module]) -> HostProfile:
-    """Measure the ranks of a group; a collective.
+    """Measure communication and optimizer times on the ranks of a host; a collective.
 
     Args:
         group: All ranks, of one host.

@@ -72,13 +72,14 @@ def profile_layers(
         model: Name of the model.
         rows: Numbers of rows to measure with; at least two different ones.
         seconds: Time to measure for, after the first rounds.
-        ranks: Ranks over which the layers are sharded.
-        group: All ranks that measure, if layers have collectives; all run equally many rounds.
+        ranks: Group over which the layers are sharded; None for whole layers.
+        group: All ranks that measure, if layers have collectives; all run the same number of
+            rounds.
         clock: Clock for the times.
-        progress: Called with the share that is done.
+        progress: Called with the finished share of the measurement, from 0 to 1.
 
     Raises:
-        ConfigError: Numbers of rows are not different, or a layer fails.
+        ConfigError: `rows` has less than two different numbers, or a layer fails.
     """
     if len(set(rows)) < 2 or min(rows) < 1:
         msg = f"rows must be at least two different positive numbers, got {list(rows)}"

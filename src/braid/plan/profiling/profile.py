@@ -41,7 +41,7 @@ class PerRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A cost that depends on the rows of a micro-batch.
 
     Attributes:
-        constant: Part that does not depend on them.
+        constant: Part of the cost that does not depend on the rows.
         per_row: Cost of each row.
     """
 
@@ -49,7 +49,7 @@ class PerRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_row: Cost = 0.0
 
     def of(self, rows: float) -> float:
-        """Return the cost of a number of rows."""
+        """Return the cost for a number of rows."""
         return self.constant + self.per_row * rows
 
 
@@ -60,13 +60,14 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         name: Name in the model.
         kind: Class of the module.
         forward_s: Seconds of the forward.
-        input_grad_s: Seconds of the backward to its inputs.
-        weight_grad_s: Seconds of the backward to its weights.
+        input_grad_s: Seconds to compute the gradients of the layer's inputs.
+        weight_grad_s: Seconds to compute the gradients of the layer's weights.
         saved_bytes: Bytes kept from forward to backward, including the output.
         output_bytes: Bytes of the output.
         param_bytes: Bytes of the parameters.
         flops_per_row: Floating point operations of the forward.
-        params: Numbers of its parameters, which identify tied parameters.
+        params: Numbers of the layer's parameters; a tied parameter has the same number in all
+            layers.
         reduces: Number of all-reduces of a forward, for a layer sharded over ranks.
         reduced_bytes: Total bytes of these all-reduces.
         workspace_bytes: Peak bytes of a backward in addition to the saved bytes.
@@ -91,13 +92,13 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.input_grad_s.of(rows) + self.weight_grad_s.of(rows)
 
     def intensity(self, rows: float) -> float:
-        """Return the operations of a forward for each byte that it must read and write."""
+        """Return the FLOPs of a forward per byte that it must read and write."""
         moved = self.param_bytes + 2 * self.output_bytes.of(rows)
         return self.flops_per_row * rows / moved if moved else 0.0
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of an operation by its bytes: measured points, straight lines in between.
+    """Seconds of an operation by its bytes, interpolated between measured points.
 
     Attributes:
         nbytes: Bytes of each point, ascending.
@@ -108,7 +109,7 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: tuple[Cost, ...]
 
     def of(self, nbytes: float) -> float:
-        """Return the seconds for a number of bytes; above the last point, by the last line."""
+        """Return the seconds for a number of bytes; extrapolated above the last point."""
         if len(self.nbytes) < 2:
             return self.seconds[0] if self.seconds else 0.0
         upper = min(max(1, bisect(self.nbytes, nbytes)), len(self.nbytes) - 1)
@@ -118,16 +119,17 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Costs of ranks of one host, all of them at work.
+    """Costs measured on one host while all of its ranks work.
 
     Attributes:
         ranks: Number of ranks.
-        collectives: Seconds of all-reduces and the like, by operation and size of the group, such
-            as `all_reduce/2`; `push_pull/2` is a step of a parameter server, which steps itself.
-        message: Seconds of a message from rank to rank.
-        optimizer: Seconds of clipping and of AdamW, by bytes of parameters.
-        action_s: Seconds of a pipeline for each forward or backward besides the layers.
-        step_s: Seconds of a step that depend on nothing.
+        collectives: Seconds of each collective, by operation and group size, such as
+            `all_reduce/2`. `push_pull/2` is a step with a parameter server, including the
+            optimizer's step on the server.
+        message: Seconds of a message from one rank to another.
+        optimizer: Seconds of gradient clipping and a step of AdamW, by bytes of parameters.
+        action_s: Overhead of each forward or backward in a pipeline, besides the layers' time.
+        step_s: Constant overhead of a step in seconds.
         memory_bytes: Memory of the host for each rank.
         cores: Number of cores; 0 if it is not known.
     """
@@ -153,9 +155,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         torch: Version of torch.
         rows: Rows of the micro-batches that were measured.
         layers: Layers, in order.
-        context: Bytes of a sequence, of a GPT; else 0.
-        shared: Layers as one of several ranks has them that share each, by the number of ranks.
-        host: Costs of ranks of this host at work together, if they were measured.
+        context: Bytes of a sequence, for a GPT; 0 for another model.
+        shared: Costs on one rank of layers that are sharded over several ranks, by their number.
+        host: Costs of this host with all ranks at work; None if they were not measured.
         dtype: Dtype of a GPT's matrix products; `bf16` is autocast.
     """
 
@@ -176,7 +178,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
 
     def as_graph(self, rows: int) -> ProfiledGraph:
-        """Return the profile of a micro-batch as PipeDream's graph: a row of nodes."""
+        """Return the profile of a micro-batch as a graph for PipeDream: a chain of nodes."""
         nodes = {
             f"node{number}": ProfiledNode(
                 f"node{number}",
@@ -231,7 +233,7 @@ def merged(profiles: Sequence[Profile]) -> Profile:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Read a profile.
+    """Read a profile that `braid profile` has written.
 
     Raises:
         ConfigError: The file cannot be read, or is not a profile; the message names the error.

@@ -20,13 +20,14 @@ __all__ = ["fastest_mesh"]
 def fastest_mesh(
     costs: ModelCosts, machines: Machines, training: Training, wish: Split, shards: int
 ) -> str:
-    """Return the fastest mesh of all ranks: stages and replicas, pp x dp.
+    """Return the mesh with the fastest steps on all ranks: pipeline stages and replicas, pp x dp.
 
     Args:
         costs: Costs of the model's layers.
         machines: Costs of the ranks.
-        training: Rows of a micro-batch of the training as its batch, and the optimizer.
-        wish: Stage of sharding, schedule and micro-batches of a pipeline.
+        training: Dtype and optimizer states; its `batch` is the number of rows of a micro-batch.
+        wish: Split with the wanted sharding stage, schedule and number of micro-batches; its
+            numbers of ranks are replaced.
         shards: Number of micro-batches of a step.
 
     Raises:

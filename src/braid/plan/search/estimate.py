@@ -39,13 +39,14 @@ class StepTimeEstimate(NamedTuple):
     """Parts of the seconds of a step.
 
     Attributes:
-        compute_s: Forwards and backwards of the busiest rank.
-        bubble_s: Its waiting for other stages.
-        tensor_s: Its all-reduces of divided layers.
-        message_s: Messages between stages that nothing hides.
-        gradient_s: Collectives of gradients and parameters that nothing hides.
-        optimizer_s: Optimizer.
-        other_s: Costs of every step, however it is split.
+        compute_s: Seconds in which the busiest rank computes forwards and backwards.
+        bubble_s: Seconds in which that rank waits for other stages.
+        tensor_s: Seconds of that rank's all-reduces in layers that several ranks share.
+        message_s: Seconds of messages between stages that do not overlap with computation.
+        gradient_s: Seconds of collectives of gradients and parameters that do not overlap with
+            computation.
+        optimizer_s: Seconds of the optimizer's step.
+        other_s: Constant overhead of a step, the same for all splits.
     """
 
     compute_s: float
@@ -63,7 +64,7 @@ class StepTimeEstimate(NamedTuple):
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes on the rank that holds most."""
+    """Estimated bytes, by purpose, on the rank that needs the most memory."""
 
     parameters: float
     gradients: float
@@ -78,13 +79,13 @@ class MemoryEstimate(NamedTuple):
 
 
 class StageCost(NamedTuple):
-    """Costs of a stage for a micro-batch.
+    """Costs of a pipeline stage for one micro-batch.
 
     Attributes:
         forward_s: Seconds of a forward, with its all-reduces.
         input_s: Seconds of the backward to inputs, with its all-reduces.
         weight_s: Seconds of the backward to weights.
-        tensor_s: Seconds of the all-reduces of both.
+        tensor_s: Seconds of the all-reduces in forward and backward together.
         saved_bytes: Bytes kept for backward.
         output_bytes: Bytes sent to the next stage.
         param_bytes: Bytes of parameters.
@@ -116,8 +117,8 @@ class SplitEstimate(NamedTuple):
         balance: Number of layers of each stage.
         time: Parts of a step's time.
         memory: Bytes of the rank that holds most.
-        busiest: Stage that takes longest.
-        simulated: Whether its program was simulated.
+        busiest: Number of the stage that takes longest.
+        simulated: Whether the time comes from a simulation of the pipeline's program.
     """
 
     split: Split
@@ -137,7 +138,7 @@ class Estimator:
     """Estimates time and memory of the splits of one training.
 
     Args:
-        model: Costs of its layers.
+        model: Costs of the model's layers.
         machines: Costs of the machines.
         training: Batch and optimizer.
     """
@@ -151,7 +152,7 @@ class Estimator:
         return self.training.batch // (split.dp * split.microbatches)
 
     def stages(self, split: Split) -> tuple[tuple[int, ...], list[StageCost]]:
-        """Return the layers of each stage, as even as possible, and the costs of stages."""
+        """Return the number of layers of each stage, as even as possible, and the stages' costs."""
         key = (self.rows(split), split.tp, split.num_stages)
         if key not in self._stages:
             costs = self.model.layers(*key[:2])
@@ -170,7 +171,7 @@ class Estimator:
         return self._stages[key]
 
     def estimate(self, split: Split) -> SplitEstimate:
-        """Return time and memory by closed forms."""
+        """Return the time and memory of a split, computed by closed forms."""
         sizes, stages = self.stages(split)
         return SplitEstimate(
             split,
@@ -205,11 +206,12 @@ class Estimator:
         return self.with_step(split, self.on_cores(time, mean_s), busy.backward_s)
 
     def on_cores(self, time: StepTimeEstimate, mean_s: float) -> StepTimeEstimate:
-        """Return the time where ranks share cores: a rank that waits leaves them to the others.
+        """Return the time, corrected for ranks that share CPU cores.
 
         Args:
-            time: Time with costs of ranks that are all at work.
-            mean_s: Mean work of all ranks of a pipeline.
+            time: Time by costs that were measured while all ranks computed. A rank that waits
+                leaves its core to other ranks, so it counts less.
+            mean_s: Mean seconds of work of the ranks of a pipeline.
         """
         shared = self.machines.ranks_per_core
         if shared == 1.0:
@@ -223,7 +225,7 @@ class Estimator:
     def with_step(
         self, split: Split, time: StepTimeEstimate, backward_s: float
     ) -> StepTimeEstimate:
-        """Return the time plus the time of gradients, sharded parameters and optimizer.
+        """Return `time` plus the seconds of gradients, sharded parameters and optimizer.
 
         Args:
             split: The split.
@@ -253,7 +255,7 @@ class Estimator:
         )
 
     def by_rank(self, split: Split) -> list[list[StageCost]]:
-        """Return the stages of each rank of a pipeline."""
+        """Return the costs of the stages on each rank of a pipeline."""
         ranks: list[list[StageCost]] = [[] for _ in range(split.pp)]
         at = homes(split.schedule, split.pp) if split.pp > 1 else (0,)
         for stage, rank in zip(self.stages(split)[1], at, strict=True):
@@ -304,7 +306,7 @@ class Estimator:
         return max(memories, key=lambda memory: memory.nbytes)
 
     def level_bytes(self, split: Split) -> Mapping[str, float]:
-        """Return the bytes of a step over a link of each level of the cluster."""
+        """Return the bytes that a step sends over one link of each level of the cluster."""
         machines, m = self.machines, split.microbatches
         stages = self.stages(split)[1]
         nbytes = max(sum(s.param_bytes for s in rank_stages) for rank_stages in self.by_rank(split))

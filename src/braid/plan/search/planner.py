@@ -30,8 +30,8 @@ class Ranking(NamedTuple):
 
     Attributes:
         fitting: Estimates of splits that fit, the fastest first.
-        too_large: Estimates of those that need more memory than there is, the smallest first.
-        estimator: Estimator of all of them.
+        too_large: Estimates of splits that do not fit, the one with the least memory first.
+        estimator: Estimator that made these estimates.
     """
 
     fitting: list[SplitEstimate]

@@ -22,7 +22,7 @@ NUM_STEPS = 8  # of an asynchronous pipeline; more than stages that are simulate
 
 
 def program_of(split: Split, num_steps: int = 1) -> Program:
-    """Return the program that the pipeline of a split executes.
+    """Return the program of actions that the pipeline of a split executes.
 
     Args:
         split: The split.
@@ -40,7 +40,7 @@ def program_of(split: Split, num_steps: int = 1) -> Program:
 
 
 def action_s(estimator: Estimator, split: Split, kind: str, number: int) -> float:
-    """Return the seconds of a stage's action, such as F; 0 for communication."""
+    """Return the seconds of an action of a stage, such as F (forward); 0 for communication."""
     stage, machines = estimator.stages(split)[1][number], estimator.machines
     if kind == "STEP":
         return machines.optimizer_s(stage.param_bytes)
@@ -85,7 +85,7 @@ def timeline_of(estimator: Estimator, split: Split, num_steps: int = NUM_STEPS) 
 
 
 def rescore(estimator: Estimator, estimate: SplitEstimate) -> SplitEstimate:
-    """Return the estimate with the simulated time of its program, unless that is very long."""
+    """Return the estimate with its pipeline's time replaced by a simulated time."""
     split = estimate.split
     num_steps = 2 * NUM_STEPS if split.versions else 1
     num_actions = 5 * split.num_stages * split.microbatches * num_steps

@@ -34,7 +34,7 @@ class Flip(NamedTuple):
 
     Attributes:
         change: The change, such as `links 2.8 times slower`.
-        estimate: The split that is then the fastest.
+        estimate: Estimate of the split that is the fastest after the change.
     """
 
     change: str
@@ -42,7 +42,7 @@ class Flip(NamedTuple):
 
 
 def reasons(ranking: Ranking) -> list[str]:
-    """Return sentences: parts of the best split's time, its busiest stage, its lead."""
+    """Return sentences that explain why the best split is the fastest."""
     best = ranking.fitting[0]
     time = best.time
     shares = [(getattr(time, part) / time.seconds, PART_NAMES[part]) for part in time._fields]
@@ -75,7 +75,7 @@ def reasons(ranking: Ranking) -> list[str]:
 
 
 def flips(ranking: Ranking) -> Iterator[Flip]:
-    """Yield the least changes after which another split is faster by more than 2 %."""
+    """Yield the smallest changes of memory, links and devices that make another split fastest."""
     best, estimator = ranking.fitting[0], ranking.estimator
     closed_s = estimator.time(best.split).seconds  # closed forms, as for splits that are too large
     larger = [e for e in ranking.too_large if e.seconds < closed_s * (1 - LEAD)]

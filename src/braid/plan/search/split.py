@@ -33,16 +33,16 @@ class Split:
     """One way to split a training over a mesh, with its schedule.
 
     Attributes:
-        pp: Ranks of a pipeline.
-        dp: Replicas.
-        tp: Ranks that share each layer.
-        shard: State that replicas divide: 1, 2 or 3 as ZeRO's stages; 0 for none.
+        pp: Number of ranks of a pipeline.
+        dp: Number of replicas.
+        tp: Number of ranks that share each layer.
+        shard: ZeRO stage of the sharding over replicas: 1, 2 or 3; 0 for no sharding.
         schedule: Name of the pipeline's schedule.
         microbatches: Micro-batches of a step.
         recompute: Whether forwards run again in backward: `never` or `always`.
         strategy: `ps` for a parameter server, with one server per worker on the same hosts.
-        versions: Versions of weights of an asynchronous pipeline, `stash` or `2bw`, which steps
-            every `microbatches`; nothing for a synchronous one.
+        versions: Rule for the weight versions of an asynchronous pipeline: `stash` or `2bw`. 2bw
+            takes a step every `microbatches`. Empty for a synchronous pipeline.
     """
 
     pp: int = 1
@@ -67,7 +67,7 @@ class Split:
 
     @property
     def mesh(self) -> str:
-        """Axes of the mesh, as `braid train --mesh` takes them; nothing if all are replicas."""
+        """Axes of the mesh, as text for `braid train --mesh`; empty if all ranks are replicas."""
         is_row = self.pp > 1 or self.microbatches > 1 or self.recompute != "never"
         axes = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
         shown = [f"{k}={n}" for k, n in axes.items() if n > 1 or (k == "pp" and is_row)]
@@ -109,9 +109,9 @@ def splits(
         batch: Rows of a step.
         num_layers: Number of layers, at least one for each stage.
         tensor_sizes: Numbers of ranks that can share a layer.
-        schedules: Schedules of pipelines.
-        servers: Whether a parameter server is among them.
-        asynchronous: Whether pipelines with stale gradients are.
+        schedules: Names of the pipeline schedules to use.
+        servers: Whether to yield the split with a parameter server.
+        asynchronous: Whether to yield pipelines with stale gradients.
     """
     names = [
         *schedules,
@@ -159,16 +159,16 @@ def _of_mesh(
 
 @cache
 def homes(schedule: str, pp: int) -> tuple[int, ...]:
-    """Return the rank of each stage."""
+    """Return the rank of each stage of a schedule with `pp` ranks."""
     ranks = stage_ranks(schedule_named(schedule)(pp, 1))
     return tuple(ranks[stage] for stage in range(len(ranks)))
 
 
 @cache
 def held(schedule: str, pp: int, microbatches: int) -> tuple[int, ...]:
-    """Return the largest number of forwards per stage whose activations a rank stores.
+    """Return, by rank, the largest number of micro-batches and stages with stored activations.
 
-    Between the two parts of a split backward, gradients are held as well: they count as much.
+    If a backward is split into two parts, gradients that are stored between them count as well.
     """
     if schedule.partition(":")[0] in HOLDS_ALL:
         per_rank = _stages_per_rank(schedule) if pp > 1 else 1

@@ -35,12 +35,12 @@ __all__ = ["Phase", "hierarchical_s", "pipelined_s", "program_s"]
 
 
 class Phase(NamedTuple):
-    """One phase of a chunk on its way.
+    """One phase in the processing of a chunk: a latency, then work on one resource.
 
     Attributes:
         resource: Name of the busy resource, such as the card or the processor.
-        work_s: Seconds for which the resource is busy.
-        latency_s: Seconds before that, while nothing is busy.
+        work_s: Seconds for which the chunk keeps the resource busy.
+        latency_s: Seconds before the work, in which no resource is busy.
     """
 
     resource: str
@@ -57,18 +57,18 @@ def program_s(
     piece_bytes: int,
     sum_s_per_byte: float = 0.0,
 ) -> float:
-    """Return the seconds of a program that goes through the tensor in pieces.
+    """Return the seconds of a collective that runs a program on one piece of a tensor at a time.
 
-    A rank sends without asking whether its peer waits, so its messages of one round and of the next
-    may share its link. If the root of a tree sends to two peers, the link is used for both.
+    A rank sends without waiting for the receiver, so its messages of two rounds may share its link.
+    If the root of a tree sends to two peers, both messages use its link.
 
     Args:
-        written: Program.
+        written: Program of the collective.
         nbytes: l, bytes of the largest full buffer of a rank.
-        cluster: Network.
-        sync_s: Seconds of one step of all ranks.
+        cluster: Network that connects the ranks.
+        sync_s: Seconds of one synchronization of all ranks.
         piece_bytes: Size of the largest piece.
-        sum_s_per_byte: c, seconds per byte that is added up.
+        sum_s_per_byte: c, seconds to add up one byte.
     """
     whole, rest = divmod(nbytes, piece_bytes)
     pieces = [(piece_bytes, whole), (rest, 1 if rest or not nbytes else 0)]
@@ -82,12 +82,12 @@ def program_s(
 
 
 def pipelined_s(phases: Sequence[Phase], num_chunks: int, depth: int) -> float:
-    """Return the seconds until the last chunk has gone through all phases.
+    """Return the seconds until a pipeline has processed all chunks in all phases.
 
     Args:
         phases: Phases of one chunk, in order.
         num_chunks: Number of equal chunks.
-        depth: Number of chunks under way besides the one that is begun.
+        depth: Number of chunks that may be in progress when the next one begins.
     """
     if num_chunks < 1 or depth < 0:
         msg = (
@@ -117,9 +117,9 @@ def hierarchical_s(
 
     Args:
         nbytes: l, bytes of the tensor.
-        cluster: Network. The last level is the network between hosts; one below it, if there is
-            one, is a host's memory.
-        sync_s: Seconds of a step of all ranks.
+        cluster: Network. The last level is the network between hosts; an optional level below it is
+            a host's memory.
+        sync_s: Seconds of one synchronization of all ranks.
         chunk_bytes: Size of one chunk.
         depth: Number of chunks on the wire besides the one that is summed.
         copy_s_per_byte: Seconds per byte of a copy in memory.

@@ -22,7 +22,7 @@ class Comparison(NamedTuple):
     Attributes:
         sizes: Bytes of the largest full buffer of a rank.
         estimates: One estimate per size, by name of the algorithm.
-        left_out: Reasons why algorithms do not suit this number of ranks, by name.
+        left_out: Reason why an algorithm was not estimated for this number of ranks, by name.
     """
 
     sizes: tuple[int, ...]
@@ -48,14 +48,14 @@ def compare(
     cluster: Cluster,
     sum_s_per_byte: float = 0.0,
 ) -> Comparison:
-    """Estimate every algorithm for `operation`.
+    """Estimate the times of all algorithms for `operation`.
 
     Args:
         operation: Name of the operation, such as all_reduce.
         num_ranks: World size, at most the number of ranks of the cluster.
         sizes: Bytes of the largest full buffer of a rank.
-        cluster: Network; hierarchical uses the units of its first level as rows.
-        sum_s_per_byte: Seconds per byte that is added up.
+        cluster: Network; the algorithm `hierarchical` takes the units of the first level as hosts.
+        sum_s_per_byte: Seconds to add up one byte.
 
     Raises:
         ConfigError: No algorithm implements the operation, or the cluster has fewer ranks.

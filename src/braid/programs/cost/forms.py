@@ -24,12 +24,12 @@ __all__ = ["FORMS", "Cost", "form"]
 
 
 class Cost(NamedTuple):
-    """Cost of steps in sequence.
+    """Cost of a sequence of steps, per rank.
 
     Attributes:
         messages: Number of messages.
-        nbytes: Bytes sent; a fraction if l is not a multiple of p.
-        flops: Bytes added up.
+        nbytes: Bytes sent; a fractional number if l is not a multiple of p.
+        flops: Bytes that are added up.
     """
 
     messages: int
@@ -37,7 +37,7 @@ class Cost(NamedTuple):
     flops: float = 0.0
 
     def seconds(self, a: float, b: float, c: float = 0.0) -> float:
-        """Return the time, with a seconds per message, b per byte sent and c per byte added up."""
+        """Return the seconds, with `a` per message, `b` per byte sent and `c` per byte added up."""
         return self.messages * a + self.nbytes * b + self.flops * c
 
     def __add__(self, other: object) -> Cost:
@@ -102,7 +102,7 @@ def _torus(p: int, l: float) -> Cost:
 
 
 def grid(p: int, l: float, row: int) -> Cost:
-    """Return the cost of an all-reduce along rows of `row` ranks and columns, all links equal."""
+    """Return the cost of an all-reduce along rows of `row` ranks, then along columns."""
     column = p // row
     along_row = _chain(row, l, True) + _chain(row, l, False)
     along_column = _chain(column, l / row, True) + _chain(column, l / row, False)

@@ -34,9 +34,9 @@ class Estimate(NamedTuple):
     """Cost of an algorithm on a cluster.
 
     Attributes:
-        seconds: Seconds until the last rank is ready.
-        level_bytes: Bytes over all links to each level of the cluster, by name: every message
-            counts on its way up and on its way down.
+        seconds: Seconds until the last rank has finished.
+        level_bytes: Bytes on all links of each level of the cluster, by name. A message counts
+            twice: on its way up and on its way down.
     """
 
     seconds: float
@@ -52,7 +52,7 @@ def simulate_rounds(
         rounds: Algorithm; its number of ranks is at most the cluster's.
         nbytes: l, bytes of the largest full buffer of a rank.
         cluster: Network.
-        sum_s_per_byte: c, seconds per byte that is added up.
+        sum_s_per_byte: c, seconds to add up one byte.
 
     Raises:
         ConfigError: The cluster has fewer ranks, or `nbytes` is negative.

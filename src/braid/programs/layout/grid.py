@@ -31,9 +31,9 @@ class Grid:
     """Ranks arranged by kinds of parallelism, such as tp, dp and pp.
 
     Args:
-        sizes: Number of ranks of each kind; 1 where it is left out.
+        sizes: Number of ranks of each kind; a missing kind has size 1.
         order: Kinds, beginning with the one that varies fastest; kinds of size 1 may be omitted.
-        first_rank: Rank of the first place.
+        first_rank: Rank at the first position of the grid.
 
     Raises:
         ConfigError: A kind is unknown, comes twice, or has several ranks and no place in the order.
@@ -64,10 +64,9 @@ class Grid:
         return self._mesh.size
 
     def groups(self, kinds: str) -> list[list[int]]:
-        """Return all groups of ranks that differ along some kinds only, such as `tp-dp`.
+        """Return all groups of ranks whose positions differ only in some kinds, such as `tp-dp`.
 
-        Every rank is in one of them. Groups are in the order of their first ranks, and ranks in
-        their own.
+        Every rank is in one group. Groups are sorted by their first rank.
 
         Raises:
             ConfigError: A kind is unknown.
@@ -80,11 +79,11 @@ class Grid:
         return [self.first_rank + peer for peer in sorted(peers)]
 
     def embedding_groups(self) -> list[list[int]]:
-        """Return first and last stage of each pipeline, which share the embedding."""
+        """Return the ranks of each pipeline's first and last stage, which share the embedding."""
         return [list(dict.fromkeys((stages[0], stages[-1]))) for stages in self.groups("pp")]
 
     def position_embedding_groups(self) -> list[list[int]]:
-        """Return the first stage of each pipeline, which has the embedding of positions."""
+        """Return the rank of each pipeline's first stage, which has the position embedding."""
         return [stages[:1] for stages in self.groups("pp")]
 
     def _groups(self, kinds: str) -> Iterator[list[int]]:

@@ -53,9 +53,9 @@ class Layout:
 
     Attributes:
         mesh: Named axes.
-        dims: Axes that split each dim, outermost first.
-        partial: Axes over which the values are to be summed, in the order of the mesh.
-        varying: Axes along which replicas have different gradients, terms of a sum.
+        dims: Axes that split each dim of the tensor, outermost first.
+        partial: Axes along which values are partial sums, in the order of the mesh.
+        varying: Axes along which replicas have different gradients, which are partial sums.
         blocks: Number of packed blocks of each dim; each block is split. Empty if all are 1.
 
     Raises:
@@ -104,17 +104,17 @@ class Layout:
 
     @classmethod
     def parse(cls, mesh: Mesh, text: str) -> Layout:
-        """Return the layout of a text such as `dp,tp | - ; partial cp`.
+        """Parse a layout, such as `dp,tp | - ; partial cp`.
 
         Args:
             mesh: Named axes.
-            text: For each dim the axes that divide it (`-` for none, `3*tp` for three blocks that
-                are divided each), with ` | ` between dims; or `scalar` for a tensor without dims.
-                Then, behind ` ; `, `partial cp` if values are still to be summed over cp, and
-                `varying tp` if gradients differ over tp.
+            text: Axes that split each dim, with ` | ` between dims. `-` means no axis, `3*tp` three
+                packed blocks that are each split, and `scalar` a tensor without dims. After ` ; `,
+                `partial cp` marks values that are partial sums over cp, and `varying tp` gradients
+                that differ over tp.
 
         Raises:
-            ConfigError: The text is something else, or the axes are not valid.
+            ConfigError: The text is not a layout, or the axes are not valid.
         """
         split, *rest = text.split(";")
         dims: list[tuple[str, ...]] = []
@@ -134,7 +134,7 @@ class Layout:
         return cls(mesh, tuple(dims), **replicas, blocks=tuple(blocks))
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
-        """Return the slices of a tensor that a rank has; they may be empty.
+        """Return the slice of each dim that a rank has of a tensor; slices may be empty.
 
         Args:
             shape: Shape of the whole tensor.

@@ -28,7 +28,7 @@ class Mesh:
     """An arrangement of ranks along named axes.
 
     Attributes:
-        axes: Number of ranks along each axis, by name; the last axis is counted first.
+        axes: Number of ranks along each axis, by name; consecutive ranks differ in the last axis.
 
     Raises:
         ConfigError: `axes` is empty, or a name or size is not valid; the message lists all
@@ -54,10 +54,10 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Return the mesh of a text such as `pp=2,dp=4`.
+        """Parse a mesh, such as `pp=2,dp=4`.
 
         Raises:
-            ConfigError: The text is something else.
+            ConfigError: The text is not a mesh.
         """
         axes: dict[str, int] = {}
         for part in text.split(","):
@@ -88,7 +88,7 @@ class Mesh:
         return {name: indices[name] for name in self.axes}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """Return the rank at some coordinates; an axis that is left out counts as 0.
+        """Return the rank at `coordinates`; a missing axis has index 0.
 
         Raises:
             ConfigError: There are no such coordinates.
@@ -104,7 +104,7 @@ class Mesh:
         return number
 
     def peers(self, axes: str | list[str] | tuple[str, ...], rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from a rank along some axes only, with it, in order.
+        """Return a rank and all ranks that differ from it only along `axes`, in order.
 
         Raises:
             ConfigError: An axis or the rank is not in the mesh.
@@ -117,16 +117,16 @@ class Mesh:
         return tuple(self.rank({**here, **dict(zip(along, p, strict=True))}) for p in places)
 
     def view(self, axes: str | Mapping[str, int]) -> Mesh:
-        """Return other axes over the same ranks, made by splitting axes and joining neighbours.
+        """Return a mesh of the same ranks with some axes split and neighbouring axes joined.
 
-        Experts often lie along other axes than dense layers: `dp=4,tp=2` seen as `dp=1,ep=8`.
+        Experts often use other axes than dense layers, such as `dp=1,ep=8` instead of `dp=4,tp=2`.
 
         Args:
             axes: Text such as `dp=2,ep=4`, or sizes by name; the last axis varies fastest.
 
         Raises:
-            ConfigError: The product of the sizes is another number of ranks, or an axis would cut
-                across axes of this mesh.
+            ConfigError: The product of the sizes is not the number of ranks, or splitting and
+                joining axes cannot give these axes.
 
         >>> str(Mesh.parse("dp=4,tp=2").view("dp=2,ep=4"))
         'dp=2,ep=4'
@@ -151,7 +151,7 @@ class Mesh:
         return other
 
     def split(self, axis: str, into: str | Mapping[str, int]) -> Mesh:
-        """Return a view with one axis replaced by several axes; the product of sizes is equal.
+        """Return a mesh with one axis replaced by several axes of the same total size.
 
         Raises:
             ConfigError: The axis is unknown, a name occurs twice, or the sizes do not fit.
@@ -170,7 +170,7 @@ class Mesh:
         return self._replaced([axis], parts.axes)
 
     def join(self, axes: list[str] | tuple[str, ...], name: str) -> Mesh:
-        """Return a view with neighbouring axes replaced by one.
+        """Return a mesh with neighbouring axes replaced by one axis.
 
         Raises:
             ConfigError: An axis is unknown, axes are not neighbours, or the name occurs twice.

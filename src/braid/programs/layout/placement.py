@@ -54,13 +54,13 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PlacedAxis:
-    """One mesh axis in one order of the axes, and the levels that it crosses.
+    """Cost of one mesh axis in one order of the axes, with the cluster levels that it crosses.
 
     Attributes:
-        traffic: Collectives of a step.
+        traffic: Collectives along the axis in a step.
         stride: Number of ranks from one index to the next.
-        spread: Largest number of children of one unit among which a group is divided, by the name
-            of the level; levels at which it is not divided are left out.
+        spread: For each cluster level that divides a group: the largest number of children of one
+            unit that have ranks of the same group.
         seconds: Predicted seconds of a step's collectives.
     """
 
@@ -94,8 +94,8 @@ class MeshPlacement:
 
     Attributes:
         cluster: Connections of the ranks.
-        best: Order of the least seconds.
-        worst: Order of the most seconds.
+        best: Order with the least predicted seconds.
+        worst: Order with the most predicted seconds.
     """
 
     cluster: Cluster
@@ -104,12 +104,12 @@ class MeshPlacement:
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh of the best order, for `braid.mesh(str(placement.mesh))`."""
+        """Mesh with its axes in the best order, for `braid.mesh(str(placement.mesh))`."""
         return self.best.mesh
 
     @property
     def order(self) -> str:
-        """Best order as Megatron writes it: the quickest axis first, such as `tp-dp-pp`."""
+        """Best order in Megatron's notation, the axis of adjacent ranks first, such as `tp-dp-pp`."""
         return "-".join(reversed(list(self.mesh.axes)))
 
     @property
@@ -118,10 +118,10 @@ class MeshPlacement:
         return self.best.seconds
 
     def crossing(self, level: str | None = None) -> tuple[str, ...]:
-        """Return the axes with a group in several units of a level.
+        """Return the axes with groups that span several units of a level, such as several hosts.
 
         Args:
-            level: Name of a unit; by default `host`, or the lowest level where none is named so.
+            level: Name of the level; by default `host`, or the lowest level if there is no `host`.
 
         Raises:
             ConfigError: The cluster has no such level.
@@ -157,14 +157,14 @@ def place(
 ) -> MeshPlacement:
     """Order the axes of a mesh so that a step's collectives take the least time on a cluster.
 
-    Among orders of equal time, axes with more bytes get the closer ranks; then the order of the
-    mesh is kept. An axis that does not fit into a host is divided over hosts, with the largest
-    number of ranks on each that fits.
+    Among orders of equal time, axes with more bytes get closer ranks; after that, the order of the
+    mesh decides. An axis that does not fit into a host is divided over hosts, with as large a part
+    as possible on each host.
 
     Args:
         mesh: Axes, in any order.
         cluster: Connections of the ranks, as `braid probe` writes them; may have more ranks.
-        traffic: Bytes per step of some axes, or `Traffic`; see `usual_traffic` for all others.
+        traffic: Bytes per step, or `Traffic`, by axis; None or a missing axis for `usual_traffic`.
 
     Raises:
         ConfigError: The cluster is too small, there are too many axes, or traffic is unknown.

@@ -38,12 +38,12 @@ PARAMETER_BYTES = 1 << 30  # of one rank: models are divided until their parts f
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Collectives along one axis in one step.
+    """Collectives along one mesh axis in one training step.
 
     Attributes:
         operation: One of `OPERATIONS`; `send` goes from each index to the next.
-        nbytes: Bytes of the largest full buffer of a rank in one of them.
-        count: Number of them in a step.
+        nbytes: Bytes of the largest full buffer of a rank in one collective.
+        count: Number of collectives in a step.
 
     Raises:
         ConfigError: The operation is unknown, or a number is negative; the message lists all
@@ -70,7 +70,7 @@ class Traffic:
 
     @property
     def step_bytes(self) -> float:
-        """Bytes of all collectives of a step."""
+        """Bytes of all collectives of a step together."""
         return self.nbytes * self.count
 
     def __str__(self) -> str:
@@ -78,9 +78,9 @@ class Traffic:
 
 
 def usual_traffic(mesh: Mesh) -> dict[str, Traffic]:
-    """Return usual weights for the axes of a mesh that have a known name.
+    """Return typical collectives of a training step, for mesh axes with a known name such as tp.
 
-    Sharding axes gather the parameters of a rank, and dp sums gradients of one shard of them.
+    Along sharding axes, parameters are gathered; along dp, the gradients of one shard are summed.
     """
     shards = math.prod(mesh.axes.get(name, 1) for name in SHARDING)
     usual = {
@@ -95,15 +95,16 @@ def usual_traffic(mesh: Mesh) -> dict[str, Traffic]:
 
 
 def traffic_of(mesh: Mesh, traffic: Mapping[str, float | Traffic] | None) -> dict[str, Traffic]:
-    """Return the collectives of every mesh axis: as passed, or a typical training step's.
+    """Return the collectives of every mesh axis: from `traffic`, or else of a typical step.
 
     Args:
         mesh: Named axes.
-        traffic: Traffic of some axes; a number is the bytes of one collective per step, of the kind
-            that is usual for the axis, and an all_reduce for other names.
+        traffic: Traffic of some axes. A number is the bytes of one collective per step: of the
+            usual kind for a known axis name, otherwise an all_reduce.
 
     Raises:
-        ConfigError: An axis is unknown, or one of several ranks has no traffic; all are named.
+        ConfigError: An axis is unknown, or an axis with several ranks has no traffic; the message
+            lists all of them.
     """
     usual, known = usual_traffic(mesh), dict(traffic or {})
     problems = [f"unknown axis {name} in {mesh}" for name in known if name not in mesh.axes]

@@ -39,7 +39,7 @@ class SamplerState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrder:
-    """The samples of the global batch of each step.
+    """Order of a data set's samples: which samples are in the global batch of each step.
 
     Attributes:
         num_samples: Number of samples of the data set.
@@ -67,7 +67,7 @@ class SampleOrder:
         return self.num_samples // self.batch_size
 
     def batch(self, at: SamplerState) -> list[int]:
-        """Return the indices of the global batch, in order.
+        """Return the indices of the samples in the global batch of a step, in order.
 
         Raises:
             ConfigError: The epoch has no such step.
@@ -82,21 +82,21 @@ class SampleOrder:
         return self.samples(at.epoch, range(start, start + self.batch_size))
 
     def samples(self, epoch: int, places: range) -> list[int]:
-        """Return the indices of the samples at these places of an epoch."""
+        """Return the indices of the samples at these positions in the order of an epoch."""
         if not self.shuffles:
             return list(places)
         permutation = _permutation(self.num_samples, self.seed, epoch)
         return [permutation[i] for i in places]
 
     def after(self, at: SamplerState) -> SamplerState:
-        """Return the state of the following step."""
+        """Return the state of the step after `at`, in the next epoch if necessary."""
         if at.step + 1 < self.steps_per_epoch:
             return SamplerState(at.epoch, at.step + 1)
         return SamplerState(at.epoch + 1, 0)
 
 
 class OrderedSampler:
-    """Walks through a `SampleOrder`; its state goes into the checkpoint.
+    """Sampler that returns the batches of a `SampleOrder` and can be saved in a checkpoint.
 
     Args:
         order: Order of samples.
@@ -125,7 +125,7 @@ class OrderedSampler:
         self.state = SamplerState(epoch, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state and the order that it belongs to, as values of JSON."""
+        """Return the position and the arguments of the order, as values that JSON can store."""
         order = self.order
         return {
             **self.state._asdict(),
@@ -138,7 +138,8 @@ class OrderedSampler:
         """Continue from a saved state, on any number of ranks.
 
         Raises:
-            CheckpointError: The state is of another order of samples; lists every difference.
+            CheckpointError: The state was saved with another order of samples; the message lists
+                every difference.
         """
         content: object = state  # a file may hold anything
         if not isinstance(content, Mapping):

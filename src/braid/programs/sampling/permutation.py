@@ -37,13 +37,13 @@ class Permutation:
 
     Args:
         n: Number of elements, at least 1.
-        key: Numbers that choose it, such as (seed, epoch); different keys give unrelated
-            permutations.
+        key: Numbers that choose the permutation, such as (seed, epoch); different keys give
+            unrelated permutations.
 
     Raises:
         ConfigError: `n` is below 1.
 
-    Cost: about 4 microseconds an element, 8 words of memory whatever `n` is.
+    Cost: about 4 microseconds per element, and 8 words of memory for any `n`.
     """
 
     def __init__(self, n: int, key: tuple[int, ...]) -> None:

@@ -68,11 +68,11 @@ class Bar(NamedTuple):
 
     Attributes:
         lane: Index of the lane.
-        start_s: Begin, in seconds from the left edge.
-        end_s: End, in seconds from the left edge.
+        start_s: Begin of the bar, in seconds from the left edge.
+        end_s: End of the bar, in seconds from the left edge.
         colour: Colour of the bar.
-        title: Text under the pointer.
-        label: Text in the bar, where it is wide enough.
+        title: Text that is shown while the mouse is over the bar.
+        label: Text in the bar, if the bar is wide enough.
         part: Part of the lane's height: "whole", "upper" or "lower".
         marked: Whether the bar has a red edge.
     """
@@ -106,11 +106,11 @@ def draw(
         bars: Bars in the order in which they are drawn.
         seconds: Length of the time axis.
         title: Text above the picture.
-        legend: Name -> colour, above the picture.
+        legend: Name -> colour, shown above the picture.
         width: Pixels of the picture; it is wider if its texts leave no room for the time axis.
         caption: Text below the time axis.
         notes: Text at the right of each lane.
-        axis: Whether times are written below.
+        axis: Whether to write times below the lanes.
     """
     total = seconds or 1.0
     legend = legend or {}

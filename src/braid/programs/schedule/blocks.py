@@ -77,7 +77,7 @@ def blocks_svg(program: Program, width: int = 800) -> str:
 def row_of_blocks(
     x: int, y: int, held: Mapping[int, Held], count: int, num_ranks: int
 ) -> list[str]:
-    """Draw the cells of a rank, from left to right; cells without content are empty."""
+    """Draw the blocks of a rank's buffer as SVG cells, from left to right."""
     parts = []
     for slot in range(count):
         corner = x + slot * CELL

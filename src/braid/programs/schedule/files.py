@@ -50,7 +50,7 @@ def read_text(file: str) -> str:
 
 
 def read_program(file: str) -> Program:
-    """Read a program; it may break rules, except in CSV.
+    """Read a program without checking its rules; only a program in CSV is checked.
 
     Raises:
         ConfigError: The file cannot be read, or is not a program; the message has the position.
@@ -64,7 +64,7 @@ def read_program(file: str) -> Program:
 
 
 def valid_program(file: str) -> Program:
-    """Read a program that keeps all rules.
+    """Read a program, and check it.
 
     Raises:
         ConfigError: The file cannot be read, is not a program, or breaks a rule.
@@ -81,7 +81,7 @@ def valid_program(file: str) -> Program:
 
 
 def check_schedule(name: str) -> str:
-    """Return why a name is no training schedule and no file; an empty text if it is valid."""
+    """Return the problem of a name that is neither a training schedule nor a file; else ""."""
     if _known(name) is not None or is_file(name):
         return ""
     return (
@@ -91,7 +91,7 @@ def check_schedule(name: str) -> str:
 
 
 def schedule_named(name: str) -> Schedule:
-    """Return the schedule with a name, or of a file, as a function of ranks and micro-batches.
+    """Return the schedule of a name or file: a function (ranks, micro-batches) -> program.
 
     Raises:
         ConfigError: The name is unknown and not a file, or the file does not contain a valid

@@ -24,7 +24,7 @@ __all__ = ["all_gather", "all_to_all"]
 
 
 def all_gather(num_ranks: int) -> Rounds:
-    """Every rank ends with the blocks of all ranks."""
+    """Return the rounds of Bruck's all-gather: every rank ends with the blocks of all ranks."""
     check_ranks(num_ranks)
     ranks, steps, held = np.arange(num_ranks), [], 1
     while held < num_ranks:
@@ -39,10 +39,10 @@ def all_gather(num_ranks: int) -> Rounds:
 
 
 def all_to_all(num_ranks: int) -> Rounds:
-    """Block j of rank i becomes block i of rank j.
+    """Return the rounds of Bruck's all-to-all: block j of rank i becomes block i of rank j.
 
-    Blocks that still have to travel lie in the second buffer, at the place of their whole distance
-    d. A last copy puts them where they belong, which needs the first buffer as intermediate memory.
+    Blocks in transit are in the second buffer, at index d if their target is d ranks away. A last
+    copy sorts them by sender; it needs the first buffer as intermediate memory.
     """
     check_ranks(num_ranks)
     ranks = np.arange(num_ranks)

@@ -43,18 +43,18 @@ ALGORITHMS: Mapping[tuple[str, str], Callable[..., Rounds]] = {
 def algorithm(
     name: str, operation: str, num_ranks: int, *, root: int | None = None, row: int | None = None
 ) -> Rounds:
-    """Return an algorithm for a number of ranks.
+    """Return the rounds of a named algorithm for a number of ranks.
 
     Args:
         name: Name of the algorithm, such as ring.
         operation: Name of the operation, such as all_reduce.
         num_ranks: World size.
-        root: Rank, for operations that have one; 0 when None.
+        root: Root rank, for operations that have one; 0 when None.
         row: Number of ranks of a host, for hierarchical.
 
     Raises:
-        ConfigError: There is none of this name for the operation, or not for this number of ranks,
-            root or row.
+        ConfigError: The operation has no algorithm of this name, or the algorithm does not support
+            the number of ranks, root or row.
     """
     make = ALGORITHMS.get((name, operation))
     if make is None:

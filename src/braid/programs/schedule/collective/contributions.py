@@ -25,7 +25,7 @@ MOST_REPORTED = 20
 
 
 def check_slots(program: Program) -> list[Violation]:
-    """Check the header, and that all blocks and rounds exist."""
+    """Check the header of a collective, and that actions refer to existing blocks and rounds."""
     header = program.header
     arguments = (header.operation, program.num_ranks, header.num_units, header.root)
     violations = [Violation("header", -1, -1, text) for text in header_problems(*arguments)]
@@ -54,12 +54,12 @@ def check_slots(program: Program) -> list[Violation]:
 def check_contributions(
     program: Program, matching: Matching, moments: Iterable[Moment]
 ) -> list[Violation]:
-    """Check every addition in this order, and the result at the end.
+    """Execute a collective symbolically; check each addition, and each rank's final blocks.
 
     Args:
         program: Program without unmatched messages and deadlocks.
         matching: Matching of the program.
-        moments: All moments of the program, in a possible order.
+        moments: All moments of the program, in an order in which they can happen.
     """
     return _Ledger(program, matching).check(moments)
 

@@ -37,7 +37,7 @@ Slots = Callable[[int, int], Sequence[int]]
 
 
 def doubling(num_ranks: int) -> Rounds:
-    """All-reduce in which partners exchange their whole buffers."""
+    """Return the rounds of an all-reduce in which pairs of ranks exchange whole buffers."""
     core = _core(num_ranks)
 
     def whole(_rank: int, _repetition: int) -> Sequence[int]:
@@ -48,7 +48,7 @@ def doubling(num_ranks: int) -> Rounds:
 
 
 def halving_doubling(num_ranks: int) -> Rounds:
-    """All-reduce: recursive halving reduces and scatters, recursive doubling gathers."""
+    """Return an all-reduce by recursive halving (reduce-scatter) and doubling (all-gather)."""
     core = _core(num_ranks)
     distances = _distances(core)
     steps = [_halve(core, distance) for distance in reversed(distances)]
@@ -58,9 +58,9 @@ def halving_doubling(num_ranks: int) -> Rounds:
 
 
 def hypercube(num_ranks: int) -> Rounds:
-    """All-gather along the edges of a hypercube: lg p rounds.
+    """Return the rounds of an all-gather along the edges of a hypercube: lg p rounds.
 
-    Ranks that are no corner send their block to a partner first.
+    If p is not a power of two, the remaining ranks first send their block to a partner.
     """
     core = _core(num_ranks)
     others = np.arange(core, num_ranks)
@@ -79,7 +79,7 @@ def hypercube(num_ranks: int) -> Rounds:
 
 
 def folded(num_ranks: int, num_blocks: int, steps: tuple[Round, ...]) -> tuple[Round, ...]:
-    """Surround `steps` of the largest power of two with messages of the remaining ranks."""
+    """Extend `steps` for a power of two of ranks to `num_ranks`."""
     core = _core(num_ranks)
     others = np.arange(core, num_ranks)
     if not len(others):

@@ -33,11 +33,11 @@ __all__ = ["all_reduce", "torus"]
 
 
 def all_reduce(num_ranks: int, row: int, name: str = "hierarchical") -> Rounds:
-    """All-reduce over rows of `row` consecutive ranks and the columns across them.
+    """Return the rounds of an all-reduce along rows of `row` consecutive ranks, then columns.
 
     Args:
         num_ranks: World size, a multiple of `row`.
-        row: Number of ranks of a host, or extent of one dim of a torus.
+        row: Number of ranks of a host, or the size of one dim of a torus.
         name: Name of the algorithm.
 
     Raises:
@@ -67,6 +67,6 @@ def all_reduce(num_ranks: int, row: int, name: str = "hierarchical") -> Rounds:
 
 
 def torus(num_ranks: int) -> Rounds:
-    """All-reduce on the most square torus of `num_ranks`; a prime number of ranks is a ring."""
+    """Return an all-reduce on the most square torus of `num_ranks`; a ring for a prime number."""
     row = next(n for n in range(round(num_ranks**0.5) + 1, 0, -1) if num_ranks % n == 0)
     return all_reduce(num_ranks, row, "torus")

@@ -21,35 +21,35 @@ __all__ = ["all_gather", "all_reduce", "broadcast", "gather", "reduce", "scatter
 
 
 def broadcast(num_ranks: int, root: int = 0) -> Rounds:
-    """The root sends its buffer to all ranks."""
+    """Return a broadcast in which the root sends its buffer to all ranks."""
     return Rounds("naive", "broadcast", num_ranks, 1, _out(num_ranks, root), root)
 
 
 def reduce(num_ranks: int, root: int = 0) -> Rounds:
-    """All ranks send their buffers to the root, which adds them up."""
+    """Return a reduce in which all ranks send their buffers to the root, which adds them up."""
     return Rounds("naive", "reduce", num_ranks, 1, _in(num_ranks, root, adds=True), root)
 
 
 def all_reduce(num_ranks: int) -> Rounds:
-    """Reduce to rank 0, then broadcast from there."""
+    """Return an all-reduce that consists of a reduce to rank 0, then a broadcast from rank 0."""
     steps = (*_in(num_ranks, 0, adds=True), *_out(num_ranks, 0))
     return Rounds("naive", "all_reduce", num_ranks, 1, steps)
 
 
 def gather(num_ranks: int, root: int = 0) -> Rounds:
-    """All ranks send their block to the root."""
+    """Return a gather in which all ranks send their block to the root."""
     steps = _in(num_ranks, root, by_rank=True)
     return Rounds("naive", "gather", num_ranks, num_ranks, steps, root)
 
 
 def scatter(num_ranks: int, root: int = 0) -> Rounds:
-    """The root sends its block to each rank."""
+    """Return a scatter in which the root sends each rank that rank's block."""
     steps = _out(num_ranks, root, by_rank=True)
     return Rounds("naive", "scatter", num_ranks, num_ranks, steps, root)
 
 
 def all_gather(num_ranks: int) -> Rounds:
-    """Gather on rank 0, which sends everything to all ranks."""
+    """Return an all-gather: rank 0 gathers all blocks, and sends them to all ranks."""
 
     def whole(_rank: int, _repetition: int) -> Sequence[int]:
         return range(num_ranks)

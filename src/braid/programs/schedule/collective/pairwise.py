@@ -21,7 +21,7 @@ __all__ = ["all_gather", "all_to_all", "reduce_scatter"]
 
 
 def all_to_all(num_ranks: int) -> Rounds:
-    """Block j of rank i becomes block i of rank j."""
+    """Return the rounds of an all-to-all: block j of rank i becomes block i of rank j."""
 
     def keep(rank: int) -> Sequence[tuple[int, int]]:
         return ((num_ranks + rank, rank),)
@@ -31,14 +31,14 @@ def all_to_all(num_ranks: int) -> Rounds:
 
 
 def reduce_scatter(num_ranks: int) -> Rounds:
-    """Each rank sends every block to the rank that adds it up."""
+    """Return a reduce-scatter in which each rank sends every block to the rank that sums it."""
     check_ranks(num_ranks)
     steps = tuple(_round(num_ranks, i, "reduce_scatter") for i in range(1, num_ranks))
     return Rounds("pairwise", "reduce_scatter", num_ranks, num_ranks, steps)
 
 
 def all_gather(num_ranks: int) -> Rounds:
-    """Each rank sends its block to every other rank."""
+    """Return an all-gather in which each rank sends its block to every other rank."""
     check_ranks(num_ranks)
     steps = tuple(_round(num_ranks, i, "all_gather") for i in range(1, num_ranks))
     return Rounds("pairwise", "all_gather", num_ranks, num_ranks, steps)

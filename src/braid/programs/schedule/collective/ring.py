@@ -32,33 +32,34 @@ Parts = Callable[[int, int], Sequence[int]]
 
 
 def all_reduce(num_ranks: int) -> Rounds:
-    """Reduce-scatter, then all-gather of the sums: 2 (p-1) rounds."""
+    """Return a ring all-reduce: a reduce-scatter, then an all-gather of the sums; 2 (p-1) rounds."""
     lane = np.arange(num_ranks)[None, :]
     steps = (*rings(lane, _one_block, adds=True), *rings(lane, _one_block, ahead=1))
     return Rounds("ring", "all_reduce", num_ranks, num_ranks, steps)
 
 
 def reduce_scatter(num_ranks: int) -> Rounds:
-    """Rank r ends with the sum of block r: p-1 rounds."""
+    """Return a ring reduce-scatter: rank r ends with the sum of block r; p-1 rounds."""
     steps = rings(np.arange(num_ranks)[None, :], _one_block, ahead=-1, adds=True)
     return Rounds("ring", "reduce_scatter", num_ranks, num_ranks, steps)
 
 
 def all_gather(num_ranks: int) -> Rounds:
-    """Every rank ends with the blocks of all ranks: p-1 rounds."""
+    """Return a ring all-gather: every rank ends with the blocks of all ranks; p-1 rounds."""
     steps = rings(np.arange(num_ranks)[None, :], _one_block)
     return Rounds("ring", "all_gather", num_ranks, num_ranks, steps)
 
 
 def rings(lanes: Ranks, parts: Parts, *, ahead: int = 0, adds: bool = False) -> tuple[Round, ...]:
-    """Several ring collectives at the same time, each over different ranks.
+    """Return the rounds of several ring collectives at the same time, over different ranks.
 
     Args:
-        lanes: Ranks of each ring in order; shape (rings, ranks of a ring).
+        lanes: Ranks of each ring, in order; shape (number of rings, number of ranks of a ring).
         parts: Function that returns the blocks of part i, by (rank, i).
-        ahead: The rank at place i begins with part i + `ahead`.
-        adds: Whether parts are added up: the rank at place i ends with the sum of part i + 1 +
-            `ahead`; else they are gathered.
+        ahead: Offset of the first part: the rank at position i of a ring begins with part i +
+            `ahead`.
+        adds: True for a reduce-scatter, after which the rank at position i has the sum of part i +
+            1 + `ahead`. False for an all-gather.
     """
     check_ranks(lanes.size)
     length = lanes.shape[1]

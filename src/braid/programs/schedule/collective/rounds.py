@@ -36,15 +36,15 @@ Slots = Callable[[int, int], Sequence[int]]
 
 
 class Round(NamedTuple):
-    """Messages that are under way at the same time.
+    """Messages that ranks send at the same time, possibly repeated.
 
     Attributes:
         sources: Ranks that send; each at most once.
         targets: Ranks that receive; each at most once.
-        num_blocks: Number of blocks of each message, or of all.
-        slots: Function that returns the blocks that a rank sends, by (rank, repetition).
-        into: Function that returns the blocks of the target, by (sender, repetition); the same
-            blocks when None.
+        num_blocks: Number of blocks of each message: one number for all, or one per message.
+        slots: Function (rank, repetition) that returns the indices of the blocks that a rank sends.
+        into: Function (sender, repetition) that returns the indices of the blocks at the target;
+            the same indices when None.
         adds: Whether received blocks are added to the target's.
         repeat: Number of repetitions.
     """
@@ -62,22 +62,23 @@ class Copy(NamedTuple):
     """Copies inside each rank's buffer.
 
     Attributes:
-        blocks: Function that returns the pairs (to, from) of a rank.
+        blocks: Function (rank) that returns pairs (index to copy to, index to copy from).
     """
 
     blocks: Callable[[int], Sequence[tuple[int, int]]]
 
 
 class Rounds(NamedTuple):
-    """An algorithm for a number of ranks.
+    """A collective algorithm for a number of ranks, as rounds of messages.
 
     Attributes:
         name: Name of the algorithm.
         operation: Name of the operation.
         num_ranks: World size.
-        num_blocks: Number of blocks of the buffer; for all_to_all of both buffers together.
+        num_blocks: Number of blocks of a rank's buffer; all_to_all has two buffers, which count
+            together.
         steps: Rounds and copies, in order.
-        root: Rank, for operations that have one.
+        root: Root rank, for operations that have one.
     """
 
     name: str
@@ -91,22 +92,23 @@ class Rounds(NamedTuple):
         """Return the bytes of a block.
 
         Args:
-            nbytes: Bytes of the largest full buffer of a rank; of one of the two of all_to_all.
+            nbytes: Bytes of the largest full buffer of a rank; for all_to_all, of one of its two
+                buffers.
         """
         return nbytes / (self.num_ranks if self.operation == "all_to_all" else self.num_blocks)
 
     @property
     def num_rounds(self) -> int:
-        """Number of rounds, with repetitions."""
+        """Number of rounds, counting repetitions."""
         return sum(step.repeat for step in self.steps if isinstance(step, Round))
 
 
 def program(rounds: Rounds) -> Program:
-    """Write an algorithm out, action by action.
+    """Convert an algorithm to a program, which lists the actions of each rank.
 
     Raises:
-        ConfigError: There are more ranks than can be written out; `simulate_rounds` in `cost` needs
-            no program.
+        ConfigError: There are too many ranks to list all actions; use `simulate_rounds` instead,
+            which needs no program.
     """
     if rounds.num_ranks > MOST_RANKS:
         msg = (
@@ -144,12 +146,12 @@ def _write(ranks: list[list[Action]], step: Round, repetition: int, index: int) 
 
 
 def carried_out(rounds: Rounds, buffers: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Return the buffers of all ranks after the algorithm.
+    """Execute an algorithm on in-memory buffers; return the buffers of all ranks at the end.
 
     Args:
         rounds: Algorithm.
-        buffers: Elements, by rank; the blocks are as equal as they can be. For all_to_all both
-            buffers, one behind the other.
+        buffers: Elements of each rank's buffer, which is cut into blocks of about equal size. For
+            all_to_all, both buffers concatenated.
     """
     written = program(rounds)
     matching = match(written)
@@ -181,8 +183,9 @@ def collective_costs(program: Program, nbytes: float, sum_s_per_byte: float = 0.
 
     Args:
         program: Program of a collective.
-        nbytes: l, bytes of the largest full buffer of a rank; of one of the two of all_to_all.
-        sum_s_per_byte: c, seconds per byte that is added up.
+        nbytes: l, bytes of the largest full buffer of a rank; for all_to_all, of one of its two
+            buffers.
+        sum_s_per_byte: c, seconds to add up one byte.
     """
     header = program.header
     blocks = program.num_ranks if header.operation == "all_to_all" else header.num_units

@@ -61,11 +61,11 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class Held(NamedTuple):
-    """Content of a block of a rank's buffer.
+    """Content of a block in a rank's buffer: which block of the result, and from which ranks.
 
     Attributes:
-        block: Block of the result; for all_to_all sender * p + receiver.
-        ranks: Bit r is set if the block contains the contribution of rank r.
+        block: Index of the block in the result; for all_to_all, sender * p + receiver.
+        ranks: Bit mask; bit r is set if the block contains the contribution of rank r.
     """
 
     block: int
@@ -98,7 +98,7 @@ def held_at_start(
 def held_at_end(
     operation: str, num_ranks: int, num_blocks: int, root: int
 ) -> list[dict[int, Held]]:
-    """Return the contents that blocks must have at the end; missing blocks may hold anything."""
+    """Return the required contents of blocks at the end; missing blocks may hold anything."""
     _check(operation, num_ranks, num_blocks, root)
     everybody = (1 << num_ranks) - 1
     ranks, blocks = range(num_ranks), range(num_blocks)
@@ -122,7 +122,7 @@ def held_at_end(
 
 
 def header_problems(operation: str, num_ranks: int, num_blocks: int, root: int) -> list[str]:
-    """Return the problems of a header."""
+    """Return descriptions of what is invalid in a header; an empty list if it is valid."""
     if operation not in OPERATIONS:
         return [f"unknown operation {operation!r}: choose one of {', '.join(OPERATIONS)}"]
     problems = []
