@@ -168,5 +168,5 @@ class Machines(Protocol):
         ...
 
     def level_bytes(self, axis: Axis, sent: float) -> Mapping[str, float]:
-        """Return bytes per link, by cluster level, if each rank sends `sent` bytes along an axis."""
+        """Return the bytes on one link, by cluster level, if each rank of an axis sends `sent`."""
         ...

@@ -109,7 +109,7 @@ class MeshPlacement:
 
     @property
     def order(self) -> str:
-        """Best order in Megatron's notation, the axis of adjacent ranks first, such as `tp-dp-pp`."""
+        """Best order in Megatron's notation, such as `tp-dp-pp`: the fastest-varying axis first."""
         return "-".join(reversed(list(self.mesh.axes)))
 
     @property

@@ -64,7 +64,7 @@ def read_program(file: str) -> Program:
 
 
 def valid_program(file: str) -> Program:
-    """Read a program, and check it.
+    """Read a program, and check that it breaks no rule.
 
     Raises:
         ConfigError: The file cannot be read, is not a program, or breaks a rule.
@@ -81,7 +81,7 @@ def valid_program(file: str) -> Program:
 
 
 def check_schedule(name: str) -> str:
-    """Return the problem of a name that is neither a training schedule nor a file; else ""."""
+    """Return an error message if a name is neither a training schedule nor a file; else no text."""
     if _known(name) is not None or is_file(name):
         return ""
     return (

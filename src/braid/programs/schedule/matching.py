@@ -23,7 +23,7 @@ __all__ = ["Deadlock", "Matching", "Message", "Moment", "Place", "match", "messa
 
 
 class Place(NamedTuple):
-    """Position of an action in a program.
+    """Position of an action in a program: its rank, and its index in the rank's list.
 
     Attributes:
         rank: Rank of the action.
@@ -47,15 +47,15 @@ class Matching(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Sends that one rank posts together, with receives that another rank posts together.
+    """One message: sends that a rank posts together, and the receives that match them.
 
-    They are sent as one message.
+    The receiver posts these receives together as well.
 
     Attributes:
         source: Sending rank.
-        posted: Number of the batch in which the message is sent.
+        posted: Index of the sender's batch (actions that are posted together) with the sends.
         target: Receiving rank.
-        awaited: Number of the batch in which the message is received.
+        awaited: Index of the receiver's batch with the receives.
         sends: Actions of the source.
         receives: Actions of the target, in the same order.
     """
@@ -69,13 +69,13 @@ class Message(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The posting or the end of a batch of a rank.
+    """Point in a program's execution: a rank posts a batch of actions, or the batch ends.
 
     Attributes:
         rank: Rank of the batch.
-        positions: Positions of its actions.
-        ended: Whether the batch ends; else it is posted. Data to send or copy is read when it is
-            posted, received data is written when it ends.
+        positions: Positions of the batch's actions in the rank's list.
+        ended: True if the batch ends, False if it is posted. Data to send or copy is read when the
+            batch is posted; received data is written when the batch ends.
     """
 
     rank: int
@@ -84,18 +84,19 @@ class Moment(NamedTuple):
 
 
 class Deadlock(NamedTuple):
-    """Actions that wait for each other without end.
+    """Deadlock: actions that wait for one another in a circle, or for a rank that has ended.
 
     Attributes:
-        circle: Waiting actions, each for a later action of the next one's rank; the last waits for
-            the first. If a rank waits for one that has ended, the path to that rank.
+        circle: Waiting actions. Each waits for a later action on the rank of the next one, and the
+            last one waits for the first. Without a circle: the chain of actions that leads to a
+            rank that has ended.
     """
 
     circle: list[Place]
 
 
 def match(program: Program) -> Matching:
-    """Match the n-th send from one rank to another with the n-th receive of that rank."""
+    """Pair sends with receives: for two ranks, the n-th send with the n-th receive."""
     sends: dict[tuple[int, int], list[Place]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Place]] = defaultdict(list)
     for rank, actions in enumerate(program.ranks):
@@ -119,7 +120,7 @@ def match(program: Program) -> Matching:
 
 
 def messages(program: Program, matching: Matching) -> list[Message]:
-    """Return all messages of `program`, by source and in the order in which they are sent.
+    """Return all messages of a program, sorted by sender and then in the order of sending.
 
     Args:
         program: Program without unmatched messages.
@@ -145,13 +146,13 @@ def messages(program: Program, matching: Matching) -> list[Message]:
 def order(
     program: Program, matching: Matching, *, buffered: bool, sequential: bool = False
 ) -> tuple[list[Moment], Deadlock | None]:
-    """Return the moments of a program in a possible order, and its deadlock, if it has one.
+    """Execute a program symbolically; return its moments in a possible order, and its deadlock.
 
     Args:
         program: Program without unmatched messages.
         matching: Matching of the program.
-        buffered: Whether a send ends without its receive.
-        sequential: Whether a rank posts its actions one by one, also those posted together.
+        buffered: Whether a send can complete before its receive is posted.
+        sequential: Whether a rank posts its actions one by one instead of in batches.
     """
     return _ProgramRun(program, matching, buffered=buffered, sequential=sequential).run()
 

@@ -25,10 +25,10 @@ MOST_COLUMNS = 64  # columns of a table; more are not readable
 
 
 def table(program: Program) -> list[list[str]]:
-    """Return the actions of every rank as a table, by round or micro-batch.
+    """Return a program's actions as a table, with a column per round or micro-batch.
 
     Returns:
-        Rows of cells: the head first, then a row per rank.
+        Rows of cells: a header row, then a row per rank.
     """
     last = max((a.index for actions in program.ranks for a in actions), default=-1)
     columns = range(min(last + 1, MOST_COLUMNS))
@@ -68,9 +68,9 @@ def _merged(cells: Sequence[str]) -> list[str]:
 
 
 def lanes(timeline: Timeline, num_ranks: int, width: int = 100) -> list[str]:
-    """Draw a line of `width` characters per rank.
+    """Draw a timeline as text, one line of `width` characters per rank.
 
-    Work shows its kind and index; a message under way shows a dash and its index.
+    Work is drawn with its kind and index, and a message in flight with a dash and its index.
 
     Args:
         timeline: Timeline of a simulation.
@@ -105,13 +105,13 @@ def to_svg(
     caption: str = "",
     notes: Sequence[str] = (),
 ) -> str:
-    """Draw the timeline as SVG; the pointer shows what each bar is.
+    """Draw a timeline as SVG; each bar shows a description while the mouse is over it.
 
     Args:
         timeline: Timeline of a simulation.
         num_ranks: World size.
-        caption: Text below, such as the bubble of a pipeline.
-        notes: Text at the right of each rank, such as its peak of activations.
+        caption: Text below the picture, such as the bubble of a pipeline.
+        notes: Text at the right of each rank's line, such as its peak activations.
     """
     kinds = {interval.action.kind for interval in timeline.intervals}
     colours = {kind: COLOUR_OF.get(kind.partition("_")[0], WAIT) for kind in sorted(kinds)}
@@ -138,7 +138,7 @@ def _part(interval: Interval) -> str:
 
 
 def to_trace(timeline: Timeline) -> list[Event]:
-    """Return events of the trace format; a process per rank."""
+    """Convert a timeline to trace events for trace viewers, with a process per rank."""
     return [
         complete(
             f"{i.action.kind} {i.action.unit}.{i.action.index}",

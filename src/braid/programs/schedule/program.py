@@ -34,14 +34,14 @@ SEND, RECEIVE, LOCAL = "send", "receive", "local"
 
 
 class Action(NamedTuple):
-    """One action of one rank; a number that has no meaning for its kind is -1.
+    """One action of one rank, such as a send or a forward; numbers without a meaning are -1.
 
     Attributes:
-        kind: Name in the vocabulary.
+        kind: Name of the kind of action in the vocabulary, such as `F`.
         unit: Number of the block or stage.
         index: Number of the round or micro-batch.
-        peer: The other rank of a message.
-        edge: Second unit.
+        peer: Rank at the other end of a message.
+        edge: Second block or stage, for kinds with two, such as a copy between blocks.
         version: Version of the weights.
     """
 
@@ -58,7 +58,7 @@ class Kind(NamedTuple):
 
     Attributes:
         role: send, receive, or local for actions without peer.
-        meaning: Description for people.
+        meaning: Description of the action, for messages and documentation.
         has_edge: Whether `edge` has a meaning.
         has_version: Whether `version` has a meaning.
     """
@@ -77,8 +77,8 @@ class Vocabulary(NamedTuple):
         kinds: Kinds by name; letters and underscores only.
         unit_name: Name of a unit in messages, such as block.
         index_name: Name of an index in messages, such as round.
-        posts: Actions that a rank posts together: `round`, neighbours with the same index, or
-            `run`, neighbouring messages.
+        posts: Rule for the actions that a rank posts together: `round`, consecutive actions with
+            the same index; or `run`, consecutive messages.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Header(NamedTuple):
         operation: Name of the operation, such as all_reduce.
         num_units: Number of units, such as the blocks of the buffer or the stages.
         num_indices: Number of rounds or micro-batches.
-        root: Rank, for operations that have one; else -1.
+        root: Root rank, for operations that have one; else -1.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Header(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Schedule: the actions of all ranks, in order.
+    """Program of a collective or a pipeline: the actions of all ranks, in order.
 
     Attributes:
         vocabulary: Meaning of the actions.

@@ -43,9 +43,9 @@ class Route(NamedTuple):
     """Route from one rank to another.
 
     Attributes:
-        latency_s: Seconds before the first byte comes.
-        links: Numbers of its links.
-        bytes_per_s: Largest rate of one message of its size, however idle the links are.
+        latency_s: Seconds until the first byte arrives.
+        links: Numbers of the links on the route.
+        bytes_per_s: Largest rate of one message of this size, even if the links are idle.
     """
 
     latency_s: float
@@ -63,7 +63,7 @@ class NetworkModel(Protocol):
 
     @property
     def burst_bytes(self) -> Iterable[float]:
-        """Bytes that every link carries above its rate after a rest."""
+        """Bytes that each link can carry above its rate after an idle time (token bucket)."""
         ...
 
     def route(self, source: int, target: int, nbytes: float) -> Route:
@@ -75,9 +75,9 @@ class Costs(NamedTuple):
     """Costs of actions for a simulation: bytes of messages, and seconds of work.
 
     Attributes:
-        nbytes: Bytes of a message, by its send or receive.
-        seconds: Seconds of the rank's own work: for a local action, or for a receive after its data
-            has come.
+        nbytes: Function that returns the bytes of a message, given its send or receive.
+        seconds: Function that returns the seconds of an action's work on its rank. For a receive,
+            this is the work after its data has arrived.
     """
 
     nbytes: Callable[[int, Action], float]
@@ -85,13 +85,13 @@ class Costs(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """One work or message of a rank, with its times.
+    """Time span of one piece of work, or one message, of a rank.
 
     Attributes:
         rank: Rank.
-        start_s: Seconds from the start of the program to the begin of the work or message.
-        end_s: Seconds from the start of the program to its end.
-        action: First of the actions that were done together.
+        start_s: Seconds from the start of the program to the begin of the span.
+        end_s: Seconds from the start of the program to the end of the span.
+        action: First of the actions that ran together in this span.
         num_actions: Number of these actions.
         is_message: Whether it is a message, rather than work.
     """
@@ -109,8 +109,8 @@ class Timeline(NamedTuple):
 
     Attributes:
         intervals: Intervals of all ranks, by start.
-        end_s: Time at which each rank was ready.
-        link_bytes: Bytes over each link.
+        end_s: Time at which each rank finished.
+        link_bytes: Number of bytes that each link carried.
     """
 
     intervals: list[Interval]
@@ -119,7 +119,7 @@ class Timeline(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Time at which the last rank was ready."""
+        """Time at which the last rank finished."""
         return max(self.end_s, default=0.0)
 
 
@@ -132,11 +132,11 @@ def simulate(
         program: Valid program.
         costs: Bytes and seconds of its actions.
         network: Network that messages travel over.
-        buffered: Whether messages travel before their receives are posted.
+        buffered: Whether a message can be sent before its receive is posted.
 
     Raises:
-        ConfigError: The program does not end: a message has no partner, or it deadlocks. Or a cost
-            is negative or not finite.
+        ConfigError: The program cannot complete, because a send or receive has no partner or the
+            program deadlocks. Or a cost is negative or not finite.
     """
     return _Simulation(program, costs, network, buffered=buffered).run()
 

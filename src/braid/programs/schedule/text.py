@@ -39,7 +39,7 @@ _WORD = re.compile(r"\S+")
 
 
 def to_text(program: Program) -> str:
-    """Write text from which `from_text` makes an equal program."""
+    """Convert a program to text; `from_text` converts it back."""
     header = program.header
     root = f" root {header.root}" if header.root >= 0 else ""
     first = f"program {program.vocabulary.name} {header.name} {header.operation}"
@@ -73,11 +73,11 @@ class _Word(NamedTuple):
 
 
 def from_text(text: str, vocabularies: Mapping[str, Vocabulary]) -> Program:
-    """Parse a program.
+    """Parse a program from text.
 
     Args:
-        text: Text as `to_text` writes it, with any white space and comments.
-        vocabularies: Vocabularies that it may use, by name.
+        text: Text in the format of `to_text`; white space and comments are free.
+        vocabularies: Vocabularies that the text may use, by name.
 
     Raises:
         ConfigError: The text is not a program; the message names line and column.

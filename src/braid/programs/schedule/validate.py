@@ -33,8 +33,8 @@ class Violation(NamedTuple):
     """One mistake in a program, with its rank and action.
 
     Attributes:
-        rule: Name of the rule: size, header, peers, units, matching, deadlock; contributions; work,
-            data.
+        rule: Name of the broken rule: size, header, peers, units, matching, deadlock,
+            contributions, work or data.
         rank: Rank of the action; -1 for the program as a whole.
         position: Position of the action in its rank's list; -1 for the end of the list.
         text: Description of the mistake.
@@ -57,9 +57,10 @@ class Rules(NamedTuple):
     """Rules of a vocabulary, in addition to the rules of all programs.
 
     Attributes:
-        before: Checks actions alone.
-        after: Checks a program that can be executed, in a possible order of its moments.
-        semantics: Semantics under which programs must not deadlock: as their engine executes them.
+        before: Function that checks actions before messages are matched.
+        after: Function that checks an executable program, given a possible order of its moments.
+        semantics: Message semantics of the engine that executes such programs: they must not
+            deadlock under any of these, such as `rendezvous`.
     """
 
     before: Callable[[Program], list[Violation]]
@@ -73,15 +74,16 @@ def validate(
     *,
     semantics: tuple[str, ...] | None = None,
 ) -> list[Violation]:
-    """Return the violations of `program`; empty when it is valid.
+    """Return all violations of rules in a program; an empty list if it is valid.
 
     Args:
         program: Any program.
         rules: Rules by name of the vocabulary.
-        semantics: Semantics under which the program must not deadlock; `Rules.semantics` when None.
+        semantics: Message semantics under which the program must not deadlock: `rendezvous`,
+            `buffered` or `sequential`; `Rules.semantics` when None.
 
     Raises:
-        ConfigError: There are no such semantics.
+        ConfigError: The name of a semantics is unknown.
     """
     checks = rules[program.vocabulary.name]
     semantics = checks.semantics if semantics is None else semantics

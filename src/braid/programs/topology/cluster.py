@@ -40,20 +40,21 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """Units of one kind, such as hosts, each with a switch that connects its children.
+    """Level of a cluster: units of one kind, such as hosts. A unit's switch connects its children.
 
     Attributes:
         name: Name of a unit, such as host.
         size: Number of children of a unit: ranks for the first level, else units of the level
             below.
-        latency_s: Seconds until the first byte of a message that turns around here.
-        bytes_per_s: Bandwidth of the link from each child to here.
-        full_duplex: Whether both directions of a link have this bandwidth each; else they share it.
-        by_size: Largest rate of one message, by its size: (bytes, bytes per second), sizes
-            ascending; in between on a straight line over the logarithm of the size. When empty,
-            only the link limits a message.
-        burst_bytes: Bytes that a link carries above its rate after a rest: the token bucket by
-            which clouds limit networks.
+        latency_s: Seconds until the first byte of a message arrives, if this level is the highest
+            on its route.
+        bytes_per_s: Bandwidth of the link between a child and its unit.
+        full_duplex: Whether each direction of a link has this bandwidth; else both share it.
+        by_size: Largest rate of one message, by its size: pairs (bytes, bytes per second) with
+            ascending sizes, interpolated linearly over the logarithm of the size. If empty, only
+            the link limits a message.
+        burst_bytes: Bytes that a link can carry above its rate after an idle time. Clouds limit
+            networks by such a token bucket.
     """
 
     name: str
@@ -96,7 +97,7 @@ class Level:
 
 
 class Cluster:
-    """A tree of levels; the network of a simulation.
+    """Tree-shaped network of ranks, such as hosts in racks, for cost estimates and simulations.
 
     Args:
         levels: Levels, from the ranks upwards.
@@ -149,14 +150,14 @@ class Cluster:
     def bytes_per_s(self) -> npt.NDArray[np.float64]:
         """Bandwidth of every link, in bytes per second.
 
-        The links of a child to its level stand beside each other: up, then down.
+        The two directions of a child's link are adjacent: up, then down.
         """
         counts = np.diff(self._first_links)
         return np.repeat([level.bytes_per_s for level in self.levels], counts)
 
     @cached_property
     def burst_bytes(self) -> npt.NDArray[np.float64]:
-        """Burst of every link after a rest, in the order of `bytes_per_s`."""
+        """Bytes that each link can carry above its rate after an idle time."""
         counts = np.diff(self._first_links)
         return np.repeat([level.burst_bytes for level in self.levels], counts)
 
@@ -170,7 +171,7 @@ class Cluster:
             raise ConfigError(msg)
 
     def oversubscription(self, name: str) -> float:
-        """Return how many times a unit's children could fill its link to level `name`."""
+        """Return the total bandwidth of a unit's children over its own link's, to level `name`."""
         names = [level.name for level in self.levels]
         if name not in names:
             msg = f"the cluster has no level {name!r}: choose one of {', '.join(names)}"
@@ -189,7 +190,7 @@ class Cluster:
         return Route(float(latency[0]), ways, float(rates[0]))
 
     def max_rates(self, links: Numbers, nbytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the largest rates of messages alone on their links, in bytes per second.
+        """Return the largest rate of each message if no other message uses its links.
 
         Args:
             links: Links of each message, as `routes` returns them.
@@ -203,7 +204,7 @@ class Cluster:
         return limits
 
     def routes(self, sources: Numbers, targets: Numbers) -> tuple[npt.NDArray[np.float64], Numbers]:
-        """Return the routes of several messages, vectorized.
+        """Return latencies and links for several messages, as arrays.
 
         Args:
             sources: Sending rank of each message.
@@ -243,7 +244,7 @@ class Cluster:
 
 
 def flat(num_ranks: int, latency_s: float, bytes_per_s: float) -> Cluster:
-    """Connect all ranks to one switch, with a full-duplex link each, as closed forms suppose.
+    """Return a cluster in which one switch connects all ranks by full-duplex links.
 
     Args:
         num_ranks: World size.

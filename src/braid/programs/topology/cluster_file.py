@@ -97,7 +97,7 @@ class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def from_toml(text: str) -> Cluster:
-    """Read the cluster that `text` describes.
+    """Parse a cluster from TOML text.
 
     Raises:
         ConfigError: `text` is not TOML, or has wrong tables; the message has the position.
@@ -115,10 +115,10 @@ def from_toml(text: str) -> Cluster:
 
 
 def read_cluster(file: str | Path) -> Cluster:
-    """Read the cluster that a TOML file describes.
+    """Read a cluster from a TOML file.
 
     Raises:
-        ConfigError: The file cannot be read, or has wrong tables; names the file.
+        ConfigError: The file cannot be read, or has wrong tables; the message names the file.
     """
     try:
         return from_toml(read_text(str(file)))
@@ -128,7 +128,7 @@ def read_cluster(file: str | Path) -> Cluster:
 
 
 def to_toml(cluster: Cluster) -> str:
-    """Write text from which `from_toml` makes an equal cluster."""
+    """Convert a cluster to TOML text; `from_toml` converts it back."""
     levels = [_Level(**asdict(level)) for level in cluster.levels]
     text = "\n".join(f"[[level]]\n{_table(level)}" for level in levels)
     return text if cluster.device is None else f"{text}\n{_device_table(cluster.device)}"

@@ -27,16 +27,16 @@ NAME_ONLY = {"nvidia", "tesla", "geforce", "sxm2", "sxm3", "sxm4", "hbm3"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Shares of a data sheet that programs reach.
+    """Shares of a device's data sheet figures that programs reach, and constant overheads.
 
     Attributes:
-        flops: Share of the peak of a large matrix product.
-        memory: Share of the bandwidth of the memory.
-        link: Share of the bandwidth of a link between devices.
-        operation_s: Seconds of an operation besides: to launch it, and what programs do around it.
-        message_s: Seconds of each message of a collective, besides the latency of its link.
-        transfer_s: Seconds of a message between stages, besides.
-        step_s: Seconds of a step that depend on nothing.
+        flops: Share of the peak FLOPs that a large matrix product reaches.
+        memory: Share of the memory bandwidth that programs reach.
+        link: Share of the bandwidth of a link between devices that messages reach.
+        operation_s: Overhead of an operation in seconds: its launch, and Python code around it.
+        message_s: Overhead of each message of a collective in seconds, besides the link's latency.
+        transfer_s: Overhead of a message between pipeline stages in seconds.
+        step_s: Constant overhead of a step in seconds.
     """
 
     flops: float = 0.85
@@ -50,15 +50,15 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """A device that computes.
+    """Data sheet of a device, such as a GPU.
 
     Attributes:
         name: Name.
-        flops_per_s: Peak of matrix products, by dtype.
+        flops_per_s: Peak FLOPs per second of matrix products, by dtype.
         bytes_per_s: Bandwidth of its memory.
         memory_bytes: Size of its memory.
-        overlap: Share of a gradient's all-reduce that can run beside a backward.
-        efficiency: Shares of all this that programs reach.
+        overlap: Share of a gradient's all-reduce that can overlap with a backward.
+        efficiency: Shares of these figures that programs reach.
         source: Origin of the figures.
     """
 
@@ -71,10 +71,10 @@ class Device:
     source: str = ""
 
     def peak(self, dtype: str) -> float:
-        """Return the peak of matrix products in operations per second.
+        """Return the peak FLOPs per second of matrix products of a dtype.
 
         Raises:
-            ConfigError: It is not known for this dtype.
+            ConfigError: The peak is not known for this dtype.
         """
         if dtype not in self.flops_per_s:
             known = ", ".join(self.flops_per_s)

@@ -25,7 +25,7 @@ Place = tuple[int, int]
 
 
 class Rings(NamedTuple):
-    """A level, and the rings of ranks that measure it.
+    """A level of a cluster, and the rings of ranks over which its links are measured.
 
     Attributes:
         name: Name of a unit of the level.
@@ -39,16 +39,16 @@ class Rings(NamedTuple):
 
 
 def rings(places: Sequence[Place]) -> list[Rings]:
-    """Return the levels of ranks at these places, from the ranks upwards.
+    """Return the levels of a cluster, lowest first, given the host and NUMA node of each rank.
 
     Levels with one child per unit are omitted.
 
     Args:
-        places: (host, NUMA node) of each rank; ranks of a unit follow each other.
+        places: (host, NUMA node) of each rank; the ranks of a unit must be consecutive.
 
     Raises:
-        ConfigError: Units of one level have different numbers of children, or ranks of a unit do
-            not follow each other.
+        ConfigError: Units of one level have different numbers of children, or the ranks of a unit
+            are not consecutive.
     """
     split = len(set(places)) > len({host for host, _ in places})  # some host has several nodes
     if split:
@@ -57,13 +57,13 @@ def rings(places: Sequence[Place]) -> list[Rings]:
 
 
 def levels(paths: Sequence[tuple[int, ...]], names: Sequence[str]) -> list[Rings]:
-    """Return the levels of a tree, given the path from its top to each rank.
+    """Return the levels of a cluster, given the path from the top of the tree to each rank.
 
     Levels with one child per unit are omitted.
 
     Args:
-        paths: Number of the unit at every level but the highest, from the top.
-        names: Names of the levels, from the ranks upwards; one more than a path is long.
+        paths: For each rank, the number of its unit at every level but the highest, top first.
+        names: Names of the levels, lowest first; one more than a path has numbers.
 
     Raises:
         ConfigError: See `rings`.
@@ -106,7 +106,7 @@ def _torn(children: Sequence[tuple[tuple[int, ...], int]]) -> bool:
 
 
 def cpus_of(listed: str) -> tuple[int, ...]:
-    """Parse the processors of /sys/devices/system/node/node0/cpulist: `0-3,8-11`, or nothing.
+    """Parse a list of CPUs in the format of Linux, such as `0-3,8-11`; it may be empty.
 
     Raises:
         ConfigError: The text is not such a list.
@@ -124,9 +124,9 @@ def cpus_of(listed: str) -> tuple[int, ...]:
 
 
 def node_of(local_rank: int, local_size: int, num_nodes: int) -> int:
-    """Return the NUMA node for a rank of a host: equal numbers on each, neighbours together.
+    """Return the NUMA node for a rank: consecutive ranks share a node, equally many on each.
 
-    All ranks are on the first node if the nodes cannot get equal numbers.
+    If the ranks cannot be divided equally over the nodes, all ranks use node 0.
 
     """
     if num_nodes < 1 or local_size % num_nodes:

@@ -48,7 +48,7 @@ def doubling(num_ranks: int) -> Rounds:
 
 
 def halving_doubling(num_ranks: int) -> Rounds:
-    """Return an all-reduce by recursive halving (reduce-scatter) and doubling (all-gather)."""
+    """Return the rounds of an all-reduce: halving reduces and scatters, doubling gathers."""
     core = _core(num_ranks)
     distances = _distances(core)
     steps = [_halve(core, distance) for distance in reversed(distances)]

@@ -21,35 +21,35 @@ __all__ = ["all_gather", "all_reduce", "broadcast", "gather", "reduce", "scatter
 
 
 def broadcast(num_ranks: int, root: int = 0) -> Rounds:
-    """Return a broadcast in which the root sends its buffer to all ranks."""
+    """Return the rounds of a broadcast in which the root sends its buffer to all ranks."""
     return Rounds("naive", "broadcast", num_ranks, 1, _out(num_ranks, root), root)
 
 
 def reduce(num_ranks: int, root: int = 0) -> Rounds:
-    """Return a reduce in which all ranks send their buffers to the root, which adds them up."""
+    """Return the rounds of a reduce in which the root receives and adds up all buffers."""
     return Rounds("naive", "reduce", num_ranks, 1, _in(num_ranks, root, adds=True), root)
 
 
 def all_reduce(num_ranks: int) -> Rounds:
-    """Return an all-reduce that consists of a reduce to rank 0, then a broadcast from rank 0."""
+    """Return the rounds of an all-reduce: a reduce to rank 0, then a broadcast from rank 0."""
     steps = (*_in(num_ranks, 0, adds=True), *_out(num_ranks, 0))
     return Rounds("naive", "all_reduce", num_ranks, 1, steps)
 
 
 def gather(num_ranks: int, root: int = 0) -> Rounds:
-    """Return a gather in which all ranks send their block to the root."""
+    """Return the rounds of a gather in which all ranks send their block to the root."""
     steps = _in(num_ranks, root, by_rank=True)
     return Rounds("naive", "gather", num_ranks, num_ranks, steps, root)
 
 
 def scatter(num_ranks: int, root: int = 0) -> Rounds:
-    """Return a scatter in which the root sends each rank that rank's block."""
+    """Return the rounds of a scatter in which the root sends one block to each rank."""
     steps = _out(num_ranks, root, by_rank=True)
     return Rounds("naive", "scatter", num_ranks, num_ranks, steps, root)
 
 
 def all_gather(num_ranks: int) -> Rounds:
-    """Return an all-gather: rank 0 gathers all blocks, and sends them to all ranks."""
+    """Return the rounds of an all-gather: rank 0 gathers all blocks, and broadcasts them."""
 
     def whole(_rank: int, _repetition: int) -> Sequence[int]:
         return range(num_ranks)

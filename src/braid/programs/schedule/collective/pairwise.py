@@ -31,14 +31,14 @@ def all_to_all(num_ranks: int) -> Rounds:
 
 
 def reduce_scatter(num_ranks: int) -> Rounds:
-    """Return a reduce-scatter in which each rank sends every block to the rank that sums it."""
+    """Return the rounds of a reduce-scatter: every block goes straight to the rank that sums it."""
     check_ranks(num_ranks)
     steps = tuple(_round(num_ranks, i, "reduce_scatter") for i in range(1, num_ranks))
     return Rounds("pairwise", "reduce_scatter", num_ranks, num_ranks, steps)
 
 
 def all_gather(num_ranks: int) -> Rounds:
-    """Return an all-gather in which each rank sends its block to every other rank."""
+    """Return the rounds of an all-gather: each rank sends its block to every other rank."""
     check_ranks(num_ranks)
     steps = tuple(_round(num_ranks, i, "all_gather") for i in range(1, num_ranks))
     return Rounds("pairwise", "all_gather", num_ranks, num_ranks, steps)

@@ -51,7 +51,7 @@ VersionRule = Literal["stash", "vertical_sync", "2bw"]
 
 
 def pipedream(num_stages: int, num_microbatches: int) -> Program:
-    """Make PipeDream's program for one rank per stage: 1F1B that stashes weights."""
+    """Make PipeDream's program for one rank per stage: 1F1B with stashed weight versions."""
     return asynchronous((1,) * num_stages, num_microbatches)
 
 
@@ -72,18 +72,17 @@ def asynchronous(
     versions: VersionRule = "stash",
     every: int = 1,
 ) -> Program:
-    """Make an asynchronous program; at its end all gradients have been used (a flush).
+    """Make an asynchronous pipeline's program up to a flush, when all gradients have been used.
 
     Args:
         replicas: Number of ranks of each stage.
         num_microbatches: Number of micro-batches up to the flush.
-        versions: Rule for the version that a forward uses.
-        every: Micro-batches of a rank between two steps.
+        versions: Rule for the version of the weights that a forward uses.
+        every: Number of micro-batches of a rank between two steps.
 
     Raises:
-        ConfigError: A number is not positive; stages have other numbers of replicas, with a rule
-            that needs equal ones; or the version before the last is not there yet, since `every` is
-            too small.
+        ConfigError: A number is not positive, or the rule needs equal numbers of replicas in all
+            stages. Or `every` is so small that the version before the last does not exist yet.
     """
     placement = placement_of(replicas)
     check_size(len(replicas), num_microbatches)
@@ -124,13 +123,13 @@ def placement_of(replicas: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def num_of_step(action: Action, replicas: int, every: int, num_microbatches: int) -> int:
-    """Return how many micro-batches the gradients of a STEP are of, over all replicas."""
+    """Return the number of micro-batches, over all replicas, with gradients in a STEP."""
     per_step = replicas * every
     return min(per_step, num_microbatches - (action.version - 1) * per_step)
 
 
 def staleness(program: Program) -> dict[int, Counter[int]]:
-    """Count the gradients of each stage by their age: steps between their forward and their own."""
+    """Count each stage's gradients by age: the number of steps since their forward."""
     ages: dict[int, Counter[int]] = {}
     for actions in program.ranks:
         waiting: dict[int, list[int]] = {}  # versions of gradients, by stage

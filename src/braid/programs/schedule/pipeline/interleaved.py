@@ -22,7 +22,7 @@ __all__ = ["breadth_first", "interleaved"]
 
 
 def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Program:
-    """Make a looped breadth-first program."""
+    """Make a breadth-first program: a rank runs all micro-batches of one stage, then the next."""
     check_size(num_ranks, num_microbatches, num_chunks)
     work = []
     for rank in range(num_ranks):
@@ -39,8 +39,8 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Program:
     """Make an interleaved 1F1B program.
 
-    If the number of micro-batches is not a multiple of the number of ranks, the last round is a
-    full round without the missing micro-batches: a valid order stays valid when work is omitted.
+    If the number of micro-batches is not a multiple of the number of ranks, the last round omits
+    the missing micro-batches. The order stays valid when work is omitted.
     """
     check_size(num_ranks, num_microbatches, num_chunks)
     whole = -(-num_microbatches // num_ranks) * num_ranks

@@ -28,13 +28,13 @@ Placement: TypeAlias = Sequence[int | tuple[int, ...]]
 
 
 class StageWork(NamedTuple):
-    """Work of a rank: `F`, `B`, `I` or `W` of a stage on a micro-batch, or its `STEP`.
+    """Work of a rank: F, B, I (input gradients) or W (weight gradients) of a stage, or STEP.
 
     Attributes:
         kind: Kind of action.
         stage: Number of the stage.
         microbatch: Number of the micro-batch.
-        version: Version of the weights, in programs that name it.
+        version: Version of the weights, in asynchronous programs.
     """
 
     kind: str
@@ -44,12 +44,12 @@ class StageWork(NamedTuple):
 
 
 def looped(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
-    """Return each stage's rank, with `num_chunks` stages per rank dealt out in turn."""
+    """Return the rank of each stage, if stages are assigned to the ranks round-robin."""
     return tuple(range(num_ranks)) * num_chunks
 
 
 def vee(num_ranks: int) -> tuple[int, ...]:
-    """Return the rank of each of 2 p stages that go to the last rank and back to the first."""
+    """Return the rank of each of 2 p stages: from rank 0 to rank p - 1, and back to rank 0."""
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 
@@ -75,7 +75,7 @@ def pipeline_program(
     operation: str = TRAIN,
     vocabulary: Vocabulary = PIPELINE,
 ) -> Program:
-    """Make a program of the work of each rank.
+    """Make a pipeline program from the work of each rank; sends and receives are added.
 
     Args:
         name: Name of the schedule.
@@ -103,10 +103,10 @@ def rank_of(placement: Placement, stage: int, microbatch: int) -> int:
 
 
 def most_held(program: Program) -> list[int]:
-    """Return, for each rank, the largest number of forwards with activations in memory.
+    """Return, for each rank, the largest number of stored activations of forwards.
 
-    Activations of one stage and micro-batch are held from F to the end of its backward, or from R
-    if there is one.
+    Activations of one stage and micro-batch are stored from F, or from R if it is recomputed, to
+    the end of its backward.
     """
     held_most = []
     for actions in program.ranks:

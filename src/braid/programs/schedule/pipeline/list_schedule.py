@@ -63,11 +63,11 @@ def list_schedule(
         num_microbatches: Number of micro-batches.
         limits: Largest number of activations (of one stage and micro-batch) on each rank; at least
             the number of its stages.
-        costs: Seconds of each stage's work; all equal when None.
+        costs: Seconds of each stage's work; equal costs when None.
         name: Name of the program.
 
     Raises:
-        ConfigError: No schedule keeps these limits; the message names the least ones that work.
+        ConfigError: No schedule keeps these limits; the message names the smallest possible limits.
     """
     num_ranks = max(placement) + 1 if placement else 0
     check_size(num_ranks, num_microbatches)
@@ -96,15 +96,15 @@ def listed_work(
     limits: Sequence[int],
     costs: Sequence[StageCosts],
 ) -> tuple[float, list[list[StageWork]]]:
-    """Return the seconds and the work of each rank of the fastest list schedule within limits.
+    """Return the fastest list schedule within limits: its seconds, and each rank's work.
 
     Args:
         placement: Rank of each stage.
         num_microbatches: Number of micro-batches.
-        limits: Largest number of activations on each rank, as `list_schedule` checks it.
+        limits: Largest number of activations on each rank; see `list_schedule`, which checks it.
         costs: Seconds of each stage's work.
 
-    Cost: O(actions x ranks x limit), and ten times as much where the reserve is short.
+    Cost: O(actions x ranks x limit); ten times that if limits stop work in the first attempt.
     """
     first = _ListSchedule(placement, num_microbatches, limits, costs, num_microbatches)
     best = first.run(), first.work

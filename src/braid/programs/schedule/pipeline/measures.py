@@ -20,7 +20,7 @@ MOST_LISTED = 16  # ranks up to which a line lists the peak of each rank
 
 
 def bubble(timeline: Timeline) -> float:
-    """Return the bubble over the work of the busiest rank; 0 without work."""
+    """Return the bubble, divided by the work of the busiest rank; 0 without work."""
     work_s: dict[int, float] = defaultdict(float)
     for interval in timeline.intervals:
         if not interval.is_message:
@@ -30,7 +30,7 @@ def bubble(timeline: Timeline) -> float:
 
 
 def peak_activations(program: Program) -> list[float]:
-    """Return the most activations that each rank holds at a time, in micro-batches."""
+    """Return the peak number of activations on each rank, in micro-batches."""
     if program.header.operation != TRAIN:
         return [0.0] * program.num_ranks
     num_stages = Counter(stage_ranks(program).values())
@@ -38,7 +38,7 @@ def peak_activations(program: Program) -> list[float]:
 
 
 def measures_text(program: Program, timeline: Timeline) -> str:
-    """Describe both, as in `bubble 37.5 % of the work, peak activations 4, 3, 2, 1 micro-batches`.
+    """Return `bubble` and `peak_activations` as text, such as `bubble 37.5 % of the work, ...`.
 
     Args:
         program: Pipeline.

@@ -62,7 +62,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Program:
 def forward_only(
     num_ranks: int, num_microbatches: int, placement: Placement | None = None
 ) -> Program:
-    """Make a program for evaluation and inference: all forwards of a rank's first stage, then on.
+    """Make a program without backwards: a rank runs all forwards of a stage, then its next stage.
 
     Args:
         num_ranks: Number of ranks.

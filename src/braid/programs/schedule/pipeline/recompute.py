@@ -27,10 +27,10 @@ RECOMPUTE_MODES = ("always", "except_last", "never")
 
 
 def with_recompute(program: Program, mode: str) -> Program:
-    """Return the program with an R before each backward of the micro-batches that `mode` names.
+    """Return the program with an R (recompute) before backwards of the micro-batches in `mode`.
 
     Args:
-        program: Program that trains, without R.
+        program: Training program without R.
         mode: `always`, `except_last` or `never`.
 
     Raises:
@@ -62,7 +62,7 @@ def _with_recompute(actions: tuple[Action, ...], chosen: range) -> list[Action]:
 
 
 def with_steps(program: Program) -> Program:
-    """Return the program with a STEP after the last backward of each stage, and its message.
+    """Return the program with an optimizer STEP after each stage's last backward and its send.
 
     Args:
         program: Program that trains.

@@ -50,7 +50,7 @@ class _Cell(NamedTuple):
 
 
 def to_csv(program: Program) -> str:
-    """Write the work of a program as CSV that torch reads.
+    """Convert a pipeline program to CSV for torch's schedules; messages are left out.
 
     Raises:
         ConfigError: The program is not a pipeline that trains.
@@ -69,7 +69,7 @@ def to_csv(program: Program) -> str:
 
 
 def from_csv(text: str, name: str = "csv") -> Program:
-    """Parse CSV as torch or `to_csv` writes it, and add messages.
+    """Parse a pipeline program from torch's CSV, and add messages.
 
     Args:
         text: A row for each rank.
@@ -79,8 +79,8 @@ def from_csv(text: str, name: str = "csv") -> Program:
         A valid program with the stages and micro-batches that the cells contain.
 
     Raises:
-        ConfigError: A cell is not work, or the program is not valid; the message names row, column
-            and cell.
+        ConfigError: A cell is not an action such as `0F1`, or the program is not valid; the message
+            names row, column and cell.
     """
     rows = text.rstrip().split("\n")
     if len(rows) > MOST_RANKS:

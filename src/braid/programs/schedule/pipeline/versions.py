@@ -73,7 +73,7 @@ class _RankVersions:
 
 
 def check_versions(program: Program) -> list[Violation]:
-    """Check that all work is done once, by versions that are there, and followed by steps."""
+    """Check an asynchronous program: each F and B once, with existing versions, before a STEP."""
     header = program.header
     if header.operation != TRAIN or header.root != -1:
         text = f"the header must name {TRAIN} and no root, got {header}"

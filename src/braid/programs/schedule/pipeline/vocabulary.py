@@ -61,7 +61,7 @@ PIPELINE = Vocabulary(
 
 
 def stage_ranks(program: Program) -> dict[int, int]:
-    """Return the rank of each stage: the first one that does work on it."""
+    """Return the rank of each stage: the first rank with work of the stage."""
     ranks: dict[int, int] = {}
     for rank, actions in enumerate(program.ranks):
         for action in actions:
@@ -71,7 +71,7 @@ def stage_ranks(program: Program) -> dict[int, int]:
 
 
 def work_ranks(program: Program) -> dict[tuple[int, int], int]:
-    """Return the rank that works on each micro-batch of each stage: the first one that does."""
+    """Return the first rank with work of each (stage, micro-batch)."""
     ranks: dict[tuple[int, int], int] = {}
     for rank, actions in enumerate(program.ranks):
         for action in actions:
@@ -156,7 +156,7 @@ def _missing(program: Program, stage: int, finished: set[tuple[str, int, int]]) 
 
 
 def check_data(program: Program, matching: Matching, _moments: Iterable[Moment]) -> list[Violation]:
-    """Check that data is made or received before it is used, and is the right data."""
+    """Check that each action's data is computed or received before it, from the right action."""
     violations = []
     home, last = work_ranks(program), program.header.num_units - 1
     for rank, actions in enumerate(program.ranks):

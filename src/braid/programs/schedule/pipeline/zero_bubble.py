@@ -27,7 +27,7 @@ __all__ = ["zb_h1", "zb_h2", "zbv"]
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Program:
-    """Make a ZB-H1 program: the memory of 1F1B's first rank, a third of its bubble."""
+    """Make a ZB-H1 program: a third of 1F1B's bubble, with the memory of 1F1B's first rank."""
     check_size(num_stages, num_microbatches)
     work = []
     for rank in range(num_stages):
@@ -46,7 +46,7 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Program:
 
 
 def zb_h2(num_stages: int, num_microbatches: int) -> Program:
-    """Make a ZB-H2 program: no bubble, for the activations of 2p - 1 micro-batches."""
+    """Make a ZB-H2 program: no bubble, but activations of up to 2p - 1 micro-batches."""
     check_size(num_stages, num_microbatches)
     limits = [2 * num_stages - 1] * num_stages
     return list_schedule(looped(num_stages), num_microbatches, limits, name="zb_h2")
