@@ -13,14 +13,15 @@ __all__ = ["as_autocast", "check_attention", "shapes_differ"]
 def check_attention(
     group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, halves: bool
 ) -> None:
-    """Raise ConfigError with all problems of a rank's tensors.
+    """Raise ConfigError, with all problems, if shapes or dtypes of q, k and v are invalid.
 
     Args:
         group: Ranks that share the sequences.
         q: Queries.
         k: Keys.
         v: Values.
-        halves: Whether a rank's positions consist of two chunks.
+        halves: Whether a rank's positions consist of an early and a late chunk, so that their
+            number must be even.
     """
     if not isinstance(group, Group):
         msg = (  # type: ignore[unreachable]
@@ -69,7 +70,7 @@ def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def shapes_differ(keys: torch.Tensor, values: torch.Tensor, error: MismatchError) -> MismatchError:
-    """Return `error` with the shapes of this rank's keys and values and what to do."""
+    """Return a MismatchError with the text of `error`, this rank's shapes and advice."""
     return MismatchError(
         "ranks that share sequences must have equal numbers of positions and heads, of one dtype; "
         f"this rank has keys {list(keys.shape)} and values {list(values.shape)}: split sequences "

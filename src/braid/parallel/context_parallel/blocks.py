@@ -22,11 +22,11 @@ __all__ = ["AttentionBlock", "block_of"]
 
 
 class AttentionBlock(NamedTuple):
-    """Queries and keys of a block, as slices of the positions of two ranks.
+    """One block of attention: slices of one rank's queries and of one rank's keys.
 
     Attributes:
-        queries: Positions of this rank.
-        keys: Positions of the other rank.
+        queries: Slice of the positions of the rank with the queries.
+        keys: Slice of the positions of the rank with the keys.
         is_causal: Whether query i attends to keys up to i only.
     """
 
@@ -38,7 +38,7 @@ class AttentionBlock(NamedTuple):
 def block_of(
     rank: int, source: int, length: int, *, causal: bool, balanced: bool
 ) -> AttentionBlock | None:
-    """Return the block of a rank's queries and the keys of rank `source`.
+    """Return the block of attention of a rank's queries to the keys of rank `source`.
 
     Args:
         rank: Rank of the queries.

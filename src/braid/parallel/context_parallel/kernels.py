@@ -69,7 +69,7 @@ class KernelInputs(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Kernel for one block; dtypes of results may be wider than the inputs'."""
+    """Attention kernel for one block; results may have a wider dtype than the inputs."""
 
     def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block's output (B, H, S, D) and logsumexp (B, H, S)."""
@@ -90,7 +90,7 @@ class Kernel(Protocol):
 
 
 class MatmulKernel:
-    """Kernel of plain products in float32 at least, for every device and dtype."""
+    """Attention kernel of plain matrix products, at least in float32, for any device and dtype."""
 
     def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block's output and logsumexp; see `Kernel.forward`."""
@@ -171,7 +171,7 @@ def kernel_for(q: torch.Tensor, v: torch.Tensor) -> Kernel:
 def merge(
     out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor
 ) -> None:
-    """Merge the attention to another block of keys into an output and its logsumexp."""
+    """Merge the attention to another block of keys into `out` and `lse`, in place."""
     total = torch.logaddexp(lse, block_lse)
     out.mul_((lse - total).exp().unsqueeze(-1))
     out.addcmul_(block_out.to(out.dtype), (block_lse - total).exp().unsqueeze(-1))

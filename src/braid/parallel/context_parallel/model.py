@@ -66,8 +66,8 @@ def context_parallel(
         A handle with a method `remove` that restores the model; also a context manager.
 
     Raises:
-        ConfigError: The algorithm is unknown, forward has none of the arguments, or the model's
-            sequences are sharded already.
+        ConfigError: The algorithm is unknown, forward has none of the arguments in `inputs`, or the
+            model's sequences are sharded already.
             Later, in forward: a length that cannot be divided, a mask other than causal, dropout of
             attention, or a model that does not call torch's attention.
 
@@ -113,7 +113,7 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
         model: The model.
         group: Ranks that share the sequences.
         attention: Function that computes attention over ranks.
-        inputs: Dim of positions of arguments of forward, by name.
+        inputs: Sequence dim of arguments of the model's forward, by name.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
         is_causal: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        """Compute a call of scaled_dot_product_attention over all ranks' positions.
+        """Run a call of torch's scaled_dot_product_attention over all ranks' positions.
 
         Raises:
             ConfigError: The call has a mask other than causal, or dropout.

@@ -201,7 +201,7 @@ def ring_costs(size: int, kv_bytes: int, *, wide: int = 1) -> tuple[Cost, Cost]:
     Args:
         size: Number of ranks.
         kv_bytes: Bytes of a rank's keys and values.
-        wide: Bytes of a number in sums divided by bytes of a number: 2 for 16-bit dtypes.
+        wide: Size of a number in gradient sums, divided by its size in keys: 2 for 16-bit dtypes.
     """
     hops = size - 1
     return Cost(hops, hops * kv_bytes), Cost(2 * hops, hops * (1 + wide) * kv_bytes)

@@ -37,7 +37,7 @@ __all__ = [
 
 
 def chunks_of(size: int, rank: int, *, balanced: bool = True) -> tuple[int, ...]:
-    """Return the chunks of a rank, in order; all chunks have the same length."""
+    """Return the numbers of the chunks of a sequence that a rank has; chunks are equally long."""
     return (rank, 2 * size - 1 - rank) if balanced and size > 1 else (rank,)
 
 
@@ -119,7 +119,7 @@ def gather_sequence(
 def position_ids(
     size: int, rank: int, length: int, *, balanced: bool = True, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return the positions of a rank.
+    """Return the indices, in the whole sequence, of the positions that a rank has.
 
     Args:
         size: Number of ranks.

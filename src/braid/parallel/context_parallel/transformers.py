@@ -33,7 +33,7 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 class Transformers:
-    """Masks and losses of a model of transformers.
+    """Adapter that makes masks and losses of a Hugging Face model work on sharded sequences.
 
     Args:
         model: The model.
@@ -68,7 +68,7 @@ class Transformers:
             cast("Any", self._model).loss_function = self._own_loss
 
     def prepare(self, values: MutableMapping[str, Any], length: int) -> None:
-        """Change arguments of forward before they are split: the mask, and labels.
+        """Replace the mask and the labels among a forward's arguments, before sequences are split.
 
         Args:
             values: Arguments by name.

@@ -26,7 +26,7 @@ class Pair(NamedTuple):
     """Keys and values, or their gradients, in contiguous memory, sent as one message.
 
     Attributes:
-        flat: Elements of both.
+        flat: Memory with the elements of keys and values.
         keys: View of the keys.
         values: View of the values.
     """
@@ -37,27 +37,27 @@ class Pair(NamedTuple):
 
     @property
     def message(self) -> torch.Tensor:
-        """Elements of both, in a shape that errors can show."""
+        """The elements as a tensor to send; its shape appears in errors."""
         alike = self.keys.shape == self.values.shape
         return self.flat.view(2, *self.keys.shape) if alike else self.flat
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Return copies of keys and values."""
+        """Return a pair with copies of keys and values."""
         flat = torch.cat([keys.reshape(-1), values.reshape(-1)])
         return _views(flat, keys.shape, values.shape)
 
     def like(self, flat: torch.Tensor) -> Pair:
-        """Return a pair with the same shapes in other memory."""
+        """Return a pair with the same shapes in the memory `flat`."""
         return _views(flat, self.keys.shape, self.values.shape)
 
     def rows(self, positions: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of some positions."""
+        """Return views of the keys and values at some positions."""
         return self.keys[:, :, positions], self.values[:, :, positions]
 
 
 class Arriving(NamedTuple):
-    """Pair that is being received while another one is being sent."""
+    """Pair that is being received from the previous rank, while one is sent to the next rank."""
 
     work: Works
     pair: Pair
@@ -80,7 +80,7 @@ class Arriving(NamedTuple):
 
 
 def pass_on(group: Group, pair: Pair, tag: int) -> Arriving:
-    """Start to send a pair to the next rank, and to receive the previous rank's pair."""
+    """Start to send a pair to the next rank of the ring, and to receive one from the previous."""
     other = pair.like(torch.empty_like(pair.flat))
     is_small = pair.flat.nbytes <= SMALL_BYTES
     with group.coalesce(steps_by=StepsBy.CALLER if is_small else StepsBy.THREAD) as block:
@@ -90,7 +90,7 @@ def pass_on(group: Group, pair: Pair, tag: int) -> Arriving:
 
 
 def travelling(group: Group, pair: Pair) -> Iterator[Pair]:
-    """Yield the pairs of all ranks, from this rank's backwards, while the next one is received."""
+    """Yield the pairs of all ranks, this rank's first, then the previous rank's, and so on."""
     for step in range(group.size):
         arriving = pass_on(group, pair, KEYS) if step < group.size - 1 else None
         yield pair

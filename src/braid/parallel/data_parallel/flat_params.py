@@ -132,7 +132,7 @@ def parameters_in(params: Params) -> list[nn.Parameter]:
 
 
 def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -> None:
-    """Raise if parameters were added or unfrozen after `what` was made.
+    """Raise if `params` has parameters that were added or unfrozen after `what` was made.
 
     Raises:
         ConfigError: There are such parameters.
@@ -167,7 +167,7 @@ def mean(flat: FlatParams, group: Group, check: FiniteCheck, step: int) -> None:
 
 
 def make_equal(flat: FlatParams, group: Group) -> None:
-    """Copy the parameters of the group's first rank to all ranks; a collective."""
+    """Copy the parameter values of the group's first rank to all ranks; a collective."""
     for tensor in flat.read():
         group.broadcast(tensor, 0)
     flat.write()

@@ -45,8 +45,8 @@ def divide_experts(model: nn.Module, group: Group) -> list[str]:
         Names of the modules with experts that were sharded.
 
     Raises:
-        ConfigError: The model has no experts of the form above, their number cannot be divided, or
-            they are sharded already; nothing has been changed.
+        ConfigError: The model has no experts in a supported form (see the module docstring), their
+            number cannot be divided, or they are sharded already. Nothing has been changed.
     """
     names = [name for name, module in model.named_modules() if _has_experts(module)]
     problems = []

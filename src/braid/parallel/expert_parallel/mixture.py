@@ -34,7 +34,7 @@ __all__ = ["MixtureOfExperts", "auxiliary_loss", "check_experts", "mark_experts"
 
 
 class MixtureOfExperts(nn.Module):
-    """Layer of experts, with some of them on each rank.
+    """Mixture-of-experts layer with its experts sharded over ranks.
 
     Args:
         dim: Length of a token.
@@ -48,8 +48,9 @@ class MixtureOfExperts(nn.Module):
         seed: Seed of the initial values, which do not depend on the number of ranks.
 
     Attributes:
-        load_balance_loss: This rank's term of the loss of the last forward; see `routing`.
-        router_z_loss: This rank's term of the loss of the last forward.
+        load_balance_loss: This rank's term of the load balance loss of the last forward; see
+            `routing`.
+        router_z_loss: This rank's term of the router z-loss of the last forward.
 
     Shape:
         (..., dim) -> (..., dim); ranks may have different numbers of tokens.
@@ -121,7 +122,7 @@ class MixtureOfExperts(nn.Module):
             group: Ranks that share the experts from now on.
 
         Raises:
-            ConfigError: Their number cannot be divided, or they are sharded already.
+            ConfigError: The number of experts cannot be divided, or they are sharded already.
         """
         problems = check_experts(self.num_experts, group.size)
         if self.group.size > 1:

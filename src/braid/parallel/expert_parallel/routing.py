@@ -66,12 +66,12 @@ def route(x: torch.Tensor, router: torch.Tensor, top_k: int) -> Routing:
 
 
 def capacity_of(num_choices: int, num_experts: int, factor: float | None) -> int:
-    """Return the number of a rank's choices that one expert takes.
+    """Return an expert's capacity: the largest number of choices by one rank that it accepts.
 
     Args:
-        num_choices: Number of tokens of the rank times choices of each.
+        num_choices: Number of the rank's tokens, times the number of choices per token.
         num_experts: Number of experts over all ranks.
-        factor: Capacity over the even share; None for no limit.
+        factor: Capacity divided by the even share; None for no limit.
     """
     if factor is None:
         return num_choices

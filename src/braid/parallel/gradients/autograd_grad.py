@@ -28,7 +28,7 @@ def is_in_backward() -> bool:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call `call` in this thread when the whole running backward has ended."""
+    """Register `call`, to be called in this thread when the running backward has ended."""
     queue_callback(call)
 
 
@@ -55,7 +55,7 @@ def is_returned(param: torch.Tensor) -> bool:
 
 
 def refuse_grad(records: Sequence[ParamRecord]) -> None:
-    """Raise for `torch.autograd.grad` of a parameter; called if a backward accumulated nothing.
+    """Raise if a backward that accumulated no gradient was `torch.autograd.grad` of a parameter.
 
     Raises:
         ConfigError: The backward was `torch.autograd.grad` of a parameter.

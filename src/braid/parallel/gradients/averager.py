@@ -73,7 +73,7 @@ class StatusExchange:
 
         Args:
             vector: This rank's vector, see `StatusLayout.encode`.
-            beside: Works that run at the same time; they are waited for.
+            beside: Works that run at the same time; this method also waits for them.
         """
         self._vector.copy_(torch.tensor(vector, dtype=torch.float64))
         self._request.start().wait()
@@ -87,14 +87,14 @@ class Averager:
 
     Args:
         group: Ranks that train together.
-        records: Parameters that are averaged.
+        records: Parameters with gradients that are averaged.
         options: Sizes, wire format and checks.
-        listener: Notified about each averaging.
+        listener: Object with methods that are called during each averaging.
         state: State of the backwards since the last average.
 
     Attributes:
-        policy: Decisions about buckets and ranks.
-        listener: Notified about each averaging.
+        policy: Rules for launching buckets and for the state that this rank reports.
+        listener: Object with methods that are called during each averaging.
         buckets: Buckets of the parameters that require a gradient.
         num_reductions: Number of averagings so far.
     """
@@ -123,17 +123,17 @@ class Averager:
         self._times = ReadyTimes(group.context.clock.now_ns, self.buckets.layouts)
 
     def use_options(self, options: ReducerOptions) -> None:
-        """Replace the options by others that do not change buckets."""
+        """Replace the options; they must have the same bucket sizes and formats as before."""
         self._options = options
         self.policy = ReducerPolicy(options)
 
     def use_hook(self, hook: StateHook) -> None:
-        """Run a communication hook in all current and later buckets."""
+        """Run a communication hook, instead of the all-reduce, in all current and later buckets."""
         self._has_hook = True
         self._cache.use_hook(hook)
 
     def refresh(self) -> bool:
-        """Update which parameters require a gradient; return whether buckets have changed."""
+        """Record which parameters require a gradient now; return whether buckets have changed."""
         changed = self._cache.refresh(accumulating=self._state.num_accumulated > 0)
         self.buckets = self._cache.current
         return changed
@@ -191,7 +191,7 @@ class Averager:
         return True
 
     def abandon(self) -> None:
-        """Finish a backward that raised on this rank, so that other ranks can finish theirs."""
+        """Finish the collectives of a backward that raised on this rank, so that no rank hangs."""
         for bucket in self.buckets:
             if not bucket.is_launched:
                 bucket.zero()

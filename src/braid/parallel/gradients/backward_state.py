@@ -26,7 +26,7 @@ __all__ = ["BackwardEnd", "BackwardPhase", "BackwardState", "ReducerAction"]
 
 
 class BackwardPhase(enum.Enum):
-    """Kind of the running backward."""
+    """Kind of the running backward, such as one that averages or one that stays local."""
 
     IDLE = enum.auto()
     LOCAL = enum.auto()
@@ -35,14 +35,14 @@ class BackwardPhase(enum.Enum):
 
 
 class BackwardEnd(enum.Enum):
-    """Kind of end of a backward."""
+    """Way in which a backward ended."""
 
     END = enum.auto()
     ABANDON = enum.auto()
 
 
 class ReducerAction(enum.Enum):
-    """Reaction of a reducer to the end of a backward."""
+    """Action that a reducer takes at the end of a backward."""
 
     NOTHING = enum.auto()
     ACCUMULATE = enum.auto()
@@ -67,17 +67,19 @@ class BackwardState:
     """State of the backward passes between two averages.
 
     Attributes:
-        phase: Kind of the running backward.
+        phase: Kind of the running backward, such as one that averages or one that stays local.
         has_gradient: Whether the running backward has computed a gradient.
         num_accumulated: Number of local backwards since the last average.
         averages_next: Whether the next backward averages, regardless of the count.
         failed: Whether a local backward has raised.
-        failure: Error of the reducer in the running backward, reported to other ranks.
+        failure: Text of an error that the reducer raised in the running backward, for other ranks.
         num_forwards_without_backward: Number of forward passes that no backward has reached.
-        buffers_used: Whether the module has run in training mode since buffers were equal.
-        weights: Loss weights of the forwards that the running backward has reached; one at most.
+        buffers_used: Whether the module has run in training mode since buffers were last made
+            equal.
+        weights: Loss weight of the forwards that the running backward has reached; one element at
+            most.
         total_weight: Sum of the weights of accumulated backwards.
-        is_weighted: Whether the program has set any of these weights.
+        is_weighted: Whether the program has set a loss weight in any of these backwards.
     """
 
     phase: BackwardPhase = BackwardPhase.IDLE

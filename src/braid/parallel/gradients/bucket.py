@@ -86,13 +86,13 @@ class Bucket:
     Args:
         index: Index of the bucket; reports show `index + 1`.
         layout: Members of the bucket.
-        records: Parameters by position.
+        records: All parameters of the model, by position.
         buffer: Memory of the gradients, with a view for each member.
         operation: Operation that a launch starts.
         events: Recorder of the span from the launch to the end of `wait`.
         title: Name of the span.
-        residuals: Residuals to add at the next launch, by parameter name. All buckets of a model
-            share the mapping; each removes the residuals of its members.
+        residuals: Compression errors to add to gradients at the next launch, by parameter name. All
+            buckets of a model share the mapping; each removes the residuals of its members.
 
     Attributes:
         index, layout, buffer, operation: Arguments.
@@ -146,7 +146,7 @@ class Bucket:
         return not self._num_missing
 
     def mark_ready(self, position: int) -> bool:
-        """Move a gradient into the bucket; return whether the bucket is now complete.
+        """Move a parameter's gradient into the bucket; return whether the bucket is now complete.
 
         Until the bucket is launched, a gradient may arrive in parts, from graphs that are
         differentiated separately.
@@ -179,7 +179,7 @@ class Bucket:
         return False
 
     def collect_all(self) -> bool:
-        """Move all gradients into the bucket, zeros for missing ones; False if all are missing."""
+        """Move all gradients into the bucket, zeros if missing; return False if all are missing."""
         missing = [p for p in self.views if not self.collect(p)]
         self.zero(missing)
         return len(missing) < len(self.views)
@@ -217,12 +217,12 @@ class Bucket:
         self._num_missing = len(self.views)
 
     def learn(self) -> None:
-        """Expect the gradient counts of this backward in all later backwards."""
+        """Expect as many gradients per parameter in later backwards as in this one."""
         self._expected = dict(self.counts)
         self._is_learnt = True
 
     def find_nonfinite(self, check: CheckedNumbers) -> list[int]:
-        """Return the positions of gradients with NaN or infinity; with `late`, of the last launch.
+        """Return the positions of gradients with NaN or infinity, a step late if `check` is `late`.
 
         Args:
             check: Numbers to check; see `ReducerOptions`.
@@ -248,7 +248,7 @@ class Bucket:
             self.views[position].zero_()
 
     def keep_residuals(self, positions: Sequence[int]) -> None:
-        """Keep averages as residuals for gradients that no rank had: sums of earlier residuals."""
+        """Keep averages of parameters that no rank has used as residuals for later steps."""
         for position in positions:
             view = self.views[position]
             if bool(view.any()):

@@ -35,7 +35,7 @@ ITEM_BYTES["float16"] = 2
 
 
 class Caps(NamedTuple):
-    """Sizes in bytes of the first, second, ... bucket; the last applies to all further ones."""
+    """Size limits in bytes of the first, second, ... bucket; the last applies to all others."""
 
     nbytes: tuple[int, ...] = (FIRST_BUCKET_BYTES, BUCKET_CAP_BYTES)
 
@@ -83,11 +83,11 @@ def plan_buckets(
     delayed: frozenset[int] = frozenset(),
     devices: Mapping[int, str] | None = None,
 ) -> tuple[BucketLayout, ...]:
-    """Assign parameters to the buckets in which their gradients are reduced.
+    """Return the buckets in which the gradients of parameters are reduced.
 
     Args:
         specs: Parameters by position.
-        caps: Sizes at which buckets are full, for each dtype and device separately.
+        caps: Size limits of buckets; each dtype and device has separate buckets.
         order: Positions in the order in which their gradients become ready; positions that are not
             in it come last. Empty for the reverse of the positions.
         delayed: Positions with gradients that are reduced together after all others.

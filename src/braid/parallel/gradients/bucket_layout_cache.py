@@ -40,7 +40,7 @@ MAX_SEEN = 64  # recent patterns; programs may choose at random in every step
 
 
 class BucketLayoutCache:
-    """The buckets in use, and buckets of patterns that may recur.
+    """Buckets in use, and former buckets for sets of trained parameters that may come back.
 
     Args:
         group: Ranks that reduce together.
@@ -63,17 +63,17 @@ class BucketLayoutCache:
         self.current = self._agreed = self._make(self._pattern())
 
     def use_hook(self, hook: StateHook) -> None:
-        """Run a communication hook in all current and later buckets."""
+        """Run a communication hook, instead of the all-reduce, in all current and later buckets."""
         self._hook = hook
         for buckets in {self.current, self._agreed, *self._kept.values()}:
             buckets.use_hook(hook)
 
     def refresh(self, *, accumulating: bool) -> bool:
-        """Update which parameters require a gradient; return whether `current` has changed.
+        """Record which parameters require a gradient now; return whether `current` has changed.
 
         Args:
-            accumulating: Whether accumulated gradients are not averaged yet; parameters frozen
-                since then are still averaged.
+            accumulating: Whether there are accumulated gradients that are not averaged yet; their
+                parameters stay in the buckets even if they are frozen now.
         """
         old = self.current
         pattern = self._pattern()
@@ -92,7 +92,7 @@ class BucketLayoutCache:
         return True
 
     def agree(self) -> None:
-        """Keep or retire the previous buckets, once all ranks use `current`."""
+        """Keep or release the previous buckets; called when all ranks use `current`."""
         old, self._agreed = self._agreed, self.current
         if old is self.current:
             return
@@ -106,7 +106,7 @@ class BucketLayoutCache:
             self._kept.pop(next(iter(self._kept))).retire()
 
     def improve(self, device: torch.device) -> None:
-        """Assign parameters to buckets in the order of rank 0's gradients, if better; a collective.
+        """Rebuild buckets in the order of rank 0's gradients, if that is better; a collective.
 
         Args:
             device: Device on which the group sends small messages.

@@ -54,12 +54,12 @@ class BucketRow(NamedTuple):
 
     @property
     def late_s(self) -> float:
-        """Seconds between the first and the last rank."""
+        """Seconds between the ranks that were ready first and last."""
         return max(self.ready_s) - min(self.ready_s)
 
     @property
     def label(self) -> str:
-        """Names of the first parameters."""
+        """Text with the names of the bucket's first parameters."""
         return first_few(self.names, 3)
 
 
@@ -167,7 +167,7 @@ class ReadyTimes:
         self._ready_ns[index] = self._now_ns() - self._began_ns
 
     def averaging_ended(self, layouts: tuple[BucketLayout, ...]) -> None:
-        """Keep the times of this averaging, for buckets with these layouts."""
+        """Keep the times of the averaging that has ended, for buckets with these layouts."""
         self._last = layouts, self._ready_ns
 
     def restart(self) -> None:

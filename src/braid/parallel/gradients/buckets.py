@@ -39,7 +39,7 @@ class Buckets:
         of: Buckets by position; sparse parameters have none.
         sparse: Positions of parameters with sparse gradients.
         trigger: Position of the gradient that launches delayed buckets; -1 for the end of backward.
-        is_learnt: Whether a complete backward has been seen.
+        is_learnt: Whether a complete backward has shown which gradients to expect.
         arrivals: Positions in the order of their gradients in the first complete backward.
     """
 
@@ -113,7 +113,7 @@ class Buckets:
         return bool(self._delayed)
 
     def use_hook(self, hook: StateHook) -> None:
-        """Run a communication hook instead of each bucket's operation from now on."""
+        """Run a communication hook instead of the all-reduce of each bucket from now on."""
         self._schedule = HookSchedule(self._group, hook, len(self._all))
         for bucket in self._all:
             bucket.hook = self._schedule.launch
@@ -166,7 +166,7 @@ class Buckets:
             bucket.reset()
 
     def learn(self) -> None:
-        """Expect the gradients of this backward in every later one, since the graph is static."""
+        """Expect the same gradients in every later backward as in this one; for static graphs."""
         self.is_learnt = True
         for bucket in self._all:
             bucket.learn()
@@ -187,7 +187,7 @@ class Buckets:
     def add_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Replace the compression errors; `residuals` are added to the next gradients.
 
-        Totals are preserved for any previous buckets and hosts.
+        No error is lost if buckets or hosts were different when the residuals were saved.
 
         Args:
             residuals: Residuals by parameter name. Residuals of other parameters, such as frozen
@@ -214,7 +214,7 @@ class Buckets:
         self._residuals.update(residuals)
 
     def retire(self) -> None:
-        """Release all channels for other buckets; all ranks do so at the same point."""
+        """Release the buckets' channels for reuse; all ranks must call this at the same point."""
         for bucket in self._all:
             bucket.operation.retire()
 

@@ -68,7 +68,7 @@ def failed_ranks(status: Status, ranks: Sequence[int], reasons: Sequence[str]) -
     Args:
         status: Status with at least one such rank.
         ranks: Global ranks of the group.
-        reasons: Error of each rank if it was the reducer's; else empty.
+        reasons: Error text of each rank if its reducer raised the error; else an empty text.
     """
     known = "; ".join(filter(None, reasons))
     if known:

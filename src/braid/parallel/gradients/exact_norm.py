@@ -45,7 +45,7 @@ def exact_norm(
     Args:
         pieces: Pieces that this rank owns. If each begins at a multiple of BLOCK elements of its
             parameter, the bits do not depend on the sharding.
-        groups: Ranks over which parameters are sharded; several groups for several axes.
+        groups: Ranks over which parameters are sharded; several groups for several mesh axes.
         norm_type: p of the p-norm; may be infinite. The bits of norms other than 2 and infinity
             may depend on the sharding.
 
@@ -91,10 +91,11 @@ def clip_pieces_(
     """Scale shards of gradients so that the norm of all shards is at most `max_norm`.
 
     Args:
-        pieces: Gradients that this rank counts.
+        pieces: Gradients that this rank adds to the norm.
         max_norm: Largest norm.
-        groups: Ranks that count; several groups for several axes.
-        copies: Local gradients that another rank counts, for example of replicated parameters.
+        groups: Ranks over which the norm is summed; several groups for several mesh axes.
+        copies: Local gradients to scale only, since another rank adds them to the norm; for example
+            of replicated parameters.
         norm_type: See `exact_norm`.
         error_if_nonfinite: Whether to raise if the norm is not finite.
 
@@ -127,12 +128,12 @@ def clip_pieces_(
 def clip_counted_(
     grads: Iterable[tuple[torch.Tensor, bool]], max_norm: float, groups: Sequence[Group]
 ) -> torch.Tensor:
-    """Scale gradients like `clip_pieces_`.
+    """Scale gradients like `clip_pieces_`, given which of them this rank adds to the norm.
 
     Args:
-        grads: Local gradients, and whether this rank counts each one, or another rank does.
+        grads: Pairs of a local gradient, and whether this rank adds it to the norm.
         max_norm: Largest norm.
-        groups: Ranks that count.
+        groups: Ranks over which the norm is summed.
     """
     pairs = list(grads)
     return clip_pieces_(

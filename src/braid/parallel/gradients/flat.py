@@ -25,8 +25,8 @@ class FlatBuffer:
         shapes: Shapes of the views.
         dtype: Dtype of all views.
         allocate: (shape, dtype) -> tensor, such as `Group.empty`.
-        like: Tensors of these shapes; views get the strides of those without gaps in memory. None
-            for row-major views.
+        like: Tensors of these shapes; a view gets its tensor's strides if that has no gaps in
+            memory. None for row-major views.
         align: Number of elements; each view starts at a multiple of it.
 
     Attributes:
@@ -75,7 +75,7 @@ class FlatBuffer:
         return cls(shapes, dtype, allocator(group, where), like=params, align=align)
 
     def firsts(self) -> torch.Tensor:
-        """Return the index of the first element of each view; of any element for an empty view."""
+        """Return the index of each view's first element; some valid index for an empty view."""
         most = max(0, self.tensor.numel() - 1)
         return torch.tensor([min(start, most) for start in self.starts], device=self.tensor.device)
 

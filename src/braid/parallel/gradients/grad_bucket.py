@@ -90,7 +90,8 @@ class GradBucket:
     def set_buffer(self, tensor: torch.Tensor) -> None:
         """Replace the buffer by another tensor, such as a copy in another dtype.
 
-        Its values at the end of the hook are the result, unless a future has another value.
+        The tensor's values at the end of the hook are the result, unless the hook's future has
+        another value.
 
         Raises:
             ConfigError: The tensor has another number of elements, or is not contiguous.
@@ -126,7 +127,7 @@ class GradBucket:
 
 
 def steps_of(answer: Answer, bucket: GradBucket) -> Steps:
-    """Return the remaining steps after a hook has returned `answer`.
+    """Convert the return value of a hook to a generator of Works that completes the hook.
 
     Raises:
         ConfigError: The type of `answer` is not supported.

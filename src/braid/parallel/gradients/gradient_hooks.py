@@ -28,8 +28,8 @@ class ForwardPass:
     """One forward pass of a module.
 
     Attributes:
-        weight: Loss weight of its gradients, such as its number of samples; None for 1.
-        open: Number of averagings before it, until a backward has reached it; then None.
+        weight: Loss weight of the forward's gradients, such as its number of samples; None for 1.
+        open: Number of averagings before the forward; None once a backward has reached it.
     """
 
     weight: float | None

@@ -22,7 +22,7 @@ StateHook = tuple[object, Hook]
 
 
 class HookSchedule:
-    """Runner of a communication hook for the buckets of one backward.
+    """Runner that calls a communication hook for the buckets of a backward, in a fixed order.
 
     Args:
         group: Ranks that reduce together.
@@ -40,7 +40,7 @@ class HookSchedule:
         self._works: dict[int, Awaited | None] | None = None  # None until the first wait
 
     def launch(self, bucket: Bucket) -> Awaited:
-        """Call the hook of `bucket` in the order of buckets; return a work for its result."""
+        """Call the hook for `bucket` as soon as its turn comes; return a work for the result."""
         self._waiting[bucket.index] = bucket
         while self._next in self._waiting:
             self._call(self._next)

@@ -31,14 +31,14 @@ class _Copy(NamedTuple):
 
 
 class LocalSteps:
-    """Warner about optimizer steps between accumulating backwards."""
+    """Check that warns if the optimizer steps while gradients are still local to the rank."""
 
     def __init__(self) -> None:
         self._copy: _Copy | None = None
         self._warned = False
 
     def remember(self, records: Iterable[ParamRecord]) -> None:
-        """Copy a parameter after a backward that left gradients local."""
+        """Copy a parameter, to detect a step; called after a backward that left gradients local."""
         candidates = [r for r in records if r.param.grad is not None and r.param.numel()]
         if candidates:
             record = min(candidates, key=lambda r: r.param.numel())

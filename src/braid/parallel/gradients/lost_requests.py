@@ -12,10 +12,10 @@ __all__ = ["reclaim_lost_requests"]
 
 
 def reclaim_lost_requests(group: Group) -> None:
-    """Free the numbers of requests that are deleted on every member of `group`; a collective.
+    """Free the numbers of requests that no member of `group` uses any more; a collective.
 
-    Nothing is freed if a member has created requests that other members have not: they must not
-    get different numbers.
+    Nothing is freed if members have created different numbers of requests, since equal requests
+        must get equal numbers on all members.
 
     Cost: one all_gather of the numbers, and one of their lengths.
     """

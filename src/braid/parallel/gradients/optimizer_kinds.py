@@ -58,7 +58,7 @@ REFUSED = {
 
 
 def kind_of_optimizer(optimizer: Optimizer) -> OptimizerKind:
-    """Return the kind of an optimizer, as far as its name shows."""
+    """Return whether an optimizer updates by elements or needs whole parameters, by its name."""
     name = type(optimizer).__name__
     if name in BY_ELEMENTS:
         return "by elements"
@@ -66,6 +66,6 @@ def kind_of_optimizer(optimizer: Optimizer) -> OptimizerKind:
 
 
 def refusal_of_optimizer(optimizer: Optimizer) -> str | None:
-    """Return why an optimizer cannot update single shards of a model; None if it can."""
+    """Return why an optimizer cannot step on shards of parameters; None if it can."""
     names = (kind.__name__ for kind in type(optimizer).__mro__)
     return next((REFUSED[name] for name in names if name in REFUSED), None)

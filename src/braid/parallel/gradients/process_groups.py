@@ -50,7 +50,7 @@ def group_of(process_group: Any, device_mesh: Any = None) -> Group:
 
 
 def shown_group_of(process_group: Any, device_mesh: Any = None) -> Any:
-    """Return a wrapper's `process_group`: the mesh's group, the argument, or torch's default."""
+    """Return the group for a wrapper's attribute `process_group`, as torch's wrapper has it."""
     if device_mesh is not None:
         return device_mesh.get_group(mesh_dim=0)
     return dist.group.WORLD if process_group is None else process_group

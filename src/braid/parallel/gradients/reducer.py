@@ -66,7 +66,7 @@ class GradientReducer(GradientListener):
         group: Ranks that train together.
         table: Parameters of the model, the same on all ranks.
         options: Sizes, accumulation and checks.
-        listener: Notified about each averaging.
+        listener: Object with methods that are called during each averaging.
         registers_outputs: Whether forward passes are registered (`register_outputs`). Otherwise a
             backward begins with the first partial gradient.
         agree: If given, memory and channels are created only when a backward averages for the first
@@ -216,15 +216,15 @@ class GradientReducer(GradientListener):
             self._averager.use_options(self._options)
 
     def set_loss_weight(self, weight: float | None) -> None:
-        """Set the loss weight of later forwards; their gradients are scaled by the weight."""
+        """Set the loss weight of later forwards; their gradients are multiplied by it."""
         if weight is not None:
             self._hooks.register_partial_grad_hooks()
         self.loss_weight = weight
 
     def refresh(self) -> None:
-        """Free other ranks if the last backward raised; update which parameters are frozen.
+        """Prepare for the next backward; if the last one raised, let waiting ranks continue.
 
-        It is called between steps.
+        Called between steps. It also records which parameters are frozen now.
         """
         if is_in_backward():  # recomputation of a forward
             return

@@ -57,8 +57,8 @@ class AveragingOutcome:
 
     Attributes:
         number: Number of averagings so far, including this one.
-        status: Sum of the reports of all ranks.
-        records: Parameters of the status.
+        status: Sum of the status vectors of all ranks.
+        records: Parameters, in the order in which `status` lists them.
     """
 
     number: int
@@ -89,7 +89,7 @@ class ReducerListener:
     steps_in_backward = False
 
     def on_averaging_begins(self) -> None:
-        """Called before anything is sent."""
+        """Called when an averaging begins, before anything is sent."""
 
     def on_first_launch(self, bucket: Bucket) -> None:
         """Called in the first averaging before a bucket with this rank's gradients is launched."""

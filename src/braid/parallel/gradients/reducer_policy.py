@@ -43,7 +43,7 @@ class ReducerPolicy(NamedTuple):
         return not layout.delayed and (is_learnt or not self.options.static_graph)
 
     def rank_state(self, state: BackwardState, *, is_finite: bool) -> RankState:
-        """Return the state that a rank with input reports."""
+        """Return the state that this rank reports to other ranks, if it has input."""
         if state.failed:
             return RankState.FAILED
         return RankState.ACTIVE if is_finite else RankState.NONFINITE
@@ -57,6 +57,6 @@ class ReducerPolicy(NamedTuple):
         return any(present) or RankState.FAILED in status.states
 
     def mean_weight(self, status: Status) -> float:
-        """Return the divisor that turns means over ranks into means by loss weight."""
+        """Return the divisor that converts means over ranks to means weighted by loss weights."""
         mean = status.weight / len(status.states)
         return mean if mean > 0 else 1.0

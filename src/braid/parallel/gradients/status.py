@@ -24,7 +24,7 @@ __all__ = ["RankState", "Status", "StatusLayout"]
 
 
 class RankState(enum.IntEnum):
-    """Role of a rank in a backward."""
+    """Role of a rank in a backward, reported to all ranks."""
 
     ACTIVE = 0
     JOINED = 1  # it has no more input and shadows the other ranks
@@ -36,7 +36,7 @@ STATES = tuple(RankState)
 
 
 class Status(NamedTuple):
-    """Sum of the reports of all ranks.
+    """Sum of the status vectors that all ranks report in a backward.
 
     Attributes:
         present: Number of ranks that have a gradient, by parameter.

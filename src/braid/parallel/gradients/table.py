@@ -34,7 +34,7 @@ class ParamRecord(NamedTuple):
         names: Names in the module, in the order of registration.
         spec: Shape, dtype and whether it required a gradient when the table was made.
         param: The parameter.
-        sparse: Whether its gradients are sparse.
+        sparse: Whether the parameter's gradients are sparse.
     """
 
     names: tuple[str, ...]
@@ -67,7 +67,8 @@ class ParamTable:
 
         Args:
             module: Module to walk.
-            ignored: Names of parameters to leave out; a tied one by any of its names.
+            ignored: Names of parameters to leave out; a tied parameter is left out by any of its
+                names.
         """
         sparse = {
             weight

@@ -29,10 +29,10 @@ __all__ = ["WeightVersion", "WeightVersions"]
 
 
 class WeightVersion:
-    """One version of the weights of some modules.
+    """One version of the weights of some modules, for a forward and its backward.
 
     Args:
-        tensors: Weights by parameter.
+        tensors: Values of this version, by parameter.
         end: Called when a micro-batch no longer needs the version.
     """
 
@@ -56,7 +56,7 @@ class WeightVersion:
 
 
 class WeightVersions:
-    """Versions of parameters that an optimizer steps.
+    """Versions of the weights of an asynchronous pipeline's stage, as its optimizer steps.
 
     Version v is the result of v steps since the last `begin`.
 
@@ -93,7 +93,7 @@ class WeightVersions:
         self._add()
 
     def use(self, version: int) -> WeightVersion:
-        """Return a version for a forward; its `add_gradients` ends the use."""
+        """Return a version for one forward; `add_gradients` of the version ends this use."""
         return self._versions[version]
 
     def step(self, step: Callable[[], None]) -> list[int]:

@@ -23,10 +23,10 @@ __all__ = ["FunctionMode", "functions_seen"]
 
 
 class FunctionMode(TorchFunctionMode):
-    """Function mode with a method `call_function` for calls of autograd.Functions.
+    """Base class of torch function modes that also intercept calls of autograd.Functions.
 
-    The method gets the calls of this thread inside of `functions_seen`, except for calls that
-    torch.utils.checkpoint makes internally.
+    In a context `functions_seen`, each such call in this thread runs the method `call_function`
+    instead. Internal calls of torch.utils.checkpoint are not intercepted.
     """
 
     sees_functions: Any = True
@@ -41,7 +41,7 @@ class FunctionMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def call_function(self, kind: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
-        """Run `kind.apply(*args, **kwargs)`."""
+        """Handle a call of `kind.apply(*args, **kwargs)`, and return its result."""
         raise NotImplementedError
 
 

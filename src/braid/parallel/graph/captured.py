@@ -32,14 +32,14 @@ __all__ = ["BatchDevice", "ByMode", "CapturedGraph", "GraphNode", "Modes", "Scal
 
 
 class Scaled(NamedTuple):
-    """A number that depends on the rows of the batch: `factor * rows + offset`."""
+    """Placeholder for a number that depends on the batch's rows: `factor * rows + offset`."""
 
     factor: int
     offset: int
 
 
 class ByMode(NamedTuple):
-    """An argument that differs between training and evaluation."""
+    """Placeholder for an argument that differs between training and evaluation."""
 
     train: Any
     eval: Any
@@ -78,11 +78,11 @@ class GraphNode(NamedTuple):
         kind: `module` or `function`.
         target: Name of the module, or the function.
         tree: Positional and keyword arguments, with placeholders instead of tensors.
-        inputs: Values of these placeholders.
+        inputs: Numbers of the values for these placeholders.
         result_tree: Result, with placeholders instead of tensors.
-        outputs: Values of these placeholders.
-        where: Line of the model with the call.
-        writes: Values that are written in place, with their numbers before and after.
+        outputs: Numbers of the values for these placeholders.
+        where: File and line of the model with the call.
+        writes: Values that the call changes in place, as pairs of their numbers before and after.
         modes: Modes that the model sets around the call.
         is_checkpointed: Whether the model calls it under `torch.utils.checkpoint`.
         devices: Devices that the model names around the call, the outermost first.
@@ -107,7 +107,7 @@ class GraphNode(NamedTuple):
 
     @property
     def made(self) -> tuple[int, ...]:
-        """Values that the call returns or writes."""
+        """Numbers of the values that the call returns or changes in place."""
         return (*self.outputs, *(new for _, new in self.writes))
 
     def __str__(self) -> str:
@@ -128,11 +128,12 @@ class CapturedGraph:
         transient: Names of the model's buffers that its `state_dict` leaves out.
         num_inputs: Number of input values, the tensors of the batch in order.
         result_tree: Result of the model, with placeholders instead of tensors.
-        results: Values of these placeholders.
-        is_training: Whether the model was in training mode.
-        other_mode: Why the graph is valid for this mode only; empty if it is valid for both.
+        results: Numbers of the values for these placeholders.
+        is_training: Whether the model was in training mode when it was captured.
+        other_mode: Why the graph is valid only in the mode `is_training`; empty if it is valid in
+            training and evaluation.
         batch_tree: Arguments of the model, with placeholders instead of tensors.
-        rows_of: Input with the number of rows as dim 0.
+        rows_of: Number of an input with the batch's rows as dim 0.
     """
 
     nodes: tuple[GraphNode, ...]
@@ -149,12 +150,12 @@ class CapturedGraph:
     rows_of: int = 0
 
     def cuts(self, num_parts: int) -> list[int]:
-        """Return the first nodes of parts with about equal numbers of parameters.
+        """Return positions at which to cut the graph into parts with about equal parameters.
 
         A part begins with a module; operations before it belong to the previous part.
 
         Raises:
-            ConfigError: There are fewer places for cuts than parts.
+            ConfigError: The graph cannot be cut into as many parts.
         """
         if num_parts == 1:
             return [0]
@@ -178,7 +179,7 @@ class CapturedGraph:
         return cuts
 
     def refused_cuts(self) -> dict[int, str]:
-        """Return positions at which a part cannot begin, with the reason."""
+        """Return the positions at which a part cannot begin, with the reason for each."""
         born: dict[int, int] = dict.fromkeys(range(self.num_inputs), 0)
         refused: dict[int, str] = {}
         used = {value for node in self.nodes for value in node.inputs} | set(self.results)
@@ -203,8 +204,8 @@ class CapturedGraph:
     def hops(self, cuts: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return (value, producing stage, consuming stage) for values that cross stages.
 
-        A value goes from the part that computes it to the first part that uses it, and from there
-        to the next one. So gradients are added in the same order as in the whole model.
+        A value is sent from the part that computes it to the first part that uses it, and from that
+        part to the next user. So gradients are added in the same order as in the whole model.
 
         Args:
             cuts: Positions at which parts begin.
@@ -227,7 +228,7 @@ class CapturedGraph:
         ]
 
     def labels(self) -> tuple[str, ...]:
-        """Return a unique name for each node: its module's name, numbered after the first call."""
+        """Return a unique name for each node: its module's name, numbered for repeated calls."""
         labels: list[str] = []
         calls: dict[str, int] = {}
         for position, node in enumerate(self.nodes):

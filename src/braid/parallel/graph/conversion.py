@@ -41,7 +41,7 @@ NUM_REPLICAS = 2  # in the files; any number works
 
 
 class Made(NamedTuple):
-    """Model with example arguments, as returned by a user's function.
+    """Model with example arguments, returned by a user's function, and the function's name.
 
     Attributes:
         model: The model.
@@ -79,7 +79,7 @@ def load_model(target: str) -> Made:
         target: The function, as `module:function`.
 
     Raises:
-        ConfigError: The function does not exist, or returns something else.
+        ConfigError: The function does not exist, or does not return a model and arguments.
     """
     module, colon, name = target.partition(":")
     if not colon or not module or not name.isidentifier():
@@ -107,7 +107,7 @@ def load_model(target: str) -> Made:
 def convert(
     made: Made, num_stages: int, out: Path, *, schedule: str = "1f1b", num_microbatches: int = 4
 ) -> Conversion:
-    """Write a model as stages into a directory.
+    """Convert a model to pipeline stages, written as Python files into a directory.
 
     Args:
         made: The model.
@@ -117,7 +117,7 @@ def convert(
         num_microbatches: Micro-batches in the configurations.
 
     Returns:
-        The files.
+        The written files, and the graph with its cuts.
 
     Raises:
         ConfigError: The model cannot be captured, cut or written, or a file exists.

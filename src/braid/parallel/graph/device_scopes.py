@@ -19,13 +19,13 @@ _WHOLE: ContextVar[str | None] = ContextVar("braid-graph-whole-call", default=No
 
 
 def current_devices() -> tuple[str, ...]:
-    """Return the devices of the scopes around this code, the outermost first."""
+    """Return the devices of the `device_scope` contexts around this code, the outermost first."""
     return _DEVICES.get()
 
 
 @contextmanager
 def device_scope(device: str | None) -> Iterator[None]:
-    """Add a device to the scopes, or clear them if None.
+    """Return a context in which `device` is recorded for calls; None hides outer contexts.
 
     Raises:
         ConfigError: The code belongs to a module that is captured as one call.
@@ -47,7 +47,7 @@ def device_scope(device: str | None) -> Iterator[None]:
 
 @contextmanager
 def whole_call(module: str) -> Iterator[None]:
-    """Mark the code inside as one call of a captured module."""
+    """Return a context for code that is captured as one call of a module."""
     token = _WHOLE.set(module or "the model")
     try:
         yield

@@ -62,8 +62,8 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedGraph:
         The graph, with the modules and parameters of `model`.
 
     Raises:
-        ConfigError: The model turns data into Python values between modules, makes other calls for
-            another number of rows, or its input has less than three rows.
+        ConfigError: The model converts data to Python values between modules, its calls depend on
+            the number of rows, or its input has less than three rows.
     """
     tree, tensors = flatten((args, kwargs))
     if not tensors:

@@ -23,7 +23,7 @@ __all__ = ["Owner", "add_module", "add_tensor", "owner_at", "part_of"]
 
 
 class Owner(nn.Module):
-    """Empty module that replaces an owner of modules or tensors in a part of the model."""
+    """Empty module at the place of a module of the model, to hold only some of its children."""
 
     def __getitem__(self, name: int | str) -> Any:
         """Return a module or tensor by its name, or by its index in a list."""
@@ -42,7 +42,8 @@ def part_of(model: nn.Module, modules: Iterable[str], tensors: Iterable[str] = (
         tensors: Names of its parameters, buffers and other attributes that are tensors.
 
     Returns:
-        A module with these under their names; the model itself if `modules` contains "".
+        A module with these modules and tensors under their names; the model itself if `modules`
+        contains "".
     """
     part = Owner()
     part.training = model.training

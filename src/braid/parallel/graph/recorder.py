@@ -28,7 +28,7 @@ __all__ = ["Applied", "CallRecorder"]
 
 
 class CallRecorder(FunctionMode):
-    """Recorder of the calls of one run.
+    """Recorder of the calls of modules and functions in one run of a model.
 
     Args:
         model: The model.
@@ -65,7 +65,7 @@ class CallRecorder(FunctionMode):
 
     @property
     def sees_functions(self) -> bool:
-        """Whether calls are recorded, which is not the case inside of an atom."""
+        """Whether calls are recorded; False inside of a module that is captured as one call."""
         return not self._inside
 
     def value_of(self, x: torch.Tensor) -> int:
@@ -149,7 +149,7 @@ class CallRecorder(FunctionMode):
             raise ConfigError(msg)
 
     def end(self, result: Any) -> tuple[Any, tuple[int, ...]]:
-        """Return the structure of the model's result, and its values."""
+        """Return the structure of the model's result, and the numbers of its values."""
         self._check_python_state()
         tree, tensors = flatten(result)
         return tree, tuple(self.value_of(x) for x in tensors)
@@ -213,7 +213,7 @@ class CallRecorder(FunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Comparable function for `apply` of an autograd.Function."""
+    """Function that calls `apply` of an autograd.Function; equal for the same class."""
 
     kind: type[torch.autograd.Function]
 

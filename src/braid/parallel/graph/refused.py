@@ -67,16 +67,17 @@ def check_function(
     is_data: Callable[[torch.Tensor], bool],
     is_unsized: Callable[[torch.Tensor], bool],
 ) -> None:
-    """Raise for a function that a captured model would freeze or lose.
+    """Raise if a captured graph could not repeat a function, for example because it reads data.
 
     Args:
         func: The function.
         args: Its arguments.
-        is_data: Whether a tensor depends on more than shapes.
-        is_unsized: Whether a tensor's shape depends on data.
+        is_data: Function that returns whether a tensor depends on data, not only on shapes.
+        is_unsized: Function that returns whether a tensor's shape depends on data.
 
     Raises:
-        ConfigError: The function would be frozen or lost; the message has the model's line.
+        ConfigError: Its result would be a constant in the graph, or its call would be missing; the
+            message has the model's line.
     """
     refused, tensors = REFUSED.get(func), [x for x in args if isinstance(x, torch.Tensor)]
     if refused is not None and any(map(is_data, tensors)):

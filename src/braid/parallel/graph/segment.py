@@ -69,7 +69,7 @@ class GraphNodes(nn.Module):
     Args:
         graph: The model.
         positions: Positions of the nodes, ascending.
-        results: Further values to read, such as results of the model.
+        results: Numbers of further values to read, such as results of the model.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class GraphNodes(nn.Module):
 
     @property
     def training(self) -> bool:
-        """Whether the segment is in training mode, like the module that shares its modules."""
+        """Whether the segment is in training mode; after `share_modules`, the mode of `whole`."""
         return self._whole[0].training if self._whole else self._is_training
 
     @training.setter
@@ -108,11 +108,11 @@ class GraphNodes(nn.Module):
 
     @property
     def unnamed(self) -> dict[int, torch.Tensor]:
-        """Tensors of the model that are neither parameters nor buffers, by value."""
+        """Tensors of the model that are neither parameters nor buffers, by number of the value."""
         return self._tensors
 
     def tensor(self, value: int) -> torch.Tensor:
-        """Return the current tensor of a value, since `to` and `load_state_dict` may replace it."""
+        """Return the current tensor of a value that is a parameter, buffer or constant."""
         if value in self._tensors:
             return self._tensors[value]
         *path, leaf = self._graph.names[value].split(".")
@@ -135,13 +135,14 @@ class GraphNodes(nn.Module):
         Args:
             known: Values by number; results are added, and values that no later node needs are
                 removed.
-            now: Rows, mode and device, on which arguments depend.
+            now: Current rows, mode and device, on which arguments of calls depend.
             dead: Values to remove after each node; its length is the number of nodes to run.
             first: Index of the first node.
             around: Function that returns the context in which a module of a given name runs.
 
         Raises:
-            ConfigError: The model was captured in the other mode, with other calls.
+            ConfigError: The model is in training mode but was captured in evaluation mode, or vice
+                versa, and its calls depend on the mode.
         """
         self._check_mode()
         end = first + len(dead)
@@ -245,8 +246,8 @@ class GraphSegment(GraphNodes):
             around: Function that returns the context in which a module of a given name runs.
 
         Raises:
-            ConfigError: The batch has another number of tensors than the captured one, or the model
-                was captured in the other mode, with other calls.
+            ConfigError: The batch has another number of tensors than the captured one; or see
+                `run`.
         """
         if self._index:
             rows, known = value["rows"], dict(value["values"])
@@ -280,7 +281,7 @@ class GraphSegment(GraphNodes):
 
 
 def last_uses(nodes: Sequence[GraphNode], kept: Iterable[int]) -> list[list[int]]:
-    """Return the values that each node is the last to use, except for `kept` values."""
+    """Return, for each node, the values that no later node uses, except for `kept` values."""
     # From the end: the first use that is seen is the last one. Values are freed there, so a segment
     # keeps no more alive than the model's own local variables would.
     kept = set(kept)
@@ -301,7 +302,7 @@ def _plainly(_label: str) -> AbstractContextManager[None]:
 
 
 def share_modules(whole: nn.Module, segment: GraphSegment) -> None:
-    """Add a segment's modules and tensors to a module, and share them from then on.
+    """Add a segment's modules and tensors to the module `whole`, and share them with it.
 
     Args:
         whole: Module of all segments of a rank.

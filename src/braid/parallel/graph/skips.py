@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Namespace:
-    """Namespace that distinguishes equal names; a copy is the same namespace."""
+    """Namespace that distinguishes equal names of skip connections; a copy equals its original."""
 
     __slots__ = ("_id",)
 
@@ -61,7 +61,7 @@ _PLAIN: ContextVar[Skips | None] = ContextVar("braid_plain_skips", default=None)
 
 @contextmanager
 def use_skips(skips: Skips) -> Iterator[None]:
-    """Return a context in which layers stash into and pop from `skips`."""
+    """Return a context in which layers put stashed tensors into the dictionary `skips`."""
     token = _SKIPS.set(skips)
     try:
         yield
@@ -70,12 +70,12 @@ def use_skips(skips: Skips) -> Iterator[None]:
 
 
 def current_skips() -> Skips | None:
-    """Return the dictionary set by `use_skips`; None outside of it."""
+    """Return the dictionary of stashed tensors set by `use_skips`; None outside of its context."""
     return _SKIPS.get()
 
 
 def thread_skips() -> Skips:
-    """Return the dictionary set by `use_skips`, or else the one of this thread."""
+    """Return the dictionary of stashed tensors set by `use_skips`; a thread-local one otherwise."""
     skips = _SKIPS.get() if _SKIPS.get() is not None else _PLAIN.get()
     if skips is None:
         skips = {}
@@ -85,7 +85,7 @@ def thread_skips() -> Skips:
 
 @runtime_checkable
 class Skipping(Protocol):
-    """Module that stashes or pops values."""
+    """Module that stashes values for later layers, or pops values of earlier layers."""
 
     def stashable(self) -> Iterable[SkipKey]:
         """Return the keys that the module stashes."""
@@ -97,7 +97,7 @@ class Skipping(Protocol):
 
 
 def skips_of(module: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
-    """Return the keys that a layer stashes, and the keys that it pops, including its children."""
+    """Return the keys that a layer and its children stash, and the keys that they pop."""
     stashes: list[SkipKey] = []
     pops: list[SkipKey] = []
     for part in module.modules():

@@ -49,11 +49,11 @@ TORCH: tuple[tuple[str, Any], ...] = (
 
 
 class Unspelled(ConfigError):
-    """A value has no Python expression."""
+    """Error: a value of a captured graph cannot be written as a Python expression."""
 
 
 class Spelling:
-    """Builder of the expressions of one module.
+    """Builder of Python expressions for the calls in a generated module.
 
     Attributes:
         imports: Modules that the expressions need.
@@ -67,8 +67,8 @@ class Spelling:
 
         Args:
             node: The node.
-            names: Expressions of its inputs.
-            callee: Expression of its module.
+            names: Expressions of the node's inputs.
+            callee: Expression of the called module.
         """
         args, kwargs = node.tree
         target = node.target

@@ -31,7 +31,7 @@ def with_rows(whole: CapturedGraph, part: CapturedGraph, rows: int) -> CapturedG
         rows: Number of rows of `whole`.
 
     Raises:
-        ConfigError: The model makes other calls, or anything but numbers depends on the rows.
+        ConfigError: The two runs made different calls, or anything but numbers depends on the rows.
     """
     difference = _difference_of(whole, part)
     if difference:
@@ -93,7 +93,7 @@ def with_devices(graph: CapturedGraph, device: torch.device) -> CapturedGraph:
 
 
 class Situation(NamedTuple):
-    """Rows, mode and device, on which arguments depend."""
+    """Rows, mode and device of the current batch, on which arguments in a graph depend."""
 
     rows: int
     is_training: bool
@@ -101,7 +101,7 @@ class Situation(NamedTuple):
 
 
 def resolved(tree: Any, now: Situation) -> Any:
-    """Return the arguments for a number of rows, a mode and a device."""
+    """Return the arguments of a call with all placeholders replaced for the current batch."""
     if isinstance(tree, Scaled):
         return tree.factor * now.rows + tree.offset
     if isinstance(tree, ByMode):
@@ -112,10 +112,10 @@ def resolved(tree: Any, now: Situation) -> Any:
 
 
 def check_rows(graph: CapturedGraph, again: CapturedGraph) -> None:
-    """Check that numbers depend on the rows in the same way in two graphs.
+    """Check that two graphs have the same `factor * rows + offset` wherever numbers depend on rows.
 
     Raises:
-        ConfigError: They differ: a third number of rows would give other numbers.
+        ConfigError: The graphs differ, so a number does not depend linearly on the rows.
     """
     for one, other in zip(_ends(graph), _ends(again), strict=True):
         if not _alike(one.tree, other.tree):

@@ -76,8 +76,9 @@ class HybridParallel:
     """Engine that trains a model on a mesh.
 
     Every rank creates the same whole model. Its layers are sharded in place, and each rank trains
-    the parameters of its stages. Create the optimizer with the whole model's parameters; one of
-    `parameters()` trains as well, but cannot be saved by `checkpoint` if there are several stages.
+    the parameters of its stages. Create the optimizer with the whole model's parameters. An
+    optimizer with only `parameters()` can train, but `checkpoint` cannot save it if there are
+    several stages.
 
     Args:
         model: The model.
@@ -91,8 +92,8 @@ class HybridParallel:
         shard: State to shard over replicas: 1 for optimizer states, 2 to add gradients, 3 to add
             parameters; 0 for none. The optimizer then needs `attach`, and all replicas the same
             number of samples.
-        averages: Whether `step` averages gradients and losses over replicas. If not, gradients of
-            `whole_records` are local to this replica.
+        averages: Whether `step` averages gradients and losses over replicas. Otherwise the
+            gradients of `whole_records` are local to this replica.
         options: Other arguments of `Pipeline`, such as schedule, balance, recompute and seed.
 
     With cp, inputs and targets are sharded along dim 1, and the first layer is called with (inputs,
@@ -104,9 +105,9 @@ class HybridParallel:
     Attributes:
         model: The model, partly on this rank.
         mesh: The mesh.
-        place: Index of this rank along each axis.
+        place: Index of this rank along each axis, by axis name.
         groups: Ranks along each axis, by axis name; axes with the same ranks share a group.
-        samples: Ranks with different samples, in order: the axes dp and ep.
+        samples: Ranks with different samples, in order: those along the axes dp and ep.
         pipeline: Stages of this rank.
 
     Raises:
@@ -183,14 +184,14 @@ class HybridParallel:
         self._owners = self._owners_of()
 
     def named_pieces(self) -> dict[str, nn.Parameter]:
-        """Return the tensors that an attached optimizer steps on this rank, by parameter name."""
+        """Return the tensors that an attached optimizer updates on this rank, by parameter name."""
         if self._sharded is not None:
             return dict(self._sharded.named_pieces())
         trained = set(self.pipeline.parameters())
         return {name: param for name, param in self.model.named_parameters() if param in trained}
 
     def whole_records(self) -> list[ParamRecord]:
-        """Return this rank's unsharded parameters, with the gradients of this replica."""
+        """Return the records of this rank's unsharded parameters, which have this replica's gradients."""
         if self._sharded is not None:
             return self._sharded.whole_records()
         return list(ParamTable.named(self.named_pieces().items()))
@@ -292,11 +293,12 @@ class HybridParallel:
     ) -> tuple[Snapshot, dict[str, Any]]:
         """Return this rank's tensors of a checkpoint, and other values; a collective.
 
-        Each element of the model and the optimizer's states is written once.
+        Over all ranks, each element of the model and of the optimizer's states is written once.
 
         Args:
             optimizer: Optimizer of the whole model; None to leave it out.
-            others: Further tensors by name; names of tensors of this rank alone begin with `own/`.
+            others: Further tensors by name; the names of tensors that only this rank has begin with
+                `own/`.
 
         Raises:
             ConfigError: The optimizer lacks parameters that other stages train.

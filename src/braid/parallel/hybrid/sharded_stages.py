@@ -44,15 +44,15 @@ GATHERED = 3  # stage with sharded parameters
 
 
 class ShardedStages:
-    """Shards a rank's pipeline stages over the replicas of these stages.
+    """Sharding of a rank's pipeline stages over the replicas of these stages.
 
     Args:
         model: The whole model.
         layers: List of its layers, used to find shared parameters.
         trained: Parameters of this rank's stages.
         group: Replicas, which own the shards.
-        alike: Replicas that have the same experts.
-        layer_group: Ranks that share layers.
+        alike: Replicas with the same experts as this rank.
+        layer_group: Ranks that share the layers of a stage (axis tp).
         mesh_group: All ranks of the mesh, which raise the same error.
         stage: 1, 2 or 3, see the module docstring.
 
@@ -121,9 +121,9 @@ class ShardedStages:
             block.work.wait()
 
     def grads(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, bool]]:
-        """Yield parameters with their local gradients, and whether other replicas have the same.
+        """Yield (parameter, local gradient, whether all replicas have the same gradient).
 
-        Gradients that several replicas have must be counted once.
+        In a norm, gradients that several replicas have must be counted once.
         """
         for record, owned in self.sharding.owned():
             if owned.grad is not None:
@@ -133,7 +133,7 @@ class ShardedStages:
                 yield param, param.grad, True
 
     def named_pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the tensors that the optimizer steps on here, with their parameter names."""
+        """Yield the tensors that the optimizer updates on this rank, with their parameter names."""
         for record, owned in self.sharding.owned():
             yield record.name, owned
         yield from self._kept
@@ -143,7 +143,7 @@ class ShardedStages:
         return [*self.sharding.whole_records(), *ParamTable.named(self._kept)]
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Make an optimizer of the whole model step on this rank's shards and unsharded tensors."""
+        """Change an optimizer of the whole model to update this rank's shards and unsharded tensors."""
         known = {id(record.param) for record in self.sharding.table}
         others = [
             [p for p in group["params"] if id(p) not in known] for group in optimizer.param_groups
@@ -162,7 +162,7 @@ class ShardedStages:
         optimizer.state.update(states)
 
     def kept_tensors(self, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
-        """Return the unsharded parameters that this rank trains, with their states."""
+        """Return the unsharded parameters that this rank trains, with their optimizer states."""
         tensors: dict[str, torch.Tensor] = {}
         for name, param in self._kept:
             tensors[f"model/{name}"] = param

@@ -26,10 +26,11 @@ class HybridSnapshot:
     Args:
         tensors: Tensors by name: `model/NAME`, `optimizer/NAME/STATE` and others.
         params: Parameters by name.
-        owners: Stage that writes each parameter, by name; stage 0 writes all other tensors.
+        owners: Number of the stage that writes each parameter, by name; stage 0 writes all other
+            tensors.
         group: Ranks that share layers.
         stage: Rank of this process in its pipeline.
-        writes: Whether this rank's replica writes.
+        writes: Whether this rank's replica writes the checkpoint; one replica does.
         experts: Ranks that share experts.
     """
 

@@ -56,7 +56,8 @@ def parts_of(
         layers: The model; see `Pipeline`.
         num_stages: Number of stages.
         balance: Number of layers of each stage; None for a partition of equal sizes.
-        deferred: Whether running statistics of BatchNorms are updated once per batch.
+        deferred: Whether running statistics of BatchNorms are updated once per batch, not per
+            micro-batch.
 
     Raises:
         ConfigError: There are fewer layers than stages, `balance` does not match, or a layer has a

@@ -71,7 +71,7 @@ class DevicePipeline(nn.Module):
         partitions: Layers of each stage, under their names.
         balance, devices: Arguments.
         num_microbatches, recompute: Arguments; they may be changed between batches.
-        spans: Set it to a list to record the actions of the next forward and backward; None to
+        spans: List to which the next forward and backward add an `ActionSpan` per action; None to
             record nothing.
 
     Raises:

@@ -45,7 +45,7 @@ BACKWARD = frozenset({"B", "I", "W", "R", "recv_b", "send_b", "STEP"})
 
 
 class Microbatches(Protocol):
-    """Parts of a batch, by number."""
+    """Sequence-like access to the micro-batches of a batch, by number."""
 
     def __getitem__(self, i: int, /) -> Any:
         """Return a part."""
@@ -58,7 +58,7 @@ def _tag(edge: Edge, microbatch: int) -> int:
 
 
 class Executor:
-    """Executor of the part of a program that belongs to this rank.
+    """Executor of this rank's actions in a pipeline program.
 
     Args:
         program: Program of the pipeline, for the number of ranks in the group.
@@ -69,8 +69,8 @@ class Executor:
             steps.
 
     Raises:
-        ConfigError: The program has another size, has other stages here, or actions that are not
-            supported.
+        ConfigError: The program is for another number of ranks, assigns other stages to this rank,
+            or has actions that are not supported.
     """
 
     def __init__(
@@ -158,16 +158,17 @@ class Executor:
     def run_forwards(
         self, microbatches: Microbatches, draws: DrawsOf | None = None
     ) -> dict[int, Any]:
-        """Execute the forwards of a program that has them first; `run_backwards` does the rest.
+        """Execute all forwards of a program in which they precede all backwards.
 
         Returns:
-            On the rank of the last stage its outputs, by micro-batch.
+            On the rank of the last stage, the model's outputs by micro-batch; empty on all other
+            ranks. `run_backwards` then executes the rest of the program.
         """
         self._batches, self._loss_of, self._draws = microbatches, None, draws
         return self._perform([a for a in self._actions if a.kind not in BACKWARD])
 
     def run_backwards(self, grads: Sequence[Gradients]) -> dict[int, Gradients]:
-        """Execute the backwards of a program.
+        """Execute the backwards of a program, after `run_forwards`.
 
         Args:
             grads: Gradients of the outputs that require one, by micro-batch; only the rank of the

@@ -85,7 +85,7 @@ def _on(device: torch.device | str | None, layer: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_they_were(layers: Sequence[nn.Module], sample: Any) -> Iterator[None]:
-    """Return a context in which layers may train; it restores all state of the layers."""
+    """Return a context in which layers may be trained; its end restores their state."""
     modules = list(dict.fromkeys(m for layer in layers for m in layer.modules()))
     modes = [(module, module.training) for module in modules]
     params = list(dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)))

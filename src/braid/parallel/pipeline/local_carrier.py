@@ -31,7 +31,7 @@ __all__ = ["ActionSpan", "LocalCarrier", "LocalWire"]
 
 
 class ActionSpan(NamedTuple):
-    """Duration of an action; work on a GPU ends later than its action."""
+    """Start and end of an action's execution; GPU work of the action may end later."""
 
     rank: int
     name: str
@@ -41,7 +41,7 @@ class ActionSpan(NamedTuple):
 
 
 class LocalWire:
-    """Queues of messages, shared by all threads.
+    """Queues of messages between the threads of a pipeline in one process.
 
     Args:
         devices: Device of each rank.
@@ -60,13 +60,13 @@ class LocalWire:
         self._streams: dict[tuple[torch.device, bool], Stream] = {}
 
     def put(self, source: int, target: int, edge: int, value: Any) -> None:
-        """Put a value into a queue."""
+        """Send a value from rank `source` to rank `target` over the connection `edge`."""
         with self._changed:
             self._lines[source, target, edge].append(value)
             self._changed.notify_all()
 
     def get(self, source: int, target: int, edge: int) -> Any:
-        """Wait for a value, and return it.
+        """Wait for the next value from rank `source` to rank `target` over `edge`, and return it.
 
         Raises:
             CommError: A rank has failed.
@@ -79,13 +79,13 @@ class LocalWire:
             return line.popleft()
 
     def abort(self, text: str) -> None:
-        """Make all waits raise an error with this text."""
+        """Make all current and later waits raise an error with this text."""
         with self._changed:
             self._failure = self._failure or text
             self._changed.notify_all()
 
     def stream(self, device: torch.device, *, sends: bool) -> Stream:
-        """Return the stream of a device for copies from it, or to it."""
+        """Return the CUDA stream for copies from a device (`sends`), or to the device."""
         with self._changed:
             key = device, sends
             if key not in self._streams:
@@ -97,7 +97,7 @@ class LocalCarrier:
     """Carrier between threads; see `Carrier`.
 
     Args:
-        wire: Messages of all threads.
+        wire: Queues that all threads share.
         rank: Number of this thread and its device.
     """
 
@@ -148,7 +148,7 @@ class LocalCarrier:
         self._wire.abort(f"device {self._device} of stage {self.rank} {text}")
 
     def pass_on(self, text: str) -> None:
-        """Make the ranks of this rank's groups raise a received error; see `Carrier.pass_on`."""
+        """Forward an error from another rank to this rank's other groups; see `Carrier.pass_on`."""
 
     def _moved(self, x: torch.Tensor, peer: int) -> torch.Tensor:
         """Return a tensor on the device of `peer`; tensors on the CPU stay there."""

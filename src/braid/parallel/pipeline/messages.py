@@ -83,7 +83,7 @@ class Carrier(Protocol):
         ...
 
     def pass_on(self, text: str) -> None:
-        """Make all ranks in this rank's groups raise an error that it has received."""
+        """Forward an error that another rank has reported: make all ranks of this rank's groups raise it."""
         ...
 
 
@@ -156,7 +156,7 @@ class _Sent(NamedTuple):
 
 
 class Messages:
-    """Messages over a group; see `Carrier`.
+    """Carrier of a pipeline's messages over a group of processes; see `Carrier`.
 
     Args:
         group: Ranks of the pipeline.
@@ -259,7 +259,7 @@ class Messages:
             group.abort(f"rank {self._group.ranks[self.rank]} {text}")
 
     def pass_on(self, text: str) -> None:
-        """Make the ranks of this rank's groups raise a received error; see `Carrier.pass_on`."""
+        """Forward an error from another rank to this rank's other groups; see `Carrier.pass_on`."""
         for group in (self._group, *self.others):
             group.abort(text)
 

@@ -170,7 +170,7 @@ class Pipeline(nn.Module):
         self._executor(num_microbatches, trains=True)  # raises for unsupported programs
 
     def step_in_program(self, make: MakeOptimizer) -> list[Optimizer]:
-        """Take the optimizer steps of each stage as soon as its gradients are complete.
+        """Step the optimizer of each stage as soon as the stage's gradients are complete.
 
         `step` then steps and sets gradients to None. Parameters that stages share are stepped at
         its end.
@@ -261,7 +261,8 @@ class Pipeline(nn.Module):
             The norm before scaling, on all ranks.
 
         Raises:
-            ConfigError: `max_norm` is negative or not a number, or the program takes the steps.
+            ConfigError: `max_norm` is negative or not a number, or `step_in_program` was called, so
+                that gradients no longer exist.
 
         Cost: an all_reduce of 8 bytes.
         """
@@ -276,7 +277,7 @@ class Pipeline(nn.Module):
         return clip_counted_(counted, max_norm, [self.group])
 
     def counts_elsewhere(self, param: torch.Tensor) -> bool:
-        """Return whether another rank of the pipeline counts this parameter in a norm."""
+        """Return whether another rank counts this parameter, which stages share, in a norm."""
         return self._tied.counts_elsewhere(param)
 
     @property

@@ -56,7 +56,7 @@ class Replicas:
         return {param for grad_sum in self._sums for param in grad_sum.params}
 
     def share_of(self, rows: int) -> tuple[int, int]:
-        """Return the numbers of samples before this replica's, and of all samples; a collective.
+        """Return the number of samples of lower replicas, and of all replicas; a collective.
 
         Args:
             rows: Samples of this replica.
@@ -69,7 +69,7 @@ class Replicas:
         return sum(counts[: self._group.rank]), sum(counts)
 
     def begin(self) -> None:
-        """Expect the gradients of a new step."""
+        """Prepare for the gradients of a new step."""
         for grad_sum in self._sums:
             grad_sum.missing = set(grad_sum.stages)
 

@@ -46,7 +46,7 @@ _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, floa
 
 
 class SentSpec(NamedTuple):
-    """Description of a tensor in a value."""
+    """Description of a tensor that is sent as a part of a value: its shape, dtype and so on."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class SentSpec(NamedTuple):
         return restored(memory, self.shape, self.order)
 
     def as_plain(self) -> list[Any]:
-        """Return the description as plain data."""
+        """Return the description as a list of plain values, for `from_plain`."""
         return [list(self.shape), dtype_name(self.dtype), *self[2:]]
 
     @classmethod
@@ -85,7 +85,7 @@ class SentSpec(NamedTuple):
 
 
 class SentStructure(NamedTuple):
-    """Structure of a value, without its tensors.
+    """Structure of a value that is sent to another rank, without its tensors.
 
     Attributes:
         tree: The value, with placeholders instead of tensors.
@@ -113,10 +113,10 @@ class SentStructure(NamedTuple):
 
 
 def read_structure(raw: bytes) -> SentStructure:
-    """Return the structure that a peer has described, without running code of the peer's choice.
+    """Decode a structure that a peer has sent; no code that the peer chooses can run.
 
     Raises:
-        CommError: The bytes are not a structure, or use classes that are unknown here.
+        CommError: The bytes are not a structure, or use classes that this process does not know.
     """
     try:
         node, specs = decode(raw)

@@ -43,14 +43,14 @@ class SkipError(BraidError, RuntimeError):
 
 
 class stash(NamedTuple):  # noqa: N801 - a command that layers yield, written as a call
-    """Command that a layer yields to keep a tensor under a name."""
+    """Command that a layer's forward yields to keep a tensor, under a name, for a later layer."""
 
     name: str
     tensor: torch.Tensor | None
 
 
 class pop(NamedTuple):  # noqa: N801
-    """Command that a layer yields to get the tensor of a name."""
+    """Command that a layer's forward yields to get a tensor that an earlier layer has stashed."""
 
     name: str
 
@@ -72,7 +72,7 @@ class Skippable(nn.Module):
         self._namespaces: dict[str, Namespace] = {}
 
     def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> Skippable:
-        """Put names into a namespace, in place.
+        """Put the names of this module's skip connections into a namespace, in place.
 
         Args:
             ns: The namespace.
@@ -166,7 +166,7 @@ class Skippable(nn.Module):
             raise SkipError(msg)
 
     def extra_repr(self) -> str:
-        """Return the names, for `repr`."""
+        """Return the stashed and popped names, for `repr`."""
         parts = [f"stash={self._stash}"] * bool(self._stash) + [f"pop={self._pop}"] * bool(
             self._pop
         )

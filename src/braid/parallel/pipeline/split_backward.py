@@ -31,7 +31,7 @@ __all__ = ["SplitBackward"]
 
 
 class SplitBackward:
-    """Backward of a stage in two parts.
+    """Backward of a pipeline stage in two parts: gradients of inputs first, of weights later.
 
     Args:
         outputs: Outputs of the stage that require a gradient.

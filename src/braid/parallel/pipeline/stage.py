@@ -103,15 +103,15 @@ class _Pass(NamedTuple):
 
 
 class Stage:
-    """Layers of one stage.
+    """Layers of one pipeline stage, and the state of their running forwards.
 
     Args:
         index: Number of the stage.
         layers: Layers of the stage, in order.
-        edges: Skip connections of the model that begin or end here.
+        edges: Skip connections of the model that begin or end at this stage.
         every: Number of layers per checkpoint, which are recomputed in backward; 0 to save all
             tensors.
-        versions: Versions of the weights, for programs that use them.
+        versions: Versions of the weights, for asynchronous pipelines; None for one version.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Stage:
         Args:
             microbatch: Number of the micro-batch.
             value: Output of the previous stage, or a part of the batch.
-            keeps: Whether a backward follows.
+            keeps: Whether a backward follows, so that tensors must be saved.
             skips: Tensors that earlier stages have stashed for this one.
             draws: Random numbers of the micro-batch; None for torch's generators.
             drops: Whether to save nothing, because `recompute` follows.
@@ -241,7 +241,7 @@ class Stage:
     def backward_to_inputs(
         self, microbatch: int, grads: Mapping[Edge | None, Sequence[torch.Tensor]]
     ) -> dict[Edge | None, Gradients]:
-        """Return the gradients of the inputs; `backward_to_weights` computes the others."""
+        """Return the gradients of the inputs; `backward_to_weights` computes the weights'."""
         forward_pass = self._passes.pop(microbatch)
         params = [p for p in self.parameters() if p.requires_grad]
         split = self._split[microbatch] = SplitBackward(
@@ -256,12 +256,12 @@ class Stage:
         self._split.pop(microbatch).to_weights()
 
     def outputs(self, microbatch: int, edge: Edge | None = None) -> Gradients:
-        """Return the outputs of a micro-batch that require a gradient, or the ones of `edge`."""
+        """Return the outputs, or tensors stashed for `edge`, that require a gradient."""
         forward_pass = self._passes[microbatch]
         return _by_edge(forward_pass.num_outputs, forward_pass.outputs)[edge]
 
     def clear(self) -> None:
-        """Drop all forwards, after a failure."""
+        """Drop the state of all running forwards, after a failure."""
         self._passes.clear()
         self._split.clear()
 

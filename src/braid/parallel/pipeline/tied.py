@@ -33,11 +33,11 @@ class _Tied(NamedTuple):
 
 
 class TiedParams:
-    """Adds the gradients of parameters that layers of several stages share.
+    """Sums of the gradients of parameters that layers of several stages share.
 
     Args:
         parts: Layers of each stage of the whole model.
-        homes: Rank of each stage.
+        homes: Rank that has each stage.
         group: Ranks of the pipeline. The constructor creates groups of the ranks that share a
             parameter, so it is a collective.
     """
@@ -75,12 +75,12 @@ class TiedParams:
 
     @torch.no_grad()
     def make_equal(self) -> None:
-        """Copy the values of the first copy to all copies; a collective of their ranks."""
+        """Set all copies of each shared parameter to the first copy; a collective of their ranks."""
         for param, group in self._tied:
             group.broadcast(param.detach(), 0)
 
     def add_up(self) -> None:
-        """Add the gradients of all copies; a collective of their ranks.
+        """Sum the gradients of all copies of each shared parameter; a collective of their ranks.
 
         A parameter that no stage has used keeps the gradient None.
 
@@ -92,5 +92,5 @@ class TiedParams:
                 param.grad = group.all_reduce(grad)
 
     def counts_elsewhere(self, param: torch.Tensor) -> bool:
-        """Return whether another rank counts this parameter in a norm."""
+        """Return whether another rank with a copy of this parameter counts it in a norm."""
         return any(tied.param is param and tied.group.rank for tied in self._tied)

@@ -27,12 +27,12 @@ Wire = tuple[nn.Module, Sequence[str], Sequence[str]]
 
 
 class Wired(nn.Module):
-    """Module that reads its inputs from a dictionary, and adds its outputs to it.
+    """Layer that reads a module's inputs from a dictionary, and adds its outputs to the dictionary.
 
     Args:
         module: The module.
-        inputs: Names of its arguments, in order.
-        outputs: Names of its results, in order; one name for a single result of any kind.
+        inputs: Names of the module's arguments, in order.
+        outputs: Names of the module's results, in order; one name for a single result of any kind.
         kept: Names that later layers need.
         batch: Names of the model's inputs, for the first layer; they are passed as a dictionary, as
             a tuple in this order, or alone if there is one.

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """Pool of threads; each uses the grad mode, autocast and context of the caller.
+    """Pool of threads; jobs run with the grad mode, autocast and context variables of the caller.
 
     Args:
         count: Number of threads.
@@ -38,8 +38,8 @@ class Workers:
         """Run a job on each thread, all at the same time, and return their results.
 
         Raises:
-            Exception: First exception that is not a CommError, which another exception causes; the
-                first CommError if there is none.
+            Exception: First exception that is not a CommError, since an exception in one thread
+                causes CommErrors in others. If all are CommErrors, the first one.
         """
         if len(jobs) == 1:
             return [jobs[0]()]

@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 def table_of(module: nn.Module, ignored: Collection[str], ranks: Collection[int]) -> ParamTable:
-    """Return the parameters that are averaged.
+    """Return a table of the parameters with gradients that are averaged.
 
     Args:
         module: Module with the parameters.
@@ -75,7 +75,7 @@ def table_of(module: nn.Module, ignored: Collection[str], ranks: Collection[int]
 
 
 def first_given(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
-    """Return whether buffers are kept equal: the newer argument, else the older one, else True."""
+    """Return whether buffers are kept equal, from two arguments with the same meaning."""
     for argument in (forward_sync_buffers, broadcast_buffers):
         if argument is not None:
             return argument
@@ -176,7 +176,7 @@ def arguments_in_common(
 
     Args:
         options: Options of the reducer; options that only matter on this rank are left out.
-        nonfinite: Reaction to NaN and infinity; reactions that only report may differ.
+        nonfinite: Reaction to NaN and infinity; ranks may differ in reactions that only report.
         **others: Further arguments.
     """
     arguments = {field.name: getattr(options, field.name) for field in fields(options)}
@@ -187,7 +187,7 @@ def arguments_in_common(
 
 
 def finite_check_of(nonfinite: object, *, check_all: bool) -> CheckedNumbers:
-    """Return which numbers to check; a reaction that changes nothing may come one step late."""
+    """Return which numbers of gradients to check for NaN and infinity."""
     if check_all:
         return "all"
     return "late" if nonfinite in {"ignore", "warn"} else "first"
@@ -198,7 +198,7 @@ def trigger_of(
     param: nn.Parameter | None,
     delayed: Sequence[tuple[str, nn.Parameter]] | None,
 ) -> str:
-    """Return the name of the parameter that launches delayed ones; empty without delayed ones.
+    """Return the name of the parameter that launches delayed gradients; empty if none is delayed.
 
     Raises:
         ConfigError: Only one of the two arguments is given, or a parameter is not in the table.
@@ -222,7 +222,7 @@ def trigger_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrapperSettings:
-    """Arguments of a wrapper without module and group, which copies of it keep.
+    """Arguments of a wrapper, except module and group; copies of the wrapper keep them.
 
     Attributes:
         init_sync: Whether rank 0's values are copied at wrapping.

@@ -45,16 +45,16 @@ MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 def optimizers_of(param: torch.Tensor) -> Iterable[torch.optim.Optimizer]:
-    """Return the optimizers that torch has registered on a parameter."""
+    """Return the optimizers that torch's `_apply_optimizer_in_backward` has set on a parameter."""
     optimizers: Iterable[torch.optim.Optimizer] = getattr(param, "_in_backward_optimizers", ())
     return optimizers
 
 
 def adopt_optimizers(records: Iterable[ParamRecord]) -> bool:
-    """Remove the hooks of optimizers registered on parameters; return whether there are any.
+    """Remove the hooks by which torch steps optimizers in backward; return whether there were any.
 
     Raises:
-        ConfigError: Gradients of such a parameter are sparse.
+        ConfigError: A parameter with such a hook has sparse gradients.
     """
     stepped_records = [record for record in records if optimizers_of(record.param)]
     for record in stepped_records:
@@ -73,10 +73,10 @@ def adopt_optimizers(records: Iterable[ParamRecord]) -> bool:
 
 @dataclass(eq=False, kw_only=True)
 class AveragingListener(ReducerListener):
-    """Actions around the averagings of one wrapper.
+    """Listener for one wrapper: steps, buffers, comparisons and warnings around each averaging.
 
     Attributes:
-        joinable: The wrapper; held weakly, since the reducer must not keep it alive.
+        joinable: The wrapper; held weakly, so that the reducer does not keep it alive.
         group: Ranks that train together.
         table: Parameters of the module.
         buffers: Buffers of the module.
@@ -107,7 +107,7 @@ class AveragingListener(ReducerListener):
         self._has_buffers = self.buffers.any()
 
     def adopt_optimizers(self) -> None:
-        """Take over the steps of optimizers that torch has registered on parameters."""
+        """Take over the steps of optimizers that torch has set to run in backward."""
         self._has_adopted = adopt_optimizers(self.table) or self._has_adopted
         self.steps_in_backward |= self._has_adopted
 
@@ -148,7 +148,7 @@ class AveragingListener(ReducerListener):
         return works if notice is None else [*works, notice]
 
     def on_bucket_averaged(self, records: Sequence[ParamRecord], *, is_usable: bool) -> None:
-        """Take the steps of parameters in an averaged bucket, and drop their gradients."""
+        """Step the optimizers of the parameters in an averaged bucket, and drop the gradients."""
         if self._has_adopted:
             _step_adopted(records, is_usable=is_usable)
         if self._make_optimizer is None:

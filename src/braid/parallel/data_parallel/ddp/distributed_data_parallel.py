@@ -79,27 +79,27 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
             first bucket is at most 1 MiB.
         find_unused_parameters: Unused parameters need no flag; True silences the warning about
             them.
-        check_reduction: Without effect, as in torch.
-        gradient_as_bucket_view: Without effect: gradients are always views of buckets.
+        check_reduction: Has no effect, as in torch.
+        gradient_as_bucket_view: Has no effect: gradients are always views of buckets.
         static_graph: Whether every step uses the same parameters the same number of times; needed
             for re-entrant checkpointing of shared parameters.
         delay_all_reduce_named_params: (name, parameter) pairs with gradients that are reduced
             together, when the gradient of `param_to_hook_all_reduce` is computed.
-        param_to_hook_all_reduce: Parameter that launches the delayed ones.
+        param_to_hook_all_reduce: Parameter that launches the reduction of the delayed parameters.
         mixed_precision: Dtypes of the forward and of sent gradients, see `MixedPrecision`.
         device_mesh: A mesh of one dim, instead of `process_group`.
-        skip_all_reduce_unused_params: Without effect: globally unused parameters are never sent.
+        skip_all_reduce_unused_params: Has no effect: globally unused parameters are never sent.
         bucket_cap_mb_list: Caps of the first, second, ... bucket; the last applies to all others.
-        batched_grad_copy: Without effect.
+        batched_grad_copy: Has no effect.
         forward_sync_buffers: Whether buffers (such as running means) are set to rank 0's values
             after each averaging.
         gradient_accumulation_steps: Number of backwards whose gradients are added before they are
             averaged.
         nonfinite: Reaction to NaN and infinity in gradients: "ignore", "warn" (once), "raise",
             "skip" (leave all gradients None), or a function called with a `NonFinite` on all ranks.
-            Choose "ignore" with a `torch.amp.GradScaler`, which checks itself. For parameters on a
-            GPU a warning comes, and counts, one step late, so that no step waits for the GPU; not
-            with steps inside of backward.
+            Choose "ignore" with a `torch.amp.GradScaler`, which checks gradients itself. For
+            parameters on a GPU, "warn" reports one step late, so that no step waits for the GPU.
+            With steps inside of backward it is not late.
         check_all: Whether to check every number for NaN and infinity, not one per gradient.
         hash_every: Compare parameters of all ranks after every n-th averaging; never when 0.
         hook: Name of a communication hook, such as "bf16", "topk:0.01" or "powersgd:rank=2"
@@ -328,7 +328,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
 
         Returns:
             `residuals` of the wire format by parameter, and the state of the `hook`, if it has any.
-            They differ between ranks.
+            Both differ between ranks.
         """
         read = getattr(self._comm_hook, "state_dict", None)
         return {
@@ -406,7 +406,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
     def bucket_times(self) -> BucketTimes:
         """Return when each bucket of the last step was full on each rank; a collective.
 
-        Its text is a table that shows which rank makes the others wait.
+        Converted to text, the result is a table that shows for which rank all others wait.
         """
         return self._reducer.bucket_times()
 

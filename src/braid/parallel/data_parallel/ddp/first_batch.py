@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 
 
 class FirstBatch:
-    """Observations of one rank about its first batch.
+    """Observations of one rank about its first batch, to find probable mistakes.
 
     Args:
         module: Model that is trained.

@@ -38,10 +38,10 @@ INSTEAD = {
 
 
 class ReducerView:
-    """Methods of torch's reducer that other code calls on `ddp.reducer`.
+    """Object for `ddp.reducer`, with the methods of torch's reducer that other libraries call.
 
-    All of them do nothing: braid rebuilds buckets and prepares backwards without these calls. Each
-    returns the same value as torch's method when there is nothing to do.
+    All methods do nothing: braid rebuilds buckets and prepares backwards without these calls. Each
+        returns the value that torch's method returns if there is nothing to do.
     """
 
     def prepare_for_forward(self) -> None:
@@ -68,7 +68,7 @@ class TorchNames(nn.Module):
     """Attributes and methods of torch's class that describe a wrapper.
 
     Attributes:
-        require_forward_param_sync: Without effect: buffers follow rank 0's after backwards.
+        require_forward_param_sync: Has no effect: rank 0's buffers are copied after backwards.
     """
 
     module: nn.Module
@@ -95,7 +95,7 @@ class TorchNames(nn.Module):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether buffers follow rank 0's; the older name of `forward_sync_buffers`."""
+        """Whether rank 0's buffers are copied to all ranks; old name of `forward_sync_buffers`."""
         return self.forward_sync_buffers
 
     @property
@@ -120,7 +120,7 @@ class TorchNames(nn.Module):
 
     @property
     def reducer(self) -> ReducerView:
-        """Methods of torch's reducer that other code calls."""
+        """Object with the methods of torch's reducer that other libraries call; they do nothing."""
         return ReducerView()
 
     @property

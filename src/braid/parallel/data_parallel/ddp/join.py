@@ -35,23 +35,24 @@ _ENTERED: WeakKeyDictionary[Group, ReferenceType[Join]] = WeakKeyDictionary()
 
 
 class JoinHook:
-    """Actions of one joinable on a rank that has joined."""
+    """Actions for one `Joinable` on a rank that has joined, which means it has no more inputs."""
 
     def main_hook(self) -> None:
-        """Shadow the collectives of one step of the working ranks."""
+        """Take part in the collectives of one step of the ranks that still have inputs."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Finish; called once on every rank when all ranks have joined.
+        """Do final work; called once on every rank when all ranks have joined.
 
         Args:
             is_last_joiner: Whether this rank was among the last ranks with input.
         """
 
     def shadow(self) -> bool | None:
-        """Shadow one step of the working ranks.
+        """Take part in one step of the ranks that still have inputs, and detect when none has.
 
         Returns:
-            True after a step, False if all ranks have joined, None if it cannot be detected.
+            True after a step, False if all ranks have joined. None if the object's steps do not
+            show whether other ranks work.
         """
         return None
 
@@ -98,8 +99,8 @@ class Join:
         **kwargs: Keyword arguments for all join hooks.
 
     Raises:
-        ConfigError: `joinables` is empty or contains anything but Joinables; one is passed twice or
-            is in another such context; they have different groups; or steps cannot be shadowed.
+        ConfigError: `joinables` is empty, contains anything but Joinables, or has one twice. Or
+            they have different groups, one is in another such context, or steps cannot be shadowed.
         CommError: A rank has no more input, and `throw_on_early_termination` is set.
     """
 
@@ -134,7 +135,7 @@ class Join:
 
     @property
     def exchanges_presence(self) -> bool:
-        """Whether the only joinable detects in its steps if other ranks work, too late to throw."""
+        """Whether the steps themselves show if other ranks work, so that no message is needed."""
         alone = len(self._hooks) == 1 and not self.throws
         return alone and type(self._hooks[0]).shadow is not JoinHook.shadow
 
@@ -190,10 +191,10 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:
-        """Announce to other ranks that this rank still works; call before a step's collectives.
+        """Announce to other ranks that this rank has inputs; call it before a step's collectives.
 
         Returns:
-            The announcement in flight. None outside of a context, for all but the first joinable,
+            The announcement in flight. None outside of a context, for all joinables but the first,
             and if no message is needed.
         """
         join = joinable._join  # noqa: SLF001 - the other half

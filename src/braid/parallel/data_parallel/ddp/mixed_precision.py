@@ -36,7 +36,7 @@ WIRES = {torch.bfloat16: "bf16", torch.float16: "float16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedPrecision:
-    """Dtypes of a forward; None keeps them unchanged.
+    """Dtypes of a wrapper's forward and sent gradients; None keeps a dtype unchanged.
 
     Attributes:
         param_dtype: Dtype of parameters and inputs in forward and backward. Parameters of layers
@@ -53,7 +53,7 @@ class MixedPrecision:
 
 
 class Precision:
-    """Caller of a module with the requested dtypes.
+    """Object that calls a module with the dtypes of a `MixedPrecision`.
 
     Args:
         wanted: Dtypes of the forward.

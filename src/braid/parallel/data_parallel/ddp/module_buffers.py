@@ -77,10 +77,11 @@ class ModuleBuffers:
     def start_early(self, root: int) -> list[Work]:
         """Start to send the values of `root` if buffers changed in the last step; a collective.
 
-        Buffers probably change in this step as well. `finish` copies received values to buffers.
+        The buffers then probably change in this step as well. `finish` copies the received values.
 
         Args:
-            root: Rank that has the values, as far as is known before the status.
+            root: Rank that probably has the newest values; `finish` gets the rank that really has
+                them.
         """
         self._early_root = root if self._changed else -1
         return self._start(root) if self._changed else []

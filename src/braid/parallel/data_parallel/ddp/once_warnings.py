@@ -16,7 +16,7 @@ __all__ = ["OnceWarnings"]
 
 
 class OnceWarnings:
-    """Emitter of warnings, each at most once.
+    """Emitter of warnings about unused parameters and skipped backwards, each at most once.
 
     Args:
         model: Name of the model in the messages.

@@ -23,7 +23,7 @@ __all__ = ["ParamSnapshot"]
 
 
 class ParamSnapshot:
-    """Parameters with their dtypes and devices.
+    """Parameters of a wrapped module with their dtypes and devices, to detect later changes.
 
     Args:
         params: All parameters.
@@ -54,14 +54,14 @@ class ParamSnapshot:
     def check(
         self, params: Iterable[torch.Tensor], names: Iterable[tuple[str, torch.Tensor]]
     ) -> bool:
-        """Check that the parameters are unchanged, or replaced for this forward only.
+        """Check that parameters are unchanged since wrapping, or replaced for this forward only.
 
         Args:
             params: Current parameters.
             names: Their names, read only if something differs.
 
         Returns:
-            Whether gradients of any of the module's own parameters can come from this forward.
+            Whether this forward uses any wrapped parameter that requires a gradient.
 
         Raises:
             ConfigError: Some parameters are new, converted or moved.

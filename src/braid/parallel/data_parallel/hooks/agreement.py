@@ -23,10 +23,10 @@ __all__ = ["Agreed", "AgreedNames", "agree"]
 
 
 class Agreed(NamedTuple):
-    """Step counts of compressed parameters with which all ranks continue.
+    """Result of `agree`: the step counts with which all ranks continue.
 
     Attributes:
-        counts: Counts of the given parameters.
+        counts: Number of compressed steps of each parameter.
         source: Group rank that has these counts and their state.
         is_new: Whether each group rank had no state.
     """
@@ -37,13 +37,13 @@ class Agreed(NamedTuple):
 
 
 class AgreedNames:
-    """Names of the parameters on which ranks have agreed already; a set for each group."""
+    """Names of the parameters for which ranks have compared their counts already, per group."""
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Group, set[str]] = WeakKeyDictionary()
 
     def fresh(self, bucket: GradBucket) -> list[str]:
-        """Add the names in a bucket; return the names that were not known before."""
+        """Add the names of a bucket's parameters; return the names that are new."""
         known = self._names.setdefault(bucket.group, set())
         new = [name for name in bucket.names if name not in known]
         known.update(new)
@@ -55,13 +55,13 @@ class AgreedNames:
 
 
 def agree(hook: str, bucket: GradBucket, names: Sequence[str], counts: Sequence[int]) -> Agreed:
-    """Compare counts over the bucket's group; a collective.
+    """Compare step counts of compressed parameters over the bucket's group; a collective.
 
     Args:
         hook: Name of the hook, for the message.
         bucket: Bucket that is reduced.
         names: Names of parameters, the same on all ranks.
-        counts: Counts of this rank, the same number for each name; all 0 on a rank without state.
+        counts: Counts of this rank; each name has equally many. All 0 on a rank without state.
 
     Raises:
         ConfigError: Ranks have states of different steps; raised on all ranks.

@@ -77,7 +77,7 @@ def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hoo
     """Return the wire format and the hook for a name; one of the two is None.
 
     Args:
-        text: Name, see the module.
+        text: Name, such as "bf16" or "powersgd:rank=2"; see the module docstring for all names.
         group: Ranks that train together.
         table: Parameters of the model.
 

@@ -47,7 +47,7 @@ class PowerSGDOptions:
         start: Number of reductions of a parameter before it is compressed. Gradients of the first
             steps are far from low rank; a tenth of all steps is a good choice if accuracy suffers
             (the default of torch's hook is 1000).
-        rate: Smallest ratio of sizes, matrix to factors, at which a matrix is compressed.
+        rate: Smallest compression at which a matrix is compressed: its size over its factors' size.
         warm_start: Whether to begin with the last step's Q instead of a random one.
         error_feedback: Whether to add the error to the next gradient; 4 bytes per number.
         seed: Seed of the first Q.
@@ -165,7 +165,7 @@ class PowerSGDHook:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `state_dict` returned on this rank; call it on all ranks that saved.
 
-        New ranks continue with the steps and Q of the others.
+        New ranks continue with the steps and Q of ranks that have loaded a state.
 
         Raises:
             ConfigError: The state has other keys.

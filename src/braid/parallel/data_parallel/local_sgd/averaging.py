@@ -75,7 +75,7 @@ class ModelAverager(ABC):
         self._all_averaged = False
 
     def average_parameters(self, params: Params) -> None:
-        """Average the parameters if models are averaged in this step.
+        """Average the parameters over ranks if this is one of the steps with an averaging.
 
         Call after every step of the optimizer, on all ranks. In some steps this is a collective.
 
@@ -101,7 +101,7 @@ class ModelAverager(ABC):
             self._all_averaged = group is self.process_group
 
     def has_just_averaged(self, tensor: torch.Tensor) -> bool:
-        """Return whether the last call has left the same `tensor` on all ranks."""
+        """Return whether `tensor` is a parameter that the last call has averaged over all ranks."""
         return (
             self._all_averaged
             and self._flat is not None

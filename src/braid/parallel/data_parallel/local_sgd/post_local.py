@@ -76,7 +76,7 @@ class PostLocalSGDHook:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of `state_dict`, on all ranks that saved it.
 
-        New ranks continue with the counts of the others.
+        New ranks continue with the counts of ranks that have loaded a state.
 
         Raises:
             ConfigError: The state has other keys.
@@ -92,7 +92,7 @@ class PostLocalSGDHook:
 
 
 class PostLocalSGDOptimizer(WrappedOptimizer):
-    """Optimizer that calls an averager after each of its steps.
+    """Optimizer that calls a model averager after each of its steps.
 
     Args:
         optim: Inner optimizer, which takes the steps.
@@ -112,7 +112,7 @@ class PostLocalSGDOptimizer(WrappedOptimizer):
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - as in its base
         """Return whether a tensor of a checkpoint may differ between ranks.
 
-        All tensors may, except parameters that all ranks have averaged in the last step.
+        All tensors may differ, except parameters that all ranks have averaged in the last step.
         """
         return not self.averager.has_just_averaged(tensor)
 

@@ -70,8 +70,7 @@ class ShareOfMean(NamedTuple):
     """Contribution of one share to a mean over targets.
 
     Attributes:
-        total: Sum of losses, at least in float32: in 16 bits the sum may be infinite although the
-            mean is not.
+        total: Sum of losses, at least in float32, because a sum in 16 bits may overflow.
         divisor: Sum of the weights of targets.
         dtype: Dtype of the loss.
     """
@@ -106,7 +105,7 @@ def is_mean_of_targets(criterion: Any) -> bool:
 
 
 def check_criterion(criterion: Any, *, stated: bool) -> None:
-    """Raise if a mean is, or may be, not over samples; `OF_TARGETS` are allowed.
+    """Raise if the criterion's mean may not be a mean over samples; `OF_TARGETS` are allowed.
 
     Args:
         criterion: Criterion; the losses of its shares are to be averaged.
@@ -137,7 +136,7 @@ def check_criterion(criterion: Any, *, stated: bool) -> None:
 
 
 def share_of_mean(criterion: Any, output: torch.Tensor, target: torch.Tensor) -> ShareOfMean:
-    """Compute the contribution of one share to the mean.
+    """Compute the contribution of one share of the batch to a mean over targets.
 
     Args:
         criterion: Criterion for which `is_mean_of_targets` is true.

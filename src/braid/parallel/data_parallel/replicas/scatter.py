@@ -22,7 +22,7 @@ __all__ = ["num_samples", "scatter", "share_sizes"]
 
 
 def share_sizes(total: int, count: int) -> list[int]:
-    """Return the number of samples of each share, at most `count` shares.
+    """Return the number of samples in each share of a batch, for at most `count` shares.
 
     No share is empty, except for the single share of an empty batch.
 
@@ -36,7 +36,7 @@ def share_sizes(total: int, count: int) -> list[int]:
 
 
 def num_samples(inputs: Any, dim: int = 0) -> int | None:
-    """Return the common length along `dim` of all tensors in `inputs` with dims; None if none.
+    """Return the length of all tensors in `inputs` along `dim`; None if no tensor has dims.
 
     Args:
         inputs: Containers of tensors and other objects, as in `braid.comm.autograd.nested`.

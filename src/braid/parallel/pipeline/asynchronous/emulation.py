@@ -43,14 +43,14 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Emulation:
-    """Trainer with the staleness of an asynchronous pipeline.
+    """Trainer in one process that uses gradients as stale as in an asynchronous pipeline.
 
     Args:
         layers: The model to train; see `AsynchronousPipeline` for all arguments.
         make_optimizer: Function of a stage's parameters that returns an optimizer for them.
         replicas: Number of ranks of each stage.
         versions: Rule for the version of its weights that a forward uses.
-        every: Number of micro-batches of a rank per step.
+        every: Number of micro-batches per optimizer step of a rank.
         balance: Number of layers of each stage.
         seed: Seed of the layers' random numbers.
 

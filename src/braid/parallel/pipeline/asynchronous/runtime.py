@@ -84,8 +84,8 @@ class AsynchronousPipeline(nn.Module):
         versions: Rule for the weights in the forward of a micro-batch: `stash`, the newest of each
             stage; `vertical_sync`, the version that was the newest of stage 0 when the micro-batch
             entered; `2bw`, the version before the last.
-        every: Number of micro-batches of a rank per step; their gradients are averaged. 2bw needs
-            at least the number of stages.
+        every: Number of micro-batches per optimizer step of a rank; their gradients are averaged.
+            For 2bw, at least the number of stages.
         balance: Number of layers of each stage; None for a partition of equal sizes.
         recompute: Micro-batches whose layers run again in backward; see `braid.Pipeline`.
         seed: Seed of the layers' random numbers.
@@ -323,7 +323,7 @@ class AsynchronousPipeline(nn.Module):
         raise ConfigError(msg)
 
     def extra_repr(self) -> str:
-        """Return stage, replicas and rule, for `repr`."""
+        """Return the stage, its replicas and the rule for versions, for `repr`."""
         return (
             f"stage {self.stage} of {len(self._counts)}, replicas {list(self._counts)}, "
             f"versions {self._rule}, balance {list(self.balance)}"

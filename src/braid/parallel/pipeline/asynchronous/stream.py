@@ -51,7 +51,7 @@ class MicrobatchStream:
         return self._at(i).draws
 
     def exhaust(self) -> None:
-        """Read the rest, so that the iterator has the same position on all ranks."""
+        """Read the remaining micro-batches, so that the iterator has the same position on all ranks."""
         while self._num_read < self._count:
             self._read()
         self._kept.clear()
