@@ -191,7 +191,7 @@ class HybridParallel:
         return {name: param for name, param in self.model.named_parameters() if param in trained}
 
     def whole_records(self) -> list[ParamRecord]:
-        """Return the records of this rank's unsharded parameters, which have this replica's gradients."""
+        """Return this rank's unsharded parameters, which have the gradients of this replica."""
         if self._sharded is not None:
             return self._sharded.whole_records()
         return list(ParamTable.named(self.named_pieces().items()))

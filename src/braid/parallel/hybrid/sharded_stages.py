@@ -143,7 +143,7 @@ class ShardedStages:
         return [*self.sharding.whole_records(), *ParamTable.named(self._kept)]
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Change an optimizer of the whole model to update this rank's shards and unsharded tensors."""
+        """Change an optimizer of the whole model to update this rank's shards and whole tensors."""
         known = {id(record.param) for record in self.sharding.table}
         others = [
             [p for p in group["params"] if id(p) not in known] for group in optimizer.param_groups

@@ -83,7 +83,7 @@ class Carrier(Protocol):
         ...
 
     def pass_on(self, text: str) -> None:
-        """Forward an error that another rank has reported: make all ranks of this rank's groups raise it."""
+        """Forward an error that another rank has reported, to all ranks of this rank's groups."""
         ...
 
 

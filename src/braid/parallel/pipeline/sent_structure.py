@@ -46,7 +46,7 @@ _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, floa
 
 
 class SentSpec(NamedTuple):
-    """Description of a tensor that is sent as a part of a value: its shape, dtype and so on."""
+    """Shape, dtype and other properties of a tensor that is sent as a part of a value."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -75,7 +75,7 @@ class TiedParams:
 
     @torch.no_grad()
     def make_equal(self) -> None:
-        """Set all copies of each shared parameter to the first copy; a collective of their ranks."""
+        """Set all copies of shared parameters to the first copy; a collective of their ranks."""
         for param, group in self._tied:
             group.broadcast(param.detach(), 0)
 

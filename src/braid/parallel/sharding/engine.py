@@ -70,7 +70,7 @@ class Sharding:
 
     Attributes:
         model, options: Arguments.
-        places: Ranks that own shards, and their replicas.
+        places: Ranks that own shards, and ranks that own copies of the same shard.
         disk: Files of the optimizer's states, if they are offloaded.
         layouts: Layouts of the flat vectors of parameters.
         table: Parameters by name; the same objects as in the model.
@@ -177,7 +177,7 @@ class Sharding:
         return {name: param for name, param in named if name in self.options.ignored}
 
     def pieces(self) -> list[torch.Tensor]:
-        """Return the gradients of this rank's pieces."""
+        """Return the gradients of the parameter pieces that this rank owns."""
         return [owned.grad for _, owned in self.owned() if owned.grad is not None]
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
@@ -215,7 +215,7 @@ class Sharding:
             owned.grad = None
 
     def whole_records(self) -> list[ParamRecord]:
-        """Return the parameters for computation, on which `no_sync` leaves whole gradients."""
+        """Return the parameters that modules compute with; `no_sync` leaves gradients on them."""
         return [
             record._replace(param=leaf)
             for flat in self._flats
@@ -223,7 +223,7 @@ class Sharding:
         ]
 
     def keep_own_gradients(self) -> None:
-        """Set the gradients of this rank's pieces from whole gradients, equal on all ranks."""
+        """Set the pieces' gradients from whole gradients, which must be equal on all ranks."""
         for flat in self._flats:
             for leaf, owned, piece in zip(flat.leaves, flat.owned, flat.pieces, strict=True):
                 grad, leaf.grad, owned.grad = leaf.grad, None, None
@@ -252,7 +252,7 @@ class Sharding:
         self._reducer.synchronizes = value
 
     def begin_step(self) -> None:
-        """Use the parameters of the last optimizer step, and record the order of units again.
+        """Begin a step: share the last optimizer step's results, and record the order of units.
 
         A forward of the model calls this method; engines that run parts of the model must call it.
         """

@@ -28,13 +28,12 @@ class FlatGradients:
 
     Args:
         flat: The parameters.
-        slot: Memory of the whole vector, in the dtype of sums.
-        part: Memory of this rank's part, in the dtype of sums; None to sum into the memory of the
-            pieces' gradients.
+        slot: Temporary memory of the whole vector, in the dtype of sums.
+        part: Temporary memory of this rank's part, in the dtype of sums; None to sum into the
+            memory of the pieces' gradients.
 
     Attributes:
-        flat: Argument.
-        slot: Argument.
+        flat, slot: Arguments.
         is_launched: Whether the sum has been started in this backward.
     """
 
@@ -77,19 +76,19 @@ class FlatGradients:
         self._local: dict[int, torch.Tensor] = {}  # local sums in another dtype
 
     def busy(self) -> list[FlatGradients]:
-        """Return the gradients that are using the slots."""
+        """Return the flat gradients that now use the temporary memory (slots) of this vector."""
         slots = [slot for slot in (self.slot, self._part_slot) if slot is not None]
         return list({id(s.holder): s.holder for s in slots if s.holder is not None}.values())
 
     def kept_memory(self) -> list[torch.Tensor]:
-        """Return unshared memory: all gradients at stage 1, else the gradients of the pieces."""
+        """Return the memory of this vector alone: all gradients at stage 1, else the pieces'."""
         if self.flat.stage != 1:
             return [self._memory]
         inside = sums_in_dtype_of_pieces(self.flat)
         return [self.slot.tensor] if inside else [self.slot.tensor, self._memory]
 
     def shared_memory(self) -> list[torch.Tensor]:
-        """Return memory that is shared with other vectors."""
+        """Return the temporary memory that other vectors use in turn."""
         slots = [self._part_slot] if self.flat.stage == 1 else [self.slot, self._part_slot]
         return [slot.tensor for slot in slots if slot is not None]
 
@@ -107,7 +106,7 @@ class FlatGradients:
         return [grad.detach() for grad in grads if grad is not None]
 
     def accumulate(self, index: int) -> None:
-        """Add a whole parameter's gradient to its local sum, if the sum has another dtype."""
+        """Add a parameter's gradient to a local sum, if sums have another dtype than gradients."""
         leaf = self.flat.leaves[index]
         if leaf.grad is None or leaf.dtype == self.flat.dtypes.reduce:
             return
@@ -156,7 +155,8 @@ class FlatGradients:
         """Write the averages to the gradients of the owned pieces.
 
         Args:
-            has: Whether any rank had a gradient of each parameter. Other gradients are unchanged.
+            has: Whether any rank had a gradient, for each parameter. Gradients of other parameters
+                are unchanged.
         """
         for owned, grad, some in zip(self.flat.owned, self._grads, has, strict=True):
             if some and grad.numel():

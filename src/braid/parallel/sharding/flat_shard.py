@@ -34,7 +34,7 @@ class Dtypes:
 
     Attributes:
         compute: Dtype of parameters in forward and backward.
-        master: Dtype of the pieces that the optimizer changes.
+        master: Dtype of the pieces that the optimizer updates.
         reduce: Dtype of gradients as they are summed.
         on_host: Whether the pieces are in host memory, for any device of computation.
         pinned: Whether the host memory is pinned.
@@ -79,8 +79,8 @@ class FlatShard:
         places: Ranks that own the shards.
         stage: 1, 2 or 3.
         dtypes: Dtypes.
-        title: Name in reports.
-        whole: Whether each parameter belongs to one rank, with its shape.
+        title: Name of the vector in reports.
+        whole: Whether each parameter belongs to one rank, which owns it in its shape.
 
     Attributes:
         records, partition, places, stage, dtypes, title, whole: Arguments.
@@ -89,8 +89,8 @@ class FlatShard:
         owned: Parameters of the optimizer: this rank's pieces.
         leaves: Parameters that modules compute with; between uses of a unit at stage 3, they have
             no values.
-        sites: Modules and names under which each parameter is registered.
-        is_entered: Whether modules have the whole parameters.
+        sites: For each parameter, the modules and names under which it is registered.
+        is_entered: Whether the modules have the whole parameters instead of this rank's pieces.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class FlatShard:
     # Parameters
 
     def use_slot(self, slot: Slot[FlatShard] | None) -> None:
-        """Set up gathering into `slot`, or at stages 1 and 2 into the vector in place."""
+        """Gather into the temporary memory `slot` from now on; into the kept vector if None."""
         self._slot = slot
         target = self._full if slot is None else slot.tensor[: self.partition.length]
         assert target is not None, "without a slot, the whole vector is kept"
@@ -185,7 +185,7 @@ class FlatShard:
 
     @property
     def slot(self) -> Slot[FlatShard] | None:
-        """Slot of the whole vector; None if it has separate memory."""
+        """Temporary memory of the whole vector; None if the vector has separate memory."""
         return self._slot
 
     def kept_memory(self) -> list[torch.Tensor]:

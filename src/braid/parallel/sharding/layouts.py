@@ -30,7 +30,7 @@ class Layouts(NamedTuple):
 
     Attributes:
         compute: Layout in forward and backward.
-        storage: Layout between uses.
+        storage: Layout between a forward and the next use of the parameters.
         gradient: Layout of gradients after backward.
         optimizer: Layout of the optimizer's parameters and states.
     """

@@ -23,7 +23,7 @@ class LiveBytes(NamedTuple):
             another dtype.
         gradients: Bytes of gradients after backward.
         states: Bytes of the optimizer's states.
-        slots: Bytes of memory for temporarily gathered units and their gradients.
+        slots: Bytes of temporary memory for gathered units and their gradients.
     """
 
     parameters: int

@@ -26,7 +26,7 @@ LEAST_BYTES = 4096  # smaller states stay in memory, as a file takes a page at l
 
 
 class StatesOnDisk(AbstractContextManager["StatesOnDisk"]):
-    """Mover of optimizer states to files; a context manager that removes the files.
+    """Files to which optimizer states are moved; a context manager that removes the files.
 
     Args:
         directory: Directory in which a directory for this rank is created.

@@ -29,7 +29,7 @@ ENGINES: dict[int, weakref.ref[Sharding]] = {}  # engines by parameter id
 
 
 def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer needs whole parameters.
+    """Return whether an optimizer needs whole parameters, because it uses shapes or norms.
 
     Unknown optimizers are assumed to need them, with a warning.
 
@@ -102,7 +102,8 @@ def attach(
         whole: Whether it needs whole parameters; None to decide by its name.
 
     Raises:
-        ConfigError: The optimizer cannot be sharded in this way, or has other parameters.
+        ConfigError: The optimizer cannot be sharded in this way, or has parameters that the engine
+            has not sharded.
     """
     _check(sharding, optimizer, whole)
     places = {}

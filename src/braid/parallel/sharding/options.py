@@ -30,11 +30,12 @@ class ShardingOptions:
             otherwise all ranks own the same number of elements.
         reshard_after_forward: Whether parameters are freed between forward and backward, at stage
             3; None for all units but the root and the last one.
-        param_dtype: Dtype of parameters in forward and backward; None for their own.
+        param_dtype: Dtype of parameters in forward and backward; None for the model's dtype.
         reduce_dtype: Dtype in which gradients are summed; None for the dtype of parameters in
             backward.
-        master_dtype: Dtype of the optimizer's pieces; None for the parameters' own.
-        offload: Memory of the pieces and of the optimizer's states.
+        master_dtype: Dtype of the optimizer's pieces; None for the model's dtype.
+        offload: Policy for the memory of the pieces and of the optimizer's states: device, host or
+            disk.
         ignored: Names of parameters that are not sharded.
         init_sync: Whether values of the first rank are copied to all ranks, including buffers.
     """

@@ -61,7 +61,7 @@ class ParamPiece(NamedTuple):
 
 
 class FlatPartition(NamedTuple):
-    """Positions of parameters in a flat vector, and its cuts.
+    """Positions of parameters in a flat vector, and the positions at which ranks' parts begin.
 
     Attributes:
         numels: Number of elements of each parameter.
@@ -95,9 +95,9 @@ class FlatPartition(NamedTuple):
 
 
 def by_elements(numels: Sequence[int], num_ranks: int) -> FlatPartition:
-    """Cut parameters of `numels` elements, as one vector, into equal ranges, one per rank.
+    """Return a partition of one flat vector into equal ranges, one per rank.
 
-    The flat vector has the layout `shard`, and each rank owns its box.
+    The vector has the `Layout` "shard": each rank owns the box that this layout assigns to it.
     """
     starts = list(accumulate(map(_aligned, numels), initial=0))
     blocks = -(-starts[-1] // (num_ranks * ALIGN)) * num_ranks
@@ -108,7 +108,7 @@ def by_elements(numels: Sequence[int], num_ranks: int) -> FlatPartition:
 
 
 def by_owners(numels: Sequence[int], owners: Sequence[int], num_ranks: int) -> FlatPartition:
-    """Order parameters by owner, so that each rank owns whole parameters.
+    """Return a partition in which parameters are sorted by owner, so each rank owns whole ones.
 
     Args:
         numels: Number of elements of each parameter.
@@ -128,7 +128,7 @@ def by_owners(numels: Sequence[int], owners: Sequence[int], num_ranks: int) -> F
 
 
 def assign_owners(numels: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """Return a rank for each parameter: the largest goes first, to the rank with fewest elements.
+    """Return an owner for each parameter, so that ranks own about equally many elements.
 
     Source: R. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (longest first).
     """
@@ -142,12 +142,12 @@ def assign_owners(numels: Sequence[int], num_ranks: int) -> tuple[int, ...]:
 
 
 class FlatBox(NamedTuple):
-    """Box of a tensor with elements that are contiguous in the flat tensor.
+    """Box of a tensor, whose elements are contiguous in the flattened tensor.
 
     Attributes:
         offset: First index of each dim.
         extent: Size of each dim.
-        begin: First element, counted in the flat tensor.
+        begin: Index of the box's first element in the flattened tensor.
     """
 
     offset: tuple[int, ...]

@@ -28,8 +28,8 @@ class MixedPrecisionPolicy:
     """Dtypes of a sharded model.
 
     Attributes:
-        param_dtype: Dtype in which parameters are gathered and compute; None for their own. The
-            optimizer steps in their own dtype.
+        param_dtype: Dtype in which parameters are gathered and used; None for the model's dtype.
+            The optimizer updates parameters in the model's dtype.
         reduce_dtype: Dtype in which gradients are summed; None for `param_dtype`.
         output_dtype: Dtype of floating-point outputs of the model; None for no conversion.
         cast_forward_inputs: Whether floating-point inputs of units are converted to `param_dtype`.
@@ -43,12 +43,12 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """Policy without offloading."""
+    """Offload policy that keeps everything on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Policy with the pieces, their gradients and the optimizer's states in host memory.
+    """Offload policy that keeps pieces, their gradients and optimizer states in host memory.
 
     Attributes:
         pin_memory: Whether host memory is pinned, so that copies overlap with computation.
@@ -59,7 +59,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True, slots=True)
 class DiskOffloadPolicy(CPUOffloadPolicy):
-    """Policy with the optimizer's states in memory-mapped files, from the first step on.
+    """Offload policy that also moves optimizer states to memory-mapped files, from step 1 on.
 
     Attributes:
         directory: Directory of the files, on a local disk; each rank creates one below it.

@@ -33,8 +33,8 @@ class ShardReducer(GradientListener):
 
     Args:
         gradients: Gradients of all flat vectors that require them.
-        groups: Groups that together contain all ranks that average; they exchange which gradients
-            each rank had.
+        groups: Groups that together contain all ranks that average. Ranks exchange over them which
+            gradients each rank has.
         before_end: Called when autograd has computed all gradients of a backward.
         on_end: Called when a backward and its sums have ended.
 
@@ -96,7 +96,7 @@ class ShardReducer(GradientListener):
         at_end_of_backward(self._backward_ended)
 
     def on_gradient(self, position: int, /) -> None:
-        """Record that parameter `position` has its gradient; start sums that are complete.
+        """Record that a parameter's gradient is ready; start the sums of complete vectors.
 
         Raises:
             ConfigError: The parameter got a second gradient after its sum was started.
@@ -137,11 +137,11 @@ class ShardReducer(GradientListener):
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward has begun and not ended; if true in a forward, the backward raised."""
+        """Whether a backward has begun and not ended; True in a forward if the last one raised."""
         return self._is_in_backward
 
     def complete(self, flats: Sequence[FlatShard]) -> None:
-        """Expect no further gradients of these vectors in this backward."""
+        """Expect no further gradients of these vectors in this backward, and start their sums."""
         for gradients in self._gradients:
             if gradients.flat in flats:
                 self._missing[id(gradients)] = 0
@@ -149,7 +149,7 @@ class ShardReducer(GradientListener):
             self._launch_in_order()
 
     def abandon(self) -> None:
-        """End a backward that raised on this rank, and notify the other ranks."""
+        """End a backward that raised on this rank, and make other ranks raise as well."""
         self._is_in_backward = False
         if self._sums:
             self._has[self._own_flag] = 1

@@ -52,16 +52,16 @@ class Unit:
         name: Name of the module.
         module: The module.
         flats: Parameters of the module, one flat vector per dtype.
-        frees_after_forward: Whether parameters are freed between forward and backward.
+        frees_after_forward: Whether the parameters are freed between forward and backward.
 
     Attributes:
         name, module, flats, frees_after_forward: Arguments.
         input_dtype: Dtype to which floating inputs of a forward are converted, if any.
         output_dtype: Dtype to which floating outputs are converted, if any.
         num_forwards: Number of running forward passes.
-        num_pushed: Number of them with hooks on saved tensors.
+        num_pushed: Number of running forwards with active hooks on saved tensors.
         in_backward: Whether a backward has reached the unit's outputs.
-        reached_at: Forward and begin of the call that backward has reached last.
+        reached_at: Key of the call that backward reached last: numbers of its forward and call.
         is_complete: Whether the unit gets no further gradients in this backward.
     """
 
@@ -101,14 +101,14 @@ class Unit:
 
 
 class Residency:
-    """Manager that gathers and frees the parameters of units.
+    """Manager that gathers units' parameters before use, and frees them afterwards.
 
     Args:
         units: All units; the first one is the root.
         on_backward: Called when a backward reaches the outputs of a unit.
         reset: Called when a forward of the root begins.
         on_complete: Called with a unit that gets no further gradients in this backward.
-        keeps_last: Whether the last unit of the last forward stays gathered for backward.
+        keeps_last: Whether a forward's last unit stays gathered until backward.
 
     Attributes:
         units: Argument.
@@ -247,7 +247,7 @@ class Residency:
         return _in_dtype(args, unit.input_dtype), _in_dtype(kwargs, unit.input_dtype)
 
     def begin(self) -> None:
-        """Begin a step of an engine that runs units without the root; forwards then do not."""
+        """Begin a step for an engine that calls units without the root (such as a pipeline)."""
         self._is_by_parts = True
         self._begin()
 
@@ -372,9 +372,9 @@ class Residency:
         return is_only and all(c.has_graph and c.is_reached for c in self._calls.of(unit))
 
     def reach_rest(self) -> None:
-        """Gather the units that other ranks gather in the rest of this rank's finished backward.
+        """After this rank's backward has ended early, join the gathers of other ranks' backwards.
 
-        Not for engines that run parts: other parts of the forward have separate backwards.
+        No-op if an engine runs the forward in parts, since each part has a separate backward.
         """
         if self._is_by_parts:
             return
@@ -389,7 +389,7 @@ class Residency:
         self._num_forwards = 0
 
     def shadow_backward(self) -> Iterator[Unit]:
-        """Gather the units that other ranks still gather, after backward raised on this rank.
+        """After backward raised on this rank, join the gathers of other ranks' backwards.
 
         Yields:
             Units in the order of backward, each while it is gathered.

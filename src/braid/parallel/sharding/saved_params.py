@@ -37,10 +37,10 @@ class _SavedPlace(NamedTuple):
 
 
 class SavedParams:
-    """Hooks on tensors that are saved for backward.
+    """Autograd hooks that save the position of a gathered parameter instead of its values.
 
     Args:
-        find: Function that returns the flat vector at an address, or None.
+        find: Function that returns the flat vector at a memory address, or None.
         restore: Function that returns the whole vector in backward, gathered if necessary.
     """
 

@@ -22,7 +22,7 @@ Holder = TypeVar("Holder")
 
 
 class Slot(Generic[Holder]):
-    """Memory with one holder at a time.
+    """Temporary memory that several flat vectors use in turn, one holder at a time.
 
     Args:
         tensor: The memory.

@@ -35,9 +35,9 @@ MASTER = "master"
 
 
 class ShardedSnapshot:
-    """Pieces of a sharded training that this rank writes; a `Snapshot` of `braid.checkpoint`.
+    """Tensors of a sharded training that this rank writes; a `Snapshot` for `braid.checkpoint`.
 
-    Create it on all ranks, because they agree on buffers, see `agreed_buffers`.
+    Create it on all ranks: the constructor is a collective in which ranks agree on buffers.
 
     Args:
         sharding: The engine.
@@ -94,7 +94,7 @@ def sharded_numbers(
 ) -> dict[str, Any]:
     """Return values of a sharded training that are not tensors; a collective.
 
-    They are the same on all ranks.
+    The values are the same on all ranks.
     """
     numbers = training_numbers(_Owned(sharding), optimizer)
     return merged_numbers(numbers, sharding.places.group)

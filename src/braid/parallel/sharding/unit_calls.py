@@ -27,9 +27,9 @@ class UnitCall(Generic[Called]):
     Attributes:
         unit: The unit.
         begin: Number of calls that began before this one.
-        end: Number of calls that had begun when this one ended; -1 before its end.
-        has_graph: Whether backward can reach its outputs.
-        is_reached: Whether backward has reached or passed its outputs.
+        end: Number of calls that had begun when this call ended; -1 while it runs.
+        has_graph: Whether backward can reach the call's outputs.
+        is_reached: Whether backward has reached or passed the call's outputs.
     """
 
     unit: Called
@@ -40,13 +40,13 @@ class UnitCall(Generic[Called]):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Sort key for the order of backward."""
+        """Sort key: calls in this order are calls in the order of backward."""
         return -self.end, self.begin
 
 
 @dataclass(eq=False, slots=True)
 class ForwardCalls(Generic[Called]):
-    """Calls of units in one forward.
+    """Record of the calls of units in one forward of the model.
 
     Attributes:
         number: Number of the forward.

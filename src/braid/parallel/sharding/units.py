@@ -24,7 +24,7 @@ MARK = "braid_sharding"  # attribute of sharded modules
 
 @dataclass(slots=True)
 class UnitSpec:
-    """Unit of a model.
+    """Description of a unit: a module with parameters that are gathered together.
 
     Attributes:
         name: Name of the module in the model; empty for the root.
@@ -40,7 +40,7 @@ class UnitSpec:
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
-    """Return the elements of the outermost ModuleLists that have parameters, each once."""
+    """Return the default units: all elements with parameters of the outermost ModuleLists."""
     units: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:

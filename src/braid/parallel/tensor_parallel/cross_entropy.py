@@ -27,7 +27,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Return the loss of each row.
+    """Return the cross-entropy of each row, for logits whose classes are sharded over ranks.
 
     Args:
         group: Ranks that share the classes, in the order of ranks.

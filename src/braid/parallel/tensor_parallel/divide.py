@@ -112,7 +112,7 @@ def parallelize(
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: Group) -> torch.Tensor:
     """Scale gradients so that their 2-norm over all ranks is at most `max_norm`.
 
-    Sharded parameters count on all ranks, others once.
+    Sharded parameters count on all ranks, all other parameters once.
 
     Returns:
         The norm before scaling, on all ranks.

@@ -26,7 +26,7 @@ __all__ = ["VocabParallelEmbedding", "local_rows"]
 def local_rows(
     ids: torch.Tensor, first: int, count: int, total: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices of ids in this rank's rows, and which ids are on this rank.
+    """Return each id's index in this rank's rows of a table, and which ids this rank has.
 
     Args:
         ids: Rows of the whole table.
@@ -35,8 +35,8 @@ def local_rows(
         total: Number of rows of the whole table.
 
     Returns:
-        Indices of rows: 0 for rows of other ranks, and `count`, which is out of range, for ids
-        outside of the whole table. And whether each id is a row of this rank.
+        Two tensors. The index of each id: 0 for rows of other ranks, and `count`, which is out of
+            range, for ids outside of the whole table. And whether this rank has each id's row.
     """
     is_local = (ids >= first) & (ids < first + count)
     elsewhere = torch.where((ids >= 0) & (ids < total), 0, count)
@@ -69,7 +69,8 @@ class VocabParallelEmbedding(nn.Embedding):
         """Shard an embedding in place: the object, its parameter and their names are kept.
 
         Raises:
-            ConfigError: The rows cannot be divided, or it limits norms or has sparse gradients.
+            ConfigError: The rows cannot be divided, or the embedding limits norms or has sparse
+                gradients.
         """
         if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
             msg = (
@@ -87,7 +88,7 @@ class VocabParallelEmbedding(nn.Embedding):
         return layer
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ids.
+        """Return the rows of the whole table for `ids`, on all ranks.
 
         Raises:
             IndexError: An id is outside of the whole table; raised on all ranks.

@@ -138,7 +138,7 @@ class RowParallelLinear(nn.Linear):
         out_features: Length of an output.
         group: Ranks that share the layer.
         bias: Whether the layer has a bias, which is replicated on all ranks.
-        input_is_parallel: Whether inputs are sharded already; else they are split here.
+        input_is_parallel: Whether inputs are sharded already; otherwise the layer splits them.
 
     Raises:
         ConfigError: `in_features` cannot be divided; the message has the valid numbers of ranks.
@@ -203,7 +203,7 @@ class RowParallelLinear(nn.Linear):
 def column_linear(
     group: Group, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return this rank's outputs of a linear layer with f applied to its input.
+    """Return this rank's outputs of a linear layer; backward sums the gradient of `x` over ranks.
 
     Args:
         group: Ranks that share the layer.

@@ -31,7 +31,7 @@ KINDS = ("column", "row", "vocab", "head", "slice", "whole")
 
 
 class Family(NamedTuple):
-    """Plan and sizes of a family of models.
+    """Plan for sharding a family of models, such as Llama, and sizes that sharding changes.
 
     Attributes:
         plan: Regular expression of a module's name -> kind.

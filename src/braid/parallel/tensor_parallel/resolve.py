@@ -43,7 +43,7 @@ class LayerKind(NamedTuple):
         """Return the kind of a value in a plan; layouts refer to a weight [out, in].
 
         Raises:
-            ConfigError: The value is not a kind, or a layout for another number of ranks.
+            ConfigError: The value is not a kind, or is a layout for another number of ranks.
         """
         if isinstance(value, str):
             if not KIND.fullmatch(value):
@@ -77,7 +77,7 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def from_slicing(cls, module: nn.Module, slicing: Slicing) -> LayerKind:
-        """Return the kind of a layer with a weight of this slicing; inverse of `slicing`."""
+        """Return the kind of a layer, given the slicing of its weight; inverse of `slicing`."""
         if isinstance(module, nn.Embedding):
             return cls("slice", slicing.dim) if slicing.dim else cls("vocab")
         by_outputs = slicing.dim == cls("column").slicing(module).dim
@@ -103,7 +103,7 @@ def resolve(
     *,
     by_graph: bool,
 ) -> dict[str, LayerKind]:
-    """Return the kinds of a model's layers that are sharded over `size` ranks, by name.
+    """Return which layers of a model a plan shards over `size` ranks: name -> kind.
 
     Args:
         model: The model.

@@ -57,7 +57,7 @@ class Slicing(NamedTuple):
     def boxes(
         self, part: torch.Tensor, rank: int, size: int
     ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield the shard as slices of the whole tensor: first index, and values, of each."""
+        """Yield (first index in the whole tensor, values) for each contiguous slice of a shard."""
         for number, block in enumerate(part.chunk(self.blocks, self.dim)):
             offset = [0] * part.dim()
             offset[self.dim] = (number * size + rank) * block.shape[self.dim]

@@ -28,7 +28,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def divide_transposed(module: nn.Module, kind: str, blocks: int, group: Group) -> None:
-    """Shard a layer with weight [in, out] in place, by outputs or (`row`) by inputs."""
+    """Shard a layer with weight [in, out] in place: by inputs for kind `row`, else by outputs."""
     by_outputs = kind in {"column", "head"}
     module.__class__ = _TransposedColumn if by_outputs else _TransposedRow
     layer = cast("_TransposedColumn", module)

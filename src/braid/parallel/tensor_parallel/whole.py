@@ -19,7 +19,7 @@ CHANGES = "braid_changes"  # attribute of a sharded model
 
 
 class ModuleChange(NamedTuple):
-    """Change of a module's attribute or class."""
+    """Record of a changed attribute or class of a module, to undo the change."""
 
     module: nn.Module
     name: str
@@ -27,7 +27,7 @@ class ModuleChange(NamedTuple):
 
 
 class Changes(list[ModuleChange]):
-    """List of changes of a sharded model, which prevents copies of it."""
+    """List of the changes of a sharded model; raises an error if the model is copied."""
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Raise, because torch would copy parameters without their slicing."""
@@ -47,7 +47,7 @@ class Changes(list[ModuleChange]):
 
 
 def note_change(model: nn.Module, module: nn.Module, name: str) -> None:
-    """Record the value of an attribute before it is changed."""
+    """Record the value of a module's attribute, before the attribute is changed."""
     changes_of(model).append(ModuleChange(module, name, getattr(module, name)))
 
 

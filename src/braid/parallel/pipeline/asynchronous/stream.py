@@ -51,7 +51,7 @@ class MicrobatchStream:
         return self._at(i).draws
 
     def exhaust(self) -> None:
-        """Read the remaining micro-batches, so that the iterator has the same position on all ranks."""
+        """Read the remaining micro-batches, so that all ranks' iterators have the same position."""
         while self._num_read < self._count:
             self._read()
         self._kept.clear()

@@ -39,7 +39,7 @@ Splits = dict[int, tuple[str, ...]]
 
 
 class Shard(nn.Module):
-    """Operator with an annotation, which one process ignores.
+    """Operator with an annotation of how to shard its inputs; without sharding, just the operator.
 
     Args:
         operator: Function of tensors, such as `torch.matmul`, or a module of one operation.
@@ -86,7 +86,7 @@ def strategies_in(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str,
 
 
 def check_expressions(expressions: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Return problems of regular expressions: invalid ones, and ones without matches."""
+    """Return problems of regular expressions that are invalid or match no name."""
     problems = []
     for expression in expressions:
         try:
@@ -104,7 +104,7 @@ def check_expressions(expressions: Iterable[str], names: Sequence[str]) -> list[
 def annotated(
     graph: fx.Graph, strategies: Mapping[str, Strategy], size: int
 ) -> tuple[Mesh, dict[fx.Node, Splits]]:
-    """Return the mesh of annotated operators, and the axes of each operator's labels.
+    """Return a mesh for all annotations, and the mesh axes that split each operator's dims.
 
     Args:
         graph: Graph of the whole model.
@@ -136,7 +136,7 @@ def annotated(
 
 
 def mesh_of(arrays: Sequence[Sequence[int]]) -> Mesh:
-    """Return the coarsest mesh with axes that make up the dims of all arrays of ranks.
+    """Return the coarsest mesh in which each dim of each array of ranks is a product of axes.
 
     Raises:
         ConfigError: There is no such mesh.

@@ -38,8 +38,8 @@ class Found(NamedTuple):
 
     Attributes:
         slicings: Slicing of each parameter, by name.
-        rows: Rows of the explanation.
-        whole: Why layers are not sharded.
+        rows: Rows of the table that explains the sharding.
+        whole: Reasons why layers are not sharded, by the pattern of their names.
     """
 
     slicings: dict[str, Slicing]

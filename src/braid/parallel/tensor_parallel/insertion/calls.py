@@ -17,7 +17,7 @@ FILE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 class OperatorCall:
-    """Call of an operation of torch.
+    """Call of a torch operation in a captured graph.
 
     Attributes:
         node: Node in the graph.
@@ -69,7 +69,7 @@ class OperatorCall:
                 self.set(name, replaced(value))
 
     def set(self, name: str, value: Any) -> None:
-        """Change an argument of the node."""
+        """Set an argument of the call, in the graph's node as well."""
         schema = self.node.target._schema  # type: ignore[union-attr]  # noqa: SLF001
         names = [argument.name for argument in schema.arguments]
         index = names.index(name)
@@ -101,7 +101,7 @@ def shape_of(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
 
 
 def length_of(size: int | torch.SymInt) -> int:
-    """Return a length; if it varies between steps, the example's length."""
+    """Return a length as an int; for a length that varies between steps, the example's length."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
@@ -116,7 +116,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """Return the innermost line of the program outside of torch that created a node."""
+    """Return the line of the program, outside of torch, that created a node."""
     lines = FILE.findall(node.stack_trace or "")
     user_lines = [line for line in lines if "/torch/" not in line[0]] or lines
     return f"{user_lines[-1][0]}:{user_lines[-1][1]}" if user_lines else "an unknown line"

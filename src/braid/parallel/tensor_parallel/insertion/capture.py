@@ -53,7 +53,7 @@ def capture(
     kwargs: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Captured:
-    """Return the graph of a model's forward; the caller must hold `ONE_AT_A_TIME`.
+    """Return the graph of a model's forward; the caller must hold the lock `ONE_AT_A_TIME`.
 
     Args:
         model: Model; its mode, train or eval, is part of the graph.

@@ -39,14 +39,14 @@ def choose(
     layout_of: Callable[[fx.Node], Layout],
     planned: AbstractSet[str],
 ) -> tuple[Chosen, list[tuple[fx.Node, str]]]:
-    """Return the labels that are split, and the inputs with impossible splits, with reasons.
+    """Return which dims (labels) an operation splits, and which inputs' splits are impossible.
 
     Args:
         call: The operation.
-        xs: Tensors of the call.
-        labels: Labels of the tensors.
+        xs: Tensor arguments of the call.
+        labels: Labels of the tensors' dims.
         layout_of: Function that returns the layout of a tensor.
-        planned: Sharded parameters, by name.
+        planned: Names of the parameters that a plan shards.
     """
     chosen: dict[int | None, tuple[tuple[str, ...], int]] = {}
     problems: list[tuple[fx.Node, str]] = []
@@ -83,7 +83,7 @@ def indivisible(
     forced: Mapping[int, tuple[str, ...]],
     mesh: Mesh,
 ) -> list[tuple[fx.Node, str]]:
-    """Return which labels of an annotation cannot be split, with reasons."""
+    """Return reasons why an operation cannot be split as its annotation demands, with its node."""
     reasons = [
         _indivisible(call, xs, labels, label, math.prod(mesh.axes[axis] for axis in axes), 1)
         for label, axes in forced.items()

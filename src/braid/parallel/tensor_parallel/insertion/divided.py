@@ -61,7 +61,7 @@ class DividedForward:
 
     Args:
         model: Model with sharded parameters.
-        groups: Group of each axis.
+        groups: Function that returns the group of ranks along an axis.
         scheme: Layouts of the parameters, and options of the pass.
         shapes: Whole shapes of sharded parameters.
     """
@@ -98,7 +98,7 @@ class DividedForward:
         lengths: Lengths,
         insertion: Insertion,
     ) -> _Graph:
-        """Keep a graph for inputs of this structure and mode."""
+        """Complete a rank's graph, and keep it for later inputs of the same structure and mode."""
         module = captured.module
         for name, part in insertion.parts.items():
             if isinstance(part, MoveStep):
@@ -145,7 +145,7 @@ def insert(captured: Captured, scheme: Scheme) -> Insertion:
 
 
 def lengths_of(captured: Captured) -> Lengths:
-    """Return the lengths of inputs that a capture has fixed."""
+    """Return the lengths of inputs for which alone a captured graph is valid."""
     nodes = captured.module.graph.nodes
     tensors = [tensor_of(node) for node in nodes if node.op == "placeholder"]
     return tuple(None if x is None else _fixed(x) for x in tensors)
@@ -173,7 +173,7 @@ def _autocast(leaves: list[Any]) -> Any:
 
 
 def groups_along(mesh: Mesh, group: Group) -> Groups:
-    """Return a function that finds the group along an axis; a collective."""
+    """Return a function (axis -> group of ranks along it) for a mesh; a collective."""
     if len(mesh.axes) == 1:
         return lambda _: group
     groups = {axis: group.split(mesh.peers(axis, group.rank)[0]) for axis in mesh.axes}

@@ -23,7 +23,7 @@ HEAD = ("value", "module", "operation", "layout", "forward", "backward", "bytes"
 
 
 class Text(NamedTuple):
-    """Line of the chart."""
+    """Line of text in the chart that explains a sharding."""
 
     name: str
     layout: str
@@ -143,11 +143,11 @@ def _drawn(line: Text, top: float, width: int) -> str:
 
 
 class Division(dict[str, str]):
-    """Kind of each sharded module, by name.
+    """Result of `parallelize`: the kind of each sharded module, by name.
 
     Attributes:
         rows: Split values and collectives; empty if the model is sharded by modules.
-        whole: Why layers are not sharded, by the pattern of their names.
+        whole: Reasons why layers are not sharded, by the pattern of their names.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ DRAWING = {
 
 
 class Insertion:
-    """Insertion of layouts and moves into a graph.
+    """Pass that assigns layouts to the values of a graph, and inserts moves between layouts.
 
     Args:
         graph: Graph of the whole model; it is changed in place.
@@ -71,16 +71,16 @@ class Insertion:
 
     Attributes:
         layouts: Layout of each value, or a list for nodes with several values.
-        parts: Modules to create for the graph, by name.
-        rows: Rows of the explanation.
-        conflicts: Values that had to be gathered.
+        parts: Recipes for the modules that the graph calls, by name.
+        rows: Rows of the table that explains the sharding.
+        conflicts: Sharded values that had to be gathered.
         unknown: Operations without a rule and with split inputs, with their source lines.
         origins: Parameters with shards that cause a value to be split.
         gathered: Outputs of the model that are gathered, with their origins.
-        copies: Values that moves have inserted.
+        copies: Values that inserted moves have made.
         choose: Called before each operation, to assign layouts to its parameters; None if all
             parameters have layouts.
-        forced: Axes of the labels of annotated operations.
+        forced: Mesh axes that split each label of an annotated operation.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Insertion:
         self._has_grad: dict[fx.Node, bool] = {}
 
     def run(self) -> None:
-        """Process all nodes in order."""
+        """Assign layouts and insert moves for all nodes, in order."""
         for node in list(self.graph.nodes):
             match node.op:
                 case "placeholder":
@@ -134,7 +134,7 @@ class Insertion:
         return Layout(self.mesh, ((),) * num_dims)
 
     def convert(self, node: fx.Node, target: Layout, reason: str, user: fx.Node) -> fx.Node:
-        """Return a value in a layout; moves are inserted before its user."""
+        """Return a node with the value in layout `target`; insert moves before `user` if needed."""
         source = self.layout(node)
         if source == target:
             return node
@@ -343,7 +343,7 @@ class Insertion:
             node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
 
     def count(self, axes: Sequence[str]) -> int:
-        """Return the number of parts along some axes."""
+        """Return the number of parts into which some axes split a dim."""
         return math.prod(self.mesh.axes[axis] for axis in axes)
 
     # rules ----------------------------------------------------------------------------------------

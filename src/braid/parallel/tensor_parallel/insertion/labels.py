@@ -32,8 +32,8 @@ class Labels:
         inputs: Labels of each tensor argument.
         outputs: Labels of each output.
         summed: Labels over which the operation sums.
-        sizes: Argument that lists sizes of the first output, if any.
-        counts: Arguments that are lengths of a label, with the label.
+        sizes: Name of the argument that lists the sizes of the first output, if any.
+        counts: Arguments that are the length of a label's dim, with the label.
         unpacked: Whether packed blocks of the input become dims or separate tensors.
         added: Index of the input that is added to the sum, such as a bias; None if there is none.
     """
@@ -50,7 +50,7 @@ class Labels:
 def divide_sizes(
     call: OperatorCall, labels: Labels, num_parts: Callable[[int | None], int]
 ) -> None:
-    """Divide sizes among the arguments, so that they refer to this rank's part.
+    """Divide sizes in an operation's arguments, such as a view's, by the number of parts.
 
     Args:
         call: The operation, such as a view; its arguments are changed.
@@ -82,7 +82,7 @@ def divide_sizes(
 
 
 def equal(a: Size, b: Size) -> bool:
-    """Return whether two sizes are equal for any input."""
+    """Return whether two sizes, possibly symbolic, are equal for any input."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     from torch.fx.experimental.symbolic_shapes import (  # noqa: PLC0415 - imports sympy
@@ -116,7 +116,7 @@ def broadcast(shapes: Sequence[Sequence[Size]], out: Sequence[Size]) -> list[Dim
 
 
 def grouped(before: Sequence[Size], after: Sequence[Size]) -> list[tuple[list[int], list[int]]]:
-    """Return groups of dims of a shape, and the dims of another shape with the same elements.
+    """Return the smallest groups of dims of two shapes that contain the same elements.
 
     >>> grouped((2, 12, 5), (2, 3, 4, 5))
     [([0], [0]), ([1], [1, 2]), ([2], [3])]

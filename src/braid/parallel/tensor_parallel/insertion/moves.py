@@ -47,7 +47,7 @@ Groups = Callable[[str], Group]
 
 @dataclass(frozen=True)
 class StepCollective:
-    """Collective of a step, for tables.
+    """Collective that a move runs in each training step, for tables.
 
     Attributes:
         name: Name of the operation.
@@ -66,10 +66,11 @@ class StepCollective:
 
 @dataclass(frozen=True)
 class MoveStep:
-    """Step of a move between layouts.
+    """One step in the conversion of a value from one layout to another.
 
     Attributes:
-        kind: Name of the forward operation, or `f`.
+        kind: Name of the forward operation; or `f`, which changes nothing in forward and sums
+            gradients in backward.
         axis: Axis of the mesh.
         dim: Dim that is gathered, split or exchanged; None if the move has none.
         to_dim: Dim that is split afterwards; None if there is none.
@@ -90,7 +91,7 @@ class MoveStep:
 
 
 class Move(nn.Module):
-    """Module that executes a step between layouts."""
+    """Module that executes one step in the conversion of a value to another layout."""
 
     def __init__(self, step: MoveStep, group: Group) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ def steps_between(
     *,
     has_grad: bool,
 ) -> Iterator[MoveStep]:
-    """Yield the moves from one layout to another.
+    """Yield the steps that convert a value from one layout to another.
 
     Args:
         shape: Shape of the whole value.

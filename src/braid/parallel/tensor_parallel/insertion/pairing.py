@@ -36,11 +36,11 @@ TURN = {"aten.t", "aten.numpy_T", "aten.transpose", "aten.permute"}
 
 
 class Pairing(NamedTuple):
-    """Found layouts of parameters.
+    """Result of `pair`: layouts of parameters.
 
     Attributes:
         layouts: Layout of each sharded parameter, by name.
-        whole: Why layers are not sharded, by the pattern of their names.
+        whole: Reasons why layers are not sharded, by the pattern of their names.
     """
 
     layouts: dict[str, Layout]
@@ -48,7 +48,7 @@ class Pairing(NamedTuple):
 
 
 def pair(graph: fx.Graph, mesh: Mesh, axis: str, options: InsertionOptions) -> Pairing:
-    """Return layouts of parameters with which no value inside of the model is gathered.
+    """Find layouts of parameters, such as column then row, that need no gather in the model.
 
     Args:
         graph: Graph of the whole model; it is not changed.

@@ -72,10 +72,10 @@ class Conflict:
     """Conflict: a sharded value that an operation needs whole, and that is therefore gathered.
 
     Attributes:
-        node: Operation that needs the whole value.
-        origins: Parameters with shards that led to the conflict.
-        reason: Reason.
-        refused: Whether it is an error, for example heads that cannot be divided.
+        node: Node of the operation that needs the whole value.
+        origins: Names of the sharded parameters that led to the conflict.
+        reason: Reason why the operation needs the whole value.
+        refused: Whether the conflict is an error, for example heads that cannot be divided.
     """
 
     node: fx.Node

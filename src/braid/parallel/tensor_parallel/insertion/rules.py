@@ -49,7 +49,7 @@ SHAPES_ONLY = {  # operations that use only shapes of inputs; the outputs are wh
 
 
 def rule_of(call: OperatorCall) -> Rule | None:
-    """Return the rule of an operation; None if it is unknown."""
+    """Return the rule that labels the dims of an operation; None if no rule is known."""
     name = call.name.removesuffix("_") if not call.name.endswith("__") else call.name
     tags = getattr(call.node.target, "tags", ())
     if draws(call):  # parts would draw other numbers than the whole
@@ -60,7 +60,7 @@ def rule_of(call: OperatorCall) -> Rule | None:
 
 
 def draws(call: OperatorCall) -> bool:
-    """Return whether an operation draws random numbers: not in evaluation or with probability 0."""
+    """Return whether a dropout or attention call draws random numbers in the graph's mode."""
     if torch.Tag.nondeterministic_seeded not in getattr(call.node.target, "tags", ()):
         return False
     flags = [call[n] for n in ("train", "training", "p", "dropout_p") if n in call.arguments]
@@ -260,7 +260,7 @@ def _index_select(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
 
 
 def outputs_of(node: fx.Node) -> list[torch.Tensor]:
-    """Return the meta tensors of a node's value."""
+    """Return the meta tensors that represent the outputs of a node."""
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else [value]
     return [x for x in values if isinstance(x, torch.Tensor)]

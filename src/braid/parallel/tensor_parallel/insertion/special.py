@@ -27,10 +27,11 @@ __all__ = ["DividedAttention", "DividedDropout", "OwnPart", "VocabLoss", "VocabR
 
 
 class OwnPart(nn.Module):
-    """Module that returns this rank's part of a value that is drawn whole.
+    """Module that returns this rank's part of a random value that each rank draws whole.
 
     Args:
-        splits: Dim, number of parts, packed blocks, and index of this rank's part, per split.
+        splits: For each split dim: (dim, number of parts, packed blocks, index of this rank's
+            part).
     """
 
     def __init__(self, splits: list[tuple[int, int, int, int]]) -> None:
@@ -38,7 +39,7 @@ class OwnPart(nn.Module):
         self.splits = splits
 
     def shape(self, part: torch.Size) -> list[int]:
-        """Return the shape of the whole value."""
+        """Return the shape of the whole value, given the shape of this rank's part."""
         whole = list(part)
         for dim, count, _, _ in self.splits:
             whole[dim] *= count

@@ -32,7 +32,7 @@ def written_by(call: OperatorCall) -> fx.Node | None:
 
 
 def aliases_of(node: fx.Node) -> list[fx.Node]:
-    """Return a value and the values it is a view of, the owner of the memory last."""
+    """Return a value, then the values of which it is a view; the owner of the memory comes last."""
     aliases = [node]
     while (source := _viewed(aliases[-1])) is not None:
         aliases.append(source)
@@ -53,7 +53,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def note_write(insertion: Insertion, call: OperatorCall) -> None:
-    """Record a write: update all values in the memory that an operation has changed."""
+    """Record in `insertion` that an operation has changed memory, for all values in this memory."""
     written = written_by(call)
     assert written is not None, "the operation writes"
     aliases = aliases_of(written)
