@@ -34,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class CapturedLayers(NamedTuple):
-    """A captured model as layers in a row.
+    """A captured model, cut into sequential layers.
 
     Attributes:
         named: Layers with their names.

@@ -51,7 +51,7 @@ def devices_for(module: nn.Module, wanted: Sequence[DeviceLike] | None) -> list[
     """Return the devices of a module's replicas.
 
     Args:
-        module: Module that stays on its device if there are no GPUs.
+        module: Module to replicate; without GPUs, its device is used.
         wanted: Devices by number or name; None selects all GPUs.
 
     Raises:

@@ -116,7 +116,7 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def divide(self, group: Group) -> None:
-        """Keep this rank's experts of a layer that has all of them, in place; call on all ranks.
+        """Shard a layer with all experts in place: keep this rank's experts; call it on all ranks.
 
         Args:
             group: Ranks that share the experts from now on.
@@ -168,7 +168,7 @@ class MixtureOfExperts(nn.Module):
         }
 
     def extra_repr(self) -> str:
-        """Return sizes, and the experts of this rank, for `repr`."""
+        """Return the layer's sizes and the numbers of this rank's experts, for `repr`."""
         count, hidden, dim = self.up.shape
         first = self.group.rank * count
         return (

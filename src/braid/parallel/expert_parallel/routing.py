@@ -48,7 +48,7 @@ class Routing(NamedTuple):
 
 
 def route(x: torch.Tensor, router: torch.Tensor, top_k: int) -> Routing:
-    """Choose experts for tokens; of equal probabilities the expert of the lower index comes first.
+    """Choose the `top_k` most probable experts of each token; the lower index wins a tie.
 
     Args:
         x: Tokens, (T, D).

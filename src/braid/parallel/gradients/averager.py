@@ -166,7 +166,7 @@ class Averager:
         self._conclude(status, rank_state, has_gradients=True)
 
     def shadow(self, weight: float) -> bool:
-        """Take part in other ranks' averaging without gradients; False when all ranks joined.
+        """Take part in an averaging without input; return False when all ranks are without input.
 
         Accumulated gradients of this rank take part in the first averaging; later ones use zeros.
 

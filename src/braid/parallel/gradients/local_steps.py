@@ -47,7 +47,7 @@ class LocalSteps:
             self._copy = _Copy(record, version_of(record.param), values)
 
     def forget(self) -> None:
-        """Drop the copy, since gradients have been averaged, or remain local on purpose."""
+        """Drop the copy; called after an averaging, and if gradients stay local on purpose."""
         self._copy = None
 
     def check(self, num_accumulated: int, num_steps: int) -> None:

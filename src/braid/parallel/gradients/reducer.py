@@ -269,7 +269,7 @@ class GradientReducer(GradientListener):
             self._close_forward(forward)  # no backward will reach it
 
     def shadow_backward(self, weight: float) -> bool:
-        """Take part in other ranks' averaging without gradients; False when all ranks joined.
+        """Take part in an averaging without input; return False when all ranks are without input.
 
         Accumulated gradients of this rank take part in the first averaging; later ones use zeros.
 

@@ -95,7 +95,7 @@ class ReducerListener:
         """Called in the first averaging before a bucket with this rank's gradients is launched."""
 
     def start_beside_status(self) -> Sequence[Work]:
-        """Start messages that are sent with the status; called on all ranks in any state."""
+        """Start messages that are sent along with the status vector; called on all ranks."""
         return ()
 
     def on_bucket_averaged(self, records: Sequence[ParamRecord], *, is_usable: bool) -> None:

@@ -49,9 +49,10 @@ class ReducerPolicy(NamedTuple):
         return RankState.ACTIVE if is_finite else RankState.NONFINITE
 
     def is_needed(self, layout: BucketLayout, status: Status) -> bool:
-        """Return whether to launch a bucket without gradients of this rank.
+        """Return whether to launch a bucket for which this rank has no gradients.
 
-        A failed rank may have launched buckets before the exception, so all others follow.
+        It is launched if any rank has gradients for it. If a rank's backward has raised, all
+        buckets are launched, since that rank may have launched some of them.
         """
         present = map(status.present.__getitem__, layout.members)
         return any(present) or RankState.FAILED in status.states

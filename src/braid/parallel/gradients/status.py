@@ -68,7 +68,7 @@ class Status(NamedTuple):
 
 
 class StatusLayout(NamedTuple):
-    """Layout of the status vector.
+    """Layout of the status vector, by which each rank reports its state; the sum is a `Status`.
 
     Attributes:
         num_params: Number of parameters.

@@ -81,10 +81,10 @@ class WeightVersions:
         return len(self._versions)
 
     def begin(self, uses: Iterable[int]) -> None:
-        """Begin with the current parameters as version 0.
+        """Begin a training up to the next flush, with the current parameters as version 0.
 
         Args:
-            uses: Version of each future forward that has a backward.
+            uses: Version that each coming forward with a backward will use.
         """
         self._versions.clear()
         self._gradients.clear()

@@ -141,7 +141,7 @@ class Spelling:
         return f"{module}.{path}"
 
     def value(self, tree: Any, names: Sequence[str]) -> str:
-        """Return the expression of a value.
+        """Return the Python expression of an argument's value.
 
         Args:
             tree: The value, with placeholders instead of tensors.

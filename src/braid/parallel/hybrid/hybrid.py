@@ -90,8 +90,8 @@ class HybridParallel:
         num_microbatches: See `Pipeline`.
         plan: See `parallelize`; None for a model of a known family.
         shard: State to shard over replicas: 1 for optimizer states, 2 to add gradients, 3 to add
-            parameters; 0 for none. The optimizer then needs `attach`, and all replicas the same
-            number of samples.
+            parameters; 0 for none. The optimizer then needs `attach`, and all replicas need the
+            same number of samples.
         averages: Whether `step` averages gradients and losses over replicas. Otherwise the
             gradients of `whole_records` are local to this replica.
         options: Other arguments of `Pipeline`, such as schedule, balance, recompute and seed.

@@ -69,7 +69,8 @@ class Pipeline(nn.Module):
     """Engine that trains a list of layers over the ranks of a group.
 
     Every rank creates the same whole model, and keeps the layers of its stages; delete the model
-    afterwards to free the others. Parameters keep their names. A parameter that stages share is
+    afterwards to free all other layers. Parameters keep their names. A parameter that stages share
+    is
     copied to their ranks, and its gradients are added. Copies and replicas start with the values of
     their first rank.
 

@@ -76,7 +76,7 @@ class Skippable(nn.Module):
 
         Args:
             ns: The namespace.
-            only: Names to put there; None for all names.
+            only: Names to put into the namespace; None for all names.
         """
         names = set(self._stash) | set(self._pop)
         chosen = names if only is None else set(only)

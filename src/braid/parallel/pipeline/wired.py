@@ -60,7 +60,7 @@ class Wired(nn.Module):
         self._is_last = is_last
 
     def forward(self, value: Any) -> Any:
-        """Run the module."""
+        """Run the module on its inputs in the dictionary, or in the batch for the first layer."""
         values = self._named(value) if self._batch else dict(value)
         result = self.module(*(values[name] for name in self._inputs))
         if self._is_last:

@@ -86,7 +86,7 @@ class Sharding:
         the last unit if they stay gathered.
 
     On failure: a lost rank raises PeerLostError in forward, backward or step on all other ranks. An
-        exception in the backward of one rank raises CommError in the backward of the others when
+        exception in the backward of one rank raises CommError in the backward of all others when
         that rank begins its next forward; gradients of the step are dropped, and all may continue.
         After an exception in its forward at stage 3, the others wait until their deadline.
     """

@@ -147,7 +147,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         self.sharding.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set all gradients to None, with local ones of `no_sync`; `set_to_none` has no effect."""
+        """Set all gradients to None, also local gradients of `no_sync`, for any `set_to_none`."""
         del set_to_none
         self.sharding.zero_grad()
 

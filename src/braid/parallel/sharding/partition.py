@@ -84,7 +84,7 @@ class FlatPartition(NamedTuple):
         return tuple(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
 
     def pieces(self, rank: int) -> tuple[ParamPiece, ...]:
-        """Return the elements of each parameter that a rank owns."""
+        """Return, for each parameter, the range of elements that a rank owns."""
         low, high = self.bounds[rank], self.bounds[rank + 1]
         pieces = []
         for numel, start in zip(self.numels, self.starts, strict=True):

@@ -120,8 +120,8 @@ STYLES = {  # styles of transformers' plans -> kinds
 def family_of(model: nn.Module) -> Family | None:
     """Return the family of a model of transformers or of braid; None if it is unknown.
 
-    Without a built-in plan, the plan of the model's configuration is used, if all of its styles are
-    known here.
+    Without a built-in plan, the plan in the model's configuration is used, if braid supports all of
+    its styles.
     """
     config = getattr(model, "config", None)
     kind = str(getattr(config, "model_type", ""))

@@ -64,7 +64,7 @@ def states_of(graph: ProfiledGraph) -> States:
     tuples. The graph's inputs belong to the first state.
 
     Raises:
-        ConfigError: Nothing is left, or there are more than 20,000 states.
+        ConfigError: No node is left after skipping, or there are more than 20,000 states.
     """
     graph = graph.without([n for n in graph.sources if graph.nodes[n].text.startswith("Input")])
     graph = graph.without(

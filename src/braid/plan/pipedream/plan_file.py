@@ -20,11 +20,11 @@ class PipeDreamPlan(
     tag_field="kind",
     tag="pipedream",
 ):
-    """Stages of an asynchronous pipeline.
+    """Plan file of an asynchronous pipeline: its stages, as PipeDream's search has found them.
 
     Attributes:
         model: Name of the model.
-        versions: Weights that a stage uses for a micro-batch.
+        versions: Rule for the version of the weights that a stage uses for a micro-batch.
         replicas: Number of ranks of each stage.
         balance: Number of layers of each stage.
         seconds: Predicted time of a micro-batch.

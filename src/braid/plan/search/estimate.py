@@ -270,7 +270,7 @@ class Estimator:
         return cost.reduces * self.machines.collective_s("all_reduce", Axis(tensor, 1), nbytes)
 
     def memory(self, split: Split) -> MemoryEstimate:
-        """Return the memory of the rank that holds most."""
+        """Return the memory on the rank that needs most."""
         training, ranks = self.training, self.by_rank(split)
         # forwards are as far ahead of backwards as with 1F1B, however many are between two steps
         count_of = max(split.microbatches, split.pp) if split.versions else split.microbatches

@@ -70,7 +70,7 @@ def find_splits(
     asynchronous: bool = False,
     servers: bool = True,
 ) -> Ranking:
-    """Return all splits of a training, by predicted time.
+    """Return all possible splits of a training, ranked by predicted time.
 
     Args:
         model: Costs of the model's layers.

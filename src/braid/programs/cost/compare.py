@@ -17,7 +17,7 @@ LARGEST_NAIVE = 4096  # ranks: its rounds grow with the ranks, each with one mes
 
 
 class Comparison(NamedTuple):
-    """Estimated times of several algorithms for some sizes.
+    """Estimated times of several algorithms of a collective, for some buffer sizes.
 
     Attributes:
         sizes: Bytes of the largest full buffer of a rank.

@@ -38,8 +38,8 @@ class Matching(NamedTuple):
     """Pairs of the sends and receives of a program.
 
     Attributes:
-        partner: Receive of every matched send, and send of every matched receive.
-        alone: Sends and receives without partner.
+        partner: Place of the matching receive for each send, and of the send for each receive.
+        alone: Places of sends and receives without a match.
     """
 
     partner: dict[Place, Place]

@@ -367,7 +367,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Return a context for uneven inputs: ranks without input shadow the steps of the others.
+        """Return a context for uneven inputs: ranks without input take part in other ranks' steps.
 
         The context sends no additional messages unless `throw_on_early_termination` is set.
 

@@ -93,7 +93,7 @@ class Emulation:
 
     @property
     def age(self) -> int:
-        """Age in steps of gradients of the stepping stage, unless a flush came shortly before."""
+        """Age in steps of the stepping stage's gradients; lower than this shortly after a flush."""
         per_step = self._replicas[self.stage] * self._every
         numbers = range(2 * sum(self._replicas) * self._every)
         return max(i // per_step - self._version(self.stage, i) for i in numbers)

@@ -93,13 +93,13 @@ class AsynchronousPipeline(nn.Module):
     Attributes:
         group: Ranks of the pipeline.
         stage: Number of this rank's stage.
-        age: Age in steps of gradients of this stage, unless a flush came shortly before;
+        age: Age in steps of this stage's gradients, which are younger shortly after a flush.
             `stale_lr_scale` converts it to a factor for the learning rate.
         optimizer: Optimizer of this rank's stage.
         num_microbatches: Number of micro-batches so far. Set it when a run is resumed.
         num_steps: Number of steps of this rank so far.
-        staleness: Number of gradients of this rank, by the measured number of steps between their
-            forward and their own step.
+        staleness: Number of gradients of this rank, by their measured age: the number of steps
+            between a gradient's forward and its own step.
 
     Raises:
         ConfigError: Numbers of ranks of stages do not add up to the group, stages share parameters,

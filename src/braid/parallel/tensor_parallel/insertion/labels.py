@@ -93,7 +93,7 @@ def equal(a: Size, b: Size) -> bool:
 
 
 def kept(num_dims: int, whole: Sequence[int] = ()) -> Dims:
-    """Return labels of a tensor that keeps its dims, without labels for dims that must be whole."""
+    """Return labels 0, 1, ... for a tensor's dims; dims that must stay whole have no label."""
     away = {dim % num_dims for dim in whole} if num_dims else set()
     return tuple(None if dim in away else dim for dim in range(num_dims))
 

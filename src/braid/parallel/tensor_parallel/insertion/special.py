@@ -73,7 +73,7 @@ class DividedDropout(nn.Module):
         self.inplace = inplace
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the part with elements dropped."""
+        """Return this rank's part of the value, with elements dropped."""
         ones = torch.ones(self.part.shape(x.shape), dtype=x.dtype, device=x.device)
         drop = torch.feature_dropout if self.features else torch.dropout
         scale: torch.Tensor = self.part(drop(ones, self.p, True))

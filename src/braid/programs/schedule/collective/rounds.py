@@ -89,7 +89,7 @@ class Rounds(NamedTuple):
     root: int = -1
 
     def block_bytes(self, nbytes: float) -> float:
-        """Return the bytes of a block.
+        """Return the bytes of one block of a rank's buffer.
 
         Args:
             nbytes: Bytes of the largest full buffer of a rank; for all_to_all, of one of its two

@@ -54,7 +54,7 @@ def vee(num_ranks: int) -> tuple[int, ...]:
 
 
 def check_size(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> None:
-    """Raise ConfigError unless there is a rank, a micro-batch and a stage on each rank."""
+    """Raise ConfigError if the number of ranks, micro-batches or stages per rank is below 1."""
     if num_ranks < 1 or num_microbatches < 1:
         msg = (
             f"a pipeline needs at least 1 stage and 1 micro-batch, got {max(num_ranks, 0)} and "
