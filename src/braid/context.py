@@ -119,7 +119,9 @@ def _share_world(member: Membership, timeout_s: float) -> Group:
 def next_epoch(
     num_steps: int, timeout_s: float = 600.0, *, limit_s: float | None = None
 ) -> tuple[Group, NewEpoch]:
-    """Leave this epoch of an elastic run, join the next one and return its group of all ranks.
+    """Leave this epoch of an elastic run, join the next epoch and return its group of all ranks.
+
+    An epoch is a period of the run in which the ranks stay the same.
 
     Tensors of the old group stay readable. Its operations and requests have ended.
 
@@ -130,7 +132,7 @@ def next_epoch(
 
     Raises:
         ConfigError: The run is not elastic.
-        PeerLostError: The launcher ends the run, or its process has ended.
+        PeerLostError: The launcher ends the run, or the launcher's process has ended.
         CommTimeout: No epoch began within `limit_s`.
     """
     member = membership()

@@ -116,7 +116,7 @@ def raise_all(problems: Iterable[str], kind: type[BraidError] = ConfigError) -> 
 
 
 def below(least: float, /, **values: object) -> list[str]:
-    """Return one message for each named value that is not a number of at least `least`.
+    """Return an error message for each of the named values that is not a number >= `least`.
 
     >>> below(1, steps=0, seconds=float("nan"))
     ['steps must be at least 1, got 0', 'seconds must be at least 1, got nan']

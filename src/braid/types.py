@@ -87,7 +87,13 @@ class Shares(NamedTuple):
 
     @classmethod
     def of(cls, wall_ns: int, spent_ns: int, waited_ns: int) -> Shares:
-        """Compute the shares from the counters of a group over an interval."""
+        """Return the shares of an interval, from a group's counters at its end minus its begin.
+
+        Args:
+            wall_ns: Length of the interval.
+            spent_ns: Time spent in collectives, including waits.
+            waited_ns: Part of `spent_ns` spent waiting for other ranks.
+        """
         wall = max(wall_ns, spent_ns, 1)
         waited = min(waited_ns, spent_ns)
         return cls(1 - spent_ns / wall, waited / wall, (spent_ns - waited) / wall)

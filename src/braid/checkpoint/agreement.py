@@ -20,7 +20,7 @@ __all__ = ["RankReport", "exchange", "problem_of", "raise_problems"]
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """Report of a rank; base class of all reports.
+    """Report of a rank after a phase of a save or load; base class of all reports.
 
     Attributes:
         problem: Reason why this rank cannot continue; empty if it can.
@@ -36,7 +36,7 @@ _decoder_lock = threading.Lock()
 
 
 def exchange(group: Group, report: R) -> list[R]:
-    """Return the reports of all members, in the order of ranks.
+    """Send this rank's report to all members; return all reports in the order of ranks.
 
     Cost: two all_gathers, of 8 bytes and of the longest report.
     """

@@ -65,7 +65,7 @@ class Saving:
         return self._path
 
     def finish(self, path: Path | None, error: BaseException | None, write_s: float) -> None:
-        """Record the result and wake waiting threads."""
+        """Record the result and wake waiting threads; the thread that writes calls this."""
         self._path, self._error, self.write_s = path, error, write_s
         self._done.set()
 
@@ -107,7 +107,7 @@ class BackgroundSaver(AbstractContextManager["BackgroundSaver"]):
             state: Values that are not tensors.
             numerics: Settings that affect the bits of the result.
             keep: Number of checkpoints to keep.
-            on_saved: Called in the background thread.
+            on_saved: Function to call in the background thread after the save; see `save`.
 
         Raises:
             CheckpointError: The previous save failed; this one was not started.

@@ -57,7 +57,10 @@ class CheckpointDirectory:
         return sorted(steps)
 
     def locate(self, step: int) -> Path:
-        """Return the current path of the checkpoint of `step`."""
+        """Return the path from which the checkpoint of `step` can be read now.
+
+        This is the final path, or a hidden one if a crash interrupted the checkpoint's replacement.
+        """
         final, old = self.final(step), self._hidden(step, "old")
         return old if old.exists() and not final.exists() else final
 
@@ -93,7 +96,10 @@ class CheckpointDirectory:
         return path
 
     def writers(self) -> list[str]:
-        """Return the names of processes with a hidden directory here, running or crashed."""
+        """Return the names of the processes that began a checkpoint in this directory.
+
+        Includes crashed processes, and excludes processes that completed their checkpoints.
+        """
         writers = []
         for entry in self._entries():
             if HIDDEN_NAME.fullmatch(entry.name):
@@ -119,7 +125,7 @@ class CheckpointDirectory:
         return final
 
     def discard(self, step: int) -> None:
-        """Remove the hidden directory; ignore errors."""
+        """Remove the hidden directory of an incomplete checkpoint of `step`; ignore errors."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def prune(self, keep: int, newest: int) -> None:

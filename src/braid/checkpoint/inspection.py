@@ -94,7 +94,7 @@ def compare(
         prefix: Prefix of the names of the tensors to compare.
 
     Raises:
-        CheckpointError: One of them cannot be read.
+        CheckpointError: One of the checkpoints cannot be read.
     """
     a, b = _open(ours), _open(theirs)
     names = {n for c in (a, b) for n in c.manifest.tensors if n.startswith(prefix)}

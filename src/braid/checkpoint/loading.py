@@ -65,6 +65,8 @@ class Skipped(NamedTuple):
 class Checkpoint:
     """A verified checkpoint.
 
+    Per-rank tensors are tensors with different values on each rank, such as local optimizer states.
+
     Attributes:
         path: Directory of the checkpoint.
         manifest: Contents of the checkpoint.
@@ -92,15 +94,22 @@ class Checkpoint:
         self.own_of = own_of
 
     def names(self) -> dict[str, str]:
-        """Return names in the manifest by name; both differ for per-rank tensors only."""
+        """Return a map from the names that `read` accepts to the names in the manifest.
+
+        The two names differ for per-rank tensors only.
+        """
         names = ((*owner_of(full), full) for full in self.manifest.tensors)
         return {name: full for rank, name, full in names if rank in {None, self.own_of}}
 
     def require_own(self, roots: Sequence[str]) -> None:
-        """Check that `own_of` is known if the checkpoint has per-rank tensors.
+        """Check that `own_of` is set if the checkpoint has per-rank tensors.
+
+        Args:
+            roots: First parts of the names to check, such as `optimizer`.
 
         Raises:
-            CheckpointError: The checkpoint was written by another number of ranks.
+            CheckpointError: The checkpoint has such tensors, and `own_of` is None because another
+                number of ranks wrote it.
         """
         owned = [owner_of(full) for full in self.manifest.tensors]
         per_rank = {name for rank, name in owned if rank is not None}
@@ -414,7 +423,7 @@ class PartedCheckpoint(Checkpoint):
 
     Args:
         checkpoint: The checkpoint, with whole tensors.
-        parts: Selects this rank's shards.
+        parts: Object that cuts this rank's shards out of whole tensors.
     """
 
     def __init__(self, checkpoint: Checkpoint, parts: Parts) -> None:
@@ -429,7 +438,11 @@ class PartedCheckpoint(Checkpoint):
         return tensor if box is not None else self._parts.part_of(name, tensor)
 
     def require(self, expected: Mapping[str, TensorSpec]) -> None:
-        """Check that the checkpoint has the whole tensors of these shards; see `Checkpoint`."""
+        """Check that the checkpoint has exactly the tensors that have these shards.
+
+        Args:
+            expected: Shape and dtype of each shard by tensor name; see `Checkpoint.require`.
+        """
         super().require(
             {
                 name: spec._replace(shape=self._parts.whole_shape(name, spec.shape))

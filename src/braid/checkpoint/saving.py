@@ -247,7 +247,7 @@ def _prepare(home: CheckpointDirectory, pieces: list[Slice], step: int, *, first
 def write_pieces(
     home: CheckpointDirectory, pieces: list[Slice], step: int, rank: int, writer: str = ""
 ) -> Written:
-    """Write a rank's file; return a report with its entry or the problem."""
+    """Write a rank's file; return a report with the file's manifest entry, or the problem."""
     tensors = _named(pieces)
     name = f"rank-{rank:05d}.safetensors"
     try:

@@ -91,10 +91,12 @@ class Snapshot(Protocol):
 
 
 class FailedSnapshot:
-    """Snapshot of a rank that failed to collect its tensors; `save` reports it to all ranks.
+    """Snapshot of a rank that failed to collect its tensors.
+
+    `save` gets the error from `pieces` and reports it to all ranks, so that all of them raise.
 
     Args:
-        error: Exception that was raised.
+        error: Exception that was raised when the tensors were collected.
     """
 
     def __init__(self, error: Exception) -> None:

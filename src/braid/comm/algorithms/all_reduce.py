@@ -111,7 +111,10 @@ def offers_first(ch: Channel, x: torch.Tensor, algorithm: str, *, forced: bool) 
 
 
 def direct(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
-    """Stage, wait, and add the slots in the order of ranks; one synchronisation per chunk."""
+    """Copy `x` into this rank's shared-memory slot, then add all ranks' slots in rank order.
+
+    Takes one synchronisation per chunk.
+    """
     for part in pieces(x, ch.chunk_bytes):
         staged = ch.own.stage(part)
         yield from ch.publish_and_wait()
@@ -122,7 +125,10 @@ def direct(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
 
 
 def two_phase(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
-    """Sum this rank's slice of all slots, then fetch the other slices; two steps per chunk."""
+    """Reduce-scatter and all-gather through the shared-memory slots of the ranks.
+
+    Each rank sums one slice of all slots, then copies the other sums; two steps per chunk.
+    """
     for part in pieces(x, ch.chunk_bytes * ch.size // 2):
         numel, dtype = part.numel(), part.dtype
         bounds = [numel * r // ch.size for r in range(ch.size + 1)]
@@ -141,7 +147,10 @@ def two_phase(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Ste
 
 
 def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
-    """Sum in the tensors themselves, which all members have just exposed."""
+    """Sum in place: all members' tensors are in shared memory, at addresses published before.
+
+    Each member sums blocks and writes each sum into all members' tensors.
+    """
     numel, dtype = x.numel(), x.dtype
     tensors = ch.tensors(x)
     step = max(1, min(BLOCK_BYTES // x.element_size(), -(-numel // ch.size)))
@@ -158,7 +167,10 @@ def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> St
 
 
 def pulled(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
-    """Sum a slice of all exposed tensors, in any memory, then fetch the other slices."""
+    """Sum one slice of all ranks' tensors, then copy the other slices from the other ranks.
+
+    Tensors may be in private memory, from which the kernel copies.
+    """
     numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
     bounds = [numel * r // n for r in range(n + 1)]
     remotes = {peer: remote_of(ch, peer, numel, dtype) for peer in ch.peers} if numel else {}

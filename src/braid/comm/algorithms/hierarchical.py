@@ -105,10 +105,12 @@ def left_out(
     nodes: NodeMap,
     form: WireFormat,
 ) -> torch.Tensor:
-    """Return the residuals of a member as one flat tensor, in the units of the reduced tensor.
+    """Return the encoding errors that a member has not sent yet, as one flat tensor.
+
+    They are converted to the units of the reduced tensor.
 
     Args:
-        residuals: Residuals of the member.
+        residuals: Encoding errors of the member, by part.
         numel: Number of elements of the reduced tensor.
         op: Reduction. For avg, the sums over hosts are divided before they are sent.
         rank: Group rank of the member.

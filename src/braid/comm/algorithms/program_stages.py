@@ -38,8 +38,8 @@ class ProgramMove(NamedTuple):
         parts: Slices of the buffer, in the order in which they are sent.
         adds: Whether the data is added to the slices rather than replacing them.
         sources: Slices that a copy reads.
-        turn: Number of the stage in which its sender sends it.
-        place: Number of elements that its sender has sent before it.
+        turn: Number of the stage in which the sender sends the message.
+        place: Number of elements that the sender has sent before the message.
     """
 
     peer: int
@@ -70,7 +70,7 @@ class ProgramStage(NamedTuple):
 
 
 def stages(program: Program, rank: int, numel: int) -> tuple[ProgramStage, ...]:
-    """Return the stages of `rank` on a buffer, without empty messages.
+    """Return the rounds of messages and copies that `rank` runs, without empty messages.
 
     Args:
         program: Valid program of the collective vocabulary.

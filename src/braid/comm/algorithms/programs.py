@@ -105,10 +105,10 @@ def names_for(operation: str) -> tuple[str, ...]:
 
 
 def check_equal_parts(kind: str, algorithm: str, widths: Sequence[int] | None) -> None:
-    """Raise for parts of different sizes, whose offsets in one buffer other ranks do not know.
+    """Raise if parts may have different sizes; collective programs need equal parts.
 
     Raises:
-        ConfigError: The parts differ, or may differ.
+        ConfigError: The sizes differ on this rank, or may differ on other ranks.
     """
     if widths is not None and (kind == "all_to_all" or len(set(widths)) > 1):
         msg = (

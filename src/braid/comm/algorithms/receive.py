@@ -31,7 +31,7 @@ __all__ = ["Mailbox", "Receipt"]
 
 
 class Receipt:
-    """A receive that has been posted.
+    """A posted receive: a receive that was started, so that its message may be taken in.
 
     Attributes:
         out: Flat destination bytes.
@@ -141,7 +141,10 @@ class Mailbox:
             receipt.lines = ()
 
     def position(self, source: int | None) -> int:
-        """Return the last step taken in from `source`, or the highest over all sources."""
+        """Return the number of the last step received from `source`.
+
+        If `source` is None, return the highest number over all sources.
+        """
         with self._lock:
             lines = self._lines.values()
             steps = (line.channel.value for line in lines if source in {None, line.source})

@@ -59,7 +59,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         ranks: Global ranks of the members.
         epoch: Number of times that the group has been rebuilt after losses.
         context: Context of this rank.
-        numbers: Numbers of the group's requests.
+        numbers: Allocator of the numbers of the group's persistent requests.
 
     Args:
         context: Context of this rank.

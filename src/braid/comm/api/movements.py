@@ -68,7 +68,7 @@ class Movements(Face):
             algorithm: staged or pulled; None to choose by size.
             timeout_s: Seconds until CommTimeout.
 
-        Cost: ceil(l / chunk) a + l b.
+        Cost: ceil(l / chunk) a + l b seconds: a per step, b per byte, l bytes.
         """
         check_peer(root, self.size, "root")
         tensor = as_tensor(x, written=self.rank != root)
@@ -143,7 +143,7 @@ class Movements(Face):
         Shape:
             x: (d0, ...); zero-dim tensors count as (1,). Result: (n d0, ...).
 
-        Cost: a + l b, with l the bytes of the result.
+        Cost: a + l b, with l the bytes of the result; a and b as in `broadcast`.
         """
         tensor = as_tensor(x)
         copies = self._copies(tensor)
@@ -212,7 +212,7 @@ class Movements(Face):
         Returns:
             On the root `out`, or the concatenation without `out`; None elsewhere. Or the Work.
 
-        Cost: 2 a + l b on the root.
+        Cost: 2 a + l b on the root, with l the bytes of the result; a and b as in `broadcast`.
         """
         check_peer(root, self.size, "root")
         tensor = as_tensor(x)
@@ -273,7 +273,7 @@ class Movements(Face):
         Returns:
             `out`, or the Work.
 
-        Cost: 2 a + l b.
+        Cost: 2 a + l b, with l the bytes of the root's `x`; a and b as in `broadcast`.
         """
         check_peer(root, self.size, "root")
         target = as_tensor(out, written=True)
@@ -369,7 +369,7 @@ class Movements(Face):
         Shape:
             x and result: (n d0, ...), or the shapes of the sequences.
 
-        Cost: a + 2 l b; with sequences a more.
+        Cost: a + 2 l b with a, b, l as in `broadcast`; with sequences a more.
         """
         if is_sequence(x):
             return self._ragged_all_to_all(x, out, async_op, algorithm, timeout_s)
@@ -410,7 +410,7 @@ class Movements(Face):
             async_op: Whether to return a Work without waiting.
             timeout_s: Seconds until CommTimeout.
 
-        Cost: a.
+        Cost: one synchronisation of all members.
         """
         collective = Collective("barrier", timeout_s=timeout_s, async_op=async_op)
         return self._submit(collective)  # type: ignore[no-any-return]
@@ -469,7 +469,7 @@ class Movements(Face):
 
 
 def check_parts_fit(flat: torch.Tensor, out: torch.Tensor) -> None:
-    """Raise if the parts have another dtype than their destination.
+    """Raise if the received parts `flat` have another dtype than their destination `out`.
 
     Raises:
         ConfigError: The dtypes differ.

@@ -204,7 +204,7 @@ class _PackedObject(NamedTuple):
     error: ConfigError | None
 
     def check(self) -> None:
-        """Raise the error, once the other members have received it."""
+        """Raise this member's error, if any; call this after the other members received it."""
         if self.error is not None:
             raise self.error
 

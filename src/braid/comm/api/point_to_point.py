@@ -63,7 +63,7 @@ class PointToPoint(Face):
             async_op: Whether to return a Work without waiting.
             timeout_s: Seconds until CommTimeout.
 
-        Cost: ceil(l / chunk) a + l b.
+        Cost: ceil(l / chunk) a + l b seconds: a per step, b per byte, l bytes.
         """
         return self._message("send", x, to, tag, async_op=async_op, timeout_s=timeout_s)
 

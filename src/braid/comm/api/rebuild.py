@@ -126,14 +126,15 @@ def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed:
 def together(
     arrived: Sequence[int], lost: Sequence[Collection[int]], known: Collection[int]
 ) -> list[int]:
-    """Return the ranks that have not lost each other, in their order.
+    """Select ranks such that no selected rank has lost another selected rank.
 
-    A rank is added unless it has lost a rank added before, or such a rank has lost it.
+    Ranks are considered in the order of `arrived`. A rank is left out if it has lost a rank that
+    was selected before, or if such a rank has lost it.
 
     Args:
         arrived: Global ranks that have joined the meeting.
         lost: Ranks that each rank in `arrived` has lost.
-        known: Ranks that the caller knows to be lost.
+        known: Ranks that the caller knows to be lost; they are left out.
     """
     losses = dict(zip(arrived, lost, strict=True))
     kept: list[int] = []

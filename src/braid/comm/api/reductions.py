@@ -99,7 +99,8 @@ class Reductions(Face):
             ConfigError: Unknown op or algorithm, or a tensor that cannot be reduced.
             MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
 
-        Cost: a + (n+1) l b for little data or two ranks, see `braid.comm.algorithms.all_reduce`;
+        Cost: a + (n+1) l b seconds for little data or two ranks (a per step, b per byte, l bytes;
+            see `braid.comm.algorithms.all_reduce`);
             between h hosts 2 (h-1)/h l bytes a host, see `braid.comm.algorithms.hierarchical`.
         """
         if wire is not None and not isinstance(wire, str):
@@ -190,7 +191,8 @@ class Reductions(Face):
             ConfigError: Unknown op, root or algorithm, or a tensor that cannot be reduced.
             MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
 
-        Cost: a + n l b on the root for little data; else 2 a + 2 l b, each member summing 1/n.
+        Cost: a + n l b on the root for little data; else 2 a + 2 l b, each member summing 1/n. For
+            a, b and l see `all_reduce`.
         """
         check_peer(root, self.size, "root")
         tensor = as_tensor(x)
@@ -275,7 +277,7 @@ class Reductions(Face):
         Shape:
             x: (n d0, ...), or one tensor per member. Result: (d0, ...), or the shape of x[rank].
 
-        Cost: a + 2 l b, with l the bytes of `x`.
+        Cost: a + 2 l b, with l the bytes of `x`; for a and b see `all_reduce`.
         """
         widths: tuple[int, ...] | None = None
         copies = self._copies(as_tensor(x[0] if is_sequence(x) and x else x))
@@ -336,7 +338,7 @@ class Reductions(Face):
                 has no identity.
             MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
 
-        Cost: a + (n+1) l b.
+        Cost: a + (n+1) l b; for a, b and l see `all_reduce`.
         """
         tensor = as_tensor(x)
         if exclusive:

@@ -27,9 +27,10 @@ __all__ = ["depend", "fork", "join"]
 
 
 def fork(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `x` and a phony that depends on it.
+    """Return `x`, and a tensor without elements (a phony) that depends on it; for `join`.
 
-    Operations that made `x` run backward after all operations that use the phony's join.
+    In backward, operations that use the result of `join` with the phony run before the operations
+    that made `x`.
     """
     nothing = phony(x.device, False)
     if not (torch.is_grad_enabled() and x.requires_grad):
@@ -39,9 +40,10 @@ def fork(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(x: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
-    """Return `x`; users of the result run backward before the tensor forked into `edge`.
+    """Return `x` with an added dependency on the tensor that `fork` split into `edge`.
 
-    If `edge` belongs to a graph, the result requires grad even if `x` does not.
+    In backward, operations that use the result run before the operations that made that tensor. If
+    `edge` belongs to a graph, the result requires grad even if `x` does not.
 
     Args:
         x: Tensor to return.
@@ -54,6 +56,9 @@ def join(x: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
 
 
 def depend(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both; uses of `second` run backward before the operations that made `first`."""
+    """Return both tensors, with an added dependency of `second` on `first`.
+
+    In backward, operations that use `second` run before the operations that made `first`.
+    """
     first, edge = fork(first)
     return first, join(second, edge)

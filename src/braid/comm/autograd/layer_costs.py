@@ -62,7 +62,7 @@ def measure(
 
 
 class LiveTensors:
-    """Counter of the memory of tensors while any reference to it exists, such as in autograd.
+    """Counter of the bytes of registered tensors that are still referenced, such as by autograd.
 
     Attributes:
         peak_bytes: Largest number of live bytes in any call of `register` or `count`.

@@ -114,7 +114,7 @@ def collective(
 ) -> torch.Tensor:
     """Apply a linear map that moves data between ranks; its backward runs on every rank.
 
-    Integers and bools have no gradients: for them this is `run`.
+    For tensors of integers or bools, which have no gradients, this returns `run(x)`.
     """
     if not (x.is_floating_point() or x.is_complex()):
         return run(x)

@@ -83,8 +83,8 @@ def exchange(group: Group, x: torch.Tensor, *, to: int, source: int, tag: int = 
         group: Ranks that take part.
         x: Tensor of the same shape on sender and receiver.
         to: Group rank of the receiver.
-        source: Group rank of the sender; this rank itself only if `to` is, too, for rings of one
-            rank.
+        source: Group rank of the sender. It may be this rank only if `to` is this rank as well,
+            as in a ring of one rank.
         tag: Tag of both messages.
 
     Backward: exchange in the other direction.

@@ -110,7 +110,7 @@ def parts_of(container: Any) -> dict[Any, Any] | None:
 
 
 def rebuild(container: Any, parts: dict[Any, Any]) -> Any:
-    """Return a copy of `container` with `parts`, keyed as in `parts_of`."""
+    """Return a copy of `container` with other items: `parts`, keyed as `parts_of` returns."""
     if isinstance(container, MappingProxyType):
         return MappingProxyType(parts)
     if isinstance(container, tuple):

@@ -22,7 +22,9 @@ __all__ = ["phony"]
 
 @cache
 def phony(device: torch.device, requires_grad: bool) -> torch.Tensor:
-    """Return the cached tensor without elements on `device`; it never gets a gradient.
+    """Return a phony: a tensor without elements, used only as an edge in autograd's graph.
+
+    It is cached for each device, and never gets a gradient.
 
     Args:
         device: Device, with an index if the type has several.

@@ -55,7 +55,8 @@ class Disagreement(Exception):
         channel: Number of the channel.
         value: The step.
         members: Group ranks that disagree; None for all.
-        digests: Digests of this rank's description and call site; the operation's when None.
+        digests: Digests of this rank's description and call site; None for the digests of the
+            operation in progress.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class Channel:
     def entry(self, peer: int, value: int) -> Entry:
         """Return the line that `peer` published in step `value`.
 
-        The step must not be older than the one before the peer's last.
+        The step must be one of the last two steps of the peer; older lines are overwritten.
         """
         line = self._lines[peer] or self._find(peer)
         if line is None or line[0] < value:

@@ -29,7 +29,7 @@ __all__ = [
 
 
 def offers(ch: Channel) -> list[int]:
-    """Return the addresses that members published in the current step; 0 if there is none."""
+    """Return the address that each member published in the current step; 0 for no address."""
     return [ch.entry(member, ch.value).block for member in range(ch.size)]
 
 

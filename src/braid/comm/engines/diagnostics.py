@@ -100,7 +100,7 @@ def timeout_text(
         channel: Channel of the operation.
         operation: Description of the operation.
         timeout_s: Deadline of the operation in seconds.
-        awaited: Members that it waits for now; for a message, the only members involved.
+        awaited: Members that the operation waits for; for a message, the only members involved.
     """
     heading = (
         f"{operation} did not end within {timeout_s:g} s: rank {pages.ranks[pages.rank]} still "

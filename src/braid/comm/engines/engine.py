@@ -170,7 +170,7 @@ class Engine(Protocol):
         ...
 
     def token(self) -> int:
-        """Return this rank's number for a new group; the members exchange their numbers."""
+        """Return this rank's token for a new group; its members exchange their tokens."""
         ...
 
     def forget(self, token: int) -> None:
@@ -187,7 +187,7 @@ class Engine(Protocol):
         ...
 
     def hand_over_to(self, engine: Any) -> None:
-        """Transfer shared resources, such as the progress thread, to the survivors' engine."""
+        """Transfer shared resources, such as the progress thread, to a rebuilt group's engine."""
         ...
 
     def stop(self, reason: str) -> None:

@@ -150,13 +150,13 @@ class Operation:
         return self.done
 
     def ready(self) -> bool:
-        """Return whether it has ended, or can advance and no thread is taking steps."""
+        """Return whether the operation has ended, or can advance and no thread advances it."""
         if self.done:
             return True
         return not self._advancing and (self._wait is None or self.pages.reached(self._wait))
 
     def awaited_line(self) -> tuple[memoryview | None, int]:
-        """Return the control line of the wait, and the value that its counter must reach.
+        """Return the control line that the operation waits for, and the value it must reach.
 
         The line is None if the wait is for several lines, or for a line that does not exist yet.
         """
@@ -189,7 +189,7 @@ class Operation:
         )
 
     def check(self) -> None:
-        """Raise the group's error or the deadline's, if waiting longer is useless."""
+        """Raise if waiting longer is useless: the group has failed or the deadline has passed."""
         wait = self._wait
         if wait is None or self.done:
             return
@@ -291,7 +291,10 @@ class Operation:
         return now_ns - self._left_ns < round(LEFT_GRACE_S * 1e9)
 
     def fail(self, exc: BaseException) -> None:
-        """End with an error; a disagreement becomes the table that every rank raises."""
+        """End the operation with an error.
+
+        A `Disagreement` is converted to a MismatchError, with the same table on every rank.
+        """
         with self._lock:
             if self.done:
                 return

@@ -77,8 +77,8 @@ class Progress:
         Args:
             operation: Operation that has taken no step.
             steps_by: Thread that takes the steps.
-            opens: Whether to take the first step in any case. It only publishes the address of a
-                tensor, and no other operation is ahead on the channel.
+            opens: Whether to take the first step in any case: set if that step only publishes the
+                address of a tensor, and no other operation is ahead on the channel.
         """
         if self._transport.forked:
             self.refuse_fork()
@@ -254,7 +254,7 @@ class Progress:
             _raise_error(operation)
 
     def refuse_fork(self) -> None:
-        """Raise StaleError in a forked child, whose steps would count as the parent's."""
+        """Raise StaleError in a forked child: its steps would be taken for the parent's steps."""
         if self._transport.forked:
             msg = (
                 "this process was forked after the group was made: use the group, its works and "
@@ -299,7 +299,11 @@ class Progress:
         self._transport.bells.ring_own()
 
     def abandon(self, pages: ControlPages | None = None) -> None:
-        """Fail the operations in progress in a group that is being closed; in all if None."""
+        """Fail the operations in progress of a group that is being closed.
+
+        Args:
+            pages: Control pages of the group; None for all groups.
+        """
         with self._lock:
             queued = [o for queue in self._queues.values() for o in queue]
         for operation in (*self._started, *queued):

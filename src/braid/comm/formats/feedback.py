@@ -109,7 +109,7 @@ class ErrorFeedback:
         """Restore a residual from `state_dict`.
 
         Raises:
-            ConfigError: It is missing, or has another size or dtype.
+            ConfigError: The residual is missing, or has another size or dtype.
         """
         residual = state.get("residual")
         if residual is None:

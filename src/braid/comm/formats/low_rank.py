@@ -135,14 +135,14 @@ class LowRank:
             self._q.copy_(q)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the warm start, for checkpoints."""
+        """Return a copy of the warm start (the `q` of the last call), for checkpoints."""
         return {"q": self._q.clone()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore a warm start from `state_dict`.
 
         Raises:
-            ConfigError: It is missing, or has another shape or dtype.
+            ConfigError: The warm start is missing, or has another shape or dtype.
         """
         q = state.get("q")
         if q is None:

@@ -75,10 +75,14 @@ class WireFormat(Protocol):
 
 
 def numbers(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Return `x` detached, checked to be flat, contiguous float32.
+    """Return `x` detached, after checking that it is flat, contiguous float32.
+
+    Args:
+        x: Numbers to encode, or the tensor for decoded numbers.
+        name: Name of the argument, for the message.
 
     Raises:
-        ConfigError: It is not; `name` is the name of the argument.
+        ConfigError: `x` has another shape, layout or dtype.
     """
     if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
         msg = (
@@ -90,10 +94,15 @@ def numbers(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def room(buffer: torch.Tensor, name: str, nbytes: int = 0) -> torch.Tensor:
-    """Return `buffer`, checked to be flat bytes and at least `nbytes` long.
+    """Return `buffer` after checking that it is flat bytes, at least `nbytes` long.
+
+    Args:
+        buffer: uint8 tensor.
+        name: Name of the argument, for the message.
+        nbytes: Least length.
 
     Raises:
-        ConfigError: It is not; `name` is the name of the argument.
+        ConfigError: `buffer` has another dtype or shape, or is shorter.
     """
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         msg = (

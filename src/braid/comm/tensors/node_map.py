@@ -66,7 +66,10 @@ class NodeMap(NamedTuple):
         return (member,) if index < 0 else tuple(host[index] for host in self.hosts)
 
     def relay(self, member: int, other: int) -> int:
-        """Return the relay of `member` on the host of `other`, which must be another host."""
+        """Return the member on the host of `other` that forwards the messages of `member` there.
+
+        `other` must be on another host than `member`.
+        """
         place, host = self.local_peers(member).index(member), self.local_peers(other)
         return host[place % len(host)]
 
@@ -75,7 +78,7 @@ class NodeMap(NamedTuple):
         return tuple(self.relay(member, host[0]) for host in self.hosts if member not in host)
 
     def relayed(self, member: int) -> tuple[int, ...]:
-        """Return the members of other hosts for which `member` is the relay."""
+        """Return the members of other hosts that `member` forwards messages for, on its host."""
         local_peers = self.local_peers(member)
         others = (m for host in self.hosts if member not in host for m in host)
         return tuple(m for m in others if self.relay(m, local_peers[0]) == member)

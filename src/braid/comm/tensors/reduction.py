@@ -94,7 +94,7 @@ def combine(
 
 
 def early_factor(dtype: torch.dtype, op: str, scale: float | None, count: int) -> float | None:
-    """Return the factor for numbers before they are summed in several stages, or None.
+    """Return the factor to apply before a sum in several stages; None for no factor.
 
     16-bit numbers that are rounded between stages are scaled first, so that no partial sum
     overflows.

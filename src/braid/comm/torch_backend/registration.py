@@ -35,7 +35,11 @@ def create(options: Any, _backend_options: Any = None) -> BraidProcessGroup:
 
 
 def share(world: Group | None) -> None:
-    """Set the world for process groups of its size; None before `world` is closed."""
+    """Use the shared memory of `world` for process groups that torch makes of its ranks.
+
+    `braid.init` calls this with the group of all ranks, and `braid.shutdown` with None before it
+    closes that group.
+    """
     _SHARED_WORLDS.program = world
 
 

@@ -48,10 +48,12 @@ def tensors_of(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def rows(x: torch.Tensor, like: torch.Tensor, size: int) -> Parts:
-    """Return `x`, with `size` times the elements of `like`, in the shape that a Group takes.
+    """Return torch's tensor of all ranks' parts in a form that the calls of a Group accept.
+
+    That is one flat tensor if `x` is contiguous, else one tensor per rank.
 
     Args:
-        x: Concatenated (size * d0, ...) or stacked (size, d0, ...); any shape if it is contiguous.
+        x: Parts concatenated (size * d0, ...) or stacked (size, d0, ...); any shape if contiguous.
         like: One rank's part.
         size: Number of ranks.
 
@@ -80,9 +82,17 @@ def rows(x: torch.Tensor, like: torch.Tensor, size: int) -> Parts:
 
 
 def divided(x: torch.Tensor, like: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an input for `size` ranks and the result of one rank, both flat if possible.
+    """Return the input and the output of a reduce-scatter, both flat if the output allows it.
 
     The input is copied if it is not contiguous.
+
+    Args:
+        x: Input, with the parts of all ranks.
+        like: Output, the part of one rank.
+        size: Number of ranks.
+
+    Raises:
+        ConfigError: `x` does not have `size` times the elements of `like`.
     """
     if x.numel() != size * like.numel():
         msg = (
@@ -110,7 +120,7 @@ def premultiplied(x: torch.Tensor, factor: float | torch.Tensor | None) -> torch
 
 
 def flat_outputs(outputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors in lists of lists, in order."""
+    """Return one list of the tensors in `outputs`, a list of tensors or of lists of tensors."""
     return [x for item in outputs for x in tensors_of(item)]
 
 

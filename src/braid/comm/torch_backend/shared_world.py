@@ -123,7 +123,7 @@ class SharedWorld:
         return group
 
     def close_group(self, group: Group) -> bool:
-        """Close a group; return whether it was the last one, so that this world is closed, too."""
+        """Close a group, and this world after its last group; return whether it was the last."""
         if group in self._groups:
             self._groups.remove(group)
             if os.getpid() == self._pid:

@@ -93,7 +93,7 @@ class FinishedWork(TorchWork):
 
 
 class WorkOwner(Protocol):
-    """Process group of a work.
+    """Process group that started a work.
 
     Attributes:
         dropped: Last works that were dropped without a wait.
