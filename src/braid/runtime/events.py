@@ -113,7 +113,10 @@ class NameTable:
         self._adding = lock or contextlib.nullcontext()
 
     def add(self, text: str, *, last_words: bool = False) -> int:
-        """Store `text` if needed; return its digest. Thread-safe if there is a lock."""
+        """Store `text` if it is not stored yet; return its digest.
+
+        Thread-safe if the table was made with a lock. With `last_words`, use the reserved space.
+        """
         digest = self._known.get(text)
         if digest is None:
             with self._adding:
@@ -397,7 +400,7 @@ class Recorder:
         return digest
 
     def site(self) -> int:
-        """Return the digest of the program's line on the stack: `file.py:41 in function`."""
+        """Return the digest of the current line of user code, such as `file.py:41 in function`."""
         frame = sys._getframe(1)  # noqa: SLF001 - the only way to see the caller
         inner = self._inner
         while inner[frame.f_code.co_filename] and (before := frame.f_back) is not None:

@@ -20,13 +20,13 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def ending_well(command: Callable[[], int]) -> int:
-    """Run `command` and flush its output.
+    """Run `command` and flush its output, without a traceback if the output cannot be written.
 
     Args:
         command: Function that returns the exit code.
 
     Returns:
-        Its exit code, or 141 if its output has no reader, or 74 if there is no space for it.
+        The exit code of `command`; 141 if its output has no reader, 74 if the disk is full.
     """
     try:
         try:
@@ -65,7 +65,7 @@ def print_error(what: str, problem: str) -> None:
 
 
 def drop_unwritten() -> None:
-    """Discard output that has no reader, which would fail again at the interpreter's exit."""
+    """Discard buffered output that has no reader: writing it at exit would fail again."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -12,7 +12,9 @@ __all__ = ["shown_as"]
 
 
 def shown_as(metavar: str | None, *aliases: str, name: str | None = None) -> Any:
-    """Return tyro settings for an option; with a metavar, the help omits `(default: ...)`.
+    """Return settings for tyro, the command-line parser, on how to show an option in the help.
+
+    With a metavar, the help omits `(default: ...)`.
 
     Args:
         metavar: Placeholder of the value; None for tyro's placeholder with `(default: ...)`.

@@ -14,7 +14,7 @@ def new_table(title: str | None, texts: Sequence[str], numbers: Sequence[str]) -
     """Return an empty table.
 
     Args:
-        title: Line above it, if any.
+        title: Line above the table, if any.
         texts: Headings of text columns.
         numbers: Headings of columns of figures, after the text columns.
     """

@@ -124,7 +124,7 @@ _SAMPLES: Mapping[str, Callable[[], Any]] = {"torch.nn.Module": nn.Module}  # se
 
 
 def missing() -> list[str]:
-    """Return the names that this torch lacks."""
+    """Return the private names of torch that braid uses and that the installed torch lacks."""
     return [name for name in NAMES if not _has(name)]
 
 
@@ -235,7 +235,7 @@ def backward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 @contextmanager
 def call_replaced(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's call by `call` inside the context, compiled or not."""
+    """Make calls of `module` run `call` inside the context, even if the module is compiled."""
     attributes = vars(module)  # they take precedence over the method that `__call__` calls
     compiled = attributes.get("_compiled_call_impl")
     attributes |= {"_call_impl": call, "_compiled_call_impl": None}
@@ -351,7 +351,7 @@ def known_groups() -> Mapping[Any, Any]:
 
 
 def plugins() -> Mapping[str, Any]:
-    """Return the backends that packages have registered, by upper-case name."""
+    """Return the torch.distributed backends that packages have registered, by upper-case name."""
     registered: Mapping[str, Any] = _plugins(_look_up(f"{_C10D}.Backend"))
     return registered
 

@@ -460,7 +460,7 @@ class TrainConfig:
         return str(Path(self.log_dir, "checkpoints"))
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of a step (the first is 0): linear warm-up, then cosine to a tenth.
+        """Return the learning rate of a step, from 0: linear warm-up, then cosine to a tenth.
 
         Source: I. Loshchilov, F. Hutter, "SGDR", ICLR 2017; without restarts.
         """
@@ -471,7 +471,7 @@ class TrainConfig:
         return self.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
     def to_json(self) -> str:
-        """The configuration as one argument of a command line."""
+        """Return the configuration as JSON, for one argument of a command line."""
         return msgspec.json.encode(asdict(self)).decode()
 
     @classmethod

@@ -76,7 +76,7 @@ class Trainer:
         config: Configuration of the training.
         corpus: Text; the same on all ranks.
         group: Group of all ranks that train.
-        reporter: Writes the reports.
+        reporter: Writer of the training's reports.
         stopping: Signal handler that records requests to stop.
         place: Device of model, optimizer and batches.
 
@@ -246,7 +246,10 @@ class Trainer:
         }
 
     def one_step(self) -> int:
-        """Take one optimizer step, or all up to a flush; return the signal to stop, or 0."""
+        """Take one optimizer step, and return the signal that asks to stop, or 0.
+
+        On an asynchronous pipeline, take all steps up to the next flush.
+        """
         if isinstance(self._shards, AsynchronousStages):
             return self._steps_to_flush(self._shards)
         config, events, clock = self._config, self._group.context.events, self._group.context.clock

@@ -47,7 +47,7 @@ def gpt_name(model: str) -> str:
     """Return the name in `MODELS` of a GPT such as gpt2-tiny.
 
     Raises:
-        ConfigError: `MODELS` does not have it.
+        ConfigError: `MODELS` does not have the model.
     """
     key = model if model in MODELS else model.removeprefix("gpt2-")
     if key not in MODELS:
@@ -109,7 +109,7 @@ def layers_of(
     The user's model keeps its device and its dtypes.
 
     Raises:
-        ConfigError: Neither or both are named.
+        ConfigError: Neither or both of `target` and `model` are set.
     """
     if bool(target) == bool(model):
         msg = "no model is named: give MODULE:FUNCTION, or --model NAME"

@@ -36,7 +36,7 @@ MARK = b'{"kind":"'
 
 
 class TrainingStarted(msgspec.Struct, tag_field="kind", tag="start", frozen=True, kw_only=True):
-    """Report that everything is ready; the first step comes next."""
+    """Report before the first step, with the model, the data and the ranks."""
 
     first_step: int
     steps: int

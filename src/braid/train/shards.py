@@ -58,7 +58,12 @@ class Shards(Protocol):
     """Computes gradients and losses of a batch."""
 
     def backward(self, batch: Sequence[int], *, stop: bool) -> StepAgreement:
-        """Compute the averaged gradients and leave them in `.grad`."""
+        """Compute the averaged gradients of a batch and leave them in `.grad`.
+
+        Args:
+            batch: Numbers of the batch's samples.
+            stop: Whether this rank was asked to stop after this step; ranks exchange it.
+        """
         ...
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
@@ -86,7 +91,7 @@ class ParallelShards:
 
     Args:
         model: The model, equal on all ranks.
-        optimizer: Its optimizer.
+        optimizer: Optimizer of the model.
         windows: Samples to train on.
         group: Group of all ranks that train.
         stage: 0 replicates everything (DDP), 1 shards optimizer states (ZeRO), 2 also gradients,
@@ -136,7 +141,7 @@ class ParallelShards:
         return StepAgreement(tuple(losses), any(stops))
 
     def memory(self) -> list[torch.Tensor]:
-        """Return the buffers of sharded parameters and gradients, gathered ones included."""
+        """Return the buffers that hold parameters and gradients, both sharded and gathered."""
         return [x for memory in memory_of(self._sharding) for x in memory] if self._sharding else []
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:

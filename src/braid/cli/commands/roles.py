@@ -160,7 +160,7 @@ class Roles:
 
     @property
     def elastic(self) -> ElasticLimits | None:
-        """Limits of a run whose ranks are replaced; None if they are fixed."""
+        """Limits of a run in which lost ranks are replaced; None if the ranks are fixed."""
         if not self.min_ranks:
             return ElasticLimits(min_ranks=1, restarts=self.restarts) if self.restarts else None
         return ElasticLimits(
@@ -191,8 +191,8 @@ class Roles:
     def needed(self) -> tuple[frozenset[int], ...]:
         """Sets of expendable ranks; the run ends when no rank of a set remains or is replaced.
 
-        Each worker is a set if --restarts replace it. Workers are not a set if the user starts
-        processes that replace them.
+        With --restarts, each worker forms one set. If the user starts the processes that replace
+        workers, no set contains workers.
         """
         if self.min_ranks:
             return ()
@@ -207,7 +207,7 @@ class Roles:
 
     @property
     def expendable(self) -> frozenset[int]:
-        """Ranks that the run can lose."""
+        """Ranks that the run can lose without ending."""
         if self.role:
             ranks = [name for name, count in self._counts for _ in range(count)]
             return frozenset(n for n, name in enumerate(ranks) if name in self.expendable_role)

@@ -70,9 +70,9 @@ class FaultAccount(msgspec.Struct, frozen=True):
     """Consequences of one injected fault: the logged cause, and the time to recover.
 
     Attributes:
-        strike: The fault; its kind is `none` for a rank that the launcher has named without one.
+        strike: The fault; its kind is `none` if the launcher named a rank that no fault struck.
         cause: Cause that the launcher named, in its words.
-        judgement: Whether the cause is right.
+        judgement: Whether the cause is `right`, `wrong`, or `unknown` to the launcher.
         recovery_s: Seconds to the end of the next step; NaN if no step followed.
     """
 
@@ -90,8 +90,8 @@ class ChaosAccount(msgspec.Struct, frozen=True, kw_only=True):
         end_s: Time of the end of the run, in seconds since 1970; later events do not count.
         num_steps: Number of steps that were finished between `begin_s` and `end_s`.
         num_possible: Number of steps that the surviving ranks could have finished.
-        num_possible_by_all: Number of steps that the most ranks which ever ran at the same time
-            could have finished.
+        num_possible_by_all: Number of steps that could have been finished by the largest number of
+            ranks that ever ran at the same time.
         num_lost_steps: Number of finished steps that were done again.
         faults: Faults, in the order of their times.
         rates: Undisturbed steps per second, by number of members.
@@ -108,7 +108,7 @@ class ChaosAccount(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def goodput(self) -> float:
-        """Finished steps, divided by those that the surviving ranks could have finished."""
+        """Finished steps, divided by the steps that the surviving ranks could have finished."""
         return self.num_steps / self.num_possible if self.num_possible else math.nan
 
     @property
@@ -137,7 +137,7 @@ def account_of(
     finished: Iterable[tuple[int, int, float]],
     end_s: float,
 ) -> ChaosAccount:
-    """Return the figures of a run.
+    """Compute a run's steps, lost steps and recoveries from its faults and its log.
 
     Args:
         strikes: Faults, in the order of their times.

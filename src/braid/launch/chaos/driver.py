@@ -82,7 +82,7 @@ class ChaosOptions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The kinds."""
+        """Kinds of faults as a tuple."""
         return tuple(self.kinds.split(","))
 
 
@@ -95,7 +95,7 @@ class ChaosRun(NamedTuple):
         account: Figures.
         exit_code: Exit code of the run.
         was_ended: Whether the run was ended when its time was over.
-        unstruck: Planned faults that found no rank to strike.
+        unstruck: Planned faults that were skipped, because no rank could be struck at their time.
     """
 
     run: LiveRun
@@ -107,7 +107,7 @@ class ChaosRun(NamedTuple):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Reasons for which the run has not passed; empty if it has."""
+        """Reasons why the run has not passed the test; empty if it has."""
         problems = []
         if self.exit_code != (INTERRUPTED if self.was_ended else 0):
             problems.append(f"the run has failed with exit code {self.exit_code}")
@@ -283,14 +283,14 @@ class _Strikes:
         self._busy_until_s: dict[int, float] = {}  # rank -> end of its fault
 
     def run_to_end(self) -> None:
-        """Strike until the run has ended."""
+        """Inject the planned faults until the run has ended."""
         while self._process.poll() is None:
             time.sleep(POLL_S)
             if self._refreshed():
                 self._take_turn(time.time())
 
     def concluded(self) -> ChaosRun:
-        """Return the run and its account.
+        """Return the ended run with the account of its faults.
 
         Raises:
             ConfigError: The run was not started.

@@ -31,7 +31,7 @@ class NamespaceHosts(AbstractContextManager["NamespaceHosts"]):
         network: First three numbers of their addresses.
 
     Raises:
-        ConfigError: Namespaces cannot be made here.
+        ConfigError: This process cannot make network namespaces.
     """
 
     def __init__(self, names: Sequence[str], network: str = NETWORK) -> None:
@@ -89,11 +89,11 @@ class NamespaceHosts(AbstractContextManager["NamespaceHosts"]):
         return f"{self.prefix}p{self.names.index(host)}"
 
     def cut(self, host: str) -> None:
-        """Cut a host off from the others."""
+        """Disconnect a host from the network of the other hosts."""
         self.ip("link", "set", self.port(host), "down")
 
     def mend(self, host: str) -> None:
-        """Connect a host again."""
+        """Connect a host again after `cut`."""
         self.ip("link", "set", self.port(host), "up")
 
     def mend_all(self) -> None:
@@ -102,14 +102,14 @@ class NamespaceHosts(AbstractContextManager["NamespaceHosts"]):
             self.mend(host)
 
     def on(self, host: str, words: Sequence[str]) -> list[str]:
-        """Return the words that run a command on a host."""
+        """Return the argument list that runs the command `words` on a host."""
         return ["ip", "netns", "exec", self.namespace(host), *words]
 
     def ip(self, *words: str) -> None:
-        """Run the command ip.
+        """Run the command `ip` with the arguments `words`.
 
         Raises:
-            ConfigError: It fails.
+            ConfigError: The command fails.
         """
         result = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
         if result.returncode:

@@ -133,7 +133,7 @@ class _FaultRow(NamedTuple):
 
 
 def members_picture(account: ChaosAccount, events: Sequence[RunEvent]) -> Picture:
-    """Return the states of ranks since the first step, with the faults below."""
+    """Return a picture of the states of ranks since the first step, with the faults below."""
     begin_s, end_s = account.begin_s, account.end_s
     span_s = max(end_s - begin_s, 1e-3)
     lanes = []

@@ -79,8 +79,8 @@ class JoinRequest(NamedTuple):
         slots: Value of `-n`.
         command: Command of the ranks.
         secret: Secret of all nodes.
-        is_on_engine: Whether an engine has started the agent: it may send SIGTERM again and again
-            while ranks save, and ends what takes too long by itself.
+        is_on_engine: Whether an engine has started the agent. An engine may send SIGTERM
+            repeatedly while ranks save, and it kills processes that take too long.
     """
 
     node_rank: int | None
@@ -102,7 +102,8 @@ def serve(
 
     Args:
         stream: Stream to the launcher; owned and closed.
-        join_request: Options of a launcher that joins another one; None in a started agent.
+        join_request: Options of a launcher that joins another launcher as its agent; None if the
+            launcher has started this process as an agent.
         clock: Time source; the monotonic clock of the host when None.
         notice: Shows a text to a user on this host.
 
@@ -160,7 +161,7 @@ class _Agent(AbstractContextManager["_Agent"]):
             self._stack = stack.pop_all()
 
     def run(self) -> AgentBye:
-        """Say hello to the launcher and serve until the end of the run."""
+        """Send an `AgentHello` to the launcher and serve it until the end of the run."""
         options = () if self._join_request is None else self._join_request[:4]
         self._channel.send(AgentHello(__version__, socket.gethostname(), os.getpid(), *options))
         while self._bye is None:

@@ -94,7 +94,7 @@ class AgentHandle:
 
     @property
     def has_joined(self) -> bool:
-        """Whether the agent is a launcher that has joined, not a process started from here."""
+        """Whether the agent is a launcher that has joined, not a process of this launcher."""
         return self._placed is None
 
     def register(self, selector: selectors.BaseSelector) -> None:

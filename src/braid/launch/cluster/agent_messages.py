@@ -70,7 +70,9 @@ AGENT_ROLE = "agent"
 
 
 class Greeting(msgspec.Struct, tag=True, frozen=True):
-    """Accepts an agent; the job's secret follows as a buffer, unless the agent has it.
+    """Message of the launcher that accepts an agent.
+
+    The job's secret follows as a buffer, unless the agent already has it.
 
     Attributes:
         run_id: Name of the run.
@@ -84,7 +86,7 @@ class Greeting(msgspec.Struct, tag=True, frozen=True):
 
 
 class AgentHello(msgspec.Struct, tag=True, frozen=True):
-    """First message of an agent; fields may be added, but never change.
+    """First message of an agent to the launcher; its fields never change, but may be added to.
 
     The last four fields repeat the user's options on the agent's host. They are empty if the
     launcher has started the agent.
@@ -109,7 +111,7 @@ class AgentHello(msgspec.Struct, tag=True, frozen=True):
 
 
 class HostAddresses(msgspec.Struct, tag=True, frozen=True):
-    """Addresses of an agent's host.
+    """Message of an agent to the launcher with the addresses of the agent's host.
 
     Attributes:
         machine: Identifier of the machine; equal for agents that share network interfaces.
@@ -123,7 +125,7 @@ class HostAddresses(msgspec.Struct, tag=True, frozen=True):
 
 
 class ProbeRequest(msgspec.Struct, tag=True, frozen=True):
-    """Request to try to reach endpoints, all at the same time.
+    """Request of the launcher to an agent to try to reach endpoints, all at the same time.
 
     Attributes:
         targets: Endpoints to reach.
@@ -135,13 +137,13 @@ class ProbeRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class ProbeResult(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `ProbeRequest`: the results of all attempts."""
+    """Answer of an agent to `ProbeRequest`: the results of all attempts."""
 
     attempts: tuple[Attempt, ...]
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True):
-    """Request to prepare for ranks.
+    """Request of the launcher to an agent to prepare for ranks.
 
     Attributes:
         command: Command of the ranks.
@@ -170,7 +172,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prepared(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Prepare`.
+    """Answer of an agent to `Prepare`.
 
     Attributes:
         port: Number of the reserved port; 0 if there is none.
@@ -184,7 +186,10 @@ class Prepared(msgspec.Struct, tag=True, frozen=True):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Request to start a rank; the agent adds the descriptors to its settings."""
+    """Request of the launcher to start a rank.
+
+    The agent adds descriptors of its host to the rank's settings.
+    """
 
     environment: JobEnvironment
 
@@ -197,21 +202,21 @@ class RankStarted(msgspec.Struct, tag=True, frozen=True):
 
 
 class NotStarted(msgspec.Struct, tag=True, frozen=True):
-    """The system could not start another process."""
+    """Notice of an agent that its host's system could not start the process of a rank."""
 
     rank: int
     problem: str
 
 
 class SignalRequest(msgspec.Struct, tag=True, frozen=True):
-    """Request to send a signal to a rank."""
+    """Request of the launcher to an agent to send a signal to a rank."""
 
     rank: int
     signum: int
 
 
 class StackRequest(msgspec.Struct, tag=True, frozen=True):
-    """Request for a `RankSnapshot` of all ranks, with stacks.
+    """Request of the launcher for a `RankSnapshot` of each rank of the agent, with stacks.
 
     Attributes:
         handlers: Ranks that handle SIGUSR1; the signal would end any other rank.
@@ -257,13 +262,13 @@ class RankSnapshot(msgspec.Struct, tag=True, frozen=True):
 
 
 class Signalled(msgspec.Struct, tag=True, frozen=True):
-    """The agent has received a signal that asks a program to end."""
+    """Notice of an agent that it has received a signal that asks a program to end."""
 
     signum: int
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Request for a `Pong`, to compare the clocks; `t_ns` is the launcher's time."""
+    """Request of the launcher for a `Pong`, to compare clocks; `t_ns` is the launcher's time."""
 
     t_ns: int
 
@@ -276,7 +281,7 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):
-    """Request to end all processes of the run on the host."""
+    """Request of the launcher to an agent to end all processes of the run on its host."""
 
 
 class Finished(msgspec.Struct, tag=True, frozen=True):
@@ -284,7 +289,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
 
 
 class AgentBye(msgspec.Struct, tag=True, frozen=True):
-    """Request to the agent to end.
+    """Request of the launcher to an agent to end, with the outcome of the run.
 
     Attributes:
         exit_code: Exit code of the run.
@@ -296,7 +301,7 @@ class AgentBye(msgspec.Struct, tag=True, frozen=True):
 
 
 class AgentRefused(msgspec.Struct, tag=True, frozen=True):
-    """Refusal of an agent that has asked to join."""
+    """Answer of the launcher to an agent that may not join the run."""
 
     reason: str
 
@@ -336,5 +341,5 @@ URGENT = NUM_PRIORITIES // 2
 
 
 def priority_of(message: ToAgent | FromAgent) -> int:
-    """Return the priority of a message in the send queue: output of ranks yields to all else."""
+    """Return the priority of a message in the send queue; it is lowest for output of ranks."""
     return 0 if isinstance(message, IN_TURN) else URGENT

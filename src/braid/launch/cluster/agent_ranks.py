@@ -100,7 +100,7 @@ class AgentRanks:
 
     @property
     def deadline_ns(self) -> int | None:
-        """Time at which `poll` is due; None if it is not."""
+        """Time at which `poll` is due; None while there is no such time."""
         due = [self._look_ns] if self._ranks and self._every_ns else []
         if self._seen_ns is not None:
             due.append(self._seen_ns)

@@ -52,7 +52,10 @@ class AgentRegistry:
         return self._add(self._new_peer(), node, name, placement.start(), on_message, on_lost)
 
     def admit(self, connection: Connection, on_message: OnMessage, on_lost: OnLost) -> AgentHandle:
-        """Register a launcher that has connected and knows the secret; otherwise like `start`."""
+        """Register a launcher that joins as an agent over an authenticated connection.
+
+        The callbacks are the same as for `start`.
+        """
         peer, node = self._new_peer(), connection.peer.rank
         self._van.attach(peer, connection)
         return self._add(peer, node, f"node {node}", None, on_message, on_lost)

@@ -108,7 +108,7 @@ def dial(
     """Connect a node to the launcher at the first address that works.
 
     Raises:
-        ConfigError: None works in time, or the launcher refuses the node.
+        ConfigError: No address works in time, or the launcher refuses the node.
     """
     identity = Identity(JOIN_RUN_ID, AGENT_ROLE, node)
     first_s = min(FIRST_LIMIT_S, limit_s / 2)
@@ -144,13 +144,13 @@ def _check_name(host: str) -> None:
 
 
 def own_addresses(wanted: Sequence[str]) -> list[str]:
-    """Return all usable addresses of this host, including loopback, because nodes may share it.
+    """Return all usable addresses of this host, including loopback: nodes may share a host.
 
     Args:
         wanted: Names of interfaces or networks to which addresses are restricted.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: This host has no usable address.
     """
     endpoints = [Endpoint(LAUNCHER, i.name, i.ip, i.prefix, 0) for i in interfaces()]
     usable = eligible(endpoints, wanted, one_machine=True)

@@ -21,7 +21,7 @@ Judge = Callable[[AgentHandle], str]
 
 
 class JoinListener:
-    """Accepts connections of launchers that know the secret, and lets a judge admit them.
+    """Accepts connections of launchers that know the secret, if a callback admits them.
 
     Args:
         addresses: Addresses to listen on.
@@ -74,7 +74,7 @@ class JoinListener:
             selector: Selector that polls the listeners; the data of a key is the function to call.
             registry: Registry that receives the messages of the launchers.
             judge: Called with each launcher that has sent hello. Returns the reason for a refusal,
-                or an empty string after taking the launcher over.
+                or an empty string if it admits the launcher, which the judge then owns.
             notice: Shows a text about refused launchers to the user.
         """
         self.unregister()

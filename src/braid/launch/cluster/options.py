@@ -132,7 +132,7 @@ class AgentStarter(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether no agent can start any more."""
+        """Whether the starter has ended, so that no agent can start any more."""
         ...
 
     def invite(self, addresses: Sequence[str], num_nodes: int, key: bytes, limit_s: float) -> None:
@@ -147,11 +147,11 @@ class AgentStarter(Protocol):
         ...
 
     def problem(self) -> str:
-        """Return why it has ended."""
+        """Return the reason why the starter has ended."""
         ...
 
     def why_lost(self, node: int, limit_s: float) -> str:
-        """Return why a node is gone; empty if that is not known within some seconds."""
+        """Return why a node is gone; empty if the reason is not known within `limit_s`."""
         ...
 
     def register(self, selector: selectors.BaseSelector) -> None:

@@ -53,7 +53,8 @@ class HostsReady(NamedTuple):
         places: Hosts of all ranks.
         master_port: Port that the agent of rank 0's host has reserved.
         threads: OMP_NUM_THREADS of the ranks, with the reason for the choice.
-        listen: Address on which the store listens; empty for the launcher's in `addresses`.
+        listen: Address on which the store listens; empty for the launcher's address in
+            `addresses`.
         join_listener: Listener that refuses late launchers; None if the launcher started all
             agents.
         starter: Engine that has started the agents; None without one.
@@ -159,7 +160,10 @@ class RemoteBackend:
             self._hosts_ready.starter.unregister()
 
     def placement(self, rank: int) -> RankPlacement:
-        """Return the placement of a rank; beside others, if it is a spare or its host is lost."""
+        """Return the placement of a rank.
+
+        A spare, or a rank with a lost host, is placed on a living host beside that host's ranks.
+        """
         places, addresses = self._hosts_ready.places, self._hosts_ready.addresses
         is_lost = [not self._agents[place.node].alive for place in places]
         if rank < len(places) and not is_lost[rank]:
@@ -220,7 +224,7 @@ class RemoteBackend:
             yield deadline_ns
 
     def dismiss(self, exit_code: int, text: str) -> None:
-        """Tell all agents how the run ended."""
+        """Send the outcome of the run to all agents, which then end."""
         for agent in self._agents.values():
             agent.end(exit_code, text)
 

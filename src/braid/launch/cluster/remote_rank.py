@@ -146,7 +146,10 @@ class RemoteRank(Rank):
         return view._replace(spans=spans, ended=ended, links=links)
 
     def lasted_ns(self, wait: OpenWait) -> int | None:
-        """Return the duration of a wait; None while the rank lives: its record is remote then."""
+        """Return the duration of a wait that is over; None if unknown.
+
+        It is unknown while the rank lives, since the rank's events are then on the other host.
+        """
         if self.alive:
             return None
         look = RankObserver(self.rank, self.pid, self.box, self._clock)

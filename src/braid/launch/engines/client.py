@@ -60,7 +60,8 @@ class EngineSupervisor(HostsSupervisor):
             Outcome of the run; failures of ranks and losses of nodes are outcomes, not exceptions.
 
         Raises:
-            ConfigError: The engine is not there, or does not give the nodes; no process is left.
+            ConfigError: The engine is not installed or does not answer, or does not allocate the
+                nodes; no process is left running.
         """
         check_command(job)
         words = [f"--num-ranks={options.num_ranks or 0}", *options.words]
@@ -148,7 +149,7 @@ class EngineClient(AbstractContextManager["EngineClient"]):
             inbox: Signals of this process, which end the wait.
 
         Raises:
-            ConfigError: The engine cannot give the nodes, or does not in time, or this process was
+            ConfigError: The engine cannot allocate the nodes, or not in time, or this process was
                 asked to end.
             KeyboardInterrupt: The user has pressed Ctrl-C.
         """
@@ -231,7 +232,7 @@ class EngineClient(AbstractContextManager["EngineClient"]):
     def why_lost(self, node: int, limit_s: float) -> str:
         """Return the engine's reason for the loss of a node; empty if it gives none in time.
 
-        A client that has ended itself has lost its engine, which is the reason then.
+        If the client itself has ended, the lost connection to the engine is the reason.
         """
         deadline_s = time.monotonic() + limit_s
         with self._selecting() as selector:

@@ -23,9 +23,9 @@ class FromClient(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Message of a client to its launcher, as a line of JSON on stdout.
 
     Attributes:
-        hosts: Names of nodes, with their slots.
-        lost: Number of a node that is gone.
-        why: Reason for its loss.
+        hosts: Names of the allocated nodes, with their slots; empty in other messages.
+        lost: Number of a lost node; -1 in other messages.
+        why: Reason why that node was lost.
     """
 
     hosts: tuple[tuple[str, int], ...] = ()
@@ -52,7 +52,7 @@ class ClientWords(dict[str, str]):
     def parse(
         cls, words: Sequence[str], options: Collection[str], *, others: bool = False
     ) -> ClientWords:
-        """Read words.
+        """Parse the command-line words of an engine's client.
 
         Args:
             words: Words after the client's name.
@@ -90,7 +90,7 @@ class ClientWords(dict[str, str]):
         """Return an option such as `CPU=2,GPU=1` as numbers.
 
         Raises:
-            ConfigError: It is written in another way, or a number is negative.
+            ConfigError: The option is not of this form, or a number is negative.
         """
         numbers = {}
         for part in filter(None, self.get(name, "").split(",")):

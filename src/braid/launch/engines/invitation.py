@@ -58,7 +58,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of the agent's node.
 
         Raises:
-            ConfigError: Nobody has set it.
+            ConfigError: Neither the launcher nor the engine has set the number.
         """
         if self.node >= 0:
             return self.node
@@ -83,7 +83,8 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
         """Read an invitation.
 
         Raises:
-            ConfigError: The line is not an invitation; it is empty if an engine closes stdin.
+            ConfigError: The line is not an invitation, for example empty because the engine has
+                closed stdin.
         """
         try:
             return msgspec.json.decode(line, type=cls)
@@ -96,6 +97,9 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def forget_engine(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Remove the variables that describe the agent's own process: ranks get braid's instead."""
+    """Remove the engine's variables that describe the agent's process from `environ`.
+
+    Ranks inherit the agent's environment, and get braid's variables instead.
+    """
     for name in [name for name in environ if name.startswith(OF_ONE_PROCESS)]:
         del environ[name]

@@ -65,7 +65,15 @@ def find_mpirun() -> tuple[str, str]:
 def command_for(
     program: str, whose: str, words: Sequence[str], host: str, what: Sequence[str]
 ) -> list[str]:
-    """Return the command that runs one process on a host; on any host when it has no name."""
+    """Return the mpirun command that runs one process on a host.
+
+    Args:
+        program: Path of mpirun.
+        whose: Implementation of mpirun: Open MPI or MPICH.
+        words: Options of mpirun.
+        host: Name of the host; any host when empty.
+        what: Command to run.
+    """
     if whose == MPICH:
         return [program, *(("-hosts", host) if host else ()), "-n", "1", *words, *what]
     passed = ("-x", "PYTHONPATH") if "PYTHONPATH" in os.environ else ()
@@ -74,7 +82,9 @@ def command_for(
 
 
 def shares(nodes: Sequence[tuple[str, int]], num_ranks: int) -> tuple[Host, ...]:
-    """Return the nodes that a job needs, with the ranks of each: one for each core at first.
+    """Return the nodes that a job needs, with the number of ranks of each.
+
+    Each core of a node gets one rank; if there are more ranks than cores, they are spread evenly.
 
     >>> [str(host) for host in shares([("a", 4), ("b", 4)], 6)]
     ['a:4', 'b:2']

@@ -22,7 +22,7 @@ CALL = "BRAID_RAY_CALL"  # names the directory
 
 
 def main() -> int:
-    """Call the function; an exception ends this rank as it would end a script."""
+    """Call the function of `launch.ray.run`; an exception ends this rank as it ends a script."""
     place = os.environ.get(CALL, "")
     if not place:
         msg = (

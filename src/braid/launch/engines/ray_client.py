@@ -57,7 +57,8 @@ class Reserved(NamedTuple):
 def run_agent(line: bytes, payload: bytes) -> Ended:
     """Run an agent to its end; the only method of an actor.
 
-    The function is pickled by value, so a node without braid is named by what its agent prints.
+    This function is pickled by value, so it also runs on a node without braid. The agent's output
+    then shows the missing package.
 
     Args:
         line: Invitation of this node.

@@ -26,7 +26,7 @@ class RayNode(NamedTuple):
     free: Mapping[str, float]
 
     def fits(self, resources: Mapping[str, float]) -> int:
-        """Return how many ranks have room here."""
+        """Return the number of ranks for which the node has enough free resources."""
         counts = [
             int(self.free.get(name, 0.0) / want + 1e-9) for name, want in resources.items() if want
         ]

@@ -75,15 +75,15 @@ def averagings_of(by_rank: Mapping[int, Sequence[EventInterval]]) -> dict[int, l
 def derived_steps(
     by_rank: Mapping[int, Sequence[EventInterval]], complete: Mapping[int, bool], *, failed: bool
 ) -> dict[int, list[EventInterval]]:
-    """Return steps that end with the averagings of each rank, numbered alike on all ranks.
+    """Return the training steps of each rank: each averaging of gradients ends one step.
 
-    Steps have the numbers with which the program logs them, if it does; else they are counted.
+    Steps have the same numbers on all ranks: the numbers that the program logs, else a count.
 
     Args:
         by_rank: Events of each rank, by begin.
         complete: Whether a rank's recording has its first events. If so, the first step begins
             when the rank last did anything else before its first averaging, such as joining.
-        failed: Whether the run has failed: what follows the last averaging is then an open step.
+        failed: Whether the run has failed. The time after the last averaging is then an open step.
     """
     averagings = averagings_of(by_rank)
     seqs = _numbered(by_rank, averagings)

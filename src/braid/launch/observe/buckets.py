@@ -60,7 +60,7 @@ class LateBucket(NamedTuple):
 
     @property
     def is_significant(self) -> bool:
-        """Whether equally fast ranks would hardly ever make one of them be behind as often."""
+        """Whether the rank was behind more often than chance explains for equally fast ranks."""
         return self.chance < UNLIKELY
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class Averaging(NamedTuple):
 
 
 def late_buckets(timelines: Iterable[RankTimeline]) -> list[LateBucket]:
-    """Return one row for each bucket and group of ranks, in order; empty with only one rank."""
+    """Return the lateness of each bucket of each group of ranks; empty with only one rank."""
     by_first: dict[int, list[Averaging]] = defaultdict(list)
     for averaging in averagings(timelines):
         by_first[min(averaging.ranks)].append(averaging)

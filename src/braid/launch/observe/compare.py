@@ -115,7 +115,7 @@ def publish_comparison(
 
 
 def print_comparison(comparison: RunComparison, console: Console, *, page: Path) -> None:
-    """Print what differs and the numbers of all runs."""
+    """Print the differences between the starts of the runs, and the numbers of all runs."""
     for name, values in comparison.differences:
         console.print(Text(f"  {name}"), soft_wrap=True)
         for run, text in zip(comparison.names, values, strict=True):

@@ -85,7 +85,7 @@ def step_durations(run: Run, steps: Steps) -> dict[float, float]:
 
 
 def rates(run: Run, name: str) -> list[dict[str, float]]:
-    """Return how much of `name` all ranks processed per second, as `rate`, in each step."""
+    """Return rows with `step` and `rate`: the sum of `name` over ranks, per second of the step."""
     totals: dict[float, float] = {}
     for rows in run.rank_metrics.values():
         for row in rows:

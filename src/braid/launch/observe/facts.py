@@ -25,7 +25,7 @@ WARM_UP = 1  # number of steps that are ignored if possible: the first one alloc
 
 
 def facts(timelines: Sequence[RankTimeline]) -> list[str]:
-    """Return up to three sentences, each about another question."""
+    """Return up to three sentences: on the slowest rank, the longest wait and the slowest step."""
     waits = _late_bucket(timelines) or _longest_wait(timelines)
     sentences = [_slowest_rank(timelines), waits, _slowest_step(timelines)]
     return [sentence for sentence in sentences if sentence]

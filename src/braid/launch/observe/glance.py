@@ -22,7 +22,7 @@ class Figure(NamedTuple):
         name: Name, such as `median step`.
         value: The number, in the unit of `text`.
         text: The number for a reader, with its unit.
-        less_is_better: Whether a smaller number is better; None if neither is.
+        less_is_better: Whether a smaller number is better; None if neither direction is better.
     """
 
     name: str

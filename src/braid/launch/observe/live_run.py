@@ -86,7 +86,7 @@ def latest_run(runs: Path) -> Path:
     """Return the directory of the run below `runs` that was started or ended last.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no run below `runs`.
     """
     records = sorted(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
     if not records:

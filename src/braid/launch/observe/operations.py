@@ -114,7 +114,8 @@ def bucket_waits(timelines: Iterable[RankTimeline]) -> list[BucketWait]:
 def waits_by_collective(timeline: RankTimeline) -> list[tuple[EventInterval, int]]:
     """Return every collective of a rank with the time for which the rank was blocked in it.
 
-    A wait belongs to the collective that was under way on its channel; a channel is in order.
+    A wait belongs to the collective that was in progress on the wait's channel; collectives of one
+    channel run in order.
     """
     calls = timeline.of("collective")
     by_channel: dict[int, list[int]] = defaultdict(list)

@@ -41,7 +41,7 @@ class Timed(NamedTuple):
         microbatch: Number of the micro-batch.
         start_ns: Begin.
         end_ns: End.
-        wait_ns: Time in it in which the rank was blocked by another one.
+        wait_ns: Time during the action for which the rank was blocked by another rank.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Timed(NamedTuple):
 
     @property
     def is_work(self) -> bool:
-        """Whether it computes, rather than sends or receives."""
+        """Whether the action computes, rather than sends or receives."""
         return self.kind in WORK
 
     @property
@@ -89,7 +89,7 @@ class Passes(NamedTuple):
     Attributes:
         program: The program, with its messages.
         ranks: Rank in the run of each rank of the program.
-        waits: Moments at which each of them was blocked.
+        waits: Moments at which each of these ranks was blocked.
         passes: Passes in order of time.
     """
 
@@ -136,7 +136,7 @@ def passes(timelines: Sequence[RankTimeline]) -> list[Passes]:
 
 
 def schedule_name(program: Program) -> str:
-    """Return the name of the schedule that orders the work of a program so; empty for none."""
+    """Return the name of the schedule with the same order of work as a program; else empty."""
     orders = [_order(actions) for actions in program.ranks]
     chunks = program.header.num_units // program.num_ranks
     names = [f"{name}:{chunks}" for name in LOOPED] if chunks > 2 else TRAINING

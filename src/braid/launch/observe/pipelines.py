@@ -69,7 +69,7 @@ class PipelineView(NamedTuple):
         predicted_ns: Duration of the simulated pass.
         rows: Division of time, by rank.
         pictures: The median pass, and the simulated one on the same axis.
-        kinds: Kinds of work in it, as roles.
+        kinds: Kinds of work in the pipeline, as roles (CSS classes that determine colours).
     """
 
     title: str

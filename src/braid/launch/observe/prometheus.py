@@ -26,7 +26,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def export(run: LiveRun, place: str, clock: Clock, *, every_s: float) -> None:
-    """Give the state of a run to Prometheus until the run has ended.
+    """Publish the state of a run for Prometheus until the run has ended.
 
     Args:
         run: The run.

@@ -124,7 +124,10 @@ class RankTimeline:
 
     @property
     def windows(self) -> list[tuple[int, int]]:
-        """Base of shares: finished steps, else unfinished ones, else the recording after `init`."""
+        """Intervals over which shares of time are computed, as (begin, end).
+
+        These are the finished steps, else the unfinished steps, else the recording after `init`.
+        """
         finished = [(s.start_ns, s.end_ns) for s in self.steps if not s.open]
         start_ns, end_ns = self.span_ns
         joined_ns = [i.end_ns for i in self.intervals if i.name.startswith(START_UP)]
@@ -198,7 +201,12 @@ def shares(timeline: RankTimeline) -> Shares:
 
 
 def foreground(intervals: Sequence[EventInterval]) -> list[tuple[int, int, bool]]:
-    """Return the part of each collective in which the rank did nothing else, and if it is open."""
+    """Return (begin, end, open) of the foreground of each collective.
+
+    The foreground is the part in which the rank did nothing else.
+
+    It begins at the last begin or end of other work on the rank.
+    """
     elsewhere = sorted(
         moment
         for i in intervals

@@ -149,9 +149,10 @@ def send_run(path: Path, tracker: Tracker, *, follow: bool = False, clock: Clock
     Args:
         path: Directory of the run.
         tracker: Receiver.
-        follow: Go on until the run has ended. A step is then sent when a later one has been logged,
-            so that slower ranks are in its average. A run ends with its outcome in `run.json`, or,
-            without braid's launcher or if that was killed, when no process writes its numbers.
+        follow: Whether to go on until the run has ended. A step is then sent when a later one has
+            been logged, so that slower ranks are in its average. A run has ended when `run.json`
+            has its outcome. Without braid's launcher, or if it was killed, the run has ended when
+            no process writes its numbers.
         clock: Waits between two looks at the files.
 
     Raises:

@@ -32,7 +32,7 @@ class QuietConsole:
     """Console that keeps lines and notices in memory; for libraries and tests.
 
     Args:
-        limited: Whether it gets lines at the rate of a terminal.
+        limited: Whether lines are limited to the rate of a terminal.
     """
 
     def __init__(self, *, limited: bool = False) -> None:
@@ -50,7 +50,7 @@ class QuietConsole:
         self.notices.append(text)
 
     def is_limited(self, stream: int) -> bool:  # noqa: ARG002 - both alike
-        """Return whether it gets lines at the rate of a terminal."""
+        """Return whether lines of this console are limited to the rate of a terminal."""
         return self._limited
 
 
@@ -150,7 +150,7 @@ class _Writer:
         return not self._thread.is_alive()
 
     def put(self, file: TextIO, text: str, *, wait: bool = False) -> None:
-        """Queue a text; without room it waits if the place is a file on a disk, else it is lost."""
+        """Queue a text. If the queue is full, wait for a file on a disk; else drop the text."""
         with self._changed:
             if self._num_waiting > self._room:
                 if not (wait or self._waits_for_room):

@@ -37,7 +37,7 @@ ANSWER_S = 10.0  # after which a server that was asked for a rank is given up
 
 
 class ForkedProcess:
-    """A child of this process that a server has forked, with the face of `subprocess.Popen`."""
+    """A child of this process that a `ForkServer` has forked, with methods of `Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -58,7 +58,7 @@ class ForkServer:
         environ: Environment of a rank of the run.
 
     Attributes:
-        is_ready: Whether the server has been seen to have imported all modules.
+        is_ready: Whether the server is known to have imported all modules.
     """
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -78,7 +78,9 @@ class ForkServer:
         argv: Sequence[str],
         environ: Mapping[str, str],
     ) -> ForkServer | None:
-        """Return a server that forks further ranks like a started one; None if it is not useful.
+        """Return a server that forks more ranks with the settings of a started rank.
+
+        Return None if the run cannot start more ranks, or their program is not Python.
 
         Args:
             job: Job of the rank.
@@ -110,7 +112,7 @@ class ForkServer:
 
         Args:
             environ: Environment of the rank.
-            fds: Descriptors that the rank gets, by their numbers there.
+            fds: Descriptors that the rank gets, by their numbers in the rank.
 
         Returns:
             The rank; None if the server has not been started, is still importing, or has ended.

@@ -56,19 +56,19 @@ class OpenWait(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Collect the open collectives of all ranks and pass them to `looked`."""
+    """Instruction: collect the open collectives of all ranks and pass them to `looked`."""
 
 
 class AskStacks(NamedTuple):
-    """Request stacks from all ranks and sample the resource use of their processes."""
+    """Instruction: request stacks from all ranks and sample the resource use of their processes."""
 
 
 class ReportHang(NamedTuple):
-    """Make a report and pass its ranks to `reported`."""
+    """Instruction: make a hang report and pass the stuck ranks to `HangState.reported`."""
 
 
 class Resume(NamedTuple):
-    """Notify the user that reported waits are over.
+    """Instruction: notify the user that reported waits are over.
 
     Attributes:
         waits: The reported waits that have ended.
@@ -139,7 +139,7 @@ class HangState:
         return [Look()]
 
     def looked(self, waits: Iterable[OpenWait], now_ns: int) -> list[Instruction]:
-        """Process the collectives that are open on all ranks now."""
+        """Process the collectives that any rank has begun and not ended: the result of a `Look`."""
         present = frozenset(waits)
         out = self._over() if not self._reported & present else []
         old = tuple(wait for wait in present if now_ns - wait.t_ns >= self._patience_ns(wait))
@@ -156,7 +156,7 @@ class HangState:
         return self._over()
 
     def reported(self, ranks: Iterable[int], now_ns: int) -> None:
-        """Process the outcome of `ReportHang`.
+        """Process the result of the instruction `ReportHang`.
 
         Args:
             ranks: Ranks that are stuck; empty for a false alarm.

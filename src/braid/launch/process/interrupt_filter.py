@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
 
 class InterruptFilter:
-    """Filters the lines of one stderr stream."""
+    """Removes tracebacks of `KeyboardInterrupt` from the lines of one stderr stream."""
 
     def __init__(self) -> None:
         self._held: list[Line] = []

@@ -27,7 +27,7 @@ LOOK_S = 0.1
 
 
 def marked(marks: set[bytes]) -> list[int]:
-    """Return the ids of all other processes with `marks` in their environment."""
+    """Return the ids of all other processes with all `marks` (NAME=VALUE) in their environment."""
     pids = []
     # pathlib is not imported here
     for name in os.listdir(PROC) if os.path.isdir(PROC) else ():  # noqa: PTH112, PTH208
@@ -42,7 +42,7 @@ def marked(marks: set[bytes]) -> list[int]:
 
 
 def main(limit_s: str, *names: str) -> None:
-    """Wait for the end of stdin and then for the processes, and kill those that are left."""
+    """Wait until stdin ends, wait for the run's processes, and kill the remaining ones."""
     end_s = 0.0 if os.read(0, 1) else time.monotonic() + float(limit_s)
     marks = {os.fsencode(name) for name in names}
     while marks and (pids := marked(marks)):  # a process may fork between the listing and the kill

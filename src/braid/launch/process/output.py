@@ -54,7 +54,7 @@ class Console(Protocol):
         ...
 
     def is_limited(self, stream: int) -> bool:
-        """Return whether a person reads this stream (1 or 2) as it moves, as on a terminal."""
+        """Return whether a stream (1 or 2) should get few lines per second, as for a terminal."""
         ...
 
 

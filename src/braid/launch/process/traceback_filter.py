@@ -50,7 +50,7 @@ class SharedTracebacks:
         self._by_text: dict[bytes, _Shown] = {}
 
     def register(self, rank: int, text: bytes) -> tuple[_Shown, bool]:
-        """Record a traceback; return its record, and whether this copy is to be hidden."""
+        """Record a traceback; return its record, and whether to hide it as a repeated one."""
         shown = self._by_text.setdefault(text, _Shown(rank))
         hides = shown.rank != rank and rank not in shown.hidden_on
         if hides:
@@ -58,7 +58,7 @@ class SharedTracebacks:
         return shown, hides
 
     def hidden(self) -> dict[tuple[int, tuple[int, ...]], list[str]]:
-        """Return the errors of hidden tracebacks by the rank that showed them and the others."""
+        """Return the errors of hidden tracebacks by (rank that showed it, ranks that hid it)."""
         errors: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         for text, shown in self._by_text.items():
             if shown.hidden_on:
@@ -70,7 +70,7 @@ class SharedTracebacks:
 
 
 class TracebackFilter:
-    """Filters the lines of the stderr of one rank.
+    """Shortens tracebacks in the stderr of one rank, and hides those that another rank showed.
 
     Args:
         rank: Rank that writes the lines.

@@ -160,7 +160,7 @@ class RankBackend(Protocol):
         ...
 
     def dismiss(self, exit_code: int, text: str) -> None:
-        """Tell all agents how the run ended.
+        """Send the outcome of the run to all agents, if there are any.
 
         Args:
             exit_code: Exit code of the run.

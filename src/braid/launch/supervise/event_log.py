@@ -31,7 +31,11 @@ class EventLog(AbstractContextManager["EventLog"]):
         self._unwritten = b""
 
     def append(self, kind: Any, **values: Any) -> None:
-        """Append an event that happens now; `RunEvent` has the values.
+        """Append an event with the current time.
+
+        Args:
+            kind: Kind of the event; see `RunEvent`.
+            values: Other fields of `RunEvent`.
 
         Raises:
             OSError: The file cannot be written.

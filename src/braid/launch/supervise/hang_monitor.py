@@ -55,7 +55,7 @@ class HangMonitor:
 
     Attributes:
         reports: Texts of all reports so far.
-        links: Hosts that do not hear each other, in words, as the last report knew them.
+        links: Texts from the last report about pairs of hosts that cannot communicate.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class HangMonitor:
             self._execute(instruction, now_ns)
 
     def all_ended_well(self) -> None:
-        """Report that waiting ranks went on; call when all ranks have ended well."""
+        """Notify the user that reported waits are over; called when all ranks have ended well."""
         for instruction in self._state.all_ended_well():
             self._execute(instruction, self._clock.now_ns())
 

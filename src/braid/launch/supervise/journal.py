@@ -142,7 +142,7 @@ class RunJournal(AbstractContextManager["RunJournal"]):
         self.keep(partial(self._metrics.append, rank, message.row))
 
     def note_checkpoint(self, message: Saved | Loaded) -> None:
-        """Remember the last checkpoint that the run has saved, or else the one it began with."""
+        """Record the last checkpoint that the run saved, else the checkpoint that it began with."""
         saved = self._saved
         if isinstance(message, Saved):
             if saved is None or saved.is_earlier or message.step >= saved.step:
@@ -153,7 +153,10 @@ class RunJournal(AbstractContextManager["RunJournal"]):
             self._resume = message.resume
 
     def announce(self, end: RankEnd) -> None:
-        """Name the first rank that failed immediately; the error block appears at the end."""
+        """Notify the user immediately of the first rank that failed; ignore later failures.
+
+        The error block with the details appears at the end of the run.
+        """
         if end.ending is Ending.CAUSE and not self._announced:
             self._announced = True
             inside = self._ranks[end.rank].last_events()
@@ -162,7 +165,7 @@ class RunJournal(AbstractContextManager["RunJournal"]):
             self.notice(f"{self._ranks[end.rank].name} {clause(end)}{inside}")
 
     def warn(self, process: Rank, warning: Warn) -> None:
-        """Show that a rank was stopped, goes on, or was lost by a run that goes on."""
+        """Notify the user of a stopped or resumed rank, or of a lost rank if the run goes on."""
         signum = warning.signum
         if not signum:
             ended = f"{warning.reason}; the others go on without it"

@@ -37,7 +37,7 @@ ENDING = "a rank has failed, or the run was stopped"
 
 
 class ElasticRun(Protocol):
-    """The run, as far as the members need it."""
+    """Interface of an elastic run that `MemberDriver` uses."""
 
     @property
     def ranks(self) -> Mapping[int, Rank]:
@@ -72,14 +72,14 @@ class MemberDriver:
 
     Args:
         job: The job.
-        limits: Its limits.
+        limits: Limits of the job.
         run: The run.
         clock: Time source.
         slots: Source of the number of ranks; None if it stays.
 
     Attributes:
-        state: Decides who the members are.
-        changes: Changes so far.
+        state: State machine that decides which ranks are members.
+        changes: Changes of the members so far, for hang reports.
 
     Raises:
         ConfigError: The number of ranks is outside of the limits.
@@ -111,7 +111,7 @@ class MemberDriver:
 
     @property
     def deadline_ns(self) -> int | None:
-        """Time at which `poll` is due; None if it is not."""
+        """Time at which `poll` is due; None while there is no such time."""
         due = [] if self._slots is None else [self._slots.deadline_ns]
         if (missing_ns := self._missing_deadline_ns) is not None:
             due.append(missing_ns)
@@ -119,7 +119,7 @@ class MemberDriver:
         return min(due, default=None)
 
     def poll(self) -> None:
-        """Look at the slots, and name ranks that are late."""
+        """Check the number of slots, and notify the user of ranks that are late."""
         self._name_missing()
         self._name_late()
         num_slots, notice = self._slots.poll() if self._slots is not None else (None, "")
@@ -142,7 +142,7 @@ class MemberDriver:
         return place, "founder" if is_founder else "newcomer"
 
     def started(self, rank: int) -> None:
-        """Note a new process."""
+        """Record that the process of a rank was started."""
         place = self._place_of.get(rank, rank)
         if self._has_roles and place != rank:
             self.changes.successors[place] = rank
@@ -153,7 +153,7 @@ class MemberDriver:
         self._execute(self.state.started(rank))
 
     def ready(self, process: Rank, message: Ready) -> None:
-        """Note that a process waits for the next epoch, or leaves."""
+        """Record that a process waits for the next epoch, or leaves the run."""
         self._joining_ns.pop(process.rank, None)
         if not self._run.is_running:
             process.send(Stop(ENDING))
@@ -170,7 +170,7 @@ class MemberDriver:
             self._execute(self.state.ready(process.rank, message.epoch, message.num_steps))
 
     def ended(self, rank: int, *, has_finished: bool, was_dismissed: bool) -> None:
-        """Note the end of a process."""
+        """Record that the process of a rank has ended."""
         self._joining_ns.pop(rank, None)
         if not self._has_roles:
             self._free_place(rank)

@@ -53,9 +53,9 @@ class Begin(NamedTuple):
     """Instruction: begin an epoch with these members.
 
     Attributes:
-        epoch: Its number, from 0.
+        epoch: Number of the epoch, from 0.
         members: Ranks, in the order of the group.
-        num_steps: Number of steps that the state of each has seen; -1 without state.
+        num_steps: Number of training steps in each member's state; -1 for a member without state.
     """
 
     epoch: int
@@ -64,7 +64,7 @@ class Begin(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Ask members to get ready at the end of their step."""
+    """Instruction: ask members to report ready for the next epoch at the end of their step."""
 
     members: tuple[int, ...]
 
@@ -74,13 +74,13 @@ class Replace(NamedTuple):
 
 
 class Dismiss(NamedTuple):
-    """Tell processes that wait that the run has ended."""
+    """Instruction: notify waiting processes that the run does not need them."""
 
     ranks: tuple[int, ...]
 
 
 class GiveUp(NamedTuple):
-    """End the run, as the state of the training is lost."""
+    """Instruction: end the run, since the training state is lost or too few ranks are left."""
 
     members: tuple[int, ...]
     reason: str
@@ -90,7 +90,7 @@ Order: TypeAlias = Begin | Pause | Replace | Dismiss | GiveUp
 
 
 class MembershipState:
-    """Decides who the members are; see the module.
+    """Decides which ranks are members of an elastic run; see the module.
 
     Args:
         limits: Numbers of ranks, and of restarts.
@@ -101,7 +101,7 @@ class MembershipState:
 
     Attributes:
         epoch: Number of the present epoch; -1 before the first one.
-        members: Its members, without those that were lost or have finished.
+        members: Members of the present epoch, without ranks that were lost or have finished.
     """
 
     def __init__(self, limits: ElasticLimits, num_ranks: int) -> None:
@@ -127,17 +127,17 @@ class MembershipState:
 
     @property
     def restarts_left(self) -> int:
-        """Number of processes that may still be started for lost ones."""
+        """Number of processes that may still be started to replace lost processes."""
         return self._restarts_left
 
     @property
     def can_replace(self) -> bool:
-        """Whether a process would be started for a lost one."""
+        """Whether a process would be started to replace a lost process."""
         return self._restarts_left > 0 and not self._has_finished
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Members for which others wait: these are ready for the next epoch."""
+        """Members that are not ready for the next epoch while other members wait for it."""
         if not self._ready.keys() & set(self.members):
             return ()
         return tuple(member for member in self.members if member not in self._ready)
@@ -160,18 +160,18 @@ class MembershipState:
         return is_enough or self._limits.gains_slots
 
     def started(self, rank: int) -> list[Order]:
-        """Note a new process."""
+        """Record that a process was started; return the orders that follow."""
         self._alive.add(rank)
         self._num_to_start -= 1
         return [Dismiss((rank,))] if self.is_over else []
 
     def ready(self, rank: int, epoch: int, num_steps: int) -> list[Order]:
-        """Note that a process waits for the next epoch.
+        """Record that a process waits for the next epoch; return the orders that follow.
 
         Args:
             rank: The process.
-            epoch: Epoch that it is a member of; -1 if none.
-            num_steps: Number of training steps in its state; -1 without state.
+            epoch: Epoch that the process is a member of; -1 if none.
+            num_steps: Number of training steps in the process's state; -1 without state.
         """
         expected = self.epoch if rank in self.members else NO_EPOCH
         if rank not in self._alive or epoch != expected:
@@ -181,7 +181,7 @@ class MembershipState:
         return self._next()
 
     def lost(self, rank: int) -> list[Order]:
-        """Note that a process has died, or will end as it was asked to, and the run goes on."""
+        """Record that the run goes on without a process that died or leaves; return the orders."""
         if rank not in self._alive:
             return []
         if rank in self.members:
@@ -209,7 +209,7 @@ class MembershipState:
         return [GiveUp(tuple(sorted(self._alive)), reason)] if self._alive else []
 
     def slots(self, num_slots: int) -> list[Order]:
-        """Note the number of members for which there is room from now on, beside spares."""
+        """Record the number of members that may run from now on, without spares."""
         limits = self._limits
         num_slots = min(num_slots, limits.max_ranks)
         self._num_wanted = num_slots + limits.spares
@@ -221,7 +221,7 @@ class MembershipState:
         return [Replace()] * missing + self._next()
 
     def finished(self, rank: int) -> list[Order]:
-        """Note that a process has ended well: a member that has done its work."""
+        """Record that a process has ended with exit code 0; a member has then done its work."""
         was_member = rank in self.members
         self._remove(rank)
         self._has_finished |= was_member
@@ -230,7 +230,7 @@ class MembershipState:
         return self._next()
 
     def close(self) -> None:
-        """Note that the work is done: no more processes are needed."""
+        """Record that the work is done, so that no more processes are started."""
         self._has_finished = True
 
     def _remove(self, rank: int) -> None:

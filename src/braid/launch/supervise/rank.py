@@ -49,7 +49,7 @@ class Rank(ABC):
             launcher made it leave; None if it has not.
         missed: Ranks that had left before, while this rank still needed them.
         failure: The failure that the rank has reported; None if it has not.
-        exiting: The `sys.exit` that the rank has reported; None if it has not.
+        exiting: The call of `sys.exit` that the rank has reported; None if it has not.
         end: End of the rank; None while it lives.
     """
 
@@ -221,7 +221,10 @@ class Rank(ABC):
         return self.end
 
     def error(self) -> ParsedError | None:
-        """Return the error that the rank has reported, raised or being handled; None without."""
+        """Return the error that the rank has reported; None if it has reported none.
+
+        The rank raised it, or was handling it when it called `sys.exit`.
+        """
         failure = self.failure or self.exiting
         if failure is None or not failure.type:
             return None

@@ -8,7 +8,7 @@ __all__ = ["SlotSource"]
 
 
 class SlotSource(Protocol):
-    """Something that knows the number of slots, such as a script that lists hosts."""
+    """Source of the number of ranks that may run, such as a script that lists hosts."""
 
     @property
     def deadline_ns(self) -> int:
@@ -20,5 +20,5 @@ class SlotSource(Protocol):
         ...
 
     def lost(self) -> None:
-        """Note that a rank has died in its slot."""
+        """Record that a rank has died, so that its slot may be unusable."""
         ...

@@ -91,7 +91,7 @@ class Started(NamedTuple):
 
     Attributes:
         rank: Number of the rank.
-        place: Rank that had its role before; -1 if none had.
+        place: Earlier rank with the same role, which this rank replaces; -1 if none.
     """
 
     rank: int
@@ -113,14 +113,14 @@ class Exited(NamedTuple):
 
 
 class ReportedFailure(NamedTuple):
-    """A rank has reported that an exception is about to end it."""
+    """Event: a rank has reported that an exception is about to end it."""
 
     rank: int
     reason: str
 
 
 class Stopped(NamedTuple):
-    """A signal stopped a rank without ending it."""
+    """Event: a signal such as SIGSTOP stopped a rank without ending it."""
 
     rank: int
     signum: int
@@ -139,7 +139,7 @@ class Interrupted(NamedTuple):
 
 
 class Dismissed(NamedTuple):
-    """The run no longer needs a rank, which waits to join it."""
+    """Event: the run no longer needs a rank that waits to join it."""
 
     rank: int
 
@@ -149,22 +149,22 @@ class Tick(NamedTuple):
 
 
 class SendSignal(NamedTuple):
-    """Send `signum` to the processes of `ranks`."""
+    """Instruction: send the signal `signum` to the processes of `ranks`."""
 
     ranks: tuple[int, ...]
     signum: int
 
 
 class SendToRank(NamedTuple):
-    """Send `message` to every living rank that has a control connection."""
+    """Instruction: send `message` to every living rank that has a control connection."""
 
     message: RankLost | Stop
 
 
 class Warn(NamedTuple):
-    """Notify the user that `rank` was stopped by `signum`, or goes on (`signum` 0).
+    """Instruction: notify the user that `rank` was stopped by `signum`, or goes on (`signum` 0).
 
-    With a reason, that it has ended, and the others go on without it.
+    If `reason` is not empty, the rank has ended for this reason, and the run goes on without it.
     """
 
     rank: int
@@ -173,7 +173,7 @@ class Warn(NamedTuple):
 
 
 class CollectStacks(NamedTuple):
-    """Request stacks from every living rank that has joined the job."""
+    """Instruction: request stacks from every living rank that has joined the job."""
 
 
 Event: TypeAlias = (
@@ -223,8 +223,8 @@ class SupervisorState:
         expendable: Ranks without which the others can go on, when a signal ends them.
         needed: Sets of expendable ranks; the run does not survive the last one of a set, unless
             another process takes its place.
-        members: Members of an elastic run; it decides which deaths the run survives, if none is
-            expendable.
+        members: State of the members of an elastic run, which decides which deaths the run
+            survives; used if no rank is expendable.
 
     Attributes:
         phase: Phase of the run.
@@ -334,7 +334,7 @@ class SupervisorState:
         return facts.survived
 
     def is_expendable(self, rank: int) -> bool:
-        """Return whether the others can go on without a rank."""
+        """Return whether the other ranks can go on without this rank."""
         return self.ranks[rank].place in self._expendable
 
     def _is_last(self, place: int, part: frozenset[int]) -> bool:

@@ -62,7 +62,7 @@ class Cause(NamedTuple):
     """Cause of a hang.
 
     Attributes:
-        kind: First column of the table.
+        kind: Kind of the cause, such as `left`, `stopped` or `data`.
         ranks: Ranks with this cause.
         text: Description, as a clause after the ranks.
         advice: Advice to the user.
@@ -79,7 +79,7 @@ class Cause(NamedTuple):
 
 
 class HangCase(NamedTuple):
-    """A missing rank, and the ranks that wait.
+    """A missing rank, which has not reached an operation, and the ranks that wait for it.
 
     Attributes:
         view: View of the missing rank.
@@ -110,7 +110,7 @@ def cause_of(case: HangCase) -> Cause:
 
 
 def deadlock(blocked: Sequence[Blocked]) -> Cause:
-    """Return the cause for ranks that wait for each other.
+    """Return the cause of a hang in which each rank waits for another one, so none is missing.
 
     Args:
         blocked: Waiting ranks, each of which waits for another rank.

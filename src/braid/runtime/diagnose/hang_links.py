@@ -47,7 +47,7 @@ class _Direction(NamedTuple):
 def broken_links(
     views: Sequence[RankView], hosts: Mapping[str, str], *, now_ns: int
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Return (text, ranks) for each pair of hosts that receive nothing from each other.
+    """Return (text, ranks) for each pair of hosts whose packets do not arrive in some direction.
 
     Args:
         views: Views of all ranks.

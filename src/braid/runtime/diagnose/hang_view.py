@@ -77,7 +77,7 @@ class SpanView(NamedTuple):
 
     @property
     def asked(self) -> frozenset[int]:
-        """Ranks that must answer a call or a request."""
+        """Ranks that must answer this call or request; empty for other spans."""
         match = ASKED.search(self.name)
         if match is None:
             return frozenset(() if self.partner is None else (self.partner,))
@@ -95,7 +95,10 @@ class SpanView(NamedTuple):
 
     @property
     def partner(self) -> int | None:
-        """Rank at the other end of a message or call; None for others, or a receive from any."""
+        """Rank at the other end of this message or call.
+
+        None for other spans, and for a receive from any rank.
+        """
         match = PARTNER.search(self.name) if self.is_message or self.is_call else None
         return int(match[1]) if match else None
 
@@ -182,9 +185,9 @@ class RankView(NamedTuple):
 
     @property
     def thread(self) -> Thread:
-        """Thread that others wait for: the one that serves a call, else the main thread.
+        """Thread that other ranks wait for: one that serves a remote call, else the main thread.
 
-        Has no frames without a stack.
+        Without a stack dump, the thread has no frames.
         """
         threads = self.threads
         return (serving_thread(threads) if self.services else None) or main_thread(threads)
@@ -261,13 +264,13 @@ class RankView(NamedTuple):
         )
 
     def is_known_in(self, group: int) -> bool:
-        """Return whether the rank has used the group recently, and so is a member."""
+        """Return whether the rank has used the group recently, so that it must be a member."""
         return any(span.group == group for span in self.spans)
 
     def exchanges(self, message: SpanView, rank: int) -> bool:
-        """Return whether the rank is in the other half of `message`, a send or receive of `rank`.
+        """Return whether this rank has begun the counterpart of a send or receive of `rank`.
 
-        Both halves are on the channel of the receiver.
+        Both operations are on the channel of the receiver.
         """
         key = (message.group, message.channel)
         return any(
@@ -276,9 +279,9 @@ class RankView(NamedTuple):
         )
 
     def own_work_ns(self, operation: SpanView) -> float:
-        """Return the median time between recent collectives of the channel of `operation`.
+        """Return the median time between recent collectives on the channel of `operation`.
 
-        Waits in between are subtracted. The result is 0 with fewer than three intervals.
+        Waits in these intervals are subtracted. The result is 0 with fewer than three intervals.
         """
         key = (operation.group, operation.channel)
         row = [s for s in self.spans if s.is_operation and (s.group, s.channel) == key]

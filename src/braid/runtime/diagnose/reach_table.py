@@ -30,7 +30,7 @@ def why_unreachable(code: int) -> str:
 
 
 def reach_table(names: Sequence[str], failed: Mapping[tuple[int, int], str]) -> str:
-    """Return a table with the connection results from each participant (row) to each (column).
+    """Return a table of connection attempts, from each participant (row) to each (column).
 
     Args:
         names: Names of the participants.

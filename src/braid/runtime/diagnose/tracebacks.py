@@ -218,7 +218,7 @@ def parse_stack(text: str) -> list[Stack]:
 
 
 def thread_frames(text: str) -> Iterator[tuple[bool, tuple[StackFrame, ...]]]:
-    """Yield whether each thread of a stack dump has received the signal, and its frames.
+    """Yield (whether it received the signal, frames) for each thread of a stack dump.
 
     The innermost frame is first. Braid's thread that only receives the signal is omitted.
     """

@@ -96,7 +96,10 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryKill:
-    """The kernel killed a process for memory; a size is 0 if the kernel does not report it."""
+    """Facts about a process that the kernel killed because memory was exhausted.
+
+    A size is 0 if the kernel does not report it.
+    """
 
     limit_bytes: int = 0
     peak_bytes: int = 0
@@ -189,7 +192,7 @@ class Verdict:
         kind: `finished`, `signal`, `memory`, `exception`, `exit`, `mismatch`, `stopped`, `left`,
             `timeout` or `interrupted`.
         cause: Ranks that made the run fail: the first one, then ranks with the same error or with
-            their side of a mismatch; empty if no rank did.
+            another side of the same mismatch; empty if no rank did.
         affected: All other ranks, by rank.
         certain: False if there are only symptoms, so that `cause` is the likeliest rank.
         survived: Earlier ends that the run survived, by time.

@@ -11,7 +11,7 @@ class Guard(threading.Condition):
     """Condition that is notified far more often than threads wait for it.
 
     Attributes:
-        lock: Lock of the condition; taking it directly is faster.
+        lock: Lock of the condition; `with guard.lock` is faster than `with guard`.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,9 @@ __all__ = ["Handler", "Reply", "Service"]
 
 
 class Reply(NamedTuple):
-    """Answer with buffers. The service remembers both: do not change the buffers.
+    """Answer of a handler with buffers beside the message.
+
+    The service keeps both to answer repeated requests: do not change the buffers.
 
     Attributes:
         message: Message, of a type of the schema.
@@ -75,9 +77,9 @@ class _OpenRequest:
 
     @property
     def lost(self) -> str:
-        """Reason why the peer's life that received the request was lost; empty if it is alive.
+        """Reason why the process that received the request was lost; empty if it is alive.
 
-        The notice of an earlier life's loss may come late.
+        The loss of an earlier process of the same node does not count.
         """
         if self.sending is None:
             return ""
@@ -128,7 +130,7 @@ class Service:
 
     @property
     def van(self) -> Van:
-        """Van, for messages that are not requests."""
+        """Van of the service; use it to send messages that need no answer."""
         return self._van
 
     def call(
@@ -232,7 +234,7 @@ class Service:
             self._thread.start()
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Close the van, and end the thread. Idempotent; not for handlers."""
+        """Close the van, and end the thread. Idempotent; handlers must not call it."""
         self._van.close(linger_s)
         if self._thread is not None:
             self._thread.join()

@@ -87,7 +87,7 @@ class Van(ABC):
 
     @property
     def incarnation(self) -> int:
-        """Number of this life of the node."""
+        """Number of this process of the node; a restarted node has a greater number."""
         return self._state.incarnation
 
     @property
@@ -117,7 +117,7 @@ class Van(ABC):
         return self._clock
 
     def new_id(self) -> int:
-        """Return a message number, if it must be known before the message is sent."""
+        """Return a new message number, for callers that need it before they send the message."""
         return next(self._ids)
 
     @abstractmethod
@@ -130,14 +130,14 @@ class Van(ABC):
             timeout_s: Deadline; None for the config's default.
 
         Raises:
-            RendezvousError: No node answered, it is another node, or one does not trust the other.
+            RendezvousError: No node or another node answered, or an end refused the handshake.
         """
 
     def wait_for(self, peers: Sequence[str], timeout_s: float | None = None) -> None:
         """Wait until all of `peers` are connected.
 
         Raises:
-            CommTimeout: Some are not connected by the deadline; the message names them.
+            CommTimeout: Some peers are not connected by the deadline; the message names them.
         """
 
         def missing() -> list[str]:

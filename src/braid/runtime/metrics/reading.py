@@ -59,7 +59,7 @@ class MetricsReader:
                     self._offset += len(line)
 
     def rows(self, *, after: float = -math.inf) -> MetricRows | None:
-        """Return the numbers read, without steps up to `after`; None if no line has a step."""
+        """Return the numbers read so far, for steps after `after`; None if no line has a step."""
         if not self._by_step:
             return None
         steps = sorted(step for step in self._by_step if step > after)

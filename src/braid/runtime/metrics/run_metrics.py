@@ -38,7 +38,10 @@ PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of getrusage's ru_ma
 
 
 def memory_bytes() -> dict[str, int]:
-    """Return bytes by name: of the process, and of a GPU in use; `rows` has the names."""
+    """Return the memory of this process, and of its GPU if one is in use, in bytes by name.
+
+    The names are listed in `braid.runtime.metrics.rows`.
+    """
     nbytes = {
         "rss_bytes": psutil.Process().memory_info().rss,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT,
@@ -113,7 +116,9 @@ class RunMetrics:
             raise ConfigError(msg) from exc
 
     def log_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Log that a step is finished, in the same row, if there is a launcher.
+        """Send the launcher, if there is one, a row with `values` when a step is finished.
+
+        The row does not count as a call of `log`.
 
         Cost: some 10 microseconds.
         """

@@ -47,13 +47,13 @@ MAX_TEXT = 16 << 10  # characters of one text; escaped as UTF-8 it fits into the
 
 
 class RankHello(msgspec.Struct, tag_field="kind", tag="hello", frozen=True):
-    """Notice that the rank is running and dumps its stacks on SIGUSR1."""
+    """Notice of a rank to the launcher that it runs, and dumps its stacks on SIGUSR1."""
 
     pid: int
 
 
 class Saved(msgspec.Struct, tag_field="kind", tag="saved", frozen=True):
-    """Notice that a checkpoint is complete."""
+    """Notice of a rank to the launcher that a checkpoint is complete."""
 
     step: int
     path: str
@@ -61,7 +61,9 @@ class Saved(msgspec.Struct, tag_field="kind", tag="saved", frozen=True):
 
 
 class Loaded(msgspec.Struct, tag_field="kind", tag="loaded", frozen=True):
-    """Notice that the run resumes from a verified checkpoint of an earlier run.
+    """Notice of a rank to the launcher that the run resumes from an earlier run's checkpoint.
+
+    The checkpoint has been verified.
 
     Attributes:
         step: Step of the checkpoint.
@@ -75,13 +77,13 @@ class Loaded(msgspec.Struct, tag_field="kind", tag="loaded", frozen=True):
 
 
 class Logged(msgspec.Struct, tag_field="kind", tag="logged", frozen=True):
-    """Numbers that the rank has logged for one step; see `braid.runtime.metrics`."""
+    """Numbers that a rank has logged for one step, sent to the launcher; see `braid.log`."""
 
     row: dict[str, int | float | None]
 
 
 class RankFailed(msgspec.Struct, tag_field="kind", tag="failed", frozen=True):
-    """Notice that an exception is about to end the rank."""
+    """Notice of a rank to the launcher that an exception is about to end the rank."""
 
     type: str
     message: str
@@ -90,7 +92,7 @@ class RankFailed(msgspec.Struct, tag_field="kind", tag="failed", frozen=True):
 
 
 class Exiting(msgspec.Struct, tag_field="kind", tag="exiting", frozen=True):
-    """Notice that `sys.exit` is about to end the rank, which may take long.
+    """Notice of a rank to the launcher that `sys.exit` is about to end it, which may take long.
 
     Attributes:
         code: Exit code, from 1 to 255.
@@ -108,7 +110,7 @@ class Exiting(msgspec.Struct, tag_field="kind", tag="exiting", frozen=True):
 
 
 class Left(msgspec.Struct, tag_field="kind", tag="left", frozen=True):
-    """Notice that the rank has shut down on purpose.
+    """Notice of a rank to the launcher that it has left the job on purpose.
 
     Attributes:
         missed: Ranks that had left before, while an operation of this rank still needed them.
@@ -118,7 +120,7 @@ class Left(msgspec.Struct, tag_field="kind", tag="left", frozen=True):
 
 
 class RankLost(msgspec.Struct, tag_field="kind", tag="rank_lost", frozen=True):
-    """Notice that a rank has ended.
+    """Notice of the launcher to all other ranks that a rank has ended.
 
     Attributes:
         rank: Global rank that has ended.
@@ -132,18 +134,18 @@ class RankLost(msgspec.Struct, tag_field="kind", tag="rank_lost", frozen=True):
 
 
 class Stop(msgspec.Struct, tag_field="kind", tag="stop", frozen=True):
-    """Request to save and end."""
+    """Request of the launcher to a rank to save its state and end."""
 
     reason: str
 
 
 class Ready(msgspec.Struct, tag_field="kind", tag="ready", frozen=True):
-    """Notice that the process waits for the next epoch of an elastic run.
+    """Notice of a process to the launcher that it waits for the next epoch of an elastic run.
 
     Attributes:
-        epoch: Epoch in which it is a member; -1 without one.
-        num_steps: Number of steps in its state; -1 without state.
-        leaves: Reason why it ends, so that others must replace it; empty if it continues.
+        epoch: Epoch in which the process is a member; -1 without one.
+        num_steps: Number of training steps in the process's state; -1 without state.
+        leaves: Reason why the process ends instead of waiting; empty if it waits.
     """
 
     epoch: int
@@ -152,15 +154,18 @@ class Ready(msgspec.Struct, tag_field="kind", tag="ready", frozen=True):
 
 
 class PauseTraining(msgspec.Struct, tag_field="kind", tag="pause", frozen=True):
-    """Request to be `Ready` after the current step: the members will change."""
+    """Request of the launcher to a member to send `Ready` after the current step.
+
+    The launcher sends it when the members of an elastic run must change.
+    """
 
 
 class NewEpoch(msgspec.Struct, tag_field="kind", tag="epoch", frozen=True):
-    """Notice that an epoch of an elastic run begins.
+    """Notice of the launcher to each member that an epoch of an elastic run begins.
 
     Attributes:
         epoch: Number of the epoch.
-        members: Numbers of the members at the launcher, in the order of their group.
+        members: Launcher's numbers of the member processes, in the order of ranks in their group.
         num_steps: Number of steps in the state of each member; -1 without state.
     """
 

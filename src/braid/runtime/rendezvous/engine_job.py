@@ -35,7 +35,7 @@ def name_of_job() -> str:
 
 
 def address_of_node(name: str) -> str:
-    """Return a name that can be resolved, or Slurm's address of a node."""
+    """Return `name` if it can be resolved, else the address that Slurm has for this node."""
     with suppress(OSError):
         socket.getaddrinfo(name, None)
         return name

@@ -204,7 +204,7 @@ class JobEnvironment:
 
     @property
     def place(self) -> int:
-        """Rank that a program sees: the rank of this process, or the rank that it replaces."""
+        """Value of `RANK` for the program: this process's rank, or the rank that it replaces."""
         return self.rank if self.replaces < 0 else self.replaces
 
     @property
@@ -284,7 +284,7 @@ class _Reader:
 
 
 def wants_portable(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether `BRAID_PORTABLE` asks for messages instead of shared memory, under any launcher.
+    """Return whether `BRAID_PORTABLE` is 1: send messages instead of using shared memory.
 
     Args:
         environ: Environment variables; those of this process when None.

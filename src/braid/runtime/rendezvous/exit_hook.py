@@ -49,7 +49,7 @@ class ExitHook:
             setattr(builtins, name, self._own_exit)
 
     def close(self) -> None:
-        """Restore the functions, except those replaced by others since. Idempotent."""
+        """Restore the original exit functions, unless other code has replaced them. Idempotent."""
         self._on_exit = None
         if sys.exit is self._own_exit:
             sys.exit = self._exit

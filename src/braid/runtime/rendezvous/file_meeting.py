@@ -24,7 +24,7 @@ Published = Annotated[list[str], msgspec.Meta(min_length=1)]  # machine identifi
 
 
 class FileMeeting:
-    """One launcher's view of the file; a context manager.
+    """File through which launchers find node 0, as one launcher uses it; a context manager.
 
     Args:
         path: Path of the file; the first launcher creates it.

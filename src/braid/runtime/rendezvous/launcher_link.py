@@ -25,7 +25,7 @@ __all__ = ["LauncherLink", "open_link"]
 
 
 class LauncherLink:
-    """The link, shared by all users in this process; see `open_link`.
+    """Link of this process to braid's launcher, shared by all its users; see `open_link`.
 
     Attributes:
         recorder: Recorder of the events, which the launcher reads.
@@ -58,13 +58,13 @@ class LauncherLink:
         self._missed: set[int] = set()
 
     def arrive(self) -> None:
-        """Tell the launcher that the process takes part in the job; sent for the first user."""
+        """Notify the launcher that the process takes part in the job; only the first call sends."""
         self._num_here += 1
         if self._num_here == 1:
             self.control.send(RankHello(self._pid))
 
     def leave(self, missed: Iterable[int] = ()) -> None:
-        """Tell the launcher that the process has left; sent for the last user. See `Left`."""
+        """Notify the launcher that the process has left; only the last user's call sends `Left`."""
         self._num_here -= 1
         self._missed.update(missed)
         if self._num_here == 0 and os.getpid() == self._pid:

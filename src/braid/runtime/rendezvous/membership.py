@@ -120,11 +120,11 @@ class _Launcher:
                 self.pauses = True
 
     def leave(self, epoch: int, num_steps: int, reason: str) -> None:
-        """Tell the launcher that this process ends, and that the others continue without it."""
+        """Send the launcher a `Ready` that this process ends and the other members continue."""
         self._control.send(Ready(epoch, num_steps, reason))
 
     def ready(self, epoch: int, num_steps: int) -> None:
-        """Tell the launcher that this process waits for the epoch after `epoch`."""
+        """Send the launcher a `Ready`: this process waits for the epoch after `epoch`."""
         self._control.send(Ready(epoch, num_steps))
 
     def wait(self, epoch: int, clock: Clock, limit_s: float | None = None) -> NewEpoch:
@@ -152,7 +152,7 @@ class Membership:
         context: Context for all objects that communicate; a new one in each epoch.
         transport: Transport between the ranks of the job; a new one in each epoch.
         epoch: Number of the current epoch of an elastic run; -1 in other runs.
-        num_trainings: Number of elastic trainings that this process has started.
+        num_trainings: Number of elastic trainings (`braid.elastic`) that this process has started.
         control: Control connection to braid's launcher; None without braid's launcher.
         failed: Whether an exception, or `sys.exit` with a code other than 0, ends this process.
         failure: The exception that ends this process, as `type: message`, or its exit code; empty
@@ -278,7 +278,7 @@ class Membership:
         self._closers.close()
 
     def report_uncaught(self) -> None:
-        """Report the exception that ends this process, if the program replaced our hook."""
+        """Report the exception that ends this process, if the program replaced `sys.excepthook`."""
         exc = getattr(sys, "last_value", None)  # set before any `sys.excepthook` is called
         trace = getattr(sys, "last_traceback", None)
         if self.failed or exc is None or exc is self._shown or trace is None:
@@ -383,7 +383,6 @@ def join_job(
         timeout_s: Seconds to wait for all ranks.
 
     Raises:
-        RendezvousError: The launcher or some ranks cannot be reached in time, or another process is
         RendezvousError: The launcher or some ranks cannot be reached in time, or another process
             has the same rank.
         ConfigError: Only some ranks are portable, or ranks of several hosts have no common secret.
@@ -435,7 +434,7 @@ class _JobEntrance(NamedTuple):
     timeout_s: float
 
     def join(self, prefix: str, rank: int, size: int) -> JoinedRank:
-        """Connect to the other ranks, which meet under a prefix of the store."""
+        """Connect to the other ranks, which exchange addresses under `prefix` in the store."""
         environment, parts = self.environment, self.parts
         # a process with the role of a lost one is alone, and hears of the others by their numbers
         known_as = environment.rank if environment.replaces >= 0 else rank
@@ -463,7 +462,7 @@ class _JobEntrance(NamedTuple):
     ) -> tuple[NewEpoch, JoinedRank]:
         """Join the epoch after `epoch`; if a member dies during this, join the next one.
 
-        The launcher must know already that this process is ready.
+        Send the launcher `Ready` before this call.
         """
         launcher = self.parts.launcher
         assert launcher is not None

@@ -87,7 +87,6 @@ def join(
         network: Settings of the network, for ranks on other hosts; loopback when None.
         host: Name of this rank's host, so that ranks of one host can act as if they were on
             several; the real name when empty.
-            its own when empty.
 
     Raises:
         RendezvousError: Some ranks did not join, or cannot be reached; the message names them.

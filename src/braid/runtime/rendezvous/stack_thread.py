@@ -25,7 +25,7 @@ ASK = b"?"  # the byte in the pipe that asks for stacks
 
 
 class StackThread:
-    """The thread; a context manager that ends it.
+    """Thread that receives the launcher's requests for stack dumps; a context manager.
 
     Args:
         rank: Rank of this process, for the thread's name.
@@ -49,7 +49,7 @@ class StackThread:
 
     @property
     def pipe(self) -> int:
-        """Descriptor that asks for stacks when `ASK` is written to it."""
+        """Descriptor of a pipe; this thread dumps all stacks when `ASK` is written to it."""
         return self._writer
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ PID = re.compile(r"\(pid (\d+)\) ")
 
 
 class Survivor(NamedTuple):
-    """This rank, among ranks without a launcher of braid.
+    """A rank without braid's launcher, which may survive other ranks and print the error block.
 
     Attributes:
         rank: This rank.

@@ -102,7 +102,7 @@ class Draws:
 
     @contextmanager
     def layer(self, name: str) -> Iterator[None]:
-        """Draw the random numbers inside of the context for the layer `name`.
+        """Return a context in which random operations draw the numbers of the layer `name`.
 
         Cost: 1 us for each torch operation inside; dropout about 30 operations for each element.
         """

@@ -67,7 +67,10 @@ class Store(ABC):
 
     @abstractmethod
     def ask(self, request: Request, timeout_s: float) -> Reply:
-        """Execute one request; returns `Missing` if keys are not set within `timeout_s`."""
+        """Execute one request, such as `Get`; implementations of stores define this method.
+
+        Returns `Missing` if the request needs keys that are not set within `timeout_s`.
+        """
 
     def set(self, key: str, value: bytes) -> None:
         """Set `key` to `value`."""

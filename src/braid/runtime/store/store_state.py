@@ -69,20 +69,20 @@ class Set(msgspec.Struct, tag="set", array_like=True, frozen=True):
 
 
 class Get(msgspec.Struct, tag="get", array_like=True, frozen=True):
-    """Return the value of `key`; wait until it is set."""
+    """Request: return the value of `key`; wait until it is set."""
 
     key: str
 
 
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """Add `amount` to the decimal number in `key`."""
+    """Request: add `amount` to the decimal number in `key`."""
 
     key: str
     amount: int
 
 
 class CompareSet(msgspec.Struct, tag="cas", array_like=True, frozen=True):
-    """Set `key` to `desired` if it holds `expected`."""
+    """Request: set `key` to `desired` if it holds `expected`."""
 
     key: str
     expected: bytes
@@ -118,13 +118,13 @@ class MultiGet(msgspec.Struct, tag="mget", array_like=True, frozen=True):
 
 
 class MultiSet(msgspec.Struct, tag="mset", array_like=True, frozen=True):
-    """Set several keys together: no client sees only some of them."""
+    """Request: set several keys together, so that no client sees only some of them."""
 
     items: dict[str, bytes]
 
 
 class Append(msgspec.Struct, tag="append", array_like=True, frozen=True):
-    """Append `value` to the value of `key`."""
+    """Request: append `value` to the value of `key`."""
 
     key: str
     value: bytes
@@ -152,7 +152,7 @@ class StoreAnswer(msgspec.Struct, tag="ok", array_like=True, frozen=True):
 
 
 class Missing(msgspec.Struct, tag="missing", array_like=True, frozen=True):
-    """Reply to a request whose `keys` were not set at the deadline."""
+    """Reply to a request that waited for `keys` until its deadline, in vain."""
 
     keys: list[str]
 
@@ -255,7 +255,7 @@ class _Waiting(NamedTuple):
 
 
 class StoreState:
-    """A `StoreTable` with requests that wait."""
+    """A `StoreTable` together with the requests that wait for missing keys."""
 
     def __init__(self) -> None:
         self._table = StoreTable()
@@ -277,7 +277,9 @@ class StoreState:
     def request(
         self, client: int, number: int, request: Request, *, now_ns: int, timeout_ns: int
     ) -> list[AddressedReply]:
-        """Execute or keep `request`; returns all replies that are due, also to other clients.
+        """Execute `request`, or keep it until its keys are set.
+
+        Returns all replies to send now: to this client, and to clients that waited for these keys.
 
         Args:
             client: Client that sent the request.

@@ -19,7 +19,7 @@ __all__ = ["AnnouncedArena", "PrivateArena"]
 
 
 class AnnouncedArena(Arena):
-    """An arena that some peers mirror.
+    """Shared memory of a rank that some peers, such as peers on other hosts, keep copies of.
 
     Args:
         rank: Rank that owns the arena.

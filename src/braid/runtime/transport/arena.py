@@ -173,7 +173,7 @@ class Arena:
             return Block(extent.number, extent.reserve(size), size)
 
     def fresh(self, nbytes: int) -> Block:
-        """Reserve memory for words that peers may read before they are published."""
+        """Reserve memory that is zero for peers until this rank publishes data in it."""
         return self.allocate(nbytes)
 
     def adopt(self, x: torch.Tensor) -> None:
@@ -217,7 +217,7 @@ class Arena:
         return extent.number << OFFSET_BITS | offset // LINE_BYTES
 
     def origin(self, address: int) -> tuple[int, int, int] | None:
-        """Return (rank, extent, byte) of an address in this process, for tools.
+        """Return (rank, extent, byte) of a memory address of this process; used by test tools.
 
         Returns None for an address outside of shared memory.
         """
@@ -345,7 +345,9 @@ class Arena:
 
 
 def adoptable(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor that arenas of this process can adopt in turn without a copy.
+    """Return a tensor that `Arena.adopt` can move into shared memory without a copy.
+
+    If the arena is closed, the next arena of this process can adopt it.
 
     It needs no space in /dev/shm.
 

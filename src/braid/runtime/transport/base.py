@@ -150,16 +150,16 @@ class MemoryTransport:
         *,
         changes: bool = False,  # noqa: ARG002
     ) -> None:
-        """Make a line, and a block of the arena before it, visible to `audience`; wake sleepers.
+        """Make a control line and the data it describes visible to `audience`; wake its threads.
 
-        Call this after both have been stored. Peers may or may not see data before it is published.
+        Call this after both have been stored. Peers may see stored data before it is published.
 
         Args:
             audience: Peers, made by `audience`.
             line: Address of the line of eight words in the arena; `ROOT_LINE` for the root's first.
             block: Address of the data that the line describes; 0 without data.
             nbytes: Length of the data.
-            parts: First and last byte of the data for each peer; None for all data.
+            parts: First and past-the-end byte of the data for each peer; None for all data.
             changes: Whether the data may change before the peers have received it, so that a copy
                 must be sent.
         """
@@ -194,7 +194,7 @@ class MemoryTransport:
         self._sockets = (*self._sockets, *sockets)
 
     def announce_end(self, linger_s: float = LINGER_S) -> None:
-        """Tell the peers that this rank ends on purpose, and let them read its last data.
+        """Notify the peers that this rank ends on purpose, and wait until they read its last data.
 
         A peer opens new memory of this rank at its first use, which requires this process to run.
         Ranks that end at about the same time wait for each other here; a rank that ends earlier

@@ -45,7 +45,7 @@ class Loss(NamedTuple):
 
 
 class Witness(Protocol):
-    """A source of losses, such as the launcher's socket or a heartbeat monitor."""
+    """Source of reports on lost ranks, such as the launcher's socket or a heartbeat monitor."""
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when there is news, -1 when closed."""
@@ -91,7 +91,7 @@ class Health:
             return  # a kernel before 5.3, a sandbox or another system: the launcher still reports
 
     def expect_end(self, rank: int, pid: int) -> None:
-        """Note a process that is watched elsewhere; its end is reported by `ended`."""
+        """Register a process that other code watches, and reports with `ended` when it ends."""
         self._pids[rank] = pid
 
     def ended(self, rank: int, how: str, *, on_purpose: bool = False) -> None:
@@ -105,7 +105,7 @@ class Health:
         self._gone.setdefault(rank, Loss(rank, f"(pid {self._pids[rank]}) {how}", on_purpose))
 
     def register(self, witness: Witness) -> None:
-        """Ask `witness` for losses from now on."""
+        """Add a source of reports on lost ranks."""
         self._witnesses.append(witness)
 
     def set_leave_check(self, is_leaving: Callable[[int], bool]) -> None:
@@ -113,11 +113,11 @@ class Health:
         self._is_leaving = is_leaving
 
     def on_loss(self, wake: Callable[[], None]) -> None:
-        """Call `wake` after each new verdict, so that sleeping threads check it."""
+        """Register a function to call after each newly lost rank, to wake sleeping threads."""
         self._on_loss.append(wake)
 
     def report(self, loss: Loss) -> None:
-        """Report a sign of loss; the first one of a rank is the verdict."""
+        """Report that a rank is lost; the first report on a rank counts, later ones are ignored."""
         if loss.rank == self.rank or loss.rank in self.lost:
             return
         self.lost[loss.rank] = loss
@@ -133,7 +133,10 @@ class Health:
         return fds
 
     def collect(self) -> None:
-        """Check every source once, one thread at a time; block for at most `REASON_GRACE_S`."""
+        """Read new losses from every source, in one thread at a time.
+
+        Blocks for at most `REASON_GRACE_S`, to wait for the launcher's reason.
+        """
         if not self._looking.acquire(blocking=False):
             return
         try:
@@ -144,12 +147,12 @@ class Health:
             self._looking.release()
 
     def confirm(self, rank: int) -> Loss | None:
-        """Wait until every rank can see the death of `rank`, whose memory is gone already.
+        """Wait until the death of `rank`, whose memory is gone already, is reported.
 
-        Otherwise this rank might end before the others know why, and they would blame it.
+        Without this wait, this rank might end first, and other ranks would blame it.
 
         Returns:
-            The verdict; None without one after a second.
+            The loss of `rank`; None if it is not reported within a second.
         """
         deadline_ns = self._clock.after_ns(CONFIRM_S)
         while rank not in self.lost and self._clock.now_ns() < deadline_ns:
@@ -158,7 +161,7 @@ class Health:
         return self.lost.get(rank)
 
     def check(self, ranks: Iterable[int], epoch: int, *, needed: int = -1) -> None:
-        """Raise if a rank that matters is lost.
+        """Raise if a rank of a group is lost, unless it left on purpose and is not needed.
 
         Args:
             ranks: Global ranks of the group.
@@ -166,7 +169,7 @@ class Health:
             needed: Rank that the caller waits for; it counts as lost even if it left on purpose.
 
         Raises:
-            PeerLostError: A rank that matters is lost.
+            PeerLostError: Such a rank is lost.
         """
         if epoch == self.epoch:
             return

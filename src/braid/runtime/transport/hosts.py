@@ -230,7 +230,7 @@ class HostsTransport(MemoryTransport):
         return [*super().fds(), *self._links.fds()]
 
     def close(self) -> None:
-        """Tell the peers, and free all resources."""
+        """Notify the peers that this rank ends, and free all resources."""
         if not self.forked:
             if self._root.words[STATE] == RUNNING:
                 self._root.words[STATE] = CLOSED

@@ -220,12 +220,12 @@ class Links:
         return news
 
     def begin_waiting(self) -> None:
-        """Count the calling thread as one that receives."""
+        """Record that the calling thread receives, so that the background thread can sleep."""
         with self._counting:
             self._num_waiting += 1
 
     def end_waiting(self) -> None:
-        """Stop counting the calling thread as one that receives."""
+        """Record that the calling thread no longer receives."""
         with self._counting:
             self._num_waiting -= 1
         if not self._num_waiting and any(link.backlog for link in self._by_fd.values()):
@@ -300,7 +300,7 @@ class Links:
 
 
 def silence(exc: PeerLostError) -> str:
-    """Return a reason if the peer's host or the network failed; empty if the peer has ended."""
+    """Return the failure of the peer's host or the network; empty if the peer itself has ended."""
     cause = exc.__cause__
     if isinstance(cause, OSError) and cause.errno in _SILENT:
         return f"cannot be reached any more: its host or the network is down ({cause.strerror})"

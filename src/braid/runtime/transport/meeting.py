@@ -104,7 +104,10 @@ class Meeting:
         return tuple(numbers.setdefault(entry[2], len(numbers)) for entry in entries)
 
     def gather(self, topic: str, text: str, ranks: Iterable[int] | None = None) -> list[str]:
-        """Publish a text to all ranks or to `ranks`, and return theirs; each topic is used once."""
+        """Publish a text, and return the texts of `ranks`, or of all ranks when None.
+
+        Each topic is used once.
+        """
         members = list(range(self.world_size) if ranks is None else ranks)
         try:
             return self._exchange(topic, text, members)
@@ -113,7 +116,7 @@ class Meeting:
             raise RendezvousError(msg) from exc
 
     def part(self) -> None:
-        """Wait until all ranks have the information with which they will raise the same error.
+        """Wait until all ranks have read the data of an error that all of them will raise.
 
         Rank 0, which may serve the store, leaves last.
         """

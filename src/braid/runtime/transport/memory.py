@@ -189,7 +189,10 @@ class RootAddress(NamedTuple):
 
 
 class Root:
-    """The root of a rank: its own file, a peer's file mapped here, or a mirror of a peer's."""
+    """First memory file of a rank, which leads to its other memory.
+
+    It belongs to this rank, is a peer's mapped file, or is a copy of a peer's file.
+    """
 
     def __init__(self, file: MemoryFile) -> None:
         self.file = file
@@ -242,7 +245,7 @@ class PeerMemory(Protocol):
         ...
 
     def ring(self, rank: int, slots: int) -> None:
-        """Wake the waiters of `rank` whose bits are set in `slots`."""
+        """Wake the waiting threads of `rank` that have their bits set in `slots`."""
         ...
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:

@@ -7,7 +7,6 @@ Idea: all shared memory has one writer, its owner, who decides when others may s
 So a rank keeps a *mirror* of each peer's memory, with the received data at the same extents and
 offsets. Published data is sent as a list of writes. The algorithms read the mirror in the same way
 as shared memory.
-mirror and do not know the difference.
 
     frame   meta      number of large writes, (extent, offset) of each,
                       then small writes (extent, offset, bytes)
@@ -116,7 +115,7 @@ class MirroredMemory(PeerMemory):
 
         Raises:
             PeerLostError: The connection ended first.
-            CommError: It was not announced within a minute.
+            CommError: The extent was not announced within a minute.
         """
         file = self._extents.get((rank, extent_id))
         if file is not None:
@@ -181,7 +180,7 @@ class MirroredMemory(PeerMemory):
                 self._news.notify_all()
 
     def ended(self, rank: int) -> None:
-        """Note that `rank` will send no more data."""
+        """Record that `rank` will send no more data."""
         with self._news:
             self._ended.add(rank)
             self._news.notify_all()

@@ -155,31 +155,37 @@ class Doorbells:
         return [fd for pipe in self._pipes for fd in pipe]
 
     def acquire(self) -> int:
-        """Take a slot for this thread; returns -1 if all are in use, so that it wakes later."""
+        """Take a doorbell for this thread and return its number.
+
+        Returns -1 if all doorbells are in use; the thread then wakes only at the end of its sleep.
+        """
         with self._lock:
             return self._free.pop() if self._free else -1
 
     def release(self, slot: int) -> None:
-        """Return a slot, disarmed and with its pipe empty."""
+        """Give back a doorbell from `acquire`, disarmed and with its pipe empty."""
         if slot >= 0:
             self.disarm(slot)
             with self._lock:
                 self._free.append(slot)
 
     def arm(self, slot: int) -> None:
-        """Announce that the thread of this slot is about to sleep. Taking the lock is the fence."""
+        """Announce to peers that the thread of this doorbell is about to sleep.
+
+        Taking the lock is the memory fence.
+        """
         with self._lock:
             self._words[SLEEPERS] |= 1 << slot
 
     def disarm(self, slot: int) -> None:
-        """Withdraw the announcement and empty the pipe."""
+        """Withdraw the announcement of `arm`, and empty the doorbell's pipe."""
         with self._lock:
             self._words[SLEEPERS] &= ~(1 << slot)
         with contextlib.suppress(BlockingIOError):
             os.read(self._pipes[slot][0], 4096)
 
     def read_fd(self, slot: int) -> int:
-        """Return the descriptor that becomes readable at a ring."""
+        """Return the descriptor that becomes readable when a peer rings this doorbell."""
         return self._pipes[slot][0]
 
     def ring_own(self) -> None:

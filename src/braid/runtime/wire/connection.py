@@ -105,7 +105,7 @@ class Connection:
 
     @property
     def has_bytes(self) -> bool:
-        """Whether bytes have already been read, which no selector shows."""
+        """Whether bytes have been read into memory; a selector does not report them."""
         return self._decoder.has_bytes
 
     @property

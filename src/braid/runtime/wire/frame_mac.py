@@ -79,7 +79,7 @@ class FrameMac:
         return outer.digest()[:CODE_BYTES]
 
     def verify(self, code: _Buffer) -> bool:
-        """Return whether `code` is right; takes the same time for all wrong codes."""
+        """Return whether `code` is the code of the added data; takes constant time."""
         return hmac.compare_digest(code, self.code())
 
     def sealed(

@@ -7,7 +7,6 @@ Idea: the head contains all lengths, which are checked against limits before mem
 Then the receiver chooses the memory for the buffers (`allocate`). The decoder returns the memory
 for the next bytes, so the kernel copies a tensor directly from the sender's memory into the
 receiver's memory.
-the receiver's.
 
     | "BF" | count u16 | meta bytes u32 | count x (buffer bytes u64) | meta | buffer 0 | ...
       ------- 8 bytes, little endian ---
@@ -133,8 +132,8 @@ class FrameDecoder:
     stream.
 
     Args:
-        limits: Limits of a frame; larger ones are refused.
-        mac: Checker of the message authentication code of each frame; None for frames without.
+        limits: Limits of a frame; larger frames are refused.
+        mac: Checker of the message authentication codes of frames; None for frames without codes.
     """
 
     def __init__(

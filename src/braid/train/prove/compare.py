@@ -36,8 +36,8 @@ class Difference(NamedTuple):
         ulps: Number of floating-point numbers between the two.
         differing: Number of elements of the parameter that differ.
         numel: Number of elements of the parameter.
-        ranks: Ranks with other numbers than rank `usual`; the first is the rank of `value`. Empty
-            if all ranks agree and differ from one process.
+        ranks: Ranks with other values than rank `usual`; the first has `value`. Empty if all ranks
+            agree and differ from one process.
         usual: Rank of `expected`, if ranks differ from each other.
     """
 

@@ -103,7 +103,11 @@ def check_shares(task: Task, model: nn.Module, size: int, step: int) -> ShareChe
 def noting_weights(model: nn.Module, note: Callable[[float | None], None]) -> Iterator[None]:
     """Add the method `set_loss_weight` of `DistributedDataParallel` to a model temporarily.
 
-    A model with this attribute stays unchanged.
+    A model that already has the method is not changed.
+
+    Args:
+        model: The model.
+        note: Function that the method calls with each weight.
     """
     if hasattr(model, WEIGHT):
         yield

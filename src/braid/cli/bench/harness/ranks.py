@@ -45,7 +45,7 @@ def run_here(
     Args:
         num_ranks: World size.
         function: Function of a module.
-        plan: Its argument.
+        plan: Argument of the function.
         log_dir: Directory for the run's logs.
         on_line: Called with each JSON object that the first rank prints.
         results: File for the result that one rank returns.
@@ -81,7 +81,7 @@ def figures_of(
     Args:
         num_ranks: World size.
         function: Function of a module.
-        plan: Its argument.
+        plan: Argument of the function.
         kind: Type of the result.
         out: Directory of the benchmark, created if it is missing.
         run: Name of the run's directory in `out`.
@@ -154,7 +154,7 @@ def figures_there(
     Args:
         where: Hosts to run on.
         function: Function of a module that is installed on all hosts.
-        plan: Its argument.
+        plan: Argument of the function.
         kind: Type of the results.
         log_dir: Directory for the run's logs.
 

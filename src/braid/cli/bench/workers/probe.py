@@ -94,7 +94,7 @@ def main(plan: ProbePlan) -> Iterator[Probed]:
 
 
 def stand(group: Group, *, pin: bool) -> list[Rings]:
-    """Pin this rank if asked, and return the levels between all ranks.
+    """Return the pairs of ranks that send to each other, by level; pin this rank if `pin`.
 
     Args:
         group: Group of all ranks.

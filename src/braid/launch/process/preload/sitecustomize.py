@@ -120,7 +120,7 @@ class _LoadedTorch(MetaPathFinder, Loader):
         self._spec = self._torch.__spec__
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """Return how torch is loaded; for another module None."""
+        """Return the import spec of torch; None for any other module."""
         if name != "torch":
             return None
         sys.meta_path.remove(self)

@@ -39,14 +39,14 @@ _NOTHING = memoryview(b"")
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """Complete message.
+    """A message that has arrived completely on a link.
 
     Attributes:
         head: Description from the sender.
         message: Decoded message.
         buffers: Buffers that were sent beside the message.
         nbytes: Size of the message.
-        late: Whether its deadline had passed.
+        late: Whether the message's deadline had passed when it arrived.
     """
 
     head: Open
@@ -88,7 +88,7 @@ class _Assembly(msgspec.Struct):
         return slices
 
     def fill(self, tail: bytes) -> None:
-        """Fill all buffers from `tail`."""
+        """Fill all buffers of the message from `tail`, the bytes that were sent in its head."""
         begin = 0
         for gap in self.missing:
             end = begin + len(gap)
@@ -161,7 +161,7 @@ class Inflow:
         return slices
 
     def received(self, meta: bytes, now_ns: int) -> Event | None:
-        """Process a complete frame; return its event, None for a part of a message.
+        """Process a complete frame; return the event that it completes, None for part of a message.
 
         Raises:
             CommError: The frame breaks the protocol, or its message is not of the schema.

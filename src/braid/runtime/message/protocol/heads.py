@@ -33,7 +33,10 @@ MAX_BUFFERS = 1000
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
-    """First frame of a link: the sender's life, epoch and largest accepted message."""
+    """First frame of a link, from both ends.
+
+    Contains the number of the sender's process (incarnation), its epoch, and its message limit.
+    """
 
     incarnation: Count
     epoch: Count
@@ -46,7 +49,7 @@ class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
     Attributes:
         id: Number of the message.
         name: Name of the message's type in the schema.
-        priority: Lane of the message.
+        priority: Urgency of the message, 0 to 15; more is more urgent.
         epoch: Epoch of the sender when it sent the message.
         answers: Id of the message that this one answers, or 0.
         remaining_us: Microseconds until the message's deadline, 0 for none.
@@ -74,19 +77,19 @@ class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
 
 
 class More(msgspec.Struct, tag="more", array_like=True, frozen=True):
-    """Next frame of the open message of a priority."""
+    """Head of a frame with the next bytes of the message that `Open` of this priority began."""
 
     priority: Priority
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
-    """End of the open message of a priority, which stays unfinished."""
+    """Head that cancels the unfinished message of a priority; the receiver drops the message."""
 
     priority: Priority
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
-    """Heartbeat: the sender lives, and is in this epoch."""
+    """Heartbeat on an idle link, with the epoch of the sender."""
 
     epoch: Count
 
@@ -95,7 +98,8 @@ class Bye(msgspec.Struct, tag="bye", array_like=True, frozen=True):
     """Last frame: the sender closes its van.
 
     Attributes:
-        replaced: Whether it closes only this link, because a later process has the peer's name.
+        replaced: Whether the sender closes only this link, because a later process has the name of
+            the receiver.
     """
 
     replaced: bool = False

@@ -24,14 +24,14 @@ __all__ = ["Inbox", "Peer"]
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One life (process) of another node.
+    """One life of another node: a process, from its start to its end.
 
     Attributes:
         name: Name of the node.
         incarnation: Number of this life; 0 until its Hello.
         epoch: Latest known epoch of the node.
         max_message_bytes: Largest message that the node accepts.
-        links: Numbers of its links; messages use the first link that accepts any.
+        links: Numbers of its links; messages are sent on the first link that accepts messages.
         unread: Number of its messages in the inbox.
         unread_bytes: Size of its messages in the inbox.
     """
@@ -80,7 +80,7 @@ class Inbox:
         self._farewells.append((peer, notice))
 
     def drop_before(self, epoch: int) -> list[Peer]:
-        """Drop the messages of earlier epochs; return the sender of each."""
+        """Drop the messages of epochs before `epoch`; return the sender of each dropped message."""
         dropped = [entry for entry in self._waiting if entry[4].epoch < epoch]
         if dropped:
             self._waiting = [entry for entry in self._waiting if entry[4].epoch >= epoch]
@@ -101,7 +101,7 @@ class Inbox:
         heapq.heapify(self._waiting)
 
     def pop(self) -> tuple[Peer, Delivery] | None:
-        """Remove and return the next delivery and the peer whose share shrinks; None if empty."""
+        """Remove and return the next delivery, with its sender; None if the inbox is empty."""
         for index, (peer, notice) in enumerate(self._farewells):
             if not peer.unread:
                 del self._farewells[index]

@@ -20,19 +20,19 @@ HALF_CLOSED_S = 1.0  # read a peer that accepts nothing more until it is silent 
 
 
 class Carry(msgspec.Struct, frozen=True):
-    """Instruction: send the frames that wait for this link, see `VanState.next_frame`."""
+    """Instruction to the driver: send the frames of a link that `VanState.next_frame` returns."""
 
     link: int
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Instruction: close the connection of this link, which the state has removed."""
+    """Instruction to the driver: close the connection of a link that the state has removed."""
 
     link: int
 
 
 class Read(msgspec.Struct, frozen=True):
-    """Instruction: read from this link again."""
+    """Instruction to the driver: read from a link again, since its peer's share has space."""
 
     link: int
 
@@ -50,10 +50,10 @@ class VanLink:
         outbox: Messages that wait to be sent.
         inflow: Message that is arriving.
         config: Limits and times of the van.
-        counts: Counts of messages, under the names of `VanStatistics`.
+        counts: Counts of the link's messages, under the names of fields of `VanStatistics`.
         received_ns: Time of the last frame from the peer.
         sent_ns: Time of the last frame to the peer.
-        peer: Life of the peer; None until its Hello.
+        peer: Process of the peer; None until its Hello has arrived.
         is_paused: Whether the peer's share of the inbox is full.
         half_closed: Reason why the peer accepts nothing more on this link; empty if it accepts.
     """

@@ -49,7 +49,7 @@ class PeerLost(msgspec.Struct, tag="braid.lost", frozen=True):
         reason: Reason for the end of the peer's link.
         orderly: Whether the peer closed its van on purpose.
         silent: Whether the peer is lost because it was silent.
-        replaced: Whether the peer refuses this node, because a later process has its name.
+        replaced: Whether the peer refuses this node, because a later process has this node's name.
     """
 
     reason: str
@@ -66,7 +66,7 @@ class Schema:
             tag.
 
     Raises:
-        ConfigError: A type is not a Struct, or two have one name.
+        ConfigError: A type is not a Struct, or two types have the same name.
     """
 
     def __init__(self, *types: type[Message]) -> None:
@@ -113,7 +113,7 @@ class Schema:
         """Return the name and the encoded body of `message`.
 
         Raises:
-            ConfigError: Its type is not registered, or a value cannot be sent.
+            ConfigError: The message's type is not registered, or a value cannot be encoded.
         """
         name = self._names.get(type(message))
         if name is None:

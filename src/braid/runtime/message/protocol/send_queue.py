@@ -64,14 +64,14 @@ class Outgoing(msgspec.Struct, eq=False):
     Attributes:
         head: Head of the message; the remaining time is set later.
         nbytes: Size of body and buffers.
-        body: Part of the body that is not cut yet; empty if the head contains the body.
-        buffers: Parts of the buffers that are not cut yet.
+        body: Part of the body that is not in a frame yet; empty if the head contains the body.
+        buffers: Parts of the buffers that are not in a frame yet.
         deadline_ns: Time after which the message is dropped; None for never.
-        life: Incarnation of the peer to which it was sent; 0 until it is queued, and until the
-            peer's Hello has arrived.
-        begun: Whether its head has been sent.
-        finished: Whether the van is done with it.
-        error: Reason why it was not sent; None if it was, or still may be.
+        life: Incarnation of the peer to which the message is sent; 0 until the message is queued,
+            and until the peer's Hello has arrived.
+        begun: Whether the message's head has been sent.
+        finished: Whether the van has sent or dropped the message.
+        error: Reason why the message was dropped; None if it was sent, or still may be.
     """
 
     head: Open
@@ -88,7 +88,7 @@ class Outgoing(msgspec.Struct, eq=False):
     def make(
         cls, head: Open, body: bytes, buffers: Sequence[Buffer], deadline_ns: int | None
     ) -> Outgoing:
-        """Return a message of `body` and `buffers`, which `head` does not describe yet.
+        """Return a message of `body` and `buffers`; their sizes are added to `head`.
 
         Raises:
             ConfigError: A buffer is not contiguous, there are too many, or the priority is out of
@@ -123,13 +123,13 @@ class Outgoing(msgspec.Struct, eq=False):
 
     @property
     def is_cut_up(self) -> bool:
-        """Whether all bytes of the message have been cut."""
+        """Whether all bytes of the message have been put into frames."""
         return not self.body and not self.buffers
 
     def opening(self, now_ns: int, limit: int) -> Open:
         """Return the head to send, with the remaining time, and with buffers up to `limit` bytes.
 
-        A message with a deadline has at least one microsecond.
+        The remaining time of a message with a deadline is at least one microsecond.
         """
         head = self.head
         if self.deadline_ns is not None:
@@ -141,7 +141,7 @@ class Outgoing(msgspec.Struct, eq=False):
         return head
 
     def cut(self, limit: int) -> list[memoryview]:
-        """Cut the next bytes, at most `limit`; the body shares no frame with buffers."""
+        """Return the next bytes for a frame, at most `limit`; body and buffers are not mixed."""
         if self.body:
             piece, self.body = self.body[:limit], self.body[limit:]
             return [piece]
@@ -218,7 +218,7 @@ class Outbox:
     def next_frame(self, now_ns: int) -> OutFrame | None:
         """Return the frame to send next, None if nothing waits.
 
-        Report it with `frame_sent` before the next call.
+        Call `frame_sent` when the frame was sent, before the next call of this method.
         """
         if self._deadlines:
             self.expire(now_ns)
@@ -273,7 +273,7 @@ class Outbox:
         self._end(error, "lost", also_begun=True)
 
     def fail_waiting(self, error: BraidError) -> None:
-        """End the messages that have not begun, because their epoch is over."""
+        """End all messages that are not partly sent with `error`, because their epoch is over."""
         self._end(error, "stale", also_begun=False)
 
     def _end(self, error: BraidError, count: str, *, also_begun: bool) -> None:
@@ -328,12 +328,12 @@ class Sending:
 
     @property
     def life(self) -> int:
-        """Incarnation of the peer to which the message was sent; 0 without its Hello."""
+        """Incarnation of the peer to which the message was sent; 0 if its Hello has not arrived."""
         return self._outgoing.life
 
     @property
     def done(self) -> bool:
-        """Whether the van is done with the message, so that its buffers may be reused."""
+        """Whether the van has sent or dropped the message, so that its buffers may be reused."""
         return self._outgoing.finished
 
     def wait(self, timeout_s: float | None = None) -> None:

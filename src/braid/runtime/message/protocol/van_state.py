@@ -125,7 +125,7 @@ class VanState:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing waits to be sent."""
+        """Whether no message waits to be sent on any link."""
         return all(link.outbox.is_empty for link in self._links.values())
 
     # -- links
@@ -233,7 +233,7 @@ class VanState:
     def next_frame(self, number: int, now_ns: int) -> OutFrame | None:
         """Return the frame to send next on a link, None if nothing waits.
 
-        Report it with `frame_sent` before the next call.
+        Call `frame_sent` when the frame was sent, before the next call of this method.
         """
         link = self._links.get(number)
         if link is None:
@@ -270,10 +270,10 @@ class VanState:
         return link.inflow.allocate(meta, sizes, now_ns)
 
     def frame_received(self, number: int, meta: bytes, now_ns: int) -> None:
-        """Process a complete frame.
+        """Process a frame that has arrived completely on a link.
 
         Raises:
-            CommError: The frame breaks the protocol; report `link_lost` then.
+            CommError: The frame breaks the protocol; the driver must then call `link_lost`.
         """
         link = self._links.get(number)
         if link is None:
@@ -329,8 +329,8 @@ class VanState:
     def next_deadline_ns(self) -> int | None:
         """Return the time before which `tick` has nothing to do; None for never.
 
-        Most sends and receives only make it later. So it is computed again only when it has passed,
-        or when an earlier deadline was added.
+        The time is cached, since most sends and receives only delay it. It is computed again when
+        it has passed, or when an earlier deadline was added.
         """
         if self._quiet_until_ns == 0:
             due = (

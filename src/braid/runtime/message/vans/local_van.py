@@ -102,7 +102,10 @@ class LocalNetwork:
         there.act()
 
     def carry(self, state: VanState, link: int) -> None:
-        """Transfer frames of `state` while the far end reads. The caller holds the guard."""
+        """Transfer queued frames of `state` to the other end of `link` while that end reads.
+
+        The caller holds the guard.
+        """
         end = self._peer_ends.get(link)
         now_ns = self.clock.now_ns()
         while end is not None and end.van.state.wants_read(end.link):
@@ -118,14 +121,14 @@ class LocalNetwork:
             end = self._peer_ends.get(link)
 
     def read_again(self, link: int) -> None:
-        """Continue a link when its near end has space again. The caller holds the guard."""
+        """Transfer frames of a link again: its receiver has space. The caller holds the guard."""
         end = self._peer_ends.get(link)
         if end is not None:
             self.carry(end.van.state, end.link)
             end.van.act()
 
     def cut(self, link: int) -> None:
-        """End a link that its near end has removed. The caller holds the guard."""
+        """End both ends of a link that one end has removed. The caller holds the guard."""
         end = self._peer_ends.pop(link, None)
         if end is not None:
             self._peer_ends.pop(end.link, None)
@@ -147,7 +150,7 @@ class LocalVan(Van):
 
     @property
     def state(self) -> VanState:
-        """State machine of the van, for the network."""
+        """State machine of the van; `LocalNetwork` uses it."""
         return self._state
 
     def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:  # noqa: ARG002
@@ -163,7 +166,7 @@ class LocalVan(Van):
                         raise
 
     def act(self) -> None:
-        """Execute the instructions of the state, for the network."""
+        """Execute the instructions of the van's state machine; `LocalNetwork` calls this."""
         self._act()
 
     def _carry(self, link: int) -> None:

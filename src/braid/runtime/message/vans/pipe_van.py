@@ -58,7 +58,7 @@ class PipeStream:
 
     @property
     def has_bytes(self) -> bool:
-        """Whether bytes have been read ahead, which a selector does not show."""
+        """Whether bytes have been read into memory; a selector does not report them."""
         return bool(self._received) or self._decoder.has_bytes
 
     def fileno(self) -> int:
@@ -167,7 +167,7 @@ class PipeVan(StreamVan):
 
         Raises:
             ConfigError: The name is not valid, or in use; the caller still owns the stream.
-            StaleError: The van is closed; so is the stream.
+            StaleError: The van is closed; the stream has been closed as well.
         """
         split_node(peer)
         until_ns = self._deadline_ns(HALF_CLOSED_S)

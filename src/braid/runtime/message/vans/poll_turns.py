@@ -64,18 +64,18 @@ class PollTurns:
         return self._leader == threading.get_ident()
 
     def begin(self) -> bool:
-        """Take the turn for the calling thread; return False if another thread polls."""
+        """Make the calling thread the one that polls; return False if another thread polls."""
         if self._leader or self._is_stopping:
             return False
         self._leader = threading.get_ident()
         return True
 
     def end(self, *, hand_over: bool) -> None:
-        """End the turn of the calling thread.
+        """End the polling of the calling thread.
 
         Args:
-            hand_over: Whether the van's thread must poll immediately, because the program waits
-                elsewhere.
+            hand_over: Whether the van's thread must begin to poll immediately, because the program
+                waits outside of the van.
         """
         self._leader = 0
         self._num_waits += 1
@@ -87,7 +87,7 @@ class PollTurns:
             self._rest.notify()
 
     def follow(self, seconds: float) -> None:
-        """Wait for a change, or for the turn, while another thread polls."""
+        """Wait while another thread polls, until the van's state changes or this one may poll."""
         if self._leader and self._leader == self._own:
             self._interrupt()
         self._followers += 1
@@ -97,7 +97,7 @@ class PollTurns:
             self._followers -= 1
 
     def wake(self) -> None:
-        """Interrupt the poll of the leader, or make the van's thread begin if none polls."""
+        """Interrupt the thread that polls; if no thread polls, make the van's thread begin."""
         if self.is_mine:
             return
         if self._leader:
@@ -107,7 +107,7 @@ class PollTurns:
             self._rest.notify()
 
     def begin_own(self) -> bool:
-        """Wait until the van's thread has to poll; return False when it has to end."""
+        """Block the van's thread until it has to poll; return False when it has to end."""
         self._own = threading.get_ident()
         if self._leader == self._own:
             self._leader = 0

@@ -36,7 +36,7 @@ class Poller:
         self._poll.modify(fd, events)
 
     def unregister(self, fd: int) -> None:
-        """Remove a descriptor; the system has already removed a closed one."""
+        """Remove a descriptor; does nothing for a closed one, which the system has removed."""
         with contextlib.suppress(OSError):
             self._poll.unregister(fd)
 

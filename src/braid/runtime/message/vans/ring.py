@@ -103,7 +103,7 @@ class SendRing(_MappedRing):
 
     @property
     def offer(self) -> bytes:
-        """Description with which the receiver finds the file."""
+        """Bytes with which the receiver opens the file: process, descriptor and token."""
         return _OFFER.pack(os.getpid(), self._fd, self._token)
 
     @property

@@ -69,12 +69,12 @@ class SharedStream:
 
     @property
     def gone(self) -> bool:
-        """Whether writing has shown that the peer accepts nothing more."""
+        """Whether a write has failed because the peer accepts nothing more."""
         return self._connection.gone
 
     @property
     def has_bytes(self) -> bool:
-        """Whether bytes have been read ahead, which a selector does not show."""
+        """Whether bytes have been read into memory; a selector does not report them."""
         return self._connection.has_bytes
 
     @property

@@ -20,12 +20,12 @@ class FrameStream(Protocol):
 
     @property
     def gone(self) -> bool:
-        """Whether writing has shown that the peer accepts nothing more."""
+        """Whether a write has failed because the peer accepts nothing more."""
         ...
 
     @property
     def has_bytes(self) -> bool:
-        """Whether bytes have been read ahead, which a selector does not show."""
+        """Whether bytes have been read into memory; a selector does not report them."""
         ...
 
     def fileno(self) -> int:

@@ -189,7 +189,10 @@ class StreamVan(Van):
         self._wake_writer.close()
 
     def disown(self) -> None:
-        """Make every call raise, without writing or closing: another process owns the van."""
+        """Make every later call raise; for a forked child, since the parent owns the van.
+
+        Nothing is written, and no connection is closed.
+        """
         self._guard = Guard()  # another thread may have held the lock
         self._lock = self._guard.lock
         self._is_closed = True
