@@ -60,7 +60,7 @@ def run(
         strategy: `pack` to use the fewest nodes, `spread` to use the most nodes.
         address: Address of the cluster; this process's cluster or RAY_ADDRESS when empty.
         console: Console for output; kept in memory when None.
-        start_limit_s: Seconds until the nodes are there, and again until their agents have joined.
+        start_limit_s: Seconds to wait for the nodes, and again until their agents have joined.
         **options: Further fields of `JobSpec`, such as `timeout_s` and `log_dir`.
 
     Returns:

@@ -110,7 +110,7 @@ def left_out(
     They are converted to the units of the reduced tensor.
 
     Args:
-        residuals: Encoding errors of the member, by part.
+        residuals: Encoding errors of the member, by phase, row and chunk.
         numel: Number of elements of the reduced tensor.
         op: Reduction. For avg, the sums over hosts are divided before they are sent.
         rank: Group rank of the member.

@@ -180,7 +180,10 @@ class _Line:
         return Wait(self.source, self.channel.index, self.channel.value + 1)
 
     def has_early(self, receipt: Receipt) -> bool:
-        """Give `receipt` the oldest early message with its tag; return whether there is one."""
+        """Complete `receipt` with the oldest stored message that has its tag, if there is one.
+
+        Returns whether there was such a message.
+        """
         for message in self._early:
             if message.tag == receipt.tag:
                 self._early.remove(message)

@@ -100,8 +100,8 @@ class Reductions(Face):
             MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
 
         Cost: a + (n+1) l b seconds for little data or two ranks (a per step, b per byte, l bytes;
-            see `braid.comm.algorithms.all_reduce`);
-            between h hosts 2 (h-1)/h l bytes a host, see `braid.comm.algorithms.hierarchical`.
+            see `braid.comm.algorithms.all_reduce`). Between h hosts 2 (h-1)/h l bytes a host, see
+            `braid.comm.algorithms.hierarchical`.
         """
         if wire is not None and not isinstance(wire, str):
             msg = f"wire must be a name such as 'bf16', got {wire!r}"  # type: ignore[unreachable]

@@ -51,8 +51,7 @@ class Window:
     def close(self) -> Steps:
         """Take the last step, and wait for all members.
 
-        A member that continued early would take a step that others compare with a step of this
-        operation.
+        Without this wait, other members would compare this member's next operation with this one.
         """
         self.take_last_step()
         yield from self._ch.wait_all_read()

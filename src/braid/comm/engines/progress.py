@@ -77,8 +77,8 @@ class Progress:
         Args:
             operation: Operation that has taken no step.
             steps_by: Thread that takes the steps.
-            opens: Whether to take the first step in any case: set if that step only publishes the
-                address of a tensor, and no other operation is ahead on the channel.
+            opens: Whether to take the first step in any case. Set it if that step only publishes
+                the address of a tensor, and no other operation is ahead on the channel.
         """
         if self._transport.forked:
             self.refuse_fork()

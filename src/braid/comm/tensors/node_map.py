@@ -66,9 +66,9 @@ class NodeMap(NamedTuple):
         return (member,) if index < 0 else tuple(host[index] for host in self.hosts)
 
     def relay(self, member: int, other: int) -> int:
-        """Return the member on the host of `other` that forwards the messages of `member` there.
+        """Return the member on the host of `other` that forwards messages of `member` to that host.
 
-        `other` must be on another host than `member`.
+        `other` must not be on the host of `member`.
         """
         place, host = self.local_peers(member).index(member), self.local_peers(other)
         return host[place % len(host)]

@@ -127,7 +127,8 @@ def flat_outputs(outputs: Sequence[Any]) -> list[torch.Tensor]:
 def by_input(output_lists: Any, inputs: Sequence[torch.Tensor], size: int) -> list[list[Any]]:
     """Return outputs as one list per input, from outputs as one list per rank or per input.
 
-    If both fit (equal numbers of inputs and ranks, all of one shape), the lists are one per rank.
+    If both forms fit (equal numbers of inputs and ranks, all of one shape), the lists are taken as
+    one per rank.
 
     Raises:
         ConfigError: The lists have neither form.

@@ -72,7 +72,7 @@ class FaultAccount(msgspec.Struct, frozen=True):
     Attributes:
         strike: The fault; its kind is `none` if the launcher named a rank that no fault struck.
         cause: Cause that the launcher named, in its words.
-        judgement: Whether the cause is `right`, `wrong`, or `unknown` to the launcher.
+        judgement: `right`, `wrong` or `unknown`: whether the launcher named the right cause.
         recovery_s: Seconds to the end of the next step; NaN if no step followed.
     """
 

@@ -44,7 +44,7 @@ class ProbeListener:
 
     Args:
         node: Number of this host.
-        addresses: Addresses of this host; those that cannot be bound are left out.
+        addresses: Addresses of this host; addresses that cannot be bound are left out.
         run_id: Name of the run.
         secret: Secret of the job.
         clock: Time source.

@@ -26,7 +26,8 @@ class EngineOptions:
         interfaces: Names of interfaces or networks to which addresses are restricted.
         listen: Address on which the launcher's store listens; see `JobHosts`.
         environ: Names of further environment variables that ranks receive from this host.
-        start_limit_s: Seconds until the nodes are there, and again until their agents have joined.
+        start_limit_s: Seconds to wait until the nodes are allocated, and again until their agents
+            have joined.
     """
 
     engine: str

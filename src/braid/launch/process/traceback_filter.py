@@ -70,7 +70,7 @@ class SharedTracebacks:
 
 
 class TracebackFilter:
-    """Shortens tracebacks in the stderr of one rank, and hides those that another rank showed.
+    """Shortens tracebacks in the stderr of one rank; hides tracebacks that another rank showed.
 
     Args:
         rank: Rank that writes the lines.

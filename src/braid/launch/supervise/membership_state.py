@@ -143,7 +143,7 @@ class MembershipState:
         return tuple(member for member in self.members if member not in self._ready)
 
     def is_outside(self, rank: int) -> bool:
-        """Return whether a process is not a member, while others train."""
+        """Return whether a process is not a member, while other processes train."""
         return self.epoch != NO_EPOCH and rank not in self.members
 
     def can_lose(self, rank: int) -> bool:

@@ -191,8 +191,8 @@ class Verdict:
     Attributes:
         kind: `finished`, `signal`, `memory`, `exception`, `exit`, `mismatch`, `stopped`, `left`,
             `timeout` or `interrupted`.
-        cause: Ranks that made the run fail: the first one, then ranks with the same error or with
-            another side of the same mismatch; empty if no rank did.
+        cause: Ranks that made the run fail; empty if no rank did. The first rank that failed, then
+            ranks with the same error or another side of the same mismatch.
         affected: All other ranks, by rank.
         certain: False if there are only symptoms, so that `cause` is the likeliest rank.
         survived: Earlier ends that the run survived, by time.

@@ -219,7 +219,7 @@ class Membership:
     ) -> NewEpoch:
         """Leave this epoch of an elastic run, and join the next one; every member calls it.
 
-        The context and the transport are then new objects; close all groups of the old ones first.
+        The context and the transport are replaced; close all groups that use the old ones first.
 
         Args:
             num_steps: Number of steps that the state of this process includes; -1 without state.
@@ -248,7 +248,7 @@ class Membership:
         return epoch
 
     def leave_epochs(self, num_steps: int, reason: str) -> None:
-        """Remove this process from later epochs; the other members continue, and it then ends.
+        """Remove this process from later epochs, before it ends; the other members continue.
 
         Args:
             num_steps: Number of steps that the state of this process includes.

@@ -55,7 +55,7 @@ class LocalPeers(NamedTuple):
     Attributes:
         ranks: Global ranks, including this one.
         memory: Access to their memory; None if memory is not shared.
-        may_pull: Whether they may read each other's private memory.
+        may_pull: Whether these ranks may read each other's private memory.
         close: Called last; closes the services for these peers.
     """
 

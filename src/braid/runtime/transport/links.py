@@ -47,7 +47,7 @@ class Link:
     Attributes:
         rank: Global rank of the peer.
         host: Name of the peer's host; empty if it is this host.
-        over_network: Whether the peer is on another host, so that the network may fail, too.
+        over_network: Whether the peer is on another host, so that the network may fail as well.
         fd: Descriptor of the socket.
         backlog: Number of bytes that the socket has not taken yet.
         open: Whether the connection is in use.

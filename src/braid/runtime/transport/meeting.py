@@ -33,7 +33,7 @@ class Meeting:
         store: Store that all ranks share.
         clock: Clock for the deadline.
         health: Registry of lost ranks, fed by the launcher's reports.
-        timeout_s: Seconds to wait for the others, in each exchange.
+        timeout_s: Seconds to wait for the other ranks, in each exchange.
 
     Raises:
         RendezvousError: Another process has the same rank.

@@ -139,7 +139,7 @@ class Listener:
     def next_deadline_ns(self) -> int | None:
         """Time at which to call `accept_ready` even if no descriptor is readable.
 
-        A client's time is then over, or a pause ends. None if neither can happen.
+        At this time a client's deadline passes, or a pause ends. None if neither is pending.
         """
         if not self._half_open:
             return self._pause_until_ns

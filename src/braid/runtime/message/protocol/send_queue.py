@@ -273,7 +273,7 @@ class Outbox:
         self._end(error, "lost", also_begun=True)
 
     def fail_waiting(self, error: BraidError) -> None:
-        """End all messages that are not partly sent with `error`, because their epoch is over."""
+        """End all messages that have not begun to be sent, with `error`: their epoch is over."""
         self._end(error, "stale", also_begun=False)
 
     def _end(self, error: BraidError, count: str, *, also_begun: bool) -> None:

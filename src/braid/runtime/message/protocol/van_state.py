@@ -133,8 +133,8 @@ class VanState:
     def link_up(self, number: int, name: str, now_ns: int, *, known: bool = False) -> None:
         """Register an authenticated connection to the peer `name` as the new link `number`.
 
-        The other end of a `known` link, such as a pipe to a child, is certain. Messages can be sent
-        to its peer before its Hello, and its loss is reported even if the Hello never comes.
+        Set `known` if the peer is certain, as for a pipe to a child. Messages can then be sent
+        before the peer's Hello, and its loss is reported even if the Hello never comes.
         """
         config, counts = self.config, self._count(name)
         outbox = Outbox(name, config, counts)
