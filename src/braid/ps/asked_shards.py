@@ -19,7 +19,7 @@ class AskedShards:
         whole: Whether the request is for the whole state.
         number: Number that is requested instead of values, as in `Pull`.
         names: Names of the tensors of each whole state in `values`.
-        was_parked: Whether a shard could not be answered when the request arrived.
+        was_parked: Whether some shard had to wait, since it could not be answered on arrival.
         accepted: Shards that have accepted the push or change.
         elsewhere: Shards that are now on other servers.
         values: Values and version of each shard that can be answered.

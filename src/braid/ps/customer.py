@@ -50,7 +50,7 @@ class Customer:
 
     Args:
         postoffice: Post office of the node.
-        why_lost: Function of parts that are not on any node; returns the reason, for the error.
+        why_lost: Called with parts that are not on any node; returns the reason for the error.
 
     Attributes:
         next_timestamp: Timestamp of the next request.
@@ -103,9 +103,9 @@ class Customer:
         """Wait until all parts of a request are answered.
 
         Raises:
-            CommError: A node refused it.
+            CommError: A node refused the request.
             PeerLostError: All nodes that had a part are lost.
-            CommTimeout: Parts are unanswered; names the asked nodes, and their pending waits.
+            CommTimeout: Parts are unanswered; the error names the asked nodes and their waits.
         """
         if timestamp in self._requests:
             with self.postoffice.events.span("wait", seq=timestamp), self._asking(timestamp):
@@ -137,7 +137,7 @@ class Customer:
         return self.postoffice.waits.ask(message, nodes, timestamp)
 
     def cancel(self, timestamp: int) -> None:
-        """Forget a request that cannot be sent."""
+        """Forget a request that the caller could not send, without an error in a later call."""
         self._finish(timestamp, CommError("it was cancelled"))
         self._errors.pop(timestamp, None)
 
@@ -158,9 +158,9 @@ class Customer:
     def memory_for(
         self, message_id: int, parts: Sequence[int], sizes: tuple[int, ...]
     ) -> list[memoryview] | None:
-        """Return the memory for the answer to a message; None unless all its parts are expected.
+        """Return the memory for the answer to a message; None if a part is no longer expected.
 
-        The van's thread may call it.
+        The thread of the van (the node's transport) may call this while the answer arrives.
         """
         request = self._by_id.get(message_id)
         if request is None or request.memory is None:

@@ -191,7 +191,9 @@ def dense_spec(
     place: int | None = None,
     has_first: bool,
 ) -> TableSpec:
-    """Return the spec of a dense table, with a checksum of its first values if `has_first`.
+    """Return the spec of a dense table; its arguments are explained at `Node.dense`.
+
+    With `has_first`, the spec has a checksum of the first values, which servers compare.
 
     Raises:
         ConfigError: See `Node.dense`.

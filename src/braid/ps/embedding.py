@@ -53,8 +53,8 @@ class Embedding(nn.Module):
     def prefetch(self, ids: torch.Tensor) -> None:
         """Begin to pull the rows of the next `forward`.
 
-        If a `forward` has not been followed by `step` yet, the pull is for the clock after that
-        `step`: it completes after it.
+        If `step` has not followed the last `forward` yet, the pull is for the next clock: it
+        completes only after `step`.
         """
         ahead = int(bool(self._used))
         self._ahead = ids.detach().clone(), self.table.pull_async(ids.cpu(), ahead=ahead)
@@ -75,7 +75,7 @@ class Embedding(nn.Module):
         return table.push(torch.cat([*ids, none[:, 0].long()]), torch.cat([*grads, none]))
 
     def extra_repr(self) -> str:
-        """Return the table, as `repr` shows it."""
+        """Return the representation of the table, which `repr` of the module includes."""
         return f"{self.table.name!r}, dim={self.table.dim}"
 
     def _take(self, ids: torch.Tensor) -> Rows:

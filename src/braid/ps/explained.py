@@ -19,7 +19,7 @@ EXPLAIN_S = 1.0  # time for nodes to report their waits, after a deadline has pa
 
 
 def explained(office: Postoffice, error: CommTimeout, nodes: Iterable[str]) -> CommTimeout:
-    """Return `error` with what each node in `nodes` reports about its pending waits."""
+    """Return a copy of `error` with the pending waits that each node in `nodes` reports."""
     answers: dict[str, list[str]] = {node: [] for node in nodes}
     asked: dict[int, str] = {office.new_id(): node for node in answers}
     silent = set(answers)

@@ -73,7 +73,17 @@ def check_type(rule: str, value: object, kind: type | tuple[type, ...]) -> None:
 
 
 class Push(msgspec.Struct, tag="push", frozen=True):
-    """Gradients of a worker's clock for shards of a table; `key` identifies a task's push."""
+    """A worker sends a server gradients for shards of a table at the worker's clock (its step).
+
+    Attributes:
+        epoch: Epoch of the worker's directory.
+        table: Name of the table.
+        clock: Clock of the worker to which the gradients belong.
+        shards: Numbers of the shards.
+        specs: Shapes and dtypes of each shard's tensors, which are sent as buffers.
+        key: Identity of the push if it belongs to a task that another worker may repeat.
+        lr: Learning rate of the step; the table's rate when None.
+    """
 
     epoch: int
     table: str
@@ -85,11 +95,17 @@ class Push(msgspec.Struct, tag="push", frozen=True):
 
 
 class Pull(msgspec.Struct, tag="pull", frozen=True):
-    """A request for the values of shards before a clock, their whole state, or a number of each.
+    """A worker asks a server for the values of shards of a table, or their states or numbers.
 
     Attributes:
-        whole: Whether the whole state is requested.
-        number: Number that is requested: the worker's next clock, or the oldest task.
+        epoch: Epoch of the worker's directory.
+        table: Name of the table.
+        clock: Clock of the worker; the values include the pushes that its consistency requires.
+        shards: Numbers of the shards.
+        specs: Shapes and dtypes of each shard's query, such as ids of rows, which are buffers.
+        whole: Whether the whole state is requested, with the state of the optimizer.
+        number: Number that is requested instead of values: the worker's next clock, or the oldest
+            task that may be unfinished.
     """
 
     epoch: int
@@ -102,7 +118,16 @@ class Pull(msgspec.Struct, tag="pull", frozen=True):
 
 
 class TableChange(msgspec.Struct, tag="change", frozen=True):
-    """A new consistency or learning rate of a table, from a clock on."""
+    """A worker asks a server for a new consistency or learning rate of a table.
+
+    Attributes:
+        epoch: Epoch of the worker's directory.
+        table: Name of the table.
+        shards: Shards on that server.
+        clock: First clock of the new setting.
+        consistency: New consistency; unchanged when None.
+        lr: New learning rate; unchanged when None.
+    """
 
     epoch: int
     table: str
@@ -113,23 +138,23 @@ class TableChange(msgspec.Struct, tag="change", frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """An answer to some parts of a request, such as shards."""
+    """Base class of answers to some parts of a request, such as the shards of one server."""
 
     parts: tuple[int, ...]
 
 
 class Accepted(Answer, tag="accepted", frozen=True):
-    """Pushes or changes of these shards will not be lost."""
+    """Answer of a server: the pushes to these shards, or changes of them, will not be lost."""
 
 
 class ValuesAnswer(Answer, frozen=True):
-    """An answer with values, and the number of the message that it answers."""
+    """Base class of answers with values; `request` is the number of the answered message."""
 
     request: int
 
 
 class Pulled(ValuesAnswer, tag="pulled", frozen=True):
-    """Answer to a pull: the values of a server's shards.
+    """A server's answer to a `Pull`: the values of its shards.
 
     Attributes:
         specs: Specs of each shard's tensors; empty if numbers were requested.
@@ -143,33 +168,33 @@ class Pulled(ValuesAnswer, tag="pulled", frozen=True):
 
 
 class Elsewhere(Answer, tag="elsewhere", frozen=True):
-    """The server is not the head of these shards in its current epoch."""
+    """A server answers that it is not the head (the deciding server) of these shards in `epoch`."""
 
     epoch: int
 
 
 class Repeat(Answer, tag="repeat", frozen=True):
-    """The sender must build the request again and send it."""
+    """Answer to a request: its sender must build the message for these parts again and send it."""
 
 
 class Explain(msgspec.Struct, tag="explain", frozen=True):
-    """A request for the pending waits of a node."""
+    """A node that has timed out asks another node for that node's pending waits."""
 
 
 class Explained(Answer, tag="explained", frozen=True):
-    """The pending waits of a node, one per line."""
+    """Answer to `Explain`: the pending waits of the answering node, one per line."""
 
     lines: list[str]
 
 
 class RequestRefused(msgspec.Struct, tag="refused", frozen=True):
-    """The receiver refuses an invalid request, and continues."""
+    """Answer to an invalid request: the error for its sender; the answering node continues."""
 
     text: str
 
 
 class Update(msgspec.Struct, tag="update", frozen=True):
-    """A record for the next server of the chain, with the sum of its pushes."""
+    """A server sends a record and the sum of its pushes to the next server of the shard's chain."""
 
     epoch: int
     table: str
@@ -179,7 +204,10 @@ class Update(msgspec.Struct, tag="update", frozen=True):
 
 
 class RecordsConfirmed(msgspec.Struct, tag="confirmed", frozen=True):
-    """The sender and all servers after it in the chain have the records up to `number`."""
+    """A server reports to the server before it in a chain that a shard's records are stored.
+
+    The sender and all servers after it have the records up to `number`.
+    """
 
     epoch: int
     table: str
@@ -188,7 +216,7 @@ class RecordsConfirmed(msgspec.Struct, tag="confirmed", frozen=True):
 
 
 class ShardSnapshot(msgspec.Struct, tag="state", frozen=True):
-    """The whole state of a shard, for a server that joins its chain."""
+    """A server sends the whole state of a shard to the next server, which joins the chain."""
 
     since: int
     table: str
@@ -207,7 +235,7 @@ class ShardSnapshot(msgspec.Struct, tag="state", frozen=True):
 
 
 class NodeJoin(msgspec.Struct, tag="join", frozen=True):
-    """A node announces itself to the scheduler.
+    """A node announces itself to the scheduler, which answers with `Here`.
 
     Attributes:
         address: Address at which other nodes can reach it; empty for workers.
@@ -224,35 +252,41 @@ class NodeJoin(msgspec.Struct, tag="join", frozen=True):
 
 
 class Here(msgspec.Struct, tag="here", frozen=True):
-    """The scheduler's directory."""
+    """The scheduler sends its directory to a node."""
 
     directory: Directory
 
 
 class Called(msgspec.Struct, tag="called", frozen=True):
-    """The receiver, a spare, must replace this lost worker."""
+    """The scheduler orders a spare process to replace a lost worker."""
 
     worker: int
 
 
 class StopAt(msgspec.Struct, tag="stop-at", frozen=True):
-    """Workers stop before this clock: sent by a worker, and forwarded by the scheduler."""
+    """A worker asks the scheduler to stop all workers before `clock`; the scheduler forwards it."""
 
     clock: int
 
 
 class Leave(msgspec.Struct, tag="leave", frozen=True):
-    """The sender leaves the run; `reason` is the error that ends it, empty for none."""
+    """A node leaves the run, and reports this to the scheduler; `reason` is its error, or empty."""
 
     reason: str = ""
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """A server wants to leave: its shards must move to other servers."""
+    """A server asks the scheduler to move its shards to other servers, so that it can leave."""
 
 
 class Installed(msgspec.Struct, tag="installed", frozen=True):
-    """A server that joins a chain has received the whole state of a virtual shard."""
+    """A server reports to the scheduler that it has a shard's state, and so joins the chain.
+
+    Attributes:
+        shard: Number of the virtual shard.
+        server: Number of the server that joins.
+        since: Epoch of the directory in which the server was added to the chain.
+    """
 
     shard: int
     server: int
@@ -260,7 +294,7 @@ class Installed(msgspec.Struct, tag="installed", frozen=True):
 
 
 class Barrier(msgspec.Struct, tag="barrier", frozen=True):
-    """A node waits at a barrier.
+    """A node reports to the scheduler that it waits at a barrier.
 
     Attributes:
         name: Name of the barrier.
@@ -274,17 +308,17 @@ class Barrier(msgspec.Struct, tag="barrier", frozen=True):
 
 
 class Loads(msgspec.Struct, tag="loads", frozen=True):
-    """Number of requests for each virtual shard of a server since its last report."""
+    """A server reports to the scheduler how many requests each virtual shard had recently."""
 
     counts: list[int]
 
 
 class Released(Answer, tag="released", frozen=True):
-    """All members have entered the barrier, or a draining server may leave."""
+    """The scheduler answers that all members entered a barrier, or that a server may leave."""
 
 
 class NextData(msgspec.Struct, tag="next-data", frozen=True):
-    """A worker reports finished shards of samples, and requests the next one."""
+    """A worker reports finished shards of samples to the scheduler, and requests the next one."""
 
     name: str
     num_shards: int
@@ -292,20 +326,26 @@ class NextData(msgspec.Struct, tag="next-data", frozen=True):
 
 
 class Dealt(Answer, tag="dealt", frozen=True):
-    """A shard of samples; -1 when all are finished."""
+    """The scheduler's answer to `NextData`: a shard of samples; -1 when all are finished."""
 
     shard: int
 
 
 class Failure(msgspec.Struct, tag="failure", frozen=True):
-    """The run has failed; with `is_removed`, it continues without the receiver."""
+    """The scheduler reports that the run failed, or (`is_removed`) that it removed the receiver."""
 
     text: str
     is_removed: bool = False
 
 
 class PackedTask(msgspec.Struct, frozen=True, array_like=True):
-    """A task for a worker, as packed values, with the number of its buffers."""
+    """A task for a worker, as packed values.
+
+    Attributes:
+        number: Number of the task.
+        packed: Function and arguments of the task, as bytes.
+        num_buffers: Number of buffers of the message that belong to the task.
+    """
 
     number: int
     packed: bytes
@@ -313,7 +353,10 @@ class PackedTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunTasks(msgspec.Struct, tag="run-tasks", frozen=True):
-    """Tasks for a worker, in the order to run them; tasks before `oldest` are finished."""
+    """The coordinator sends a worker tasks, in the order to run them.
+
+    Tasks with numbers before `oldest` are finished.
+    """
 
     tasks: tuple[PackedTask, ...]
     oldest: int
@@ -324,11 +367,11 @@ class TaskEnd(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         number: Number of the task.
-        packed: Its packed result, or its error.
+        packed: Packed result of the task, or its error.
         num_buffers: Number of buffers of the result.
-        duration_s: Seconds that it took.
-        num_pushes: Number of steps that it has pushed.
-        failed: Whether it raised an error.
+        duration_s: Seconds that the task took.
+        num_pushes: Number of steps that the task has pushed.
+        failed: Whether the task raised an error.
     """
 
     number: int
@@ -340,17 +383,17 @@ class TaskEnd(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TasksDone(msgspec.Struct, tag="tasks-done", frozen=True):
-    """The results of a worker's finished tasks, in order."""
+    """A worker sends the coordinator the results of finished tasks, in the order of the tasks."""
 
     ends: tuple[TaskEnd, ...]
 
 
 class TakesTasks(msgspec.Struct, tag="takes-tasks", frozen=True):
-    """A worker is idle and ready for tasks."""
+    """A worker reports to the coordinator that it is idle and ready for tasks."""
 
 
 class NoMoreTasks(msgspec.Struct, tag="no-more-tasks", frozen=True):
-    """There are no more tasks: workers leave."""
+    """The coordinator has no more tasks, so the worker that receives this leaves the run."""
 
 
 SCHEMA = Schema(

@@ -95,7 +95,7 @@ class _ParamPartition:
             self.push()
 
     def push(self) -> None:
-        """Push all gradients, zeros for missing ones, and flags for the existing ones."""
+        """Push all gradients (zeros for missing ones), with flags that mark the existing ones."""
         if self.is_pushed:
             return
         has = [param.grad is not None for param in self.params]
@@ -159,7 +159,7 @@ class ParameterServer(nn.Module):
         where: Nodes on which the optimizer runs.
         partition_bytes: Largest size of a partition, unless a single parameter is larger.
         cross_barrier: Whether `step` returns immediately, and each layer of the next forward waits
-            for its own parameters. Do not read parameters between `step` and forward then.
+            for its own parameters. If so, do not read parameters between `step` and forward.
         name: Prefix of the tables' names.
 
     Raises:

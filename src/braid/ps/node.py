@@ -406,7 +406,7 @@ class Node(BaseNode):
 
     @property
     def workers(self) -> list[int]:
-        """Numbers of the workers in the run."""
+        """Numbers of the workers that take part in the run now."""
         assert self.postoffice.directory is not None, "a node has a directory once it has joined"
         return sorted(self.postoffice.directory.workers)
 

@@ -118,12 +118,12 @@ class Postoffice:
 
     @property
     def has_scheduler(self) -> bool:
-        """Whether the link to the scheduler is not known to be broken."""
+        """Whether the link to the scheduler works, as far as this node knows."""
         return SCHEDULER not in self._broken
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether all links are broken, and no process listens where the other nodes were."""
+        """Whether all links are broken, and no process listens at the other nodes' addresses."""
         return SCHEDULER in self._refused and self._refused >= {*self._broken, *self.van.peers}
 
     def register(
@@ -183,7 +183,7 @@ class Postoffice:
         self._expected[message_id] = handler
 
     def expect_no_more(self, message_ids: Iterable[int]) -> None:
-        """Drop further answers to some messages."""
+        """Drop all further answers to the messages with these numbers."""
         for number in message_ids:
             self._expected.pop(number, None)
 
@@ -220,7 +220,7 @@ class Postoffice:
             self.failure = "lost the scheduler before all had joined: look for its first error"
 
     def join_unless(self, is_over: Callable[[], bool]) -> bool:
-        """Join, if this node has not joined, and return whether the run went on until then."""
+        """Join unless `is_over()`; return whether this node has joined or the run goes on."""
         if self.directory is None and not is_over():
             try:
                 self.join()
@@ -257,7 +257,7 @@ class Postoffice:
             raise PeerLostError(self.failure)
 
     def leave(self, reason: str = "") -> None:
-        """Tell the scheduler that this node leaves; `reason` is the error that ends it, if any."""
+        """Report to the scheduler that this node leaves; `reason` is its error, if any."""
         with contextlib.suppress(BraidError):
             self.van.send(SCHEDULER, Leave(reason))
 
@@ -458,7 +458,7 @@ class Postoffice:
         return is_first and directory.lives.get(number, life) != life
 
     def set_directory(self, directory: Directory) -> None:
-        """Use a later directory from now on."""
+        """Use a new directory from now on, and pass it to the registered components."""
         self.directory, self.epoch = directory, directory.epoch
         for call in self._on_directory:
             call(directory)
@@ -485,7 +485,7 @@ class Postoffice:
         self.failure = self.failure or text
 
     def drop_link(self, node: str) -> None:
-        """Stop reconnecting to a node."""
+        """Stop reconnecting to a node whose link is broken."""
         self._broken.pop(node, None)
 
     def _lose(self, node: str, loss: PeerLost) -> None:

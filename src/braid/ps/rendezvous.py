@@ -262,7 +262,11 @@ def _number(name: str) -> int:
 
 
 def wait_for_call(node: Node) -> int | None:
-    """Wait until a spare is called; return the number of the worker to replace, None if none is."""
+    """Wait until a spare is called, or the run ends.
+
+    Returns:
+        Number of the worker to replace; None if the run has ended.
+    """
     calls: list[int] = []
     # torch imports its compiler with the first optimizer of a process: do it before a call comes
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
@@ -397,7 +401,7 @@ class DroppingVan(SocketVan):
 
     Attributes:
         drop: Fraction of the messages to drop.
-        draws: Random generator that selects them.
+        draws: Random generator that selects the dropped messages.
         num_dropped: Number of dropped messages.
     """
 
@@ -415,7 +419,7 @@ class DroppingVan(SocketVan):
 
 
 def listening_address(group: Group, node: str) -> str:
-    """Return an address for a node that the ranks of a group can call; a collective.
+    """Return an address to listen on that all ranks of a group can reach; a collective.
 
     On one host it is a unix socket, which has three times the throughput of TCP's loopback. On
     several hosts it is this host's address on the network of the job, as for collectives.

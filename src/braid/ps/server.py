@@ -127,13 +127,13 @@ class Server:
 
     @property
     def alone_s(self) -> float:
-        """Seconds for which no other node has been connected."""
+        """Seconds since this server lost its last link to another node; 0 while it has a link."""
         if self._alone_ns is None:
             return 0.0
         return (self._postoffice.van.clock.now_ns() - self._alone_ns) / 1e9
 
     def alone_text(self, seconds: float) -> str:
-        """Return the error message of a server without any link for `seconds`."""
+        """Return the error message of a server that has had no link for `seconds`."""
         loss = self._postoffice.losses.get(SCHEDULER)
         return (
             f"server {self._number} has had no link to any other node for {seconds:g} s (the "
@@ -142,7 +142,7 @@ class Server:
         )
 
     def drain(self) -> None:
-        """Ask the scheduler to move all shards to other servers; repeat until that has happened."""
+        """Ask the scheduler to move all shards to other servers; repeat the call until it has."""
         self._is_draining = True
         self._send(SCHEDULER, Drain())
 

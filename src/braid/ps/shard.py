@@ -55,7 +55,7 @@ class TableShard:
     _lr: float | None = None  # that was set last
 
     def carry_out(self, instructions: list[Instruction], value: Tensors = ()) -> list[Instruction]:
-        """Carry out the instructions that concern values; return the remaining ones, for messages.
+        """Carry out the instructions that concern values; return the others, which need messages.
 
         Args:
             instructions: Decisions of the state machine.
@@ -89,7 +89,7 @@ class TableShard:
         return values, version
 
     def follow(self, record: ShardRecord, sums: Tensors, epoch: int) -> list[Instruction]:
-        """Store and apply a record from the predecessor."""
+        """Store a record and its sum from the predecessor, and return instructions for messages."""
         if self.state.follows(epoch) and record.number > self.state.applied.number:
             self.sums[record.number] = sums
         return self.carry_out(self.state.record(record, epoch))

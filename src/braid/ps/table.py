@@ -115,7 +115,7 @@ class Table:
         return self._change(at_clock, lr=lr)
 
     def fetch_clock(self) -> int:
-        """Return the least clock that servers expect of this worker, over all shards.
+        """Return the clock of this worker's next push, the least one over all shards.
 
         Raises:
             CommError: This worker has been removed from the run.
@@ -124,7 +124,7 @@ class Table:
         return min(self._fetch("clock"))
 
     def fetch_oldest_task(self) -> int:
-        """Return the number of the oldest task that may be unfinished, as far as servers know."""
+        """Return the number of the oldest task that servers do not know to be finished."""
         return max(self._fetch("oldest task"))
 
     def _fetch(self, number: Literal["clock", "oldest task"]) -> list[int]:

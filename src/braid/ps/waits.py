@@ -47,7 +47,7 @@ class Waits:
         self._due_ns = 0
 
     def note_lives(self, lives: Mapping[int, int]) -> None:
-        """Record the process of each worker: `lives` maps a worker to the number of its process."""
+        """Record each worker's process: `lives` maps a worker to the incarnation of its process."""
         for worker, life in lives.items():
             if self._lives.setdefault(worker, life) != life:
                 self._replaced.add(f"worker:{worker}")
@@ -55,7 +55,7 @@ class Waits:
     def ask(
         self, message: Message | None, nodes: Iterable[str], number: int
     ) -> contextlib.AbstractContextManager[object]:
-        """Return the span of a wait for the answers of some nodes to a request.
+        """Return a context manager that records the wait for some nodes' answers to a request.
 
         Args:
             message: The request.
@@ -74,7 +74,10 @@ class Waits:
         )
 
     def hold(self, awaited: Callable[[], Awaited]) -> None:
-        """Record once a second which nodes the waiting requests of this node wait for."""
+        """Record which nodes must act before this node can answer the requests that it holds.
+
+        Call it often; it looks at `awaited()` at most once a second.
+        """
         if not self._ranks:
             return
         now_ns = self._clock.now_ns()

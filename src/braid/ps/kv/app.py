@@ -40,7 +40,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Address of the answer to a request."""
+    """Address for the answer to a request: the asking node, and the request's numbers."""
 
     node: str
     message_id: int
@@ -55,7 +55,7 @@ OnAnswer: TypeAlias = Callable[[int, Delivery], None]
 
 
 class App(ABC):
-    """A component of a program on one node, with a number; on workers also with a customer number.
+    """Base class of a program's components on a node, which send requests to each other.
 
     Args:
         node: Node of the process.
@@ -79,7 +79,10 @@ class App(ABC):
         node.register(self)
 
     def is_ready_for(self, message: KVRequest) -> bool:
-        """Return whether a request can be executed now; else it is kept for `unknown_s` seconds."""
+        """Return whether a request can be executed now, such as when its handle is set.
+
+        The node keeps other requests for `unknown_s` seconds.
+        """
         del message
         return True
 

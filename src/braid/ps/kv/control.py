@@ -52,7 +52,7 @@ class Control(App):
 
 
 class KVScheduler(Control):
-    """Carries out the decisions of `KVMembersState`."""
+    """The scheduler's side of `Control`: carries out the decisions of `KVMembersState`."""
 
     def __init__(self, node: KVNode) -> None:
         super().__init__(node)
@@ -65,7 +65,7 @@ class KVScheduler(Control):
         )
 
     def enter_here(self, group: int, number: int, opened: Opened) -> None:
-        """Enter a barrier as the scheduler."""
+        """Enter a barrier as the scheduler itself; `opened` is notified when the barrier opens."""
         with self._postoffice.lock:
             self._act(self.state.enters(SCHEDULER, number, group, opened))
 

@@ -232,13 +232,13 @@ class KeyCache(Filter):
             known.popitem(last=False)
 
     def was_missed(self, parcel: Parcel) -> None:
-        """Subtract the savings for keys that the server did not have."""
+        """Subtract the bytes that seemed saved for keys which the server turned out not to have."""
         if parcel.keys is not None:
             self.saved_bytes -= parcel.keys.nbytes
 
 
 def filter_of(coding: Coding, timestamp: int) -> Filter:
-    """Return the filter for the answer to a request; its rounding depends on the timestamp.
+    """Return the filter that encodes the answer to a request; the timestamp seeds its rounding.
 
     Raises:
         ConfigError: The parameters of the encoding are out of range.

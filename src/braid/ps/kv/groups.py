@@ -86,6 +86,6 @@ def members_of(group: int, num_servers: int, num_workers: int) -> list[str]:
 
 
 def key_ranges(num_servers: int) -> list[tuple[int, int]]:
-    """Return the first key of each server, and the key after its last one."""
+    """Return the range of keys of each server: (first key, last key + 1)."""
     bounds = [place * NUM_KEYS // num_servers for place in range(num_servers + 1)]
     return list(pairwise(bounds))

@@ -41,7 +41,7 @@ __all__ = [
 
 
 class KVRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Common first fields of requests that are executed once.
+    """Base class of requests that the receiver executes once, even if they arrive twice.
 
     Attributes:
         app: Number of the app that sends the request, and of the app that answers it.
@@ -59,21 +59,24 @@ class KVRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Note(KVRequest, tag="kv.note", frozen=True, kw_only=True):
-    """A request with a number and a text."""
+    """A request of any app to the same app on another node, with a number and a text."""
 
     head: int
     body: str
 
 
 class Enter(KVRequest, tag="kv.enter", frozen=True, kw_only=True):
-    """A node enters a barrier of a group; barriers with different numbers are independent."""
+    """A node reports to the scheduler that it enters a barrier of a group.
+
+    Barriers with different numbers are independent.
+    """
 
     group: int
     number: int
 
 
 class Depart(KVRequest, tag="kv.depart", frozen=True, kw_only=True):
-    """A node has finished."""
+    """A node reports to the scheduler that it has finished."""
 
 
 class Compressed(msgspec.Struct, tag="compressed", frozen=True):
@@ -141,13 +144,13 @@ class Transfer(KVRequest, tag="kv.transfer", frozen=True, kw_only=True):
 
 
 class NoteReceived(Answer, tag="kv.noted", frozen=True):
-    """The answer to a note."""
+    """The receiver's answer to a `Note`, with a text."""
 
     body: str
 
 
 class Transferred(ValuesAnswer, tag="kv.transferred", frozen=True):
-    """The answer to a push or a pull."""
+    """A server's answer to a `Transfer`, with the values if it was a pull."""
 
     heads: list[Head]
     names: list[str]
@@ -155,13 +158,13 @@ class Transferred(ValuesAnswer, tag="kv.transferred", frozen=True):
 
 
 class Candidate(msgspec.Struct, tag="kv.candidate", frozen=True):
-    """A process without a number wants to be a server or a worker."""
+    """A process asks the scheduler for a number as a server or a worker."""
 
     role: str
 
 
 class Numbered(msgspec.Struct, tag="kv.numbered", frozen=True):
-    """The number of a candidate in its role."""
+    """The scheduler's answer to `Candidate`: the number of the process in its role."""
 
     number: int
 

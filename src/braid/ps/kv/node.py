@@ -70,7 +70,7 @@ class KVNode(BaseNode):
         unknown_s: Seconds for which a request waits for an app that does not exist yet.
 
     Attributes:
-        executed: Received requests of other nodes.
+        executed: Requests received from other nodes, so that each is executed once.
         lost: Reason of the loss of each lost node.
     """
 
@@ -117,7 +117,7 @@ class KVNode(BaseNode):
         return [id_of(node) for node in members_of(group, self.num_servers, self.num_workers)]
 
     def server_key_ranges(self) -> list[tuple[int, int]]:
-        """Return the first key of each server, and the key after its last one."""
+        """Return the range of keys of each server: (first key, last key + 1)."""
         return key_ranges(self.num_servers)
 
     def dead_nodes(self, since_s: float = 0.0) -> list[int]:
@@ -234,7 +234,7 @@ class KVNode(BaseNode):
     # -- for apps
 
     def register(self, app: App) -> None:
-        """Register an app for the requests with its number.
+        """Register an app, which then receives the requests with its number.
 
         Raises:
             ConfigError: Another app has the number, or a number is negative.
@@ -258,7 +258,7 @@ class KVNode(BaseNode):
         self.dispatch_parked()
 
     def dispatch_parked(self) -> None:
-        """Dispatch parked requests again, after a new app or handle."""
+        """Dispatch waiting requests again; apps call this after they get a new handle."""
         with self.postoffice.lock:
             parked, self._parked = self._parked, []
             for due_ns, delivery in parked:

@@ -57,7 +57,7 @@ class KVPairs:
 
     @property
     def ids(self) -> torch.Tensor:
-        """Keys as int64 in the same order: the top bit is flipped."""
+        """Keys as int64 ids in the same order: the top bit of each key is flipped."""
         if self._ids is None:
             self._ids = to_signed(self.keys)
         return self._ids
@@ -120,7 +120,7 @@ def as_vals(vals: Vals) -> torch.Tensor:
 
 
 def as_lens(lens: Lens) -> torch.Tensor | None:
-    """Return lengths as int64; None for empty ones, which mean equal lengths.
+    """Return lengths as int64; None if there are none, which means equal lengths for all keys.
 
     Raises:
         ConfigError: The lengths are not one-dimensional integers.
@@ -178,5 +178,5 @@ def check_pairs(keys: torch.Tensor, num_vals: int | None, lens: torch.Tensor | N
 
 
 def offsets(lens: torch.Tensor) -> torch.Tensor:
-    """Return the index of each key's first value, and the number of values; shape [n + 1]."""
+    """Return the index of each key's first value, then the number of values; shape [n + 1]."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)])

@@ -60,7 +60,7 @@ class Parcel:
         """Return the parcel of a received message.
 
         Raises:
-            CommError: Names and specs do not fit each other.
+            CommError: Names repeat, or the numbers of names and specs differ.
         """
         if len(names) != len(specs) or len({*names}) != len(names):
             msg = f"{len(specs)} tensors with the names {list(names)}"

@@ -96,7 +96,7 @@ class KVServer(SimpleApp):
         super().__init__(node, app_id)
 
     def set_request_handle(self, handle: RequestHandle) -> None:  # type: ignore[override]
-        """Set the function that answers pushes and pulls, with `response`."""
+        """Set the function that is called with each push or pull; it calls `response` to answer."""
         self._kv_handle = handle
         self._node.dispatch_parked()
 
@@ -105,7 +105,7 @@ class KVServer(SimpleApp):
         return self._kv_handle is not None or not isinstance(message, Transfer)
 
     def set_note_handle(self, handle: Callable[..., object]) -> None:
-        """Set the function that answers notes; see `SimpleApp.set_request_handle`."""
+        """Set the function that is called with each note; see `SimpleApp.set_request_handle`."""
         super().set_request_handle(handle)
 
     def response(self, asked: KVMeta | SimpleData, pairs: KVPairs | str | None = None) -> None:
@@ -248,8 +248,8 @@ class KVServerDefaultHandle:
     """Sums the pushed values of each key, and answers pulls with the sums.
 
     Args:
-        length: Number of values per key that a pull returns before the first push.
-        dtype: Dtype of these values.
+        length: Number of zeros per key that a pull returns before the first push.
+        dtype: Dtype of these zeros.
 
     Attributes:
         store: The sums by key.

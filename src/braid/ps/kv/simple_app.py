@@ -61,7 +61,7 @@ class SimpleApp(App):
         super().__init__(node, app_id, customer_id)
 
     def set_request_handle(self, handle: RequestHandle) -> None:
-        """Set the function that answers notes, with `response`, immediately or later."""
+        """Set the function that is called with each note; it calls `response`, now or later."""
         self._note_handle = handle
 
     def set_response_handle(self, handle: RequestHandle) -> None:

@@ -111,13 +111,13 @@ class KeyLayout:
         self._offsets = None if lens is None else offsets(lens)
 
     def span(self, places: slice) -> slice:
-        """Return the range of values of a range of keys."""
+        """Return the range of value indices for a range of key indices."""
         if self._offsets is None:
             return slice(places.start * self._each, places.stop * self._each)
         return slice(int(self._offsets[places.start]), int(self._offsets[places.stop]))
 
     def indices(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the places of the values of some keys."""
+        """Return the indices of the values that belong to the keys at `places`."""
         if self._lens is None or self._offsets is None:
             inside = torch.arange(self._each)
             return (places[:, None] * self._each + inside).reshape(-1)
@@ -126,13 +126,13 @@ class KeyLayout:
         return begins.repeat_interleave(lens) + torch.arange(int(lens.sum()))
 
     def gather(self, vals: torch.Tensor, places: Places) -> torch.Tensor:
-        """Return the values of some keys; a view for a range."""
+        """Return the values of the keys at `places`; a view if `places` is a range."""
         if isinstance(places, slice):
             return vals[self.span(places)]
         return vals[self.indices(places)]
 
     def scatter(self, vals: torch.Tensor, places: Places, new_vals: torch.Tensor) -> None:
-        """Write the values of some keys into `vals`; skip the copy if they are in place already.
+        """Write the values of the keys at `places` into `vals`, unless they are there already.
 
         Raises:
             ConfigError: The number of new values does not fit the keys.

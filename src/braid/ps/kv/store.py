@@ -20,7 +20,7 @@ FIRST_SLOTS = 64
 
 
 class SumStore:
-    """Sums by id."""
+    """Table with the sum of all pushed rows for each id."""
 
     def __init__(self) -> None:
         self._index = HashIndex()

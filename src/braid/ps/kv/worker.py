@@ -192,7 +192,7 @@ class KVWorker(SimpleApp):
         filters: Sequence[Filter] | None = None,
         copy: bool = True,
     ) -> int:
-        """Push `vals` and pull into `outs` in one request; `lens` is for both. See both methods."""
+        """Push `vals` and pull into `outs` in one request; `lens` is for both; see `push`."""
         pairs = _copied(keys, vals, lens) if copy else KVPairs(keys, vals, lens)
         return self._start(pairs, outs, lens, cmd, callback, priority, filters, direct=not copy)
 

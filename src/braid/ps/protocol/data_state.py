@@ -22,7 +22,7 @@ Request = tuple[str, int]
 
 
 class Issue(NamedTuple):
-    """Answer a request with a shard, or with None when all shards are finished."""
+    """Instruction: answer a request with a shard, or with None when all shards are finished."""
 
     request: Request
     shard: int | None
@@ -42,7 +42,10 @@ class DataState:
         self._waiting: dict[str, Request] = {}
 
     def next(self, node: str, request: Request, finished: Iterable[int]) -> list[Issue]:
-        """Record a worker's finished shards of samples, and return its next shard."""
+        """Record a worker's finished shards of samples, and request its next shard.
+
+        The result has the answers to all requests that can be answered now.
+        """
         for shard in finished:
             self._issued.pop(shard, None)
         self._waiting[node] = request

@@ -47,17 +47,17 @@ UNEVEN = 0.25  # fraction of the mean load by which measured loads must differ b
 
 
 def server_node(number: int) -> str:
-    """Return the name of a server."""
+    """Return the name of the server with a number, such as `server:2`."""
     return f"server:{number}"
 
 
 def worker_node(number: int) -> str:
-    """Return the name of a worker."""
+    """Return the name of the worker with a number, such as `worker:2`."""
     return f"worker:{number}"
 
 
 def name_of(role: Role, number: int) -> str:
-    """Return the name of a node."""
+    """Return the name of the node with a role and a number, such as `worker:2`."""
     return SCHEDULER if role == "scheduler" else f"{role}:{number}"
 
 
@@ -75,10 +75,10 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         servers: Address of each live server.
         chains: Servers of each virtual shard, the head first; empty when the shard is lost.
         joining: For each chain, the servers without state yet, with the epoch of their joining.
-        workers: First clock of each worker that clocks wait for.
+        workers: First clock of each live worker; a clock is complete when these have pushed it.
         leaving: Servers that receive no more shards, and leave once they have none.
-        lives: Process of each worker, as the incarnation of its van; has no entry for a worker
-            with a lost process, until another process takes its place.
+        lives: Incarnation number of each worker's process; a worker that has lost its process has
+            no entry until another process replaces it.
         nodes: Addresses of nodes that are alive, by name, in a run without tables.
         lost_nodes: Lost nodes of a run without tables, with the reason.
     """
@@ -180,7 +180,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     # -- changes
 
     def with_workers(self, workers: Mapping[int, int], lives: Mapping[int, int]) -> Directory:
-        """Return the directory with new workers and processes."""
+        """Return the directory with other `workers` and `lives`; see the attributes."""
         return self._next(workers=dict(workers), lives=dict(lives))
 
     def without(self, server: int) -> Directory:
@@ -205,11 +205,11 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         return self._next(servers={**self.servers, server: address})
 
     def drained(self, server: int) -> Directory:
-        """Return the directory with a server marked as leaving: `moves` then takes its shards."""
+        """Return the directory with a server marked as leaving, so that `moves` replaces it."""
         return self._next(leaving=tuple(sorted({*self.leaving, server})))
 
     def with_copies(self, moves: Iterable[tuple[int, int]]) -> Directory:
-        """Return the directory with servers added to chains: (virtual shard, server) of each."""
+        """Return the directory with each (virtual shard, server) of `moves` added to its chain."""
         chains, joining = list(self.chains), list(self.joining)
         for shard, server in moves:
             assert server not in chains[shard], "a server is in a chain once"
@@ -239,7 +239,9 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.replicas + 1, len(self.servers) - len(self.leaving))
 
     def moves(self, weights: Sequence[float] | None = None) -> list[tuple[int, int]]:
-        """Return the (virtual shard, server) pairs to add: for missing copies, then for balance.
+        """Return the (virtual shard, server) pairs that `with_copies` should add to chains.
+
+        Pairs replace missing copies; if no copy is missing, they balance the load of the servers.
 
         Args:
             weights: Load of each virtual shard, such as its number of requests; equal when None.

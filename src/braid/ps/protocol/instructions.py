@@ -33,7 +33,7 @@ class View(NamedTuple):
         epoch: Number of the epoch.
         chain: Servers of the chain, the head first.
         joining: Servers of the chain without state yet, with the epoch of their joining.
-        members: First clock of each worker that clocks wait for.
+        members: First clock of each live worker; a clock is complete when these have pushed it.
     """
 
     epoch: int
@@ -43,62 +43,65 @@ class View(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Keep the value of a push until it is summed."""
+    """Instruction: keep the value of a push until it is summed."""
 
     worker: int
     clock: int
 
 
 class DropPushes(NamedTuple):
-    """Delete the kept values of pushes."""
+    """Instruction: delete the kept values of pushes."""
 
     pushes: tuple[Push, ...]
 
 
 class Merge(NamedTuple):
-    """Sum the kept values of a record's pushes."""
+    """Instruction: sum the kept values of a record's pushes."""
 
     record: ShardRecord
 
 
 class SendOn(NamedTuple):
-    """Send a record and its sum to the successor."""
+    """Instruction: send a record and its sum to the next server of the chain."""
 
     number: int
 
 
 class Apply(NamedTuple):
-    """Step the optimizer with the sum of a record."""
+    """Instruction: step the optimizer with the sum of a record."""
 
     record: ShardRecord
 
 
 class Confirm(NamedTuple):
-    """Report to the predecessor that this and all later servers have the records up to a number."""
+    """Instruction: confirm records up to a number to the previous server of the chain.
+
+    This server and all servers after it have these records.
+    """
 
     number: int
 
 
 class Accept(NamedTuple):
-    """Answer a push or a change: the whole chain has it."""
+    """Instruction: accept a push or a change, since the whole chain has it."""
 
     request: Request
 
 
 class AnswerPull(NamedTuple):
-    """Answer a pull with the values."""
+    """Instruction: answer a pull with the values."""
 
     request: Request
 
 
 class Moved(NamedTuple):
-    """Answer a request: this server is not the head of the shard."""
+    """Instruction: answer a request that this server is not the head of the shard."""
 
     request: Request
 
 
 class Install(NamedTuple):
-    """Send the whole state to a server that joins the chain."""
+    """Instruction: send the whole state of the shard to a server that joins the chain."""
 
     server: int
 

@@ -41,7 +41,10 @@ class KeptPushes:
         self._lrs: dict[Push, float] = {}  # learning rates that pushes name
 
     def add(self, push: Push, request: Request, key: TaskKey | None, lr: float | None) -> bool:
-        """Keep a push, and its last request, to be answered; return whether the push is new."""
+        """Keep a push until it is in a record; return whether it is new.
+
+        `request` is answered later; it replaces the request of an earlier copy of the push.
+        """
         is_new = push not in self.requests
         self.requests[push] = request
         if is_new and key is not None:
@@ -51,11 +54,11 @@ class KeptPushes:
         return is_new
 
     def keys(self, pushes: Sequence[Push]) -> list[TaskKey]:
-        """Return the keys of the pushes that have one."""
+        """Return the task keys of those pushes which belong to a task."""
         return [self._keys[push] for push in pushes if push in self._keys]
 
     def lr(self, pushes: Sequence[Push]) -> float | None:
-        """Return the learning rate of the first push that names one."""
+        """Return the learning rate of the first push that sets one; None if no push does."""
         return next((self._lrs[push] for push in pushes if push in self._lrs), None)
 
     def repeated(self, pushes: Sequence[Push], progress: ShardProgress) -> tuple[Push, ...]:
@@ -72,14 +75,14 @@ class KeptPushes:
         return tuple(repeated)
 
     def clocks_after(self, clocks: dict[int, int]) -> dict[int, int]:
-        """Return the next clock of each worker after its kept pushes."""
+        """Return the first clock of each worker, from `clocks` on, without a kept push."""
         return {
             worker: next(c for c in count(clock) if (worker, c) not in self.requests)
             for worker, clock in clocks.items()
         }
 
     def take(self, pushes: Sequence[Push]) -> list[Request]:
-        """Remove pushes that are now in a record; return their requests."""
+        """Remove pushes that are now in a record; return the requests to answer for them."""
         taken = set(pushes)
         self.eligible = [push for push in self.eligible if push not in taken]
         for push in pushes:

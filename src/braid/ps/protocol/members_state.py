@@ -17,13 +17,13 @@ BarrierRequest = TypeVar("BarrierRequest")
 
 
 class PublishDirectory(NamedTuple):
-    """Send the directory to all nodes."""
+    """Instruction: send the directory to all nodes."""
 
     directory: Directory
 
 
 class ReleaseNodes(NamedTuple):
-    """Answer requests: all members have entered the barrier, or a server may leave."""
+    """Instruction: answer requests, since all members entered the barrier or a server may leave."""
 
     requests: tuple[Any, ...]
 

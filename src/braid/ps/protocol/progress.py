@@ -77,7 +77,7 @@ class ConsistencySchedule:
         return self.values[bisect.bisect_right(self.begins, max(clock, 0)) - 1]
 
     def begin(self, clock: int) -> int:
-        """Return the first clock of the consistency that holds at a clock."""
+        """Return the first clock of the consistency that is in effect at `clock`."""
         return self.begins[bisect.bisect_right(self.begins, max(clock, 0)) - 1]
 
     def change(self, clock: int, consistency: Consistency) -> None:
@@ -117,11 +117,14 @@ class ShardProgress:
         return task < self.oldest_task or number < self.tasks.get(task, 0)
 
     def clocks_of(self, members: Mapping[int, int]) -> dict[int, int]:
-        """Return the step of each worker's next push; `members` maps workers to first steps."""
+        """Return the clock of each worker's next push; `members` maps workers to first clocks."""
         return {worker: self.clocks.get(worker, start) for worker, start in members.items()}
 
     def slowest(self, members: Mapping[int, int], pushes: Sequence[Push] = ()) -> int:
-        """Return the least clock of the members after `pushes`, at most the next rule change."""
+        """Return the least clock of all members once `pushes` are applied.
+
+        The result is at most the clock of the next change of the consistency.
+        """
         clocks = self.clocks_of(members)
         clocks.update({worker: clock + 1 for worker, clock in pushes if worker in clocks})
         slowest = min(clocks.values(), default=self.completed)

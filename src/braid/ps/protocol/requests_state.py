@@ -36,15 +36,15 @@ class PendingRequest:
     Attributes:
         parts: Parts of the request, such as shards.
         route: Function that returns the node that has a part; None if no node has it.
-        build: Function of parts that returns the message for them, with buffers. It is called
-            again when parts are sent again.
+        build: Called with parts; returns the message for them, with buffers. Called again when
+            parts are sent again.
         on_answer: Called with each answer, and the parts that it answers.
         on_done: Called when all parts are answered. It may wait for other requests.
         on_failed: Called immediately when the request fails.
         memory: Function that returns the memory for the answer of a part; new memory when None.
         priority: Urgency of the messages.
-        is_write: Whether the request stays in flight after a `wait` has timed out, as a push does;
-            other requests are cancelled then.
+        is_write: Whether the request, such as a push, stays in flight after a `wait` has timed
+            out; a `wait` that times out cancels any other request.
         timestamp: Number of the request, which its customer assigns.
         asked: Node that each unanswered part was last sent to; an empty string before that.
         stuck: Parts to send to another node: their node was lost, or does not have them.
@@ -74,7 +74,7 @@ class PendingRequest:
 
 
 class SendParts(NamedTuple):
-    """Send these parts of a request to a node."""
+    """Instruction: send these parts of a request to a node."""
 
     request: PendingRequest
     node: str
@@ -82,13 +82,13 @@ class SendParts(NamedTuple):
 
 
 class Done(NamedTuple):
-    """All parts of a request are answered."""
+    """Instruction: complete a request, since all its parts are answered."""
 
     request: PendingRequest
 
 
 class PartsLost(NamedTuple):
-    """No node has these parts of a request any more."""
+    """Instruction: fail a request, since no node has these parts any more."""
 
     request: PendingRequest
     parts: tuple[int, ...]
@@ -111,7 +111,7 @@ class RequestsState:
         return [*self._send(request)] if request.asked else [Done(request)]
 
     def answered(self, request: PendingRequest, parts: Iterable[int]) -> list[Done]:
-        """Record the answer to some parts; an answer may come twice."""
+        """Record the answer to some parts of a request; ignore repeated answers."""
         for part in parts:
             request.asked.pop(part, None)
             request.stuck.discard(part)
@@ -120,12 +120,15 @@ class RequestsState:
     def moved(
         self, request: PendingRequest, node: str, parts: Iterable[int]
     ) -> list[SendParts | PartsLost]:
-        """Mark parts that a node does not have; send them again if the route has changed."""
+        """Mark parts for which `node` answered that it does not have them.
+
+        They are sent again as soon as the route returns another node.
+        """
         request.stuck.update(part for part in parts if request.asked.get(part) == node)
         return self._send(request)
 
     def again(self, request: PendingRequest, parts: Iterable[int]) -> list[SendParts | PartsLost]:
-        """Send parts again for which a node has answered with `Repeat`."""
+        """Send parts again after a node has answered `Repeat` for them."""
         request.asked.update(dict.fromkeys([part for part in parts if part in request.asked], ""))
         return self._send(request)
 

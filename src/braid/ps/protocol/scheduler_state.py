@@ -42,20 +42,20 @@ OnWorkerLoss: TypeAlias = Literal["fail", "wait", "shrink", "replace"]
 
 
 class FailRun(NamedTuple):
-    """Send all nodes the error that ends the run."""
+    """Instruction: send all nodes the error that ends the run."""
 
     text: str
 
 
 class CallSpare(NamedTuple):
-    """Order a spare to replace a lost worker."""
+    """Instruction: order a spare to replace a lost worker."""
 
     spare: int
     worker: int
 
 
 class StopWorkers(NamedTuple):
-    """Send all workers the clock before which they stop."""
+    """Instruction: send all workers the clock before which they stop."""
 
     clock: int
 
@@ -204,7 +204,7 @@ class SchedulerState(MembersState[str, int]):
         return self._change(self.directory.with_workers(workers, self._lives))
 
     def spare_joins(self, spare: int) -> list[Instruction]:
-        """Add a spare process, which can replace a lost worker; call it if a worker is missing."""
+        """Add a spare process; call it immediately if a lost worker has no replacement yet."""
         if spare not in self._spares:
             self._spares.append(spare)
         return self._call_spare(self._vacant.pop(0)) if self._vacant else []
@@ -249,7 +249,7 @@ class SchedulerState(MembersState[str, int]):
         return [*again, *self._remove(worker)]
 
     def release_lost(self) -> list[Instruction]:
-        """Stop waiting for new processes of lost workers: remove these workers."""
+        """Remove lost workers from the run, instead of waiting for their new processes."""
         workers = [] if self.directory is None else list(self.directory.workers)
         lost = [number for number in workers if worker_node(number) not in self.addresses]
         return [instruction for number in lost for instruction in self._remove(number)]
@@ -295,14 +295,14 @@ class SchedulerState(MembersState[str, int]):
         return self._change(directory)
 
     def installed(self, shard: int, server: int, since: int) -> list[Instruction]:
-        """Record that a server that joins a chain has received the state."""
+        """Record that the server `server` has received a shard's state, and so joins its chain."""
         if self.directory is None:
             return []
         directory = self.directory.installed(shard, server, since)
         return [] if directory is self.directory else self._change(directory)
 
     def balance(self, server: int, counts: list[int]) -> list[Instruction]:
-        """Record a server's request counts; once all have reported, move hot shards."""
+        """Record a server's request counts; once all servers have reported, move hot shards."""
         directory = self.directory
         if directory is None or len(counts) != len(directory.chains):
             return []
@@ -327,9 +327,9 @@ class SchedulerState(MembersState[str, int]):
     ) -> list[Instruction]:
         """Add a node to a barrier, which is released once all `members` have entered.
 
-        A barrier of a `step` cannot wait for the replacement of a lost worker, which continues at
-        the clock of its tables, before or after the step. The replacement passes the steps that
-        were released without it, and is a member again from the first later step on.
+        A barrier of a `step` does not wait for the replacement of a lost worker, which may continue
+        after that step. The replacement passes the steps that were released without it
+        immediately, and is a member again from the first later step on.
         """
         if step >= 0:
             if self._since.get(node) == math.inf:
@@ -371,7 +371,7 @@ class SchedulerState(MembersState[str, int]):
         return [*data.next(request[0], request, finished)]
 
     def drop_missing(self) -> list[Instruction]:
-        """Treat nodes that did not reconnect to the restarted scheduler as lost."""
+        """After a restart of the scheduler, treat nodes that did not reconnect as lost."""
         missing, self.missing = sorted(self.missing), set()
         reason = "it did not come back to the scheduler, which was started again"
         out: list[Instruction] = []

@@ -148,7 +148,7 @@ class ShardState:
         """Decide on a push; drop a task's push that another worker has sent before.
 
         Raises:
-            CommError: The worker is not a worker of this table, or the clock is over.
+            CommError: The sender is not a worker of the run, or the clock is over.
         """
         if not self.is_head:
             return [Moved(request)]
@@ -171,7 +171,7 @@ class ShardState:
         """Decide on a pull of the values before a worker's clock.
 
         Raises:
-            CommError: The worker is not a worker of this table.
+            CommError: The sender is not a worker of the run.
         """
         if not self.is_head:
             return [Moved(request)]
@@ -188,12 +188,12 @@ class ShardState:
         *,
         lr_before: float | None = None,
     ) -> list[Instruction]:
-        """Change the consistency or learning rate from a clock on.
+        """Change the consistency or learning rate from `clock` on.
 
-        Pushes of slower workers for earlier clocks use `lr_before` if the rate never changed.
+        Slower workers still push earlier clocks: `lr_before` is their rate if it never changed.
 
         Raises:
-            CommError: The clock is over.
+            CommError: The clock has begun already.
         """
         if not self.is_head:
             return [Moved(request)]
@@ -220,7 +220,7 @@ class ShardState:
         return epoch == self.view.epoch and self.predecessor is not None and not self.is_head
 
     def record(self, record: ShardRecord, epoch: int) -> list[Instruction]:
-        """Handle a record from the predecessor; the driver keeps its sum by number."""
+        """Handle a record from the predecessor; the caller stores its sum by number."""
         if not self.follows(epoch):
             return []
         if record.number <= self.applied.number and self.is_installed:
@@ -229,7 +229,7 @@ class ShardState:
         return self._follow()
 
     def install(self, progress: ShardProgress, since: int) -> list[Instruction]:
-        """Begin with the state that the predecessor has sent."""
+        """Begin with the state that the predecessor has sent in the epoch `since`."""
         if self.is_installed or since != self.view.joining.get(self._server):
             return []
         self.applied, self.decided = progress.copy(), progress.copy()
@@ -286,7 +286,7 @@ class ShardState:
         return lines
 
     def awaited(self) -> set[int]:
-        """Return the workers with missing pushes that requests here wait for."""
+        """Return the workers with pushes that waiting requests of this shard need."""
         pushed = self._pushed()
         needed = [
             clock - self.applied.rules.at(clock).staleness for _, clock in self._parked.values()

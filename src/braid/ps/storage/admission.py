@@ -104,7 +104,7 @@ class Candidates:
         return admitted
 
     def forget(self, before: int) -> None:
-        """Remove ids with a last update at or before `before`."""
+        """Remove ids whose last update has the number `before` or a lower one."""
         self._table.remove(stale_slots(self._table, before))
 
     def export(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -42,7 +42,7 @@ class Expected(NamedTuple):
 
 
 def described(tensor: torch.Tensor) -> str:
-    """Return dtype and shape of a tensor as text."""
+    """Return the dtype and shape of a tensor as text."""
     layout = "" if tensor.layout == torch.strided else f" ({tensor.layout})"
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{layout}"
 

@@ -78,7 +78,7 @@ class _Vector(Storage):
 
     @abstractmethod
     def read(self, query: Tensors) -> Tensors:
-        """Return the live vector, which later calls of `apply` do not write to."""
+        """Return the live vector, which later calls of `apply` do not change."""
 
     def statistics(self) -> dict[str, int]:
         """Return the numbers of updates and of bytes of the values."""
@@ -141,7 +141,7 @@ class DenseStorage(_Vector):
         self._updates += 1
 
     def read(self, query: Tensors) -> Tensors:  # noqa: ARG002 - empty
-        """Return the live vector, which the next `apply` replaces by a copy.
+        """Return the live vector; the next `apply` steps a copy of it instead.
 
         Cost: nothing here; the next `apply` copies the shard once, for any number of reads.
         """
@@ -166,7 +166,7 @@ class DenseStorage(_Vector):
 
     @property
     def lr(self) -> float:
-        """Learning rate; None without an optimizer; see `Storage.lr`."""
+        """Learning rate; see `Storage.lr`."""
         return self._stepper.lr
 
     def set_lr(self, lr: float) -> None:

@@ -51,14 +51,14 @@ class Eviction:
             raise ConfigError(msg)
 
     def unused_since(self, update: int) -> int | None:
-        """Return the latest update that is too old; None if no pass is due at this update."""
+        """Return the latest update for which a row is now too old; None if no check is due."""
         if self.unused_updates is None or update % max(1, self.unused_updates // PARTS):
             return None
         return update - self.unused_updates
 
 
 def stale_slots(table: RowTable, before: int) -> torch.Tensor:
-    """Return the slots of rows with a last update at or before `before`."""
+    """Return the slots of rows whose last update has the number `before` or a lower one."""
     slots = table.slots()
     return slots.masked_select(table.columns["last_update"].index_select(0, slots)[:, 0] <= before)
 

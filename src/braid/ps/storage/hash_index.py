@@ -75,7 +75,7 @@ class HashIndex:
     def rebuild(self, ids: torch.Tensor, slots: torch.Tensor) -> None:
         """Replace all contents by distinct ids, in a table that is at most a quarter full.
 
-        So the number of ids can double before the next rebuild.
+        The number of ids can then double before the next rebuild.
         """
         size = max(SMALLEST, 1 << (4 * len(ids) - 1).bit_length())
         self._buckets = torch.full((size,), EMPTY)

@@ -109,7 +109,7 @@ class ParameterStorage(Storage):
         self._whole = None
 
     def read(self, query: Tensors) -> Tensors:  # noqa: ARG002 - empty
-        """Return a copy of the values, the same one until the next `apply`."""
+        """Return a copy of the values; calls before the next `apply` return the same copy."""
         if self._whole is None:
             self._whole = torch.cat([part.values for part in self._parts])
         return (self._whole,)
@@ -171,7 +171,7 @@ class ParameterStorage(Storage):
 
     @property
     def lr(self) -> float:
-        """Learning rate; None without an optimizer; see `Storage.lr`."""
+        """Learning rate; see `Storage.lr`."""
         return self._parts[0].lr
 
     def set_lr(self, lr: float) -> None:

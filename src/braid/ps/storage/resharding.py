@@ -50,7 +50,7 @@ def ranges_of_shards(numel: int, num_shards: int, lengths: Sequence[int] = ()) -
 
 
 def parts_in(sizes: Sequence[int], elements: slice) -> list[tuple[int, int]]:
-    """Return the parameters in a range of a flat vector, with the elements of each in it.
+    """Return (parameter, number of its elements) for each parameter in a range of a flat vector.
 
     Args:
         sizes: Lengths of all parameters of a table, in their order.

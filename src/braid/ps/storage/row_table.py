@@ -24,7 +24,7 @@ SMALLEST = 16  # rows
 
 
 class Width(NamedTuple):
-    """Width, dtype and initial value of a column."""
+    """Number of elements per row, dtype and initial value of a column."""
 
     width: int
     dtype: torch.dtype

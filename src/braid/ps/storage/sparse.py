@@ -283,7 +283,7 @@ class SparseStorage(Storage):
 
     @property
     def lr(self) -> float:
-        """Learning rate; None without an optimizer; see `Storage.lr`."""
+        """Learning rate; see `Storage.lr`."""
         return self._rule.learning_rate
 
     def set_lr(self, lr: float) -> None:

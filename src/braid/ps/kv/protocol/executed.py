@@ -29,7 +29,7 @@ Reply = TypeVar("Reply")
 
 
 class RequestStream(NamedTuple):
-    """Key of requests that are numbered together."""
+    """Identity of a stream: the requests of one customer in one process, numbered consecutively."""
 
     sender: str
     incarnation: int
@@ -38,7 +38,7 @@ class RequestStream(NamedTuple):
 
 
 class RequestProgress(Enum):
-    """State of a request without a recorded answer."""
+    """State of a request for which no answer is recorded: new, under way, or over."""
 
     NEW = "execute it"
     UNDER_WAY = "it is being executed"
@@ -54,7 +54,7 @@ class _Requests(Generic[Reply]):
 
 
 class Executed(Generic[Reply]):
-    """Received requests of all streams, with the answers that may be requested again."""
+    """Requests that a node has received, with recorded answers: each request is executed once."""
 
     def __init__(self) -> None:
         self._streams: dict[RequestStream, _Requests[Reply]] = {}
@@ -89,7 +89,7 @@ class Executed(Generic[Reply]):
             del requests.replies[timestamp]
 
     def finish(self, stream: RequestStream, timestamp: int, reply: Reply) -> bool:
-        """Record the answer of a request; False if it has one already."""
+        """Record the answer of a request; return False if an answer was recorded before."""
         requests = self._streams.get(stream)
         if requests is None or timestamp not in requests.replies:
             return True  # the sender does not wait for it any more

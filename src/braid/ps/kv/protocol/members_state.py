@@ -27,7 +27,7 @@ Ticket = TypeVar("Ticket")
 
 
 class Refuse(NamedTuple):
-    """Answer the requests of these tickets with an error."""
+    """Instruction: answer the requests with these tickets with an error."""
 
     tickets: tuple[Any, ...]
     text: str
@@ -37,7 +37,7 @@ KVInstruction: TypeAlias = "PublishDirectory | ReleaseNodes | Refuse"
 
 
 class KVMembersState(MembersState[tuple[int, int], Ticket]):
-    """State of a scheduler; its barriers are named by customer and group.
+    """State of a key-value run's scheduler; a barrier's name is its customer and group.
 
     Args:
         num_servers: Number of servers of the run.
