@@ -142,7 +142,7 @@ class Server:
         )
 
     def drain(self) -> None:
-        """Ask the scheduler to move all shards to other servers; repeat the call until it has."""
+        """Ask the scheduler to move all shards to other servers; the server repeats the request."""
         self._is_draining = True
         self._send(SCHEDULER, Drain())
 

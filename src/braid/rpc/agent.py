@@ -57,11 +57,11 @@ class Agent:
         van: Van of the node, owned and closed by this object.
         info: Name and number of the node.
         directory: Records of all nodes.
-        options: Choices; `rpc_timeout` of the copy in `Agent.options` may change.
+        options: Options of the node; `Agent.options` is a copy, and its `rpc_timeout` may change.
         spans: Records of the node's calls.
         world_size: Number of nodes; None if nodes come and go.
         share: Function that returns plain data for a remote reference; see `references`.
-        receive: Function that returns the reference of such data.
+        receive: Function that converts such data back to a remote reference.
     """
 
     def __init__(
@@ -123,7 +123,10 @@ class Agent:
         return made
 
     def wait_for(self, future: Future[Any], timeout: float) -> Any:
-        """Wait for a future while receiving; timeout 0: no deadline, -1: the node's default."""
+        """Wait for a future, and receive messages meanwhile.
+
+        A `timeout` of 0 means no deadline, and -1 the node's default.
+        """
         if future.done():
             return future.value()
         if self.peers.is_closed:
@@ -142,7 +145,7 @@ class Agent:
 
     @property
     def num_under_way(self) -> int:
-        """Number of unanswered calls of this node plus peers' calls that run here."""
+        """Number of this node's unanswered calls, plus the calls of peers that run on it."""
         return len(self.caller) + self.callee.num_running
 
     def wait_idle(self, timeout_s: float | None) -> bool:

@@ -30,7 +30,7 @@ Key = tuple[int, tuple[str, ...]]
 
 
 class AllGathers:
-    """The `all_gather` calls in which a node takes part."""
+    """State of the `all_gather` calls of one node: its counts, and the values it collects."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,13 +39,13 @@ class AllGathers:
         self._futures: dict[Key, AnswerFuture] = {}
 
     def next_number(self, names: tuple[str, ...]) -> int:
-        """Return the number of this node's next all_gather of some nodes."""
+        """Return the number of this node's next `all_gather` among the nodes `names`."""
         with self._lock:
             self._counts[names] += 1
             return self._counts[names]
 
     def add(self, key: Key, name: str, value: Any) -> torch.futures.Future[dict[str, Any]]:
-        """Add the value of a node; the future completes when all nodes have added theirs."""
+        """Add a node's value; return a future of all values, which completes with the last one."""
         with self._lock:
             values = self._values.setdefault(key, {})
             future = self._futures.setdefault(key, AnswerFuture())

@@ -66,9 +66,9 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET,
 ) -> RRef:
-    """Call a function on another node, and return a reference to its result there.
+    """Call a function on another node, and return a reference to the result, which stays there.
 
-    An error of the function shows when the value is used. See `rpc_sync`.
+    An error of the function is raised when the value is used. See `rpc_sync`.
     """
     return create(current_agent(), OutgoingCall(to, func, args, kwargs, timeout))
 
@@ -76,8 +76,8 @@ def remote(
 def is_cancelled() -> bool:
     """Return whether the current call was cancelled or its deadline has passed.
 
-    A long-running function should check this periodically and return early. Calls that it has made
-    are cancelled with it.
+    A long-running function should check this periodically and return early. Cancelling
+    a call also cancels the calls that it has made.
     """
     scope = current_scope()
     if scope is None:

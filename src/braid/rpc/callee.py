@@ -46,7 +46,7 @@ class Callee:
         references: Values that stay in this node.
         contexts: Contexts of distributed autograd that calls carry.
         spans: Records of the calls.
-        act: Function that sets this node as the current one in the caller's `contextvars` context.
+        act: Function that makes this node the current node of the running `contextvars` context.
         cancel_made: Function that cancels a call that this node has made, by its number.
         on_end: Function that is called when a call has been answered.
         num_running: Calls that are not answered, including calls that wait for a future.
@@ -69,7 +69,10 @@ class Callee:
         self._cancelled: deque[tuple[int, int]] = deque(maxlen=NUM_CANCELLED)
 
     def cancel(self, sender: int, number: int) -> None:
-        """Cancel a call of a peer: skip it, or make `rpc.is_cancelled` return True in it."""
+        """Cancel a call of a peer.
+
+        A call that has not begun is skipped; in a running one, `rpc.is_cancelled` returns True.
+        """
         with self._lock:
             scope = self._scopes.get((sender, number))
             if scope is None:

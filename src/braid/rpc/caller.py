@@ -49,11 +49,11 @@ class OutgoingCall(NamedTuple):
     """Arguments of a remote call, as passed by the program.
 
     Attributes:
-        to: The node.
-        function: Function to call there.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-        timeout: Seconds until its answer; 0 for no limit, negative for the node's default.
+        to: Node to call.
+        function: Function to call on that node.
+        args: Arguments of the function.
+        kwargs: Keyword arguments of the function.
+        timeout: Seconds to wait for the answer; 0 for no limit, negative for the node's default.
     """
 
     to: To
@@ -156,7 +156,7 @@ class Caller:
         """Call a function in another node, where its result stays.
 
         Returns:
-            Reference of the result, its fork of this node, and its owner.
+            Number of the reference, number of this node's fork of it, and the owning node.
         """
         record = self.peers.directory.find(call.to)
         ref, fork = self.references.new_remote(record.id)

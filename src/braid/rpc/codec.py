@@ -114,13 +114,13 @@ class Codec:
         names: Names of functions and classes; public.
         share: Function of a value and a receiver that returns plain data for a remote reference,
             and None for other values.
-        unshare: Function of that data that takes back a reference which is not sent.
-        receive: Function of that data, its sender, and whether its message will be answered;
+        unshare: Called with that data if the message is not sent; withdraws the reference.
+        receive: Called with that data, its sender, and whether its message will be answered;
             returns the reference.
         device_for: Function of a device and a receiver that returns the device on which tensors
             arrive; raises if the device is not mapped.
         allow_pickle: Whether values without another form are pickled, and unpickled from peers.
-        advice: Hint for errors about values that cannot travel.
+        advice: Hint for errors about values that cannot be sent.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Codec:
 
         Raises:
             CommError: The bytes are malformed.
-            RpcError: A name is unknown here.
+            RpcError: This node does not know a name in the value, or peers may not use it.
         """
         try:
             return _Unpacking(self, tensors, sender, will_answer).decode(data)
@@ -308,7 +308,7 @@ class Codec:
     def from_extension(  # noqa: C901, PLR0911, PLR0912 - one for each type
         self, code: int, value: Any, tensors: Sequence[torch.Tensor], sender: str, will_answer: bool
     ) -> Any:
-        """Return the value of an extension, given its unpacked content."""
+        """Return the value of the msgpack extension `code` with the unpacked content `value`."""
         if code == _TUPLE:
             return tuple(value)
         if code == _TENSOR:
@@ -419,7 +419,7 @@ class _Unpacking(msgspec.Struct, frozen=True, eq=False):
         return msgspec.msgpack.decode(data, ext_hook=self.extension)
 
     def extension(self, code: int, inner: memoryview) -> Any:
-        """Return the value of an extension, which has values inside."""
+        """Return the value of a msgpack extension whose content contains packed values."""
         if code == _TENSOR and len(inner) == 1:
             return self.tensors[inner[0]]
         value = self.decode(bytes(inner))

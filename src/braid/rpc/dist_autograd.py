@@ -55,8 +55,8 @@ def backward(
         roots: Tensors of one element.
         retain_graph: Whether another backward of the same context may follow.
         timeout_s: Deadline in seconds; `RpcOptions(rpc_timeout=)` when None.
-        mode: `smart` finds out first which results are used; `fast` counts on all of them, which
-            saves one wave of messages, and fails when one is not used.
+        mode: `smart` first finds out which results of calls are used. `fast` assumes that all are
+            used: this saves one wave of messages, but fails if a result is not used.
 
     Cost: two messages (mark and gradients) and their answers for each message that the roots depend
     on; `fast` half of that.
@@ -75,6 +75,6 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """Return the gradients that a context has on this node, by parameter.
 
     Raises:
-        ConfigError: The context is over, or was never here.
+        ConfigError: The context is over, or has never been on this node.
     """
     return current_agent().contexts.get(context_id).gradients

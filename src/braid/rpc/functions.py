@@ -17,7 +17,7 @@ def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
     On static and class methods, apply this decorator first. The thread that runs the function is
     free as soon as the function has returned.
 
-    On failure: a function that returns something else fails its call with RuntimeError.
+    On failure: if the function does not return a future, its call fails with RuntimeError.
     """
 
     @functools.wraps(fn)
@@ -29,5 +29,5 @@ def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_async_execution(function: object) -> bool:
-    """Return whether a function is marked, by this module or by torch's."""
+    """Return whether a function is marked by `async_execution` of this module or of torch."""
     return hasattr(function, MARK)

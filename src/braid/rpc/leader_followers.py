@@ -58,12 +58,12 @@ class LeaderFollowers:
 
     Attributes:
         van: The van.
-        handle: Function for each message, and the time at which it came; it may block.
-        handle_at_once: Function that is called before `handle` for each message; handles urgent
-            messages without blocking, and returns whether the message was one.
-        tick: Function that is called often, for deadlines.
-        is_bounded: Function that returns whether `max_running` holds for a message.
-        max_running: Such messages that the pool processes at the same time at most.
+        handle: Called with each message and the time at which it came; it may block.
+        handle_at_once: Called with each message before `handle`; handles an urgent message without
+            blocking, and returns whether the message was urgent.
+        tick: Called often, to check deadlines.
+        is_bounded: Function that returns whether `max_running` applies to a message.
+        max_running: Maximum number of such messages that the pool processes at the same time.
     """
 
     van: Van
@@ -148,17 +148,18 @@ class LeaderFollowers:
         *,
         is_quick: bool = True,
     ) -> bool:
-        """Wait in a thread of the program, which leads meanwhile if no other thread does.
+        """Wait in a thread of the program; the thread receives messages if no other one does.
 
         Args:
-            is_over: Condition.
+            is_over: Condition to wait for.
             is_own: Function that returns whether this thread processes a message itself.
-            timeout_s: Deadline; none when None.
+            timeout_s: Deadline in seconds; no deadline when None.
             key: Name of this wait for `wake`; only `notify` wakes it when None.
-            is_quick: Whether processing those messages is short; else others lead meanwhile.
+            is_quick: Whether the messages of `is_own` are processed quickly; if not, another thread
+                receives meanwhile.
 
         Returns:
-            Whether it is over.
+            Whether the condition is true.
 
         Raises:
             StaleError: The van is closed.
@@ -330,28 +331,31 @@ class LeaderFollowers:
     # -- from any thread
 
     def submit(self, delivery: Delivery) -> None:
-        """Handle a message of this node to itself as one that arrives."""
+        """Handle a message that this node sends to itself, like a received one."""
         if self.handle_at_once(delivery):
             return
         with self._lock:
             self._hand_to_pool(delivery, self._now_ns())
 
     def expect(self) -> None:
-        """Promote a follower immediately: an answer will come for which no thread may wait."""
+        """Make a thread of the pool receive immediately, if no thread receives or waits.
+
+        Call it when an answer will come for which no thread may wait.
+        """
         with self._lock:
             self._waited_ns = 0
             if not self._has_leader and not self._num_waiting:
                 self._follower.notify()
 
     def notify(self) -> None:
-        """Wake all threads of the program that wait, to look at their conditions."""
+        """Wake all waiting threads of the program, which then check their conditions."""
         with self._lock:
             self._wake_waiters()
             if self._leader_key is not None:
                 self.van.rouse()
 
     def wake(self, key: object) -> None:
-        """Wake one thread of the program, to look at its condition."""
+        """Wake the thread that waits with this key, which then checks its condition."""
         with self._lock:
             waiter = self._waiters.get(key)
             if waiter is not None:

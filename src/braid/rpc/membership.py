@@ -69,7 +69,7 @@ def init_rpc(
 
     Raises:
         ConfigError: An argument is invalid, or this process is a node already.
-        RendezvousError: Nodes did not come, or two have one name or number.
+        RendezvousError: Some nodes did not come, or two nodes have the same name or number.
     """
     del backend
     if has_default():
@@ -148,17 +148,17 @@ def join(
     address: str,
     recorder: Recorder | None = None,
 ) -> Agent:
-    """Return a node among others that share a store.
+    """Return the agent of a new node; all nodes of a run share a store.
 
     Args:
         store: The store, under a prefix that no other nodes use.
         name: Name of the node.
-        rank: Its number.
-        world_size: Number of nodes, for which it waits; None for any.
-        options: Choices.
-        secret: Secret of all nodes.
-        address: Address on which it listens.
-        recorder: Recorder of its calls; None without a launcher that reads it.
+        rank: Number of the node.
+        world_size: Number of nodes to wait for; None if nodes may come and go.
+        options: Options of the node.
+        secret: Secret that all nodes share.
+        address: Address on which the node listens.
+        recorder: Recorder of the node's calls; None without a launcher that reads it.
     """
     config = VanConfig(
         max_message_bytes=1 << 40,

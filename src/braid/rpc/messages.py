@@ -44,7 +44,7 @@ class Body(msgspec.Struct, frozen=True):
 
 
 class Creation(msgspec.Struct, frozen=True):
-    """The reference under which the callee keeps the result of a call."""
+    """Numbers under which the callee keeps the result of a `remote` call, for the caller's RRef."""
 
     ref: Id
     fork: Id
@@ -52,12 +52,12 @@ class Creation(msgspec.Struct, frozen=True):
 
 
 class AutogradEdge(msgspec.Struct, frozen=True):
-    """An edge of the graph of distributed autograd, from the tensors that a message carries.
+    """Edge in the graph of distributed autograd: a message that carries tensors between nodes.
 
     Attributes:
         context: Number of the context.
         number: Number of the edge; negative if no tensor of the message has a gradient.
-        tensors: Places of the tensors that have one.
+        tensors: Indices of the message's tensors that have a gradient.
         is_recording: Whether the sender has gradients enabled.
     """
 
@@ -71,7 +71,7 @@ class Call(msgspec.Struct, tag="rpc.call", frozen=True):
     """Request to call a function in the receiving node.
 
     Attributes:
-        function: Its name, as `names` gives it.
+        function: Name of the function; see the module `names`.
         body: Arguments and keyword arguments.
         creation: Reference under which the result stays; None if it is the answer.
         edge: Edge of distributed autograd; None outside of a context.
@@ -86,20 +86,20 @@ class Call(msgspec.Struct, tag="rpc.call", frozen=True):
 
 
 class CancelCall(msgspec.Struct, tag="rpc.cancel", frozen=True):
-    """Cancels a call of the sender, given by the number of its message."""
+    """The caller asks the callee to cancel a call, given by the number of its message."""
 
     call: int
 
 
 class CallReply(msgspec.Struct, tag="rpc.reply", frozen=True):
-    """Reply to a call: its result."""
+    """The callee's answer to a `Call`: its result."""
 
     body: Body
     edge: AutogradEdge | None = None
 
 
 class Raised(msgspec.Struct, tag="rpc.raised", frozen=True):
-    """Reply to a call that raised: type of the exception by name, and text with traceback."""
+    """The callee's answer to a `Call` that raised: type of the exception, text with traceback."""
 
     error: str
     text: str

@@ -142,7 +142,10 @@ class Names:
             return "builtins:RuntimeError"
 
     def exception_of(self, name: str) -> type[BaseException] | None:
-        """Return a type of exception of Python, torch, braid or the program; None for others."""
+        """Return the exception type with a name, from Python, torch, braid or the program.
+
+        Returns None for other names.
+        """
         module, _, short = name.partition(":")
         home: Any = builtins if module == "builtins" else None
         if module in _ERROR_MODULES or self._is_allowed(module):

@@ -213,7 +213,7 @@ class DistributedOptimizer:
             max_norm: Largest norm of all gradients together; larger ones are scaled down to it.
 
         Returns:
-            The norm before that; None without `max_norm`.
+            The norm before scaling; None without `max_norm`.
 
         Raises:
             Exception: Exception of a step, raised after all other steps have ended.
@@ -230,7 +230,7 @@ class DistributedOptimizer:
         """Do nothing, for training loops that call it: gradients end with their context."""
 
     def set(self, name: str, value: Any, group: int | None = None) -> None:
-        """Change a setting, such as `lr`, of a parameter group, or of all."""
+        """Change a setting, such as `lr`, of the parameter group `group`, or of all groups."""
         calls = []
         for owner, places in self._owners.items():
             for place, number in enumerate(places):
@@ -248,7 +248,7 @@ class DistributedOptimizer:
         """Load the states of all nodes.
 
         Raises:
-            ConfigError: The states are of other nodes.
+            ConfigError: The states do not have the names of this optimizer's nodes.
         """
         names = {rref.owner_name(): rref for rref in self._optimizers.values()}
         if names.keys() != state.keys():
@@ -274,14 +274,14 @@ class DistributedOptimizer:
     def save(
         self, directory: str | os.PathLike[str], step: int, *, keep: int | None = None
     ) -> Path:
-        """Write parameters and states as a checkpoint, whatever nodes they are in.
+        """Write the parameters and optimizer states of all nodes as a checkpoint.
 
         Args:
             directory: Directory of checkpoints.
             step: Number of completed steps.
             keep: Number of checkpoints to keep, this one included; all when None.
 
-        Cost: all bytes travel to this node once.
+        Cost: all bytes are sent to this node once.
 
         Raises:
             CheckpointError: The checkpoint cannot be written; earlier checkpoints are unchanged.
@@ -297,10 +297,11 @@ class DistributedOptimizer:
     def load(self, directory: str | os.PathLike[str]) -> int:
         """Load parameters and optimizer states from the last checkpoint; return its step.
 
-        Parameters are known by their place in `params_rref`, so nodes may have changed.
+        Parameters are identified by their position in `params_rref`, so they may be on other nodes.
 
         Raises:
-            CheckpointError: There is none, it is damaged, or of other parameters; nothing changes.
+            CheckpointError: No checkpoint exists, or it is damaged or has other parameters; nothing
+                is changed.
         """
         places = [(self._positions[owner], self._owners[owner]) for owner in self._optimizers]
         step, parts = optimizer_checkpoints.read(
@@ -346,7 +347,7 @@ class DistributedScheduler:
         return [by_group[group] for group in sorted(by_group)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; schedulers of all nodes have the same."""
+        """Return the scheduler's state, which is the same on all nodes."""
         state: dict[str, Any] = self._each("schedule_state")[0]
         return state
 

@@ -50,7 +50,7 @@ def write(
 
     Args:
         directory: Directory of checkpoints.
-        parts: For each node, the positions of its parameters and of its groups, and its part.
+        parts: For each node, the positions of its parameters and of its groups, and its `Part`.
         step: Number of completed steps.
         keep: Number of checkpoints to keep; all when None.
     """
@@ -73,7 +73,7 @@ def read(
     num_groups: int,
     shapes: Sequence[Sequence[Sequence[int]]],
 ) -> tuple[int, list[Part]]:
-    """Return the step of the last checkpoint, and the part of each node.
+    """Return the step of the last checkpoint, and the `Part` of each node.
 
     Args:
         directory: Directory of checkpoints.

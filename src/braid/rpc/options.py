@@ -74,8 +74,9 @@ def place_of(
     Args:
         device: Device of the tensor here.
         sender: Name of this node.
-        maps: Device maps of this node, by the name of the other one.
-        receiver: Record of the other node; its map to this node is used for backwards.
+        maps: Device maps of this node, by the name of the receiving node.
+        receiver: Record of the receiving node; its map to this node is inverted if `maps` has no
+            entry, such as for gradients.
 
     Raises:
         ConfigError: Neither map has the device.

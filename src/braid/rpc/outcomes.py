@@ -56,7 +56,7 @@ class AnswerFuture(torch.futures.Future[Any]):
     """A future that raises a copy of its error in each wait; see the module's docstring.
 
     Attributes:
-        on_cancel: Function that cancels the call; None for a future of no call.
+        on_cancel: Function that cancels the call; None if the future does not belong to a call.
     """
 
     on_cancel: Callable[[], bool] | None = None
@@ -86,8 +86,8 @@ class CallOutcome(msgspec.Struct, eq=False):
 
     Attributes:
         value: Result.
-        error: Error, if it failed.
-        is_here: Whether it has ended.
+        error: Error if the call failed.
+        is_here: Whether the call has ended.
     """
 
     value: Any = None
@@ -101,13 +101,13 @@ class CallOutcome(msgspec.Struct, eq=False):
 
 @dataclass(slots=True)
 class Later:
-    """The result of a call, once a future has it."""
+    """Marks a result that a future will contain; the answer to the call is sent then."""
 
     future: Any
 
 
 def awaited(future: Any) -> Later:
-    """Return the later result of a function that is marked with `async_execution`.
+    """Return the `Later` for the future that a function marked by `async_execution` returned.
 
     Raises:
         RuntimeError: The function did not return a future; the message is torch's.
@@ -140,7 +140,7 @@ def described(node: str, error: BaseException) -> tuple[BaseException, str]:
 
 
 def is_described(node: str, error: BaseException) -> bool:
-    """Return whether an error was made by `described` in a node."""
+    """Return whether an error was made by `described` on the node of this name."""
     args = _ARGS.__get__(error)
     return len(args) == 1 and type(args[0]) is str and args[0].startswith(f"On {node}:")
 

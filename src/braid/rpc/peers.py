@@ -106,7 +106,7 @@ class Peers:
 
         Raises:
             PeerLostError: The node was lost, and cannot be reached again.
-            RendezvousError: The node cannot be reached, at the first attempt or shortly after it.
+            RendezvousError: The node cannot be reached, or could not be shortly before.
             StaleError: This node has ended.
         """
         if self.is_closed:
@@ -132,7 +132,7 @@ class Peers:
         self.van.send(node, message, buffers=buffers, answers=answers, message_id=number)
 
     def undelivered(self, to: int) -> None:
-        """Release the references that a message to a lost node has carried."""
+        """Release the references of a lost node, since a message to it was not delivered."""
         if not self.is_closed:
             self.release(to)
 
@@ -150,7 +150,7 @@ class Peers:
         return True
 
     def ended(self) -> StaleError:
-        """Return the error for a call, or a value, of a node that has ended."""
+        """Return the error that is raised when this node is used after it has ended."""
         msg = (
             f"rpc.shutdown() has ended node {self.info.name}, so its references are invalid: use "
             "them before, or call rpc.init_rpc() and make new ones"

@@ -34,12 +34,12 @@ FIRST_NS, LONGEST_NS = 250_000_000, 4_000_000_000  # between two attempts, doubl
 
 
 def idempotent(function: Function) -> Function:
-    """Mark a function whose calls are sent again when its node is lost; the outermost decorator.
+    """Mark a function: its calls are sent again if its node is lost. The outermost decorator.
 
     Only the mark at the caller matters. Executing the function twice must equal executing it once.
 
     Raises:
-        ConfigError: The function has no attributes, as built-in ones.
+        ConfigError: Attributes cannot be set on the function, such as on built-in ones.
     """
     try:
         setattr(function, MARK, True)
@@ -64,10 +64,10 @@ class PendingCall(msgspec.Struct, eq=False):
         to: Number of the callee.
         name: Name of the function.
         deadline_ns: Time after which it fails; None for never.
-        finish: Function of the result and the error; one of them is None.
-        waiter: Key of the thread that waits for it, see `LeaderFollowers.wait`; `finish` takes no
-            time then. None if none does.
-        scope: Call that has made it; None for one of the program.
+        finish: Called with the result and the error; one of them is None.
+        waiter: Key of the thread that waits for the call, see `LeaderFollowers.wait`; its `finish`
+            is quick. None if no thread waits.
+        scope: Call of a peer inside which this call was made; None if the program made it.
         span: Span of the call in the trace; None without a launcher that reads it.
     """
 
@@ -115,7 +115,7 @@ class PendingCalls:
         return self._calls.get(number)
 
     def finish(self, number: int, value: Any, error: BaseException | None) -> None:
-        """Complete a call, unless it is complete."""
+        """Complete a call with a result or an error, unless it was completed before."""
         call = self.take(number)
         if call is None:
             return
@@ -126,7 +126,7 @@ class PendingCalls:
             self._pool.notify()
 
     def take(self, number: int) -> PendingCall | None:
-        """Remove a call that is answered, or that could not be sent; None if it is gone already."""
+        """Remove and return a call that is answered or was not sent; None if it is not pending."""
         with self._lock:
             call = self._calls.pop(number, None)
             if call is None:
@@ -148,7 +148,7 @@ class PendingCalls:
             self.finish(number, None, error(call))
 
     def is_quick(self, answer: Delivery) -> bool:
-        """Return whether an answer takes no time to handle, because a thread waits for it."""
+        """Return whether an answer can be handled quickly, because a thread waits for its call."""
         call = self._calls.get(answer.answers)
         return call is not None and call.waiter is not None
 
@@ -172,7 +172,7 @@ class Retries:
         now_ns: Callable[[], int],
         pause_ns: int = FIRST_NS,
     ) -> None:
-        """Send a call, and again later each time that its node is lost.
+        """Send a call; whenever its node is lost or unreachable, send it again later.
 
         Args:
             send: Function that sends the call, and calls its argument at the call's end. An
@@ -213,7 +213,7 @@ class Retries:
             again()
 
     def fail(self, error: BaseException) -> None:
-        """Fail all calls; the node ends."""
+        """Fail all calls that wait to be sent again, because the node ends."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for _, _, finish in waiting:

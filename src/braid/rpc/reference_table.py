@@ -35,7 +35,7 @@ class Counts(NamedTuple):
 
     Attributes:
         shared: Values of this node that others refer to, or that a call has made.
-        forks: References to them.
+        forks: References to these values.
         creating: Values that other nodes are about to make.
         pending: References held or passed on here that their owners have not confirmed.
     """
@@ -53,7 +53,7 @@ class References:
         peers: Sends the messages of the protocol.
 
     Attributes:
-        state: Decisions; public for introspection.
+        state: State machine that decides; public for introspection.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -66,7 +66,7 @@ class References:
         self.released: deque[tuple[Id, Id]] = deque()  # handles that Python has collected
 
     def counts(self) -> Counts:
-        """Return how many references there are."""
+        """Return the numbers of references and values; see `Counts`."""
         with self._lock:
             return Counts(*self.state.counts())
 
@@ -86,7 +86,7 @@ class References:
         return ref, fork
 
     def new_remote(self, owner: int) -> tuple[Id, Id]:
-        """Return reference and fork of a value that a node is about to make."""
+        """Return the numbers of a reference and a fork for a value that node `owner` will make."""
         with self._lock:
             if owner != self._peers.info.id:
                 return self.state.new_remote(owner)
@@ -95,7 +95,7 @@ class References:
             return ref, fork
 
     def created(self, fork: Id, error: BaseException | None = None) -> None:
-        """Record that the owner has begun to make the value of `new_remote`, or `error`."""
+        """Record that the owner has begun to make the value of `new_remote`, or that it failed."""
         with self._lock:
             if error is not None and self.state.is_held(fork):
                 self._errors[fork] = error.with_traceback(None)  # its frames hold arguments
@@ -103,7 +103,7 @@ class References:
         self._act(instructions)
 
     def accept(self, ref: Id, fork: Id, user: int, oldest_open: int) -> None:
-        """Register a value that a peer is about to make here."""
+        """Register a value of this node that the call of a peer is about to make."""
         with self._lock:
             self._values.setdefault(ref, AnswerFuture())
             instructions = self.state.accept(ref, fork, user, oldest_open)
@@ -120,19 +120,19 @@ class References:
                 future.set_exception(error)
 
     def share(self, ref: Id, fork: Id, receiver: int) -> Id:
-        """Return a fork for a message to a node."""
+        """Return the number of a new fork, to send with the reference to node `receiver`."""
         self.check(fork)
         with self._lock:
             return self.state.share(ref, fork, receiver)
 
     def unshare(self, data: Sequence[Any]) -> None:
-        """Take a reference back that was shared for a message which will not leave."""
+        """Withdraw a reference that was shared for a message which is not sent."""
         with self._lock:
             instructions = self.state.unshare(Id(*data[0]), Id(*data[1]))
         self._act(instructions)
 
     def confirmed(self, children: Sequence[Id]) -> None:
-        """Release forks that a call returned to their owner; the call is answered or unsent."""
+        """Release forks that a call returned to their owner, once it is answered or not sent."""
         with self._lock:
             instructions = [
                 instruction for child in children for instruction in self.state.confirmed(child)
@@ -142,10 +142,10 @@ class References:
     def receive(
         self, ref: Id, fork: Id, owner: WorkerInfo, sender: int, *, will_answer: bool
     ) -> Id:
-        """Return the fork that this node has of a reference that came in a message.
+        """Register a received reference; return the number of this node's fork of it.
 
         Raises:
-            CommError: The value is gone.
+            CommError: The value was dropped, or its owner is lost.
         """
         with self._lock:
             held, instructions = self.state.receive(
@@ -163,7 +163,7 @@ class References:
         """Return the future of a value of this node.
 
         Raises:
-            CommError: It is gone.
+            CommError: The value was dropped.
         """
         with self._lock:
             future = self._values.get(ref)
@@ -173,7 +173,7 @@ class References:
         return future
 
     def check(self, fork: Id) -> None:
-        """Raise if the value of a handle is known to be gone, or could not be made."""
+        """Raise if the value of a handle could not be made, or its loss is known."""
         error = self._errors.get(fork)
         if error is not None:
             raise error

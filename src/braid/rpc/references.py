@@ -78,7 +78,7 @@ class RRef:
         return self._owner
 
     def owner_name(self) -> str:
-        """Return the name of that node."""
+        """Return the name of the node in which the value lives."""
         return self._owner.name
 
     def confirmed_by_owner(self) -> bool:
@@ -105,7 +105,7 @@ class RRef:
         """Wait for the value, and return it; only on its owner.
 
         Raises:
-            RpcError: It lives in another node.
+            RpcError: The value lives in another node.
         """
         if not self.is_owner():
             msg = (
@@ -120,15 +120,15 @@ class RRef:
         return self._agent.wait_for(self._agent.references.future_of(self._ref), timeout)
 
     def rpc_sync(self, timeout: float = -1.0) -> Any:
-        """Return a proxy: its methods run on the value and return results; `timeout` in s."""
+        """Return a proxy: its methods run on the owner and return results; `timeout` in seconds."""
         return _Proxy(self, self._agent.caller.call_sync, timeout)
 
     def rpc_async(self, timeout: float = -1.0) -> Any:
-        """Return a proxy: its methods run on the value and return futures; `timeout` in s."""
+        """Return a proxy: its methods run on the owner and return futures; `timeout` in seconds."""
         return _Proxy(self, self._agent.caller.call_async, timeout)
 
     def remote(self, timeout: float = -1.0) -> Any:
-        """Return a proxy: its methods run on the value and return RRefs; `timeout` in s."""
+        """Return a proxy: its methods run on the owner and return RRefs; `timeout` in seconds."""
         return _Proxy(self, partial(create, self._agent), timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
@@ -178,7 +178,7 @@ def create(agent: Agent, call: OutgoingCall) -> RRef:
 
 
 def share(references: References, value: Any, receiver: int) -> Any:
-    """Return plain data for a reference in a message to a node; None for other values."""
+    """Return plain data for a remote reference in a message to a node; None for other values."""
     if not isinstance(value, RRef):
         return None
     child = references.share(value._ref, value._fork, receiver)  # noqa: SLF001
@@ -187,7 +187,7 @@ def share(references: References, value: Any, receiver: int) -> Any:
 
 
 def receive(agent: Agent, data: Sequence[Any], sender: str, will_answer: bool) -> RRef:
-    """Return the handle of a reference that came in a message; see `share`."""
+    """Convert the plain data of `share`, which came in a message, to a handle of the reference."""
     ref, fork, owner = Id(*data[0]), Id(*data[1]), WorkerInfo(data[2], data[3])
     held = agent.references.receive(
         ref, fork, owner, split_node(sender)[1], will_answer=will_answer

@@ -70,7 +70,7 @@ def names_of(role: str, environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def num_restarts() -> int:
-    """Return the number of processes with which the launcher replaces lost nodes."""
+    """Return how many lost processes the launcher may replace (`braid run --restarts`)."""
     text = os.environ.get(RESTARTS, "0")
     return int(text) if text.isdecimal() else 0
 

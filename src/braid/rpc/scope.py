@@ -32,7 +32,7 @@ class Scope:
 
     Args:
         deadline_ns: Time after which the caller no longer waits; None for no deadline.
-        is_kept: Whether its result stays here as the value of a remote reference.
+        is_kept: Whether the result stays in this process as the value of a remote reference.
 
     Attributes:
         is_cancelled: Whether the caller has cancelled it, or is lost.
@@ -52,7 +52,7 @@ _SCOPE: ContextVar[Scope | None] = ContextVar("braid-rpc-scope", default=None)
 
 
 def current_scope() -> Scope | None:
-    """Return the call that this code runs for; None outside of one."""
+    """Return the call of a peer that this code runs for; None outside of such calls."""
     return _SCOPE.get()
 
 
@@ -66,11 +66,11 @@ def deadline_ns(name: str, seconds: float, now_ns: int) -> int | None:
 
     Args:
         name: Name of the function, for the error.
-        seconds: Seconds that the call may take; 0 for any.
+        seconds: Seconds that the call may take; 0 for no limit.
         now_ns: Time now.
 
     Raises:
-        CommTimeout: The deadline of the call which makes it has passed.
+        CommTimeout: The deadline of the enclosing call has passed.
     """
     limit = now_ns + round(seconds * 1e9) if seconds else None
     scope = _SCOPE.get()
@@ -110,7 +110,7 @@ class CallSpans:
         )
 
     def serve(self, name: str, sender: int, number: int, arrived_ns: int) -> Span | None:
-        """Begin the span of a call that runs here; record a span of its time in the queue."""
+        """Begin the span of a peer's call that runs here; also record its time in the queue."""
         recorder = self._recorder
         if recorder is None:
             return None

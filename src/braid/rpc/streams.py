@@ -52,7 +52,7 @@ class _Inbox:
 
     @async_execution
     def put(self, number: int, value: Any) -> Future[bool]:
-        """Add a result; the future completes when the loop takes it: whether to go on."""
+        """Add a result; the future completes when the loop takes it, with whether to go on."""
         answer: Future[bool] = Future()
         with self._changed:
             if not self._is_closed:
@@ -152,7 +152,7 @@ def stream(
     timeout: float = -1.0,
     window: int = 8,
 ) -> Stream:
-    """Call a function in another node that yields results, and return them as they come.
+    """Call a generator function in another node; return an iterator over its results.
 
     The function takes a thread of the node, see `RpcOptions(num_worker_threads=)`, until the last
     result is taken or the stream is closed.

@@ -33,11 +33,11 @@ _NAME = re.compile(r"[A-Za-z0-9_:-]{1,128}")
 @register
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A node of remote calls.
+    """Name and number of a node of remote calls.
 
     Attributes:
-        name: Its name.
-        id: Its number.
+        name: Name of the node.
+        id: Number of the node.
 
     Raises:
         RpcError: The name cannot be the name of a node.
@@ -55,7 +55,7 @@ To: TypeAlias = str | int | WorkerInfo
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
-    """Facts by which others reach a node."""
+    """Record of a node in the store, from which other nodes read how to reach it."""
 
     name: str
     id: int
@@ -67,7 +67,7 @@ def check_name(name: str) -> None:
     """Check the name of a node.
 
     Raises:
-        RpcError: It is too long, or has other signs than letters, digits, `_`, `:` and `-`.
+        RpcError: The name is too long, or has characters other than letters, digits, `_`, `:`, `-`.
     """
     if _NAME.fullmatch(str(name)) is None:
         msg = (
@@ -77,7 +77,7 @@ def check_name(name: str) -> None:
 
 
 def node_of(number: int) -> str:
-    """Return the name of a node's van."""
+    """Return the name that the van (transport) of the node with this number has."""
     return f"{ROLE}:{number}"
 
 
@@ -86,7 +86,7 @@ class WorkerDirectory:
 
     Args:
         store: Store shared by all nodes, with a prefix for them; public.
-        timeout_s: Seconds to wait for a node that has not come.
+        timeout_s: Seconds to wait for a node that has not written its record.
     """
 
     def __init__(self, store: Store, timeout_s: float) -> None:
@@ -127,7 +127,7 @@ class WorkerDirectory:
         self._remember(record)
 
     def remove_own(self, info: WorkerInfo) -> None:
-        """Remove the record of this node, so that its name is free."""
+        """Remove the record of this node from the store, so that its name can be used again."""
         for key in (f"name/{info.name}", f"id/{info.id}"):
             self.store.delete_key(key)
 
@@ -171,13 +171,13 @@ class WorkerDirectory:
 
     @property
     def known(self) -> list[WorkerRecord]:
-        """Records that are known here, by number."""
+        """Records that this node has read so far, by number."""
         with self._lock:
             return [self._by_id[number] for number in sorted(self._by_id)]
 
     @property
     def infos(self) -> list[WorkerInfo]:
-        """Names and numbers of the nodes that are known here."""
+        """Names and numbers of the nodes with records that this node has read so far."""
         return [WorkerInfo(record.name, record.id) for record in self.known]
 
     def find(self, to: To) -> WorkerRecord:

@@ -41,7 +41,7 @@ class ParamLocks:
 
     @contextlib.contextmanager
     def held(self, params: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Hold the locks of parameters; every caller acquires them in the same order."""
+        """Hold the locks of parameters in the block; all callers acquire them in the same order."""
         with self._guard:
             for p in params:
                 if p not in self._locks:
@@ -58,11 +58,11 @@ PARAM_LOCKS = ParamLocks()
 
 @dataclass(slots=True, eq=False)
 class HookGroup:
-    """Hook that does nothing and marks parameters: a hook of one may set `.grad` of all of them.
+    """Marks parameters that belong together: a hook of one may set `.grad` of all of them.
 
     Attributes:
-        members: The parameters.
-        is_early: Whether the hooks do not wait for a second local backward of the same backward.
+        members: The parameters; this object is registered as a hook of each one.
+        is_early: Whether one local backward must reach all parameters, see `run_hooks`.
     """
 
     members: tuple[weakref.ref[torch.Tensor], ...]
@@ -82,7 +82,7 @@ def run_hooks(parameters: Iterable[torch.Tensor], *, is_early: bool = False) -> 
     """Make local backwards of contexts call the parameters' hooks that run after accumulation.
 
     Hooks of `register_post_accumulate_grad_hook`, such as the hooks of braid's
-    DistributedDataParallel, are called without this. It is needed for hooks of C++:
+    DistributedDataParallel, are called anyway. Call this function for hooks in C++:
 
         dist_autograd.run_hooks(ddp.parameters())       torch's DistributedDataParallel
 
@@ -90,9 +90,9 @@ def run_hooks(parameters: Iterable[torch.Tensor], *, is_early: bool = False) -> 
         parameters: Parameters of this node. A hook of one of them may change the gradients of all:
             data parallelism averages a bucket in the backward that completes the bucket.
         is_early: Whether the hooks count on one local backward that reaches all parameters, as in
-            torch's DistributedDataParallel with `static_graph` or `find_unused_parameters`. If a
-            remote call lies between the parameters, the backward fails then. If this is called
-            several times with the same parameters, the last call decides.
+            torch's DistributedDataParallel with `static_graph` or `find_unused_parameters`. If it
+            is True and a remote call lies between the parameters, the backward fails. The last
+            call with the same parameters decides.
 
     Cost: a local backward that reaches one of the parameters copies the gradients of all once more;
     such backwards run sequentially.
@@ -122,7 +122,7 @@ def has_hooks(leaf: torch.Tensor) -> bool:
 
 
 def hook_groups(leaves: Sequence[torch.Tensor]) -> set[HookGroup]:
-    """Return the groups to which some leaves belong."""
+    """Return the groups of parameters that contain one of the leaves."""
     hooks = [hook for leaf in leaves for hook in (accumulate_hooks(leaf) or {}).values()]
     return {hook for hook in hooks if isinstance(hook, HookGroup)}
 
@@ -142,9 +142,9 @@ def accumulated(
         pairs: Tensors, and the gradients from which the backward begins.
         leaves: Leaves on which the tensors depend.
         anchors: Leaves of receives on which the tensors depend.
-        known: Gradients of the context.
-        hooked: `.grad` after earlier local backwards of the same backward, which may be memory of
-            the hooks' owner; updated by this call.
+        known: Gradients that the context has so far.
+        hooked: `.grad` of each parameter after earlier local backwards of the same backward, which
+            may be memory of the module with the hooks; this call updates it.
         keeps: Whether the graph is kept.
     """
     members = {id(member): member for member in leaves}

@@ -65,10 +65,10 @@ class Contexts:
     """All contexts of a node.
 
     Attributes:
-        peers: Sends the messages of the protocol.
-        pool: Threads that receive.
-        codec: Packs gradients.
-        options: Choices of the node.
+        peers: Object that sends the messages of the protocol.
+        pool: Threads that receive messages.
+        codec: Codec that packs gradients.
+        options: Options of the node.
     """
 
     peers: Peers
@@ -126,7 +126,7 @@ class Contexts:
         """Return a context.
 
         Raises:
-            RpcError: It is over, or was never here.
+            RpcError: The context is over, or has never been on this node.
         """
         context = self._contexts.get(number)
         if context is None:
@@ -146,7 +146,7 @@ class Contexts:
 
     @contextlib.contextmanager
     def entered(self, edge: AutogradEdge) -> Iterator[None]:
-        """Run the code inside in the context of a call."""
+        """Run the block in the context of a received call, which is named by its edge."""
         token = _CURRENT.set(edge.context)
         try:
             with torch.set_grad_enabled(edge.is_recording):
@@ -165,7 +165,7 @@ class Contexts:
     # -- recording
 
     def outgoing(self, tensors: Sequence[torch.Tensor], to: int) -> AutogradEdge | None:
-        """Record the tensors of a message that is about to leave; None outside of a context."""
+        """Record the tensors of a message to node `to`; return the edge, None without a context."""
         number = _CURRENT.get()
         context = None if number < 0 else self._known(number)
         if context is None:
@@ -184,9 +184,9 @@ class Contexts:
     def incoming(
         self, edge: AutogradEdge | None, tensors: list[torch.Tensor], sender: int
     ) -> list[torch.Tensor]:
-        """Return the tensors of a message that has arrived, as results of its receive.
+        """Return a received message's tensors as results of `RecvRpc`, so that they have a graph.
 
-        Tensors of a context that is over carry no graph.
+        If the context is over, the tensors have no graph.
         """
         if edge is None:
             return tensors
@@ -229,7 +229,10 @@ class Contexts:
         timeout_s: float | None = None,
         mode: Mode = "smart",
     ) -> None:
-        """Run a backward as its origin; see `dist_autograd.backward`."""
+        """Run a backward of context `number`, as the node that begins it.
+
+        See `dist_autograd.backward` for the arguments.
+        """
         context = self.get(number)
         for place, root in enumerate(roots):
             if not root.requires_grad or root.numel() != 1:

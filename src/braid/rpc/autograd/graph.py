@@ -53,7 +53,7 @@ class Receive:
 
 
 class RecvRpc(torch.autograd.Function):
-    """The receiving end of an edge."""
+    """The receiving end of an edge (a message with tensors), as a function in torch's graph."""
 
     @staticmethod
     def forward(
@@ -76,7 +76,7 @@ backward_class(RecvRpc).__name__ = f"{_TORCH}RecvRpcBackward"
 
 
 class SendFunction(NamedTuple):
-    """The sending end of an edge, for programs that inspect the graph."""
+    """The sending end of an edge (a message with tensors), for programs that inspect the graph."""
 
     tensors: list[torch.Tensor]
 

@@ -54,7 +54,7 @@ class Context:
         self._reached: dict[Id | None, Reached] = {}
 
     def reached(self, source: Id | None) -> Reached:
-        """Return the local leaves and receives that the roots (None), or a send, depend on."""
+        """Return the local leaves and receives that a send depends on; with None, the roots."""
         if source not in self._reached:
             tensors = self.roots if source is None else self.sends.get(source, [])
             self._reached[source] = reached_from(tensors)
@@ -67,9 +67,9 @@ class Context:
 
     @contextlib.contextmanager
     def local(self, backward: Id, timeout_s: float | None) -> Iterator[None]:
-        """Run a local backward inside, after all local backwards of an earlier, failed backward.
+        """Run a local backward in the block, once those of an earlier, failed backward have ended.
 
-        If `backward` itself has failed and its successor already runs, this changes no state.
+        If `backward` itself is over, because it has failed, this does not change gradients.
 
         Raises:
             CommTimeout: The earlier local backwards have not ended.
@@ -98,10 +98,11 @@ class Context:
                 self._local_ended.notify_all()
 
     def reach_groups(self, groups: set[HookGroup]) -> None:
-        """Note groups of parameters that a local backward reaches.
+        """Record that a local backward reaches these groups of parameters.
 
         Raises:
-            RpcError: An earlier local backward has reached a group with `is_early` hooks.
+            RpcError: An earlier local backward has reached one of the groups, and its hooks need one
+                local backward for all parameters (`is_early`).
         """
         with self.lock:
             if any(group.is_early for group in groups & self._groups):
@@ -115,7 +116,7 @@ class Context:
             self._groups |= groups
 
     def restore(self) -> None:
-        """Drop the gradients that a failed backward has added."""
+        """If the last backward has failed, remove the gradients that it has added."""
         with self.lock:
             if self._local in self.state.failures:
                 self.gradients.clear()

@@ -71,19 +71,24 @@ class SparseSpec(NamedTuple):
 
 
 class PendingEdges(NamedTuple):
-    """Edges of a process that wait for gradients; a record with more steps replaces another."""
+    """Edges of a process that wait for gradients, as that process reported after `steps` steps.
+
+    Of two reports of one process, the one with more steps is valid.
+    """
 
     steps: int
     edges: tuple[Id, ...]
 
 
 class Mark(msgspec.Struct, tag="rpc.mark", frozen=True):
-    """The roots of a backward depend on the tensors that this edge has carried.
+    """A receiver of tensors reports to their sender that the roots of a backward depend on them.
+
+    The sender then expects gradients for the edge, and marks the edges that it depends on itself.
 
     Attributes:
         context: Number of the context.
-        backward: The backward.
-        edge: The edge.
+        backward: Number of the backward.
+        edge: Number of the edge (the message) that carried the tensors.
         failed: Earlier backwards of the context that have failed.
     """
 
@@ -94,12 +99,12 @@ class Mark(msgspec.Struct, tag="rpc.mark", frozen=True):
 
 
 class Gradients(msgspec.Struct, tag="rpc.gradients", frozen=True):
-    """Message with the gradients of the tensors that an edge has carried.
+    """A receiver of tensors sends their gradients to the process that sent the tensors.
 
     Attributes:
         context: Number of the context.
-        backward: The backward.
-        edge: The edge.
+        backward: Number of the backward.
+        edge: Number of the edge (the message) that carried the tensors.
         mode: Mode of the backward; "smart" if marks came before.
         retains: Whether graphs are kept.
         packed: A gradient or None for each tensor, packed by `codec`.
@@ -120,7 +125,13 @@ class Gradients(msgspec.Struct, tag="rpc.gradients", frozen=True):
 
 
 class Acknowledge(msgspec.Struct, tag="rpc.acknowledge", frozen=True):
-    """The consequences of a mark or a gradient are over; edges may still wait for gradients."""
+    """Answer to a `Mark` or `Gradients`: the receiver and all later processes have handled it.
+
+    Attributes:
+        context: Number of the context.
+        backward: Number of the backward.
+        pending: Edges that still wait for gradients, by process.
+    """
 
     context: int
     backward: Id
@@ -128,7 +139,13 @@ class Acknowledge(msgspec.Struct, tag="rpc.acknowledge", frozen=True):
 
 
 class BackwardFailed(msgspec.Struct, tag="rpc.backward-failed", frozen=True):
-    """A backward has failed on all processes; every backward of the context if None."""
+    """A process in which a backward failed sends this to all others, which then fail it as well.
+
+    Attributes:
+        context: Number of the context.
+        reason: Text of the error.
+        backward: Number of the backward that failed; None if all backwards of the context fail.
+    """
 
     context: int
     reason: str
@@ -136,7 +153,7 @@ class BackwardFailed(msgspec.Struct, tag="rpc.backward-failed", frozen=True):
 
 
 class Release(msgspec.Struct, tag="rpc.release", frozen=True):
-    """A context is over, and its state can be released."""
+    """A process reports to all others that a context is over; they then release its state."""
 
     context: int
 
@@ -145,14 +162,17 @@ AutogradMessage: TypeAlias = Mark | Gradients | Acknowledge | BackwardFailed | R
 
 
 class RunBackward(NamedTuple):
-    """Run the local backward from the roots (None), or from the tensors of a send."""
+    """Instruction: run the local backward from the tensors of the send `edge`.
+
+    An `edge` of None means the roots of the backward.
+    """
 
     edge: Id | None
     backward: Id
 
 
 class Ship(NamedTuple):
-    """Send the accumulated gradients of a receive to the process that sent its tensors."""
+    """Instruction: send the accumulated gradients of a receive to its tensors' sender."""
 
     edge: Id
     to: int
@@ -160,13 +180,16 @@ class Ship(NamedTuple):
 
 
 class BackwardFinished(NamedTuple):
-    """The backward is over on all processes. Pending edges mean that it is incomplete."""
+    """Instruction for the origin: the backward is over on all processes.
+
+    If `pending` is not empty, the backward is incomplete: these edges still wait for gradients.
+    """
 
     pending: dict[int, tuple[Id, ...]]
 
 
 class FailBackward(NamedTuple):
-    """The backward has failed, or all backwards of the context have (None)."""
+    """Instruction: fail a backward; with None, fail all backwards of the context."""
 
     backward: Id | None
 
@@ -204,7 +227,7 @@ class _Backward:
 
 
 class ContextState:
-    """A context, as one process sees it.
+    """State of one context of distributed autograd in one process.
 
     Args:
         process: Number of this process.
@@ -228,12 +251,12 @@ class ContextState:
     # -- recording
 
     def sent(self, edge: Id, to: int) -> None:
-        """Record an edge that leaves."""
+        """Record an edge: a message with tensors that this process has sent to process `to`."""
         self.sends[edge] = to
         self.known.add(to)
 
     def received(self, edge: Id, sender: int) -> None:
-        """Record an edge that enters."""
+        """Record an edge: a message with tensors that `sender` has sent to this process."""
         self.receives[edge] = sender
         self.known.add(sender)
 
@@ -250,11 +273,11 @@ class ContextState:
 
     @property
     def failed(self) -> list[Id]:
-        """Backwards that have failed."""
+        """Numbers of the backwards that have failed."""
         return [backward for backward in self.failures if backward is not None]
 
     def is_current(self, backward: Id) -> bool:
-        """Return whether this process takes part in a backward that has not failed."""
+        """Return whether `backward` is this process's current backward and has not failed."""
         record = self._backward
         return record is not None and record.number == backward and not self.failure_of(backward)
 
@@ -263,11 +286,14 @@ class ContextState:
         return self.failures.get(None) or self.failures.get(backward, "")
 
     def is_last(self, source: Id | None) -> bool:
-        """Return whether no other local backward is still to run, so that graphs can be freed."""
+        """Return whether no local backward but the one from `source` is left to run.
+
+        Its caller can then free the graphs.
+        """
         return self._backward is not None and self._backward.open_sources <= {source}
 
     def begin(self, number: Id, mode: Mode) -> list[Instruction]:
-        """Begin a backward, as its origin, once its roots are set."""
+        """Begin a backward in the process that calls `backward`; its roots are set before."""
         record = self._join(number, mode)
         record.open_sources.add(None)
         record.is_marking = mode == "smart"
@@ -275,7 +301,7 @@ class ContextState:
         return [*instructions, *self._advance(record)]
 
     def on_mark(self, sender: int, message: Mark) -> list[Instruction]:
-        """Record that a send will receive a gradient."""
+        """Handle a `Mark`: record that a send of this process will receive gradients."""
         if self._is_over(message.backward):
             return [self._fail_message(sender, message.backward)]
         instructions = self._learn(message.failed)
@@ -289,7 +315,7 @@ class ContextState:
     def on_gradients(
         self, sender: int, backward: Id, edge: Id, mode: Mode, failed: Iterable[Id] = ()
     ) -> list[Instruction]:
-        """Run the local backward of a send after its gradients have arrived."""
+        """Handle `Gradients`: run the local backward of the send to which they belong."""
         if self._is_over(backward):
             return [self._fail_message(sender, backward)]
         instructions = self._learn(failed)
@@ -302,7 +328,7 @@ class ContextState:
         return [*instructions, RunBackward(edge, backward)]
 
     def finished(self, source: Id | None, backward: Id) -> list[Instruction]:
-        """Continue after the local backward of a source has run."""
+        """Continue after the local backward of a source (a send, or None for the roots) has run."""
         record = self._backward
         if record is None or not self.is_current(backward):
             return []
@@ -319,7 +345,7 @@ class ContextState:
         return [*instructions, *self._advance(record)]
 
     def on_acknowledge(self, message: Acknowledge) -> list[Instruction]:
-        """Record that a message of this process and its consequences are over."""
+        """Handle an `Acknowledge` of a message that this process has sent."""
         record = self._backward
         if record is None or not self.is_current(message.backward):
             return []
@@ -328,7 +354,7 @@ class ContextState:
         return self._advance(record)
 
     def waiting(self) -> list[str]:
-        """Describe the gradients and answers for which a backward waits here."""
+        """Return lines of text about the gradients and answers that this process waits for."""
         record = self._backward
         if record is None:
             return []
@@ -357,14 +383,14 @@ class ContextState:
         return [*sends, FailBackward(backward)]
 
     def lost(self, process: int, reason: str) -> list[Instruction]:
-        """Fail if a process that takes part is lost."""
+        """Fail all backwards of the context if the lost process takes part in it."""
         if process not in self.known:
             return []
         self.known.discard(process)
         return self.fail(reason)
 
     def release(self) -> list[Instruction]:
-        """End the context here and on all processes that take part."""
+        """Return the messages that release the context on all other processes that take part."""
         return [Send(to, Release(self.context)) for to in sorted(self.known - {self.process})]
 
     # -- inside

@@ -19,7 +19,7 @@ __all__ = [
 
 
 class Id(NamedTuple):
-    """Number of a reference or a fork, unique over all processes and their lives.
+    """Number of a reference or a fork, unique over all processes, also after restarts.
 
     Attributes:
         process: Process that has created it.
@@ -31,9 +31,15 @@ class Id(NamedTuple):
 
 
 class Fork(msgspec.Struct, tag="rpc.fork", frozen=True):
-    """A user asks the owner to register its fork.
+    """A user (a process that refers to a value) asks the value's owner to register its fork.
 
     All requests of this user below `oldest_open` are over, so late copies of them are ignored.
+
+    Attributes:
+        ref: Number of the reference.
+        fork: Number of the user's fork.
+        number: Number of this request.
+        oldest_open: Lowest number of a request of this user that has no answer.
     """
 
     ref: Id
@@ -43,26 +49,32 @@ class Fork(msgspec.Struct, tag="rpc.fork", frozen=True):
 
 
 class Forked(msgspec.Struct, tag="rpc.forked", frozen=True):
-    """The owner has registered a fork, or knows no such value."""
+    """The owner's answer to `Fork`: the fork is registered, or the owner has no such value."""
 
     fork: Id
     is_known: bool
 
 
 class Confirmed(msgspec.Struct, tag="rpc.confirmed", frozen=True):
-    """The owner has registered a child, so its parent may be deleted."""
+    """A user reports to the process that sent it a reference that its fork is registered.
+
+    The receiver may then delete its own fork.
+    """
 
     fork: Id
 
 
 class Noted(msgspec.Struct, tag="rpc.noted", frozen=True):
-    """The parent has seen that its child is confirmed."""
+    """Answer to `Confirmed`, so that it is not sent again."""
 
     fork: Id
 
 
 class UserDelete(msgspec.Struct, tag="rpc.delete", frozen=True):
-    """A user refers to the value no longer; the numbers are as in `Fork`, 0 for no request."""
+    """A user reports to the owner that its fork is gone.
+
+    `number` is the number of the fork's request, 0 for none; see `Fork` for the other fields.
+    """
 
     ref: Id
     fork: Id
@@ -71,7 +83,7 @@ class UserDelete(msgspec.Struct, tag="rpc.delete", frozen=True):
 
 
 class Deleted(msgspec.Struct, tag="rpc.deleted", frozen=True):
-    """The owner has forgotten a fork."""
+    """The owner's answer to `UserDelete`: it has forgotten the fork."""
 
     fork: Id
 

@@ -59,14 +59,14 @@ __all__ = [
 
 
 class Send(NamedTuple):
-    """Send a message to a process."""
+    """Instruction: send a message to a process."""
 
     to: int
     message: msgspec.Struct
 
 
 class Drop(NamedTuple):
-    """Drop a value of this process: its last fork was deleted."""
+    """Instruction: drop a value of this process, since its last fork was deleted."""
 
     ref: Id
 
@@ -142,12 +142,12 @@ class ReferencesState:
 
     @property
     def num_pending_users(self) -> int:
-        """Number of forks held here that the owner has not confirmed."""
+        """Number of forks of this process that the owner has not confirmed."""
         return sum(entry.state in {"creating", "asked"} for entry in self._forks.values())
 
     @property
     def num_pending_children(self) -> int:
-        """Number of forks that were passed on and are not confirmed."""
+        """Number of forks that this process passed on and that are not confirmed."""
         return sum(len(entry.children) for entry in self._forks.values())
 
     def counts(self) -> tuple[int, int, int, int]:
@@ -162,7 +162,7 @@ class ReferencesState:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing waits for an answer."""
+        """Whether no message of this process waits for an answer."""
         return not self._unnoted and all(
             entry.state == "confirmed" and not entry.children for entry in self._forks.values()
         )
@@ -173,7 +173,7 @@ class ReferencesState:
         return entry is None or entry.state not in {"creating", "asked"}
 
     def is_held(self, fork: Id) -> bool:
-        """Return whether a handle here has this fork of another process' value."""
+        """Return whether this process has a handle for a fork of another process's value."""
         entry = self._forks.get(fork)
         return entry is not None and not entry.is_released
 
@@ -196,17 +196,17 @@ class ReferencesState:
         return ref, fork
 
     def new_remote(self, owner: int) -> tuple[Id, Id]:
-        """Make a reference to a value that another process is about to make.
+        """Make a reference to a value that the process `owner` is about to make.
 
-        The call that makes the value is its request, and has `oldest_open`; report its answer with
-        `created`.
+        The call that makes the value also registers the fork, and contains `oldest_open`. Call
+        `created` when that call is answered.
         """
         ref, fork = self._new_id(), self._new_id()
         self._forks[fork] = _UserFork(ref, owner, -1, fork.number, "creating")
         return ref, fork
 
     def created(self, fork: Id) -> list[Instruction]:
-        """Record that the owner has begun to make the value of `new_remote`, or never will."""
+        """Record that the call which makes the value of `new_remote` was answered or failed."""
         entry = self._forks.get(fork)
         if entry is None or entry.state != "creating":
             return []
@@ -214,7 +214,7 @@ class ReferencesState:
         return self._try_delete(fork, entry)
 
     def accept(self, ref: Id, fork: Id, user: int, oldest_open: int) -> list[Instruction]:
-        """Register the fork of a user that makes a value here, before its call is executed."""
+        """Register the fork of a user that makes a value in this process, before its call runs."""
         self._dead.discard(user)
         self._trim(user, oldest_open)
         self._unmade.discard(ref)
@@ -228,7 +228,10 @@ class ReferencesState:
         return fork
 
     def share(self, ref: Id, fork: Id, to: int) -> Id:
-        """Return the fork to send with a reference; call `lost` again if the send fails."""
+        """Return the number of a new fork for process `to`, to send with a reference.
+
+        If the send fails because `to` is lost, call `lost` again.
+        """
         child = self._new_id()
         entry = self._forks.get(fork)
         is_mine = entry is not None and entry.owner == self.process
@@ -311,7 +314,7 @@ class ReferencesState:
                 return []
 
     def confirmed(self, child: Id) -> list[Instruction]:
-        """Remove a child that the owner has registered, or that was not received."""
+        """Remove a child that the owner has registered, or that its receiver did not get."""
         for fork, entry in list(self._forks.items()):
             if child in entry.children:
                 del entry.children[child]

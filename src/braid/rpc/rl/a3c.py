@@ -35,7 +35,7 @@ class A3CLearner(Learner):
     def apply(
         self, gradients: Sequence[Tensor], version: int, steps: int, returns: Sequence[float]
     ) -> Weights | None:
-        """Take a step with gradients; return the weights after it, None at the end.
+        """Take a step with an actor's gradients; return the new weights, None if training is over.
 
         Args:
             gradients: Gradients, one for each parameter of the module.
@@ -65,7 +65,7 @@ class A3CLearner(Learner):
             return self._weights
 
     def step(self, timeout_s: float | None = None) -> None:
-        """Wait for the next update."""
+        """Wait for the next update, which an actor's call of `apply` makes; see `Learner.step`."""
         with self._changed:
             before = self._weights.version
             self._wait_for(lambda: self._weights.version != before, timeout_s)

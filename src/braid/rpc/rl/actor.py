@@ -98,8 +98,8 @@ class Actor:
     Args:
         environments: Environments, at least one; all have observations of one shape.
         policy: Policy that chooses the actions.
-        unroll_length: Steps T of an unroll.
-        seed: Seed of the environments; each has its own after it.
+        unroll_length: Number of steps T in an unroll.
+        seed: Seed of the first environment; the next environments have the seeds after it.
 
     Raises:
         ConfigError: There is no environment, or an unroll has no step.

@@ -38,7 +38,7 @@ class Replay:
     """Buffer of the newest unrolls, from which batches are drawn uniformly.
 
     Args:
-        capacity: Unrolls that are kept; the oldest goes first.
+        capacity: Maximum number of unrolls; the oldest one is removed first.
         seed: Seed of the draws.
 
     Raises:
@@ -81,9 +81,10 @@ class ImpalaLearner(Learner):
         module: Module of the policy, owned by this object.
         optimizer: Optimizer of its parameters.
         options: Choices of the loss.
-        batch_size: Unrolls of a step.
-        capacity: Unrolls that may wait before answers do; twice the batch when None.
-        replay: Unrolls to learn from again.
+        batch_size: Number of unrolls in a step.
+        capacity: Number of unrolls that may wait; above it, answers to actors are delayed. Twice
+            the batch size when None.
+        replay: Buffer of old unrolls to learn from again; None for no replay.
         num_replayed: Number of replayed unrolls in each step, beside the batch.
         max_grad_norm: Bound of the norm of all gradients.
         serving: Policies of this process that get each new version.
@@ -126,7 +127,7 @@ class ImpalaLearner(Learner):
 
     @async_execution
     def add(self, unroll: Unroll) -> Answer[Weights | None]:
-        """Take an unroll; the answer is the newest weights, once there is room for more."""
+        """Add an actor's unroll; answer with the newest weights once more unrolls have room."""
         future: Answer[Weights | None] = Answer()
         with self._changed:
             self._waiting.append(unroll)
@@ -136,7 +137,7 @@ class ImpalaLearner(Learner):
         return future
 
     def step(self, timeout_s: float | None = None) -> None:
-        """Learn from the next batch."""
+        """Wait for a batch of unrolls, and update the weights with it; see `Learner.step`."""
         with self._changed:
             if not self._wait_for(lambda: len(self._waiting) >= self._batch_size, timeout_s):
                 return

@@ -30,7 +30,7 @@ LEAST = 0.02  # of the weights of draws, so that none is forgotten
 
 @register
 class Opponent(NamedTuple):
-    """A member of the league, to play against.
+    """Member of the league that was drawn as an opponent.
 
     Attributes:
         number: Number of the member.
@@ -46,7 +46,7 @@ class Result(NamedTuple):
     """Result of one game of the newest policy against a member of the league.
 
     Attributes:
-        number: Number of the member against which it was.
+        number: Number of the member that was the opponent.
         score: 1 for a win of the newest policy, 0.5 for a draw, 0 for a loss.
     """
 
@@ -98,14 +98,14 @@ class League:
             return list(self._members)
 
     def freeze(self, weights: Weights) -> int:
-        """Make weights a member; return its number."""
+        """Add a member with these weights; return its number."""
         with self._lock:
             self._weights.append(weights)
             self._members.append(Member(weights.version, 0, 0.5))
             return len(self._members) - 1
 
     def draw(self, results: Sequence[Result] = ()) -> Opponent:
-        """Count games, and draw an opponent.
+        """Record the results of games, then draw an opponent.
 
         Raises:
             ConfigError: The league has no member, or a result has an unknown member.

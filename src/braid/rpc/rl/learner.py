@@ -28,16 +28,16 @@ NUM_EPISODES = 100  # of the mean return, as benchmarks of control count
 
 
 class Statistics(NamedTuple):
-    """Numbers of a training.
+    """Progress of a training, in numbers.
 
     Attributes:
         version: Updates of the weights.
         steps: Steps of environments that were learned from.
         episodes: Episodes that have ended.
         mean_return: Mean return of the last 100 episodes, NaN before the first.
-        is_full: Whether that mean is over 100 episodes.
-        lags: Number of unrolls for each lag in versions.
-        lost: Actors with a lost process.
+        is_full: Whether at least 100 episodes have ended, so that the mean is over 100 of them.
+        lags: Number of unrolls by lag: versions between the weights that played and the learner's.
+        lost: Names of actors whose process was lost.
     """
 
     version: int
@@ -96,7 +96,10 @@ class Learner(abc.ABC):
     # -- for actors
 
     def weights(self, version: int = -1) -> Weights | None:
-        """Return the newest weights, without tensors if `version` is current; None at the end."""
+        """Return the newest weights; None if training is over.
+
+        If the caller already has the newest `version`, the result contains no tensors.
+        """
         if self._is_over:
             return None
         newest = self._weights
@@ -114,11 +117,11 @@ class Learner(abc.ABC):
         Raises:
             CommTimeout: No experience came in time.
             PeerLostError: No actor is left.
-            Exception: An actor's function has raised it.
+            Exception: The exception that an actor's function raised.
         """
 
     def join(self, actor: str) -> None:
-        """Expect experience of an actor."""
+        """Add an actor, whose experience `step` then waits for."""
         with self._changed:
             self._actors.add(actor)
             self._missing.discard(actor)
@@ -154,7 +157,7 @@ class Learner(abc.ABC):
 
     @property
     def statistics(self) -> Statistics:
-        """Counts of the training so far, such as updates and steps."""
+        """Progress of the training so far, such as its updates and steps."""
         with self._changed:
             returns = list(self._returns)
             return Statistics(

@@ -28,7 +28,7 @@ class LossOptions:
     """Options of the loss of an actor-critic, such as discount and weights of its terms.
 
     Attributes:
-        discount: Factor of a reward one step later.
+        discount: Factor by which a reward one step later counts less.
         entropy_cost: Weight of the policy's entropy, which keeps it exploring.
         value_cost: Weight of the value function's error.
         lambda_: Weight of later steps in targets.

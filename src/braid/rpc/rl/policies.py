@@ -52,7 +52,7 @@ class Policy(Protocol):
         """Choose an action for each observation of a batch."""
 
     def load(self, weights: Weights) -> None:
-        """Go on with newer weights."""
+        """Use newer weights from now on."""
 
 
 class LocalPolicy:

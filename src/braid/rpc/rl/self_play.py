@@ -47,14 +47,14 @@ class PolicyPlayer:
 
 
 class Opponents:
-    """Opponents of a league, drawn for an actor.
+    """Draws an actor's opponents from a league, and reports the results to it.
 
     Args:
         league: The league, or a proxy of it: `reference.rpc_sync()`.
         game: The rules.
-        make_module: Makes a module for the weights of a member.
+        make_module: Function that returns a module, into which a member's weights are loaded.
         num_games: Games against an opponent before the next one is drawn.
-        seed: Seed of their choices.
+        seed: Seed of the opponents' choices.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Opponents:
         self._results: list[Result] = []
 
     def next(self) -> tuple[int, Player]:
-        """Return number and player for the next game."""
+        """Return the opponent of the next game: its number in the league, and the player."""
         if not self._left:
             results, self._results = self._results, []
             number, weights = self._league.draw(results)

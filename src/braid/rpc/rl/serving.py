@@ -43,7 +43,7 @@ class PolicyServer:
         self.num_batches = 0
 
     def load(self, weights: Weights) -> None:
-        """Go on with newer weights."""
+        """Use newer weights from now on."""
         with self._lock:
             self._policy.load(weights)
 

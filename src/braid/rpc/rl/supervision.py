@@ -52,10 +52,10 @@ def lead(
             number before `args`; it ends when the learner returns None instead of weights.
         args: Further arguments of `play`.
         is_over: Whether training is over; called after each update of the weights.
-        timeout_s: Seconds to wait for experience; unlimited when None. A new process for a lost
-            actor is waited for as long, and for 300 s when None.
+        timeout_s: Seconds to wait for experience; unlimited when None. If all actors are lost,
+            also the seconds to wait for a new process; 300 s when None.
 
-    On failure: a lost actor is left out and logged; its unfinished unroll is lost with it. If a new
+    On failure: training continues without a lost actor, which is logged. If a new
     process takes its role (`braid run --restarts`), it plays instead. If all actors are lost, the
     learner waits for a new process. Actors that have not ended 30 s after the training has are
     logged.
