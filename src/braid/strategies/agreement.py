@@ -35,7 +35,7 @@ class ReplicaDigests:
     """Compares the digests of all replicas.
 
     Args:
-        across: Group of the processes; None if there is one.
+        across: Group of the processes; None with a single process.
     """
 
     def __init__(self, across: Group | None) -> None:
@@ -46,20 +46,20 @@ class ReplicaDigests:
         self._compared = 0  # the step after which digests were exchanged last
 
     def begin_step(self) -> None:
-        """Count a step, also if it fails later: all processes must count the same number."""
+        """Count a step, even if it fails later, since all processes must count the same number."""
         self._num_steps += 1
 
     def compare(self, replicas: Sequence[ReplicaObjects]) -> torch.Tensor:
-        """Compare the replicas of this process after a step; compare processes when it is due.
+        """Compare the replicas of this process after a step; in some steps also compare processes.
 
         Args:
             replicas: Replicas of this process.
 
         Returns:
-            Digests of the first replica's tensors; none where nothing is compared.
+            Digests of the first replica's tensors; an empty tensor if nothing is compared.
 
         Raises:
-            ConfigError: Replicas here differ, or processes differed in an earlier step.
+            ConfigError: Replicas of this process differ, or processes differed in an earlier step.
         """
         self.finish()
         number = self._num_steps
@@ -76,10 +76,10 @@ class ReplicaDigests:
         return digests[0]
 
     def compare_processes(self, objects: ReplicaObjects) -> None:
-        """Compare the processes now.
+        """Compare the replicas of all processes now.
 
         Raises:
-            ConfigError: They differ.
+            ConfigError: Replicas of different processes differ.
         """
         self.finish()
         if self._across is not None:
@@ -96,10 +96,10 @@ class ReplicaDigests:
         self._work = start(row.unsqueeze(0))
 
     def finish(self) -> None:
-        """End the comparison with other processes.
+        """Wait for the digests of the other processes, if they are being exchanged; compare them.
 
         Raises:
-            ConfigError: Processes differ.
+            ConfigError: Replicas of different processes differ.
         """
         work, self._work = self._work, None
         if work is not None:
@@ -107,7 +107,7 @@ class ReplicaDigests:
             _check(work.result, self._names, f"step {self._compared}")
 
     def forget(self) -> None:
-        """Drop a comparison that has not ended."""
+        """Drop a comparison with other processes that has not finished."""
         self._work = None
 
 
@@ -134,7 +134,7 @@ def average_buffers(
 
     Args:
         replicas: Replicas of this process.
-        across: Group of the processes; None if there is one.
+        across: Group of the processes; None with a single process.
         before: Buffers before the step, equal in all replicas.
 
     Raises:
@@ -177,7 +177,10 @@ def average_buffers(
 def average_closure(
     group: Group, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Average a closure's loss over replicas, for optimizers such as LBFGS that use it."""
+    """Pre-hook of an optimizer's step: average the loss that its closure returns over replicas.
+
+    Optimizers such as LBFGS use this loss.
+    """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return args, kwargs

@@ -58,7 +58,7 @@ class EarlyStop:
         """Return True after `patience` epochs without a better result; see `Callback`.
 
         Raises:
-            ConfigError: `results` does not contain the result.
+            ConfigError: `results` does not contain the name `result`.
         """
         del epoch
         if self._result not in results:
@@ -73,7 +73,7 @@ class EarlyStop:
         return self._num_worse >= self._patience
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best result, and the number of epochs since."""
+        """Return the best result, and the number of epochs without a better one."""
         return {"best": str(self._best), "num_worse": self._num_worse}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -116,7 +116,7 @@ def resolver_of_tf_config() -> TFConfigClusterResolver | None:
 class LaunchedClusterResolver(_Cluster):
     """Reads the environment variables of a launcher: each rank is the worker of that number.
 
-    A launcher does not publish addresses of ranks, so `cluster_spec` contains `rank0`, `rank1`, ...
+    Launchers do not publish addresses of ranks, so `cluster_spec` has names: `rank0`, `rank1`, ...
 
     Args:
         environment: The rank's environment; read from `os.environ` when None.

@@ -37,9 +37,8 @@ class CrossDeviceOps:
     """Way in which replicas of one process combine gradients: the sizes of their buckets.
 
     Attributes:
-        num_packs: Number of buckets of equal size that gradients are packed into, after a first one
-            of at most 1 MiB, which leaves early; 0 for a bucket for each gradient, None for braid's
-            sizes.
+        num_packs: Number of buckets of equal size, after a first one of at most 1 MiB that is sent
+            early. 0 for one bucket per gradient, None for braid's bucket sizes.
 
     Raises:
         ConfigError: `num_packs` is negative.
@@ -66,7 +65,7 @@ class CrossDeviceOps:
 class HierarchicalCopyAllReduce(CrossDeviceOps):
     """All-reduce over memory of the host, in `num_packs` buckets.
 
-    braid chooses between one and two phases by size, so this is the default with other buckets.
+    braid chooses between one and two phases by size anyway, so this only sets the buckets.
     """
 
     num_packs: int | None = 1
@@ -104,7 +103,7 @@ class CommunicationOptions:
             where each process has a GPU.
 
     Raises:
-        ConfigError: A number is negative, or the implementation is another one.
+        ConfigError: A number is negative, or the implementation is unknown.
     """
 
     bytes_per_pack: int = 0

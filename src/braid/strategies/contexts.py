@@ -83,8 +83,8 @@ class ReplicaContext:
             value: Tensor of the same shape and dtype in each replica; it is not changed.
 
         Raises:
-            ConfigError: `op` is another one.
-            MismatchError: Replicas have different shapes or dtypes, or call something else.
+            ConfigError: `op` is neither `sum` nor `mean`.
+            MismatchError: Replicas have different shapes or dtypes, or call another collective.
 
         Cost: one all-reduce.
         """
@@ -99,7 +99,7 @@ class ReplicaContext:
             axis: Dim along which the tensors are concatenated.
 
         Raises:
-            MismatchError: Replicas have different dtypes, or shapes that differ in another dim.
+            MismatchError: Dtypes differ between replicas, or sizes of a dim other than `axis`.
 
         Cost: one all-gather, and one of the sizes.
         """
@@ -120,7 +120,7 @@ class ReplicaContext:
         its value. `kwargs` are keyword arguments of the function, by name.
 
         Raises:
-            ConfigError: A function of `merge_call` calls it.
+            ConfigError: A function that `merge_call` runs calls `merge_call` again.
         """
         _check_is_replica("merge_call")
         return self._merge(merge_fn, args, kwargs or {})
@@ -136,10 +136,10 @@ def _check_is_replica(name: str) -> None:
 
 
 def checked_op(op: str) -> str:
-    """Return `sum` or `mean`; also of an enumeration of other systems, by its name.
+    """Return `sum` or `mean` for a name, or for an enum member of this name, as TensorFlow's.
 
     Raises:
-        ConfigError: The name is another one.
+        ConfigError: The name is neither `sum` nor `mean`.
     """
     name = str(getattr(op, "name", op)).lower()
     if name not in {"sum", "mean"}:
@@ -157,7 +157,7 @@ def get_strategy() -> Strategy:
     """Return the strategy of the scope or the replica in which this statement runs.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: This statement is not in a strategy's scope or replica.
     """
     if _PLACE.strategy is None:
         msg = "no strategy is active here: call this in strategy.scope() or in strategy.run"
@@ -166,12 +166,12 @@ def get_strategy() -> Strategy:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Return the replica that runs this statement; None across replicas and without a strategy."""
+    """Return the replica in which this statement runs; None outside of replicas."""
     return _PLACE.replica
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether this statement is in the scope of a strategy, and in no replica."""
+    """Return whether this statement is in a strategy's scope, but not in a replica."""
     return _PLACE.strategy is not None and _PLACE.replica is None
 
 

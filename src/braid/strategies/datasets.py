@@ -29,8 +29,8 @@ class InputContext(NamedTuple):
     """Part of the data that a process reads.
 
     Attributes:
-        num_input_pipelines: Number of processes that read.
-        input_pipeline_id: Number of this one.
+        num_input_pipelines: Number of processes that read data.
+        input_pipeline_id: Number of this process among them.
         num_replicas_in_sync: Number of replicas of all processes.
     """
 
@@ -42,7 +42,7 @@ class InputContext(NamedTuple):
         """Return each replica's number of samples in a batch of `global_batch_size` samples.
 
         Raises:
-            ConfigError: The replicas cannot have equally many.
+            ConfigError: The batch size is not divisible by the number of replicas.
         """
         size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest or not size:
@@ -55,7 +55,7 @@ class InputContext(NamedTuple):
 
 
 class DistributedDataset:
-    """Iterable of batches as `PerReplica` values; may be iterated again if its source may.
+    """Iterable of batches as `PerReplica` values; can be iterated again if its source can.
 
     Args:
         replicas: Replicas of this process.
@@ -157,7 +157,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def on_device(device: torch.device, x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on a device, copied in the background where it can be."""
+    """Return a tensor on a device; the copy runs in the background if possible."""
     return x.to(device, non_blocking=device.type != "cpu")
 
 
@@ -165,7 +165,7 @@ def num_samples(batch: Any) -> int:
     """Return the length of dim 0 of a batch's tensors.
 
     Raises:
-        ConfigError: There are no tensors, or they have different lengths.
+        ConfigError: The batch has no tensors, or their lengths differ.
     """
     strange = next((leaf for leaf in _leaves(batch) if not isinstance(leaf, torch.Tensor)), None)
     if strange is not None:

@@ -60,12 +60,12 @@ class StrategyExtended:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function with each replica's copy of a parameter, one replica after the other.
+        """Call a function with each replica's copy of a parameter, in the order of replicas.
 
         Args:
             var: Parameter of a module made in the scope.
             fn: Function of the copy and of the arguments. It must do the same to all copies.
-            args: Arguments; of a `PerReplica` in them, each copy gets its own value.
+            args: Arguments; a `PerReplica` in them is replaced by the value of the copy's replica.
             kwargs: Keyword arguments, with the same rule.
 
         Raises:

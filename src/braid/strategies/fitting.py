@@ -72,7 +72,7 @@ def fit(
     Args:
         model: Model, made in the strategy's scope or before.
         data: Batches of all replicas together, equal in all processes, such as a `DataLoader`: the
-            inputs of the model and the target. The same in each epoch, but for `shuffle=True`.
+            inputs of the model and the target. The same batches in each epoch, up to shuffling.
         optimizer: Optimizer of the model's parameters.
         loss: Function of the model's output and the target, a mean over samples; when None, the
             model returns the loss of a whole batch.
@@ -182,7 +182,7 @@ class _DataPlace:
         yield from batches
 
     def end_epoch(self, results: dict[str, float], *, is_last: bool) -> None:
-        """Go on to the next epoch."""
+        """Record the results of an epoch, and go on to the next one."""
         self.history.append(results)
         self.epoch, self.batch, self.has_ended, self.sums = self.epoch + 1, 0, is_last, {}
 
@@ -224,7 +224,7 @@ class _Steps:
         self._loss, self._metrics = loss, metrics
 
     def totals(self) -> dict[str, SyncOnRead]:
-        """Return zeros that each replica adds its values to."""
+        """Return a zero for each result, to which each replica adds its values."""
         zero = torch.zeros((), dtype=torch.float64)
         names = ("loss", *self._metrics, "samples")
         return {name: self._strategy.sync_on_read(zero) for name in names}
@@ -232,12 +232,12 @@ class _Steps:
     def sums(
         self, totals: Mapping[str, SyncOnRead], before: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return sums over all replicas, added to earlier ones."""
+        """Return the sums of `totals` over all replicas, added to the sums in `before`."""
         sums = {k: self._strategy.reduce("sum", total).item() for k, total in totals.items()}
         return {name: before.get(name, 0.0) + value for name, value in sums.items()}
 
     def train(self, share: Any, totals: Mapping[str, SyncOnRead]) -> None:
-        """Take a step; in each replica."""
+        """Run one training step in a replica, on its share of the batch."""
         self._optimizer.zero_grad()
         values, count = self._values(share, {})
         values["loss"].backward()  # type: ignore[no-untyped-call]

@@ -62,8 +62,8 @@ class MirroredStrategy(Strategy):
         ConfigError: A device does not exist, or `cross_device_ops` does not support the devices.
 
     Random numbers:
-        Replicas on the CPU draw from one default generator, in an order that may change from run to
-        run.
+        Replicas on the CPU share one default generator, and draw from it in an order that may
+        differ between runs.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class CentralStorageStrategy(Strategy):
     Raises:
         ConfigError: A device does not exist, or `parameter_device` is not a compute device.
 
-    Cost: beside the average of the gradients, one broadcast of the parameters in each step.
+    Cost per step: the average of the gradients, and one broadcast of the parameters.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class _CentralStep:
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Hide the gradients from the optimizers of the other replicas."""
+        """Hide the gradients from the optimizer, unless it is the first replica's."""
         if len(args) > 1 or kwargs.get("closure") is not None:
             msg = (
                 f"{type(optimizer).__name__}.step(closure) is not supported in a "
@@ -156,7 +156,7 @@ class _CentralStep:
             param.grad = None
 
     def after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Receive the parameters of the first replica, or send them."""
+        """Send the first replica's parameters to the other replicas, after an optimizer's step."""
         for group in optimizer.param_groups:
             for param in group["params"]:
                 self._group.broadcast(param.detach(), 0)

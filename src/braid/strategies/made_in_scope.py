@@ -73,7 +73,7 @@ class _Patched:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Replace the methods inside of the block."""
+        """Replace the methods of the classes inside the block."""
         self._change(+1)
         try:
             yield
@@ -116,7 +116,7 @@ _UNSCALES = _Patched("unscale_", (torch.amp.GradScaler,), _refusing)
 
 @contextmanager
 def shared_objects_refused() -> Iterator[None]:
-    """Refuse steps of learning rate schedulers and gradient scalers in replicas in the block."""
+    """In the block, raise if a replica steps a learning rate scheduler or a gradient scaler."""
     with _STEPS.active(), _UNSCALES.active():
         yield
 
@@ -125,8 +125,8 @@ class MadeInScope:
     """Modules and optimizers of one strategy, in the order in which they were made.
 
     Args:
-        copy_of: Function that returns the copy of an object for the replica of this thread; None
-            where the replica uses the object.
+        copy_of: Function that returns the current replica's copy of an object; None if the replica
+            uses the object itself.
     """
 
     def __init__(self, copy_of: CopyOf) -> None:
@@ -141,7 +141,7 @@ class MadeInScope:
 
     @contextmanager
     def tracked(self) -> Iterator[None]:
-        """Note the modules and optimizers that this thread makes in the block."""
+        """Record the modules and optimizers that this thread makes in the block."""
         before, _NOTED.objects = _NOTED.objects, self._objects
         try:
             with _CONSTRUCTORS.active():
@@ -150,7 +150,7 @@ class MadeInScope:
             _NOTED.objects = before
 
     def add(self, things: Iterable[nn.Module | torch.optim.Optimizer]) -> None:
-        """Note objects that have been made elsewhere."""
+        """Record objects that were made outside of the scope."""
         known = {id(ref()) for ref in self._objects}
         self._objects += [weakref.ref(thing) for thing in things if id(thing) not in known]
 
@@ -165,7 +165,7 @@ class MadeInScope:
         return [thing for ref in self._objects if isinstance(thing := ref(), torch.optim.Optimizer)]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of all modules by name; of several modules, by number and name."""
+        """Return the parameters of all modules by name; several modules are numbered in it."""
         modules = self.modules()
         prefixes = ["" if len(modules) == 1 else f"{i}." for i in range(len(modules))]
         return {
@@ -212,7 +212,7 @@ class MadeInScope:
                     raise ConfigError(msg)
 
     def redirect(self) -> None:
-        """Redirect each object to the running replica's copy, from now on."""
+        """From now on, redirect calls of each object to the current replica's copy."""
         whole = {id(module) for module in self.modules()}
         for ref in self._objects:
             thing = ref()
@@ -301,10 +301,10 @@ def _special(kind: type, name: str) -> Callable[..., Any]:
 
 
 class ParameterCheck(TorchFunctionMode):
-    """Refuses parameters and buffers of other replicas in a replica; for the first step.
+    """Raises if a replica uses parameters or buffers of another replica; for the first step.
 
-    Parameters of no replica are refused if they are trainable: nothing would average their
-    gradients. Frozen ones and buffers are constants of the step.
+    It also raises for trainable parameters that do not belong to any replica, since nothing
+    averages their gradients. Frozen parameters and other buffers are constants of the step.
 
     Args:
         names: Names of the replica's parameters and buffers by identity.
@@ -366,7 +366,7 @@ def _described(param: torch.Tensor) -> str:
 
 
 def source_of(fn: Callable[..., Any]) -> tuple[object, ...]:
-    """Return what functions of the same source with the same models have in common."""
+    """Return a value that is equal for functions with the same code and the same models."""
     return _code_of(fn), *_objects_of(fn)
 
 

@@ -30,7 +30,7 @@ class NcclAverage:
 
     Args:
         params: Parameters of the replica by name.
-        merge: Function that calls a function once with the arguments of all replicas.
+        merge: Function that calls another function once, with the arguments of all replicas.
         size: Number of replicas.
 
     Attributes:
@@ -71,7 +71,8 @@ def sum_by_nccl(
         replicas: Gradients by name, and the stream, of each replica.
 
     Raises:
-        ConfigError: A gradient is not dense, two are on one device, or a replica lacks it.
+        ConfigError: A gradient is not dense, two replicas share a device, or a replica lacks a
+            gradient.
     """
     streams = [stream for _, stream in replicas]
     for name in replicas[0][0]:

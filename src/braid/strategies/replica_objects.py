@@ -48,12 +48,13 @@ class _Attributes(NamedTuple):
 
 
 class ReplicaObjects:
-    """Modules and optimizers of one replica, by the program's original objects.
+    """Modules and optimizers of one replica, which are copies of the program's objects.
 
     Args:
         made: The program's objects.
         device: Device of the replica.
-        first: Objects of the first replica of this process, which are the program's; None for it.
+        first: Objects of the first replica, which uses the program's objects; None for the first
+            replica.
 
     Raises:
         ConfigError: A module or an optimizer cannot be copied.
@@ -95,9 +96,9 @@ class ReplicaObjects:
         self.scan()
 
     def scan(self) -> None:
-        """Find the parts of the modules and their tensors; called after anything may have changed.
+        """Find the submodules and tensors again; call it after the program may have changed them.
 
-        One pass for all methods, since torch's iterators take longer than a pass over the numbers.
+        The other methods share its result, since torch's iterators are slow.
         """
         parts: dict[nn.Module, str] = {}
         for number, module in enumerate(self.modules):
@@ -125,7 +126,10 @@ class ReplicaObjects:
         return [x for x in self._tensors.values() if isinstance(x, nn.Parameter)]
 
     def shape(self) -> object:
-        """Return what changes when parameters, buffers, modules or hooks are replaced."""
+        """Return a value that differs after parameters, buffers, modules or hooks were replaced.
+
+        Compare it with an earlier one.
+        """
         parts = [(id(part), *(tuple(vars(part)[hooks]) for hooks in HOOKS)) for part in self._parts]
         params = [(id(p), p.shape, p.dtype, *map(tuple, _hooks_of(p))) for p in self.parameters()]
         buffers = [(name, x.shape, x.dtype) for name, x in self._buffers().items()]
@@ -133,17 +137,17 @@ class ReplicaObjects:
         return parts, params, buffers, hooks
 
     def digests(self) -> torch.Tensor:
-        """Return one number for each tensor, int64 on the CPU: a sum of its bits."""
+        """Return a digest of the bits of each tensor, as int64 on the CPU."""
         sums = [_digest(x.detach()) for x in self._tensors.values()]
         return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
 
     def option_digests(self) -> torch.Tensor:
-        """Return one number for the options of each optimizer, such as learning rates."""
+        """Return a digest of the options of each optimizer, such as learning rates."""
         numbers = [_digest_of_options(optimizer) for optimizer in self.optimizers]
         return torch.tensor(numbers, dtype=torch.int64)
 
     def digest_names(self) -> list[str]:
-        """Return the names of each optimizer's options, and of the tensors."""
+        """Return the names for `option_digests`, followed by the names for `digests`."""
         options = [f"options of {type(o).__name__}" for o in self.optimizers]
         return [*options, *self._tensors]
 
@@ -155,7 +159,7 @@ class ReplicaObjects:
         return {k: x for k, x in self._tensors.items() if not isinstance(x, nn.Parameter)}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return each parameter once with its name, also if several modules have it."""
+        """Return (name, parameter) pairs; a parameter that several modules share occurs once."""
         return [(self.names[id(p)], p) for p in self.parameters()]
 
     def sparse(self) -> set[torch.Tensor]:
@@ -182,7 +186,7 @@ class ReplicaObjects:
 
         Args:
             first: Objects of the first replica.
-            before: Its `attributes` after the last run.
+            before: The first replica's `attributes` after the last run.
             values: Whether to copy parameters and buffers as well.
         """
         if values:

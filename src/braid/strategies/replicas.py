@@ -34,10 +34,10 @@ class LocalReplicas(Protocol):
     """Replicas of this process. In all methods `index` is a replica's number in this process.
 
     Attributes:
-        devices: Device of each.
+        devices: Device of each replica of this process.
         size: Number of replicas of all processes.
-        across: Group of the processes; None if there is one.
-        is_usable: Whether the groups that `run` hands out can be used again.
+        across: Group of the processes; None with a single process.
+        is_usable: Whether the groups that `run` passes to replicas can be used again.
     """
 
     devices: tuple[torch.device, ...]
@@ -54,7 +54,7 @@ class LocalReplicas(Protocol):
         ...
 
     def end_step(self, index: int) -> None:
-        """Note that a replica has returned from its step and calls `merge` no more."""
+        """Record that a replica has returned from its step, and does not call `merge` any more."""
         ...
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class OneRank:
         return call([args])
 
     def end_step(self, index: int) -> None:
-        """Note that a replica has returned from its step; see `LocalReplicas.end_step`."""
+        """Record that a replica has returned from its step; see `LocalReplicas.end_step`."""
 
     def close(self) -> None:
         """End the replicas; see `LocalReplicas.close`."""
@@ -149,7 +149,7 @@ class ThreadReplicas:
         return self._meeting.merge(index, args, call)
 
     def end_step(self, index: int) -> None:
-        """Note that a replica has returned from its step; see `LocalReplicas.end_step`."""
+        """Record that a replica has returned from its step; see `LocalReplicas.end_step`."""
         self._meeting.leave()
         self._end(1)
         with self._changed:
@@ -204,7 +204,7 @@ def _named(exc: BaseException) -> BaseException:
 
 
 class MergeCalls:
-    """Brings the replicas' threads together, for functions that run once.
+    """Collects the arguments of all replicas' threads, and calls a function once with them.
 
     Args:
         size: Number of threads.
@@ -251,12 +251,12 @@ class MergeCalls:
         return result
 
     def leave(self) -> None:
-        """End the waits of all threads, since one has ended its step."""
+        """Make all threads that wait in `merge` raise, since one thread has ended its step."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
 
 def merged(args: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Return one `PerReplica` for each argument."""
+    """Return a `PerReplica` for each argument position, from the argument tuples of all replicas."""
     return [PerReplica(values) for values in zip(*args, strict=True)]

@@ -66,9 +66,9 @@ class Strategy:
 
     Args:
         replicas: The replicas of this process.
-        cluster_resolver: Names the processes, if there are several.
-        bucket_cap_mb: Function from the bytes of all parameters to the MiB of a bucket of
-            gradients, or to None for braid's sizes.
+        cluster_resolver: Resolver for the processes, if there are several.
+        bucket_cap_mb: Called with the bytes of all parameters; returns the MiB of a bucket of
+            gradients, or None for braid's sizes.
 
     Raises:
         ConfigError: This statement is in another strategy's scope.
@@ -147,8 +147,8 @@ class Strategy:
             The result of the replica; a `PerReplica` if this process has several replicas.
 
         Raises:
-            ConfigError: A replica or a `merge_call` calls it; or the function uses parameters
-                that were not made in the scope.
+            ConfigError: A replica or a `merge_call` calls this method; or the function uses
+                parameters that were not made in the scope.
             Exception: The exception of the replica that failed first.
         """
         if get_replica_context() is not None or self._is_running:
@@ -205,11 +205,11 @@ class Strategy:
             op: `sum` or `mean`.
             value: Result of `run`: a tensor or a number of each replica, or a tuple, list or
                 mapping of them.
-            axis: Dim of each tensor that is combined, too; means are then means of all elements,
-                also where replicas have different numbers of them.
+            axis: Dim along which each tensor is combined as well. A mean is then the mean of all
+                elements, even if replicas have different numbers of elements.
 
         Raises:
-            ConfigError: `op` is another one, or values have different shapes.
+            ConfigError: `op` is neither `sum` nor `mean`, or values have different shapes.
 
         Cost: an all-reduce if there are several processes; all of them call it.
         """
@@ -237,7 +237,7 @@ class Strategy:
         return total if op == "sum" else total / count.item()
 
     def gather(self, value: Any, axis: int) -> torch.Tensor:
-        """Return the tensors of all replicas, concatenated along `axis`; sizes may differ there.
+        """Return the tensors of all replicas, concatenated along `axis`, where sizes may differ.
 
         Cost: two all-gathers if there are several processes; all of them call it.
         """
@@ -261,7 +261,7 @@ class Strategy:
         """Cut each batch of a data set into shares, one for each replica.
 
         Every process reads all batches and keeps its own shares; see
-        `distribute_datasets_from_function` to read a part only.
+        `distribute_datasets_from_function` to read only a part.
 
         Args:
             dataset: Batches of all replicas together, such as a `DataLoader`; equal in all
@@ -276,7 +276,7 @@ class Strategy:
 
         Args:
             dataset_fn: Function of an `InputContext`, which names the part to read. A batch goes to
-                one replica; last batches that are fewer than the replicas here are dropped.
+                one replica. Last batches that are too few for this process's replicas are dropped.
         """
         return from_function(self._replicas, dataset_fn)
 
@@ -295,7 +295,7 @@ class Strategy:
         """End the replicas; all processes call it. The program's objects stay usable.
 
         Raises:
-            ConfigError: Processes differ.
+            ConfigError: Replicas of different processes differ.
         """
         try:
             self.check_replicas()
@@ -306,10 +306,10 @@ class Strategy:
     def check_replicas(self) -> None:
         """Compare the processes' replicas now; all processes call it.
 
-        Replicas of one process need none, as they are compared after each step.
+        Replicas of one process are always compared after each step.
 
         Raises:
-            ConfigError: Processes differ.
+            ConfigError: Replicas of different processes differ.
 
         Cost: a pass over the parameters, and an all-gather of 8 bytes for each tensor.
         """

@@ -26,8 +26,8 @@ class PerReplica:
 
     Args:
         values: Values in the order of replicas.
-        samples: Number of samples in each, of all processes' replicas, if they are known: then
-            gradients are weighted by them.
+        samples: Number of samples of each replica, over all processes, if known; gradients are
+            weighted by these numbers.
     """
 
     def __init__(self, values: Sequence[Any], samples: Sequence[int] | None = None) -> None:
@@ -52,7 +52,7 @@ class SyncOnRead:
         aggregation: `sum`, `mean` or `only_first_replica`.
 
     Raises:
-        ConfigError: The aggregation is another one.
+        ConfigError: The aggregation is unknown.
     """
 
     def __init__(

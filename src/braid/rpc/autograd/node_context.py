@@ -101,8 +101,8 @@ class Context:
         """Record that a local backward reaches these groups of parameters.
 
         Raises:
-            RpcError: An earlier local backward has reached one of the groups, and its hooks need one
-                local backward for all parameters (`is_early`).
+            RpcError: An earlier local backward has reached one of the groups, and the hooks of that
+                group need one local backward for all parameters (`is_early`).
         """
         with self.lock:
             if any(group.is_early for group in groups & self._groups):

@@ -64,10 +64,10 @@ LATE_S = 0.005  # longest wait of a result for others
 @register
 @dataclass(frozen=True)
 class WorkerResource:
-    """Stands for a worker's own object in the arguments of a closure.
+    """Placeholder in a closure's arguments; the worker replaces it by an object that it keeps.
 
     Attributes:
-        number: Number of the closure that made it in that worker.
+        number: Number of the closure that made the object in each worker.
     """
 
     number: int
@@ -98,7 +98,7 @@ class ClosureCodec:
         return msgspec.msgpack.encode(body), buffers
 
     def unpack(self, packed: bytes, buffers: Sequence[memoryview], sender: str) -> Any:
-        """Return the value that was packed."""
+        """Return the value that `pack` converted to bytes and buffers."""
         body = msgspec.msgpack.decode(packed, type=Body)
         return self._codec.unpack(body.packed, tensors_of(body, buffers), sender)
 
@@ -108,16 +108,16 @@ class ClosureCodec:
         return msgspec.msgpack.encode((self._names.exception_name(error), text))
 
     def unpack_error(self, packed: bytes) -> BaseException:
-        """Return the error that was packed."""
+        """Return the error that `pack_error` converted to bytes."""
         name, text = msgspec.msgpack.decode(packed, type=tuple[str, str])
         return error_like(self._names.exception_of(name) or RuntimeError, text)
 
 
 class TaskBatch(Generic[AnyTask]):
-    """Tasks, or their ends, that leave in one message.
+    """Tasks, or results of tasks, that are collected for one message.
 
     Attributes:
-        tasks: The tasks, first things first.
+        tasks: The tasks, in the order in which they were added.
         buffers: Buffers of all tasks.
     """
 
@@ -133,12 +133,12 @@ class TaskBatch(Generic[AnyTask]):
         self._nbytes += len(task.packed) + sum(map(len, buffers))
 
     def copy_buffers(self) -> None:
-        """Copy buffers that are views of memory, which may change before the message leaves."""
+        """Copy buffers that are views of memory, since it may change before the message is sent."""
         self.buffers = [bytes(buffer) for buffer in self.buffers]
 
     @property
     def is_full(self) -> bool:
-        """Whether the message should leave."""
+        """Whether the message is large enough to be sent."""
         return len(self.tasks) >= MAX_BATCH or self._nbytes >= MAX_BATCH_BYTES
 
 
@@ -152,7 +152,7 @@ def buffers_of(
 
 
 def map_tree(value: Any, change: Any) -> Any:
-    """Return tuples, lists and dicts with each other value in them changed by a function."""
+    """Return a copy of nested tuples, lists and dicts with `change` applied to every leaf."""
     if type(value) in (tuple, list):
         return type(value)(map_tree(part, change) for part in value)
     if type(value) is dict:

@@ -85,8 +85,8 @@ class ClusterCoordinator:
     Raises:
         ConfigError: This process is not the chief, or the strategy has a coordinator already.
 
-    On failure: workers may be lost and come back at any time; closures that were under way run
-    again. With `Options(journal=path)` the coordinator itself may be started again: `resume`.
+    On failure: workers may be lost and come back at any time; their unfinished closures run
+    again. With `Options(journal=path)` the coordinator may be started again; see `resume`.
     """
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
@@ -146,16 +146,16 @@ class ClusterCoordinator:
         Args:
             fn: Function at the top of a module, or a class or a method of one, which the worker
                 finds by its name.
-            args: Arguments that can travel: plain data, tensors, dataclasses; results of other
-                closures, for which it waits; and what `create_per_worker_dataset` returns.
+            args: Arguments that can be sent: plain data, tensors, dataclasses, results of other
+                closures (the closure waits for them), and per-worker datasets and resources.
             kwargs: Keyword arguments, with the same rule.
 
         Returns:
             The future result.
 
         Raises:
-            ConfigError: The function has no name that workers find, or an argument cannot travel.
-            Exception: What an earlier closure has raised, once; then the queue works again.
+            ConfigError: Workers cannot find the function by name, or an argument cannot be sent.
+            Exception: The exception of an earlier closure, raised once; later calls work again.
             PeerLostError: The run cannot go on.
         """
         closure = self._closure(fn, args, kwargs, mode="closure")
@@ -177,11 +177,11 @@ class ClusterCoordinator:
         """Wait until all closures have run.
 
         Raises:
-            Exception: What a closure has raised, once.
-            ConfigError: The strategy is synchronous, and the closures are no multiple of the
-                workers.
-            CommTimeout: No closure has ended for `timeout_s` (300 s when None): names those that
-                run, and where.
+            Exception: The exception of a closure, raised once.
+            ConfigError: The strategy is synchronous, and the number of closures is not a multiple
+                of the number of workers.
+            CommTimeout: No closure has ended for `timeout_s` (300 s when None); the error names the
+                running closures and their workers.
             PeerLostError: The run cannot go on.
         """
         self._wait(
@@ -202,7 +202,7 @@ class ClusterCoordinator:
         """Return whether all closures have run; never waits.
 
         Raises:
-            Exception: What a closure has raised, once.
+            Exception: The exception of a closure, raised once.
         """
         with self._office.lock:
             if self._queue.has_doomed:
@@ -211,7 +211,7 @@ class ClusterCoordinator:
         return self._queue.is_done
 
     def fetch(self, value: Any) -> Any:
-        """Return tuples, lists and dicts with the value of each RemoteValue in them."""
+        """Return a copy of nested tuples, lists and dicts with the value of each RemoteValue."""
         return map_tree(value, lambda part: part.fetch() if isinstance(part, RemoteValue) else part)
 
     def create_per_worker_resource(
@@ -220,7 +220,7 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> WorkerResource:
-        """Call a function in each worker, which keeps the result; also in workers that come later.
+        """Call a function in each worker, even one that joins later; the worker keeps the result.
 
         Args:
             fn: The function; see `schedule`.
@@ -228,10 +228,10 @@ class ClusterCoordinator:
             kwargs: Its keyword arguments.
 
         Returns:
-            An argument for closures, in which it is the object of the worker that runs them.
+            A placeholder to pass to closures; each worker replaces it by the worker's object.
 
         Raises:
-            ConfigError: The function has no name that workers find, or an argument cannot travel.
+            ConfigError: Workers cannot find the function by name, or an argument cannot be sent.
         """
         closure = self._closure(fn, args, kwargs, mode="resource")
         with self._office.lock:
@@ -266,10 +266,10 @@ class ClusterCoordinator:
         return self._next
 
     def pull(self) -> None:
-        """Copy the values of servers into this process's modules, by way of a worker.
+        """Copy the servers' values into this process's modules; a worker sends them.
 
         Raises:
-            CommTimeout: No worker comes.
+            CommTimeout: No worker connects in time.
         """
         self._variables.set_values(self._ask(questions.values))
 
@@ -284,8 +284,8 @@ class ClusterCoordinator:
         """Write a snapshot of all variables, once all closures have run; see the strategy's `save`.
 
         Raises:
-            CheckpointError: It cannot be written; earlier ones are untouched.
-            Exception: What a closure has raised, once.
+            CheckpointError: The snapshot cannot be written; earlier ones are untouched.
+            Exception: The exception of a closure, raised once.
         """
         self.join()
         states = self._ask(questions.export)

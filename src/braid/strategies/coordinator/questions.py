@@ -16,7 +16,7 @@ __all__ = ["export", "iterator_of", "oldest_task", "values"]
 
 @register
 def oldest_task(variables: ServerVariables) -> int:
-    """Return the number below which all tasks are over, as far as servers know."""
+    """Return the number of the oldest task that servers do not know to be finished."""
     return variables.oldest_task()
 
 
@@ -35,5 +35,5 @@ def values(variables: ServerVariables) -> dict[str, torch.Tensor]:
 
 @register
 def iterator_of(dataset_fn: Callable[..., Iterable[Any]]) -> Iterator[Any]:
-    """Return an iterator over a new data set."""
+    """Return a new iterator over the data set that `dataset_fn` makes."""
     return iter(dataset_fn())

@@ -25,7 +25,7 @@ __all__ = ["Assign", "CancelClosure", "ClosureQueue", "EndClosure", "QueueInstru
 
 
 class Assign(NamedTuple):
-    """Send a closure to a worker."""
+    """Instruction: send a closure to a worker."""
 
     number: int
     worker: str
@@ -38,7 +38,7 @@ class EndClosure(NamedTuple):
 
 
 class CancelClosure(NamedTuple):
-    """A closure will not run, since another one has failed."""
+    """Instruction: cancel a closure, since another one has failed."""
 
     number: int
 
@@ -50,13 +50,13 @@ class ClosureQueue:
     """State of the closures that one coordinator has scheduled.
 
     Args:
-        max_waiting: Number of waiting closures from which on the queue is full.
-        in_turns: Workers that run equally many closures, since each step needs one of all; none
-            when empty.
+        max_waiting: Number of waiting closures at which the queue is full.
+        in_turns: Workers that must run the same number of closures, since each step needs one
+            closure of each worker; empty if closures may run anywhere.
 
     Attributes:
-        window: Number of closures that a worker has at most at a time.
-        failed: First closure that has failed, until `take_failure`; None if none has.
+        window: Maximum number of closures that a worker has at a time.
+        failed: First closure that has failed, until `take_failure` returns it; otherwise None.
     """
 
     def __init__(self, max_waiting: int, in_turns: Sequence[str] = ()) -> None:
@@ -74,14 +74,17 @@ class ClosureQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further closure should be scheduled; until half of the places are free."""
+        """Whether no closure should be scheduled now.
+
+        Once full, the queue stays full until half of its places are free.
+        """
         least = self._max_waiting // 2 if self._is_full else self._max_waiting
         self._is_full = len(self._waiting) >= max(1, least)
         return self._is_full
 
     @property
     def is_done(self) -> bool:
-        """Whether no closure waits or runs; those that make a worker's data do not count."""
+        """Whether no closure waits or runs, apart from closures that make a worker's data."""
         return not self._waiting and not any(
             number not in self._resources
             for running in self._running.values()
@@ -90,7 +93,7 @@ class ClosureQueue:
 
     @property
     def num_incomplete(self) -> int:
-        """Number of closures at the end that are too few for a step of all workers.
+        """Number of closures in the last step of all workers, if they are too few for it; else 0.
 
         Closures that have not pushed do not count.
         """
@@ -98,13 +101,13 @@ class ClosureQueue:
 
     @property
     def is_short(self) -> bool:
-        """Whether what runs cannot end, since too few closures are left for a step of all."""
+        """Whether the running closures cannot end, since a step needs closures of more workers."""
         running = [n for numbers in self._running.values() for n in numbers]
         return not self._waiting and bool(running) and 0 < self.num_incomplete == len(running)
 
     @property
     def has_doomed(self) -> bool:
-        """Whether closures run that have been cancelled, so that their results will be dropped."""
+        """Whether cancelled closures still run; their results will be dropped."""
         return bool(self._doomed)
 
     @property
@@ -123,7 +126,7 @@ class ClosureQueue:
 
     @property
     def oldest(self) -> int | None:
-        """The first closure that is not over; None if all are."""
+        """The closure with the lowest number that is not over; None if all are."""
         running = [n for numbers in self._running.values() for n in numbers]
         return min([n for n in (*running, *self._waiting) if n >= 0], default=None)
 
@@ -134,19 +137,19 @@ class ClosureQueue:
         return self._assign()
 
     def ask(self, number: int) -> list[QueueInstruction]:
-        """Add a request that workers answer before they run further closures."""
+        """Add a question of the coordinator at the front of the queue, for any worker."""
         self._waiting.appendleft(number)
         return self._assign()
 
     def add_resource(self, number: int) -> list[QueueInstruction]:
-        """Add a closure that each process of each worker runs before others."""
+        """Add a closure that every worker process runs once, before other closures."""
         self._resources.append(number)
         for waiting in self._for_worker.values():
             waiting.append(number)
         return self._assign()
 
     def ready(self, worker: str) -> list[QueueInstruction]:
-        """Add a worker's process; closures of its earlier process go to other workers."""
+        """Add a worker's new process; closures of its earlier process go to other workers."""
         again = self.lost(worker)
         self._running[worker] = []
         self._for_worker[worker] = deque(self._resources)
@@ -166,13 +169,13 @@ class ClosureQueue:
     def over(
         self, number: int, worker: str, *, failed: bool = False, num_pushes: int = 1
     ) -> list[QueueInstruction]:
-        """Take in the end of a closure; only the first one counts of those that ran twice.
+        """Record that a worker has finished a closure; if it ran twice, only the first end counts.
 
         Args:
             number: Number of the closure.
-            worker: Worker that ran it.
-            failed: Whether it has raised.
-            num_pushes: Number of steps that it has pushed: its part of the steps of all workers.
+            worker: Worker that ran the closure.
+            failed: Whether the closure has raised.
+            num_pushes: Number of steps for which the closure has pushed gradients.
         """
         running = self._running.get(worker, [])
         if number in running:
@@ -199,7 +202,7 @@ class ClosureQueue:
         return [*ends, *self._assign()]
 
     def take_failure(self) -> int | None:
-        """Return the closure that has failed, once, when all that ran with it are over."""
+        """Return the failed closure once, when all closures that ran with it are over."""
         if self._doomed:
             return None
         failed, self.failed = self.failed, None

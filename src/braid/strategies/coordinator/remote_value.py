@@ -12,11 +12,11 @@ __all__ = ["ClosureCancelledError", "PackedResult", "RemoteValue"]
 
 
 class ClosureCancelledError(RuntimeError):
-    """The closure has not run, or its result is void, since another closure has failed."""
+    """Error of a closure that has not run, or has no valid result, since another one failed."""
 
 
 class PackedResult(NamedTuple):
-    """The result of a closure as it has arrived."""
+    """A closure's result as it arrived: packed bytes, buffers, and the worker that sent it."""
 
     packed: bytes
     buffers: Sequence[memoryview]
@@ -50,7 +50,7 @@ class RemoteValue:
         """Wait for the closure and return its result.
 
         Raises:
-            Exception: What the closure raised, with the worker's traceback in its text.
+            Exception: The closure's exception, with the worker's traceback in its text.
             ClosureCancelledError: Another closure has failed before.
             CommTimeout: No closure has ended for `timeout_s` (300 s when None).
         """
@@ -64,5 +64,5 @@ class RemoteValue:
     get = fetch
 
     def end(self, result: PackedResult | None, error: BaseException | None = None) -> None:
-        """Take the result; called by the coordinator."""
+        """Set the result or the error; the coordinator calls this."""
         self._result, self._error, self.is_over = result, error, True

@@ -40,10 +40,10 @@ LOG = logging.getLogger(__name__)
 def join_cluster(
     resolver: ClusterResolver | None, options: Options | None
 ) -> tuple[Node, Node | None]:
-    """Return this process's node, and the scheduler if it runs beside it in this process.
+    """Return this process's node, and the scheduler's node if this process also runs it.
 
     Args:
-        resolver: Names the tasks; None for ranks of `braid run --servers N --workers M`.
+        resolver: Resolver for the tasks; None for ranks of `braid run --servers N --workers M`.
         options: Choices of the parameter server, the same in all tasks.
 
     Raises:

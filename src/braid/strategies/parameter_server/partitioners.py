@@ -30,13 +30,13 @@ Partitioner: TypeAlias = Callable[[torch.Size, torch.dtype], Sequence[int]]
 
 
 class FixedShardsPartitioner:
-    """Divides each variable into a fixed number of shards, or into its rows if they are fewer.
+    """Divides each variable into a fixed number of shards, or one per row if it has fewer rows.
 
     Args:
         num_shards: Number of shards.
 
     Raises:
-        ConfigError: It is less than 1.
+        ConfigError: `num_shards` is less than 1.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -70,7 +70,7 @@ class MinSizePartitioner:
 
 
 class MaxSizePartitioner:
-    """Divides each variable into as few shards as possible of at most some bytes.
+    """Divides each variable into the smallest number of shards that do not exceed a size.
 
     A shard has at least one row, so rows that are larger than the limit exceed it.
 
@@ -105,11 +105,11 @@ def rows_of_shards(
     Args:
         partitioner: The partitioner; one shard when None.
         shape: Shape of the variable.
-        dtype: Its dtype.
+        dtype: Dtype of the variable.
         max_shards: Largest number of shards of a table.
 
     Raises:
-        ConfigError: The partitioner divides another dim than dim 0, or into too many shards.
+        ConfigError: The partitioner divides a dim other than dim 0, or makes too many shards.
     """
     num_rows = shape[0] if shape else 1
     counts = [1] * max(1, len(shape)) if partitioner is None else list(partitioner(shape, dtype))

@@ -35,13 +35,13 @@ class EmbeddingRows:
         name: Name of the weight.
         modules: The embeddings that use the weight.
         optimizer: Optimizer of the weight.
-        group: Options of the optimizer, as they are now.
+        group: Parameter group of the optimizer, with the current learning rate.
         consistency: When pushes are applied, and pulls answered.
         restore: Snapshot to begin with.
 
     Raises:
-        ConfigError: The optimizer does something to rows without a gradient, or counts steps of the
-            whole table.
+        ConfigError: The optimizer changes rows without a gradient, or counts steps of the whole
+            table.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class EmbeddingRows:
         return self.table.push(ids, rows, lr=float(self.group["lr"]))
 
     def whole(self, state: State) -> torch.Tensor:
-        """Return the weight with the rows of an exported state."""
+        """Return the whole weight, with its rows taken from an exported state."""
         weight = self.param.detach().cpu().clone()
         weight[state["ids"]] = state["values"]
         return weight

@@ -53,8 +53,8 @@ ADVICE = "Declare the same variables on workers and servers"
 class VariableStorage(Storage):
     """Rows of a variable on one server.
 
-    A push is `(operation, ids, values)`, or several of them; a query is `(ids,)`, or `()` for all
-    rows; a read gives `(rows,)`.
+    A push is `(operation, ids, values)`, or several of these in sequence. A query is `(ids,)`, or
+    `()` for all rows; a read returns `(rows,)`.
 
     Args:
         values: First rows, of shape [rows, dim]; copied.
@@ -100,7 +100,7 @@ class VariableStorage(Storage):
             self._check_rows(query[0])
 
     def merge(self, pushes: Sequence[Tensors], scale: float) -> Tensors:
-        """Return the changes in the given order; with an aggregation, one change of their sum."""
+        """Return all changes in the given order; with an aggregation, their sum as one change."""
         if self._aggregation == "none":
             return tuple(tensor for push in pushes for tensor in push)
         operation, ids, _ = pushes[0]
@@ -114,7 +114,7 @@ class VariableStorage(Storage):
 
     @torch.no_grad()
     def apply(self, update: Tensors) -> None:
-        """Carry out changes, each as a whole; a row that occurs twice in one changes twice."""
+        """Carry out changes in order; a row that occurs twice in a change is changed twice."""
         values = self._values.clone()  # readers may hold the old ones
         for place in range(0, len(update), 3):
             operation, ids, operands = update[place : place + 3]
@@ -160,10 +160,10 @@ class ShardedVariable(Table):
     """A variable on servers, as a worker sees it.
 
     Args:
-        customer: Requests of this worker; None on other nodes.
-        spec: Its table.
+        customer: Customer that sends this worker's requests; None on other nodes.
+        spec: Spec of the variable's table.
         shape: Shape of the variable.
-        dtype: Its dtype.
+        dtype: Dtype of the variable.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class ShardedVariable(Table):
         self._timestamps: list[int] = []  # of changes that have not been waited for
 
     def read(self) -> torch.Tensor:
-        """Return the value; the same one until this worker changes it, or begins another step.
+        """Return the value. It is cached until this worker changes the variable or begins a step.
 
         Raises:
             PeerLostError: A server was lost with all copies of a shard.
@@ -190,7 +190,7 @@ class ShardedVariable(Table):
         return self._cached
 
     def sparse_read(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows; only these travel.
+        """Return the rows `ids`; only these rows are sent.
 
         Shape:
             ids: [...], int64. Result: [..., *shape of a row].
@@ -214,7 +214,7 @@ class ShardedVariable(Table):
         self._carry_out("sub", None, value)
 
     def scatter_update(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
-        """Replace the rows `ids` by `values`; of a row that occurs twice, the last one counts."""
+        """Replace the rows `ids` by `values`; if an id repeats, its last row is used."""
         self._carry_out("assign", ids, values)
 
     def scatter_add(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
@@ -242,11 +242,11 @@ class ShardedVariable(Table):
         self._carry_out("min", ids, values)
 
     def begin_step(self) -> None:
-        """Read again in the next step."""
+        """Drop the cached value, so that the next `read` asks the servers again."""
         self._cached = None
 
     def wait_all(self) -> None:
-        """Wait until all changes are accepted."""
+        """Wait until the servers have accepted all changes of this worker."""
         for timestamp in self._timestamps:
             self.wait(timestamp)
         self._timestamps.clear()
@@ -351,7 +351,7 @@ def variable_spec(
     """Return the spec of a variable, with a checksum of its first value if `has_first`.
 
     Args:
-        name: Its name.
+        name: Name of the variable.
         initial: First value.
         rows: Number of rows of each shard.
         aggregation: Whether a change is the mean or the sum of all workers' changes.

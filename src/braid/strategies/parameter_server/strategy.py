@@ -88,11 +88,11 @@ def _refuse_second(made_at: str) -> None:
 
 
 class ParameterServerStrategy(Strategy):
-    """Variables on servers; joins the cluster when it is made.
+    """Strategy with variables on servers; the constructor joins the cluster.
 
     Attributes:
-        has_coordinator: Whether it has a coordinator.
-        made_at: File and line of the program that made it.
+        has_coordinator: Whether a `ClusterCoordinator` uses the strategy.
+        made_at: File and line of the program that made the strategy.
 
     Args:
         cluster_resolver: Resolver for the tasks. When None, TF_CONFIG if it is set, else the ranks
@@ -148,12 +148,12 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process may coordinate: it is the chief, or rank 0 of `braid run`."""
+        """Whether this process can be the coordinator: it is the chief, or rank 0 of `braid run`."""
         return self._node.is_scheduler
 
     @property
     def needs_all(self) -> str:
-        """Name of a part that waits for several workers in an asynchronous strategy; or empty."""
+        """Name of a feature that makes an asynchronous strategy wait for several workers; or empty."""
         if self._consistency.quorum is not None:
             return f"steps of {self._consistency.quorum} workers (SyncReplicas)"
         combined = [v.name for v in self._sharded if v.is_combined]
@@ -195,7 +195,7 @@ class ParameterServerStrategy(Strategy):
     ) -> ShardedVariable:
         """Return a variable on servers that the program reads and changes itself.
 
-        All processes declare the same ones, before the first step.
+        All processes declare the same variables, before the first step.
 
         Args:
             name: Name of the variable.
@@ -204,7 +204,7 @@ class ParameterServerStrategy(Strategy):
                 of all workers.
 
         Raises:
-            ConfigError: There is a variable of this name, or training has begun.
+            ConfigError: A variable of this name exists, or training has begun.
         """
         if self._variables is not None:
             msg = (
@@ -232,7 +232,7 @@ class ParameterServerStrategy(Strategy):
         """Pull the variables, then call a function of one step in this worker.
 
         Args:
-            fn: Function of one step; the step of an optimizer of the scope pushes gradients.
+            fn: Function of one step; steps of optimizers made in the scope push gradients.
             args: Its arguments.
             kwargs: Its keyword arguments.
 
@@ -264,15 +264,15 @@ class ParameterServerStrategy(Strategy):
     def resume(self) -> int:
         """Return the number of steps that this worker has pushed, also in earlier processes.
 
-        A worker that was started again begins with the step of this number.
+        A restarted worker begins with the step of this number.
         """
         return self.variables.resume()
 
     def pull(self) -> None:
         """Copy the values of servers into this worker's modules.
 
-        A synchronous strategy waits until the step before is complete; a worker that was late for
-        it, as a backup worker is, goes on at the current step.
+        In a synchronous strategy this waits until the previous step is complete. A worker that was
+        too late for that step, as a backup worker, continues at the current step.
         """
         self.variables.pull()
 
@@ -286,17 +286,17 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         """Write a snapshot of all variables; all workers call it, the first one writes.
 
-        `Options(restore=directory)` begins with it, on any number of servers, however variables are
-        divided.
+        `Options(restore=directory)` loads the snapshot on any number of servers, however variables
+        are divided.
 
         Args:
             directory: Directory of checkpoints.
             step: Number of completed steps.
-            state: Values that are no tensors, as JSON knows them.
+            state: Further values other than tensors, which must be JSON-serializable.
             keep: Number of snapshots to keep, this one included; all when None.
 
         Raises:
-            CheckpointError: It cannot be written; earlier ones are untouched.
+            CheckpointError: The snapshot cannot be written; earlier ones are untouched.
         """
         self.variables.wait()
         self._node.barrier(f"before snapshot {step}")
@@ -307,7 +307,7 @@ class ParameterServerStrategy(Strategy):
         self._node.barrier(f"after snapshot {step}")
 
     def serve(self) -> None:
-        """Serve until the run is over; in all processes but the chief, and in workers of closures.
+        """Serve until the run is over; called by servers, and by workers that run closures.
 
         Raises:
             PeerLostError: The run cannot go on.
@@ -334,7 +334,7 @@ class ParameterServerStrategy(Strategy):
                 self._beside.serve()
 
     def close(self) -> None:
-        """Leave the cluster: what was pushed is accepted first. Idempotent."""
+        """Leave the cluster, once servers have accepted all pushes of this process. Idempotent."""
         super().close()
         self._node.close()
         _OF_RANKS.discard(self)

@@ -22,8 +22,8 @@ class VariablePiece(NamedTuple):
     Attributes:
         name: Name of the parameter.
         param: The parameter.
-        begin: First element, as the parameter is flat.
-        end: Element after the last.
+        begin: Index of the first element in the flat parameter.
+        end: Index of the last element + 1.
     """
 
     name: str
@@ -32,7 +32,7 @@ class VariablePiece(NamedTuple):
     end: int
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the elements of a tensor of the parameter's shape."""
+        """Return the elements of this piece from a tensor of the parameter's shape."""
         return values.detach().reshape(-1)[self.begin : self.end]
 
 
@@ -40,10 +40,11 @@ class VariableTable:
     """Parameter-server table for the parameters of one optimizer group, or of no optimizer.
 
     Attributes:
-        table: The table.
-        pieces: Its pieces, in its order.
-        params: Its parameters.
-        group: Options of the optimizer, as they are now; None if servers do not step.
+        table: Dense table with all pieces in one flat vector.
+        pieces: Pieces of parameters, in the order of the table.
+        params: Parameters by name.
+        group: Parameter group of the optimizer, with the current learning rate; None if servers do
+            not step.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class VariableTable:
         )
 
     def export(self) -> dict[str, State]:
-        """Return the state of each parameter, which does not depend on shards and servers."""
+        """Return the values and optimizer state of each parameter, independent of its division."""
         parts = split_state(self.table.export(), len(self.pieces), self._sizes)
         by_name: dict[str, list[tuple[int, State]]] = {}
         for piece, part in zip(self.pieces, parts, strict=True):

@@ -47,23 +47,23 @@ _Pushed: TypeAlias = "VariableTable | EmbeddingRows"
 
 
 class ServerVariables:
-    """Parameters and floating-point buffers of modules, on servers. All nodes make the same ones.
+    """Parameters and floating-point buffers of modules, on servers. The same on all nodes.
 
-    Buffers, and parameters without an optimizer, are pulled once, so that all workers begin with
-    the same ones.
+    Buffers, and parameters without an optimizer, are pulled only once, so that all workers begin
+    with the same values.
 
     Args:
         node: Node of this process.
         modules: The modules; sparse embeddings among them keep their rows on servers.
         optimizers: Optimizers of the parameters; the step of each pushes gradients from now on.
         consistency: When pushes are applied, and pulls answered.
-        partitioner: Says into how many shards a parameter is divided; one shard when None.
+        partitioner: Returns the number of shards of a parameter; one shard when None.
         restore: Snapshot to begin with, or a directory of snapshots.
         sharded: Variables that the program changes itself.
 
     Raises:
         CheckpointError: The snapshot lacks a variable.
-        ConfigError: An optimizer cannot run on servers, or the partitioner makes no sense.
+        ConfigError: An optimizer cannot run on servers, or the partitioner's result is invalid.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ServerVariables:
     def pull(self) -> None:
         """Copy the values of servers into the parameters; see `DenseTable.pull`.
 
-        A worker that a quorum has not waited for goes on at the current clock.
+        A worker that was too late for a quorum of workers continues at the current clock.
 
         Cost: one message to each server and optimizer, and the bytes of all parameters.
         """
@@ -153,7 +153,7 @@ class ServerVariables:
         self._has_constants = self.is_fresh = True
 
     def wait(self) -> None:
-        """Wait until what was pushed is accepted."""
+        """Wait until the servers have accepted all pushes of this worker."""
         for table, timestamp in self._pushes:
             table.wait(timestamp)
         self._pushes.clear()
@@ -161,13 +161,13 @@ class ServerVariables:
             variable.wait_all()
 
     def pull_all(self) -> None:
-        """Pull like `pull`, and all rows of sparse embeddings, too."""
+        """Pull like `pull`, and also pull all rows of sparse embeddings."""
         self.pull()
         for rows in self._all_rows():
             rows.pull_all()
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers of this process by name, as they are."""
+        """Return the parameters and buffers of this process by name, without a pull."""
         params = {name: param for group in self._all() for name, param in group.params.items()}
         params |= {rows.name: rows.param for rows in self._all_rows()}
         return {name: param.detach() for name, param in params.items()}
@@ -182,14 +182,14 @@ class ServerVariables:
         """Return values and optimizer state of each variable, by name.
 
         Raises:
-            ConfigError: Pushes are under way, so that shards have different ones.
+            ConfigError: Pushes are in flight, so that shards are at different steps.
         """
         states = {name: state for group in self._all() for name, state in group.export().items()}
         states |= {rows.name: rows.table.export() for rows in self._all_rows()}
         return states | {variable.name: variable.export() for variable in self._sharded}
 
     def model_tensors(self, states: Mapping[str, State]) -> dict[str, torch.Tensor]:
-        """Return exported variables by the names of a model's parameters in a checkpoint."""
+        """Return the values of exported variables, named as parameters of a model in a checkpoint."""
         shapes = {name: values.shape for name, values in self.values().items()}
         rows = {emb.name: emb for emb in self._all_rows()}
         return {
@@ -201,7 +201,7 @@ class ServerVariables:
         }
 
     def servers_of(self, name: str) -> list[int]:
-        """Return the server with which each shard of a variable has begun."""
+        """Return the number of the server on which each shard of a variable was first placed."""
         count, shards = self._node.num_servers, list[tuple[int, int]]()
         for group in self._all():
             ends = [*accumulate(group.table.lengths)]
@@ -214,20 +214,20 @@ class ServerVariables:
         return [server for _, server in sorted(shards)]
 
     def resume(self) -> int:
-        """Go on at the clocks of an earlier process of this worker; return its number of steps."""
+        """Continue at the clocks of an earlier process of this worker; return its number of steps."""
         self._node.postoffice.ensure_joined()
         for table in self._tables_with_clocks():
             table.clock = table.fetch_clock()
         return min((group.table.clock for group in self._all_pushed()), default=0)
 
     def oldest_task(self) -> int:
-        """Return the number below which all tasks are over, as far as servers know."""
+        """Return the number of the oldest task that servers do not know to be finished."""
         tables = [*(group.table for group in self._all_pushed()), *self._sharded]
         return max((table.fetch_oldest_task() for table in tables), default=0)
 
     @contextmanager
     def task(self, key: TaskKey) -> Iterator[None]:
-        """Push with the key of a task in the block; wait at its end until servers accepted all."""
+        """Add the key of a task to all pushes in the block; at its end, wait for the servers."""
         tables = [*(group.table for group in self._all_pushed()), *self._sharded]
         for table in tables:
             table.task = key

@@ -31,11 +31,11 @@ DeviceMap = Mapping[str, "str | DeviceSpec"]
 def placer_nodes(
     graph: CapturedGraph, devices: DeviceMap, sizes: Mapping[int, tuple[int, int]] | None
 ) -> tuple[list[PlacerNode], list[Colocation]]:
-    """Return nodes with the devices that are named for them, and all colocations.
+    """Return the graph's nodes with the devices named for them, and pairs that need one device.
 
     Args:
         graph: The graph.
-        devices: Device, or `@` and another pattern, by pattern.
+        devices: For each pattern of module names, a device, or `@` and another pattern.
         sizes: Bytes and rows of each value; see `sizes_of_values`. None if no cost is needed.
 
     Raises:
@@ -78,10 +78,10 @@ def placer_nodes(
 
 
 def colocations_of(graph: CapturedGraph) -> Iterator[Colocation]:
-    """Yield pairs of nodes that must have one device.
+    """Yield pairs of nodes that must be on the same device.
 
     They call one module, share a parameter or buffer, or one of them writes in place to a tensor
-    that is made before.
+    that an earlier node has made.
     """
     for position, reason in graph.refused_cuts().items():
         yield Colocation(position - 1, position, reason)

@@ -24,7 +24,7 @@ class LossSpec:
 
     Attributes:
         function: Function (output, target) that returns a number.
-        target: Target, with places instead of tensors.
+        target: Target, with placeholders instead of tensors.
         num_targets: Number of tensors of the target.
     """
 
@@ -34,9 +34,9 @@ class LossSpec:
 
 
 def with_loss(graph: CapturedGraph, loss: LossSpec | None) -> tuple[CapturedGraph, int, range]:
-    """Return a graph with a loss as its last node, the loss's value, and the target's values.
+    """Return a graph with a loss as its last node, and the numbers of the loss and the targets.
 
-    Without a loss, the graph is the same one and the value is -1.
+    Without a loss, the graph is unchanged and the number of the loss is -1.
     """
     if loss is None:
         return graph, -1, range(0)
@@ -62,7 +62,7 @@ def with_loss(graph: CapturedGraph, loss: LossSpec | None) -> tuple[CapturedGrap
 
 
 def node_values(graph: CapturedGraph) -> list[NodeValues]:
-    """Return which values each node reads, makes and overwrites.
+    """Return the values that each node reads, makes and overwrites.
 
     Nodes that change buffers or other tensors of the model also run if no returned value depends
     on them, as in a call of the model.

@@ -60,7 +60,7 @@ class PlacedOptions(NamedTuple):
 
     Attributes:
         make: Function that returns the model and its example; None for a model of this process.
-        args: Its arguments.
+        args: Arguments of `make`.
         seed: Seed of random numbers.
         timeout_s: Seconds that a step may take.
     """
@@ -76,7 +76,7 @@ class PlacedModel:
 
     Attributes:
         devices: Device of each node of the graph, by its label.
-        num_steps: Number of steps so far, by which random numbers are drawn.
+        num_steps: Number of steps so far, which seeds the random numbers of the next step.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class PlacedModel:
 
     @property
     def num_pending(self) -> int:
-        """Number of values of steps that tasks still keep; 0 between steps."""
+        """Number of values that tasks still keep for running steps; 0 between steps."""
         return sum(self._all("num_pending").values())
 
     # -- steps
@@ -144,14 +144,14 @@ class PlacedModel:
 
         Args:
             make: Class of the optimizer, such as `torch.optim.SGD`.
-            args: Its arguments behind the parameters.
-            kwargs: Its arguments by name.
+            args: Arguments of the optimizer after the parameters.
+            kwargs: Keyword arguments of the optimizer.
         """
         self._optimizer = (make, args, kwargs)
         self._all("make_optimizer", make, args, kwargs)
 
     def step(self, inputs: Any, target: Any, *, loss: Callable[[Any, Any], Any]) -> torch.Tensor:
-        """Run forward and backward of a batch, and the optimizers' step if there are optimizers.
+        """Run forward and backward of a batch, and a step of the optimizers if there are any.
 
         Without optimizers, gradients are added to the gradients of earlier steps.
 
@@ -168,7 +168,7 @@ class PlacedModel:
             PeerLostError: A task is lost; the message has its devices and the step.
             StaleError: A task has restarted.
 
-        Cost: two calls to each task, and a call for each tensor and gradient that crosses.
+        Cost: two calls to each task, and one for each tensor or gradient sent between devices.
         """
         if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
             msg = "the loss has parameters that no task would train: make it a part of the model"
@@ -181,7 +181,7 @@ class PlacedModel:
         return fetched[plan.loss]
 
     def predict(self, inputs: Any) -> Any:
-        """Return the model's output for `inputs`, like the example's, without gradients."""
+        """Return the model's output for `inputs`, in the form of the example, without gradients."""
         graph = self._graph
         feeds = self._inputs(inputs)
         plan = self._plan(PlanKey(graph.results), None)
@@ -192,7 +192,7 @@ class PlacedModel:
     def run(
         self, fetches: Sequence[str], inputs: Any, feeds: Mapping[str, torch.Tensor] | None = None
     ) -> list[Any]:
-        """Return outputs of some nodes, without gradients; nodes that they do not need do not run.
+        """Return outputs of some nodes, without gradients; only the needed nodes run.
 
         Args:
             fetches: Labels of nodes; see `devices`.
@@ -416,7 +416,7 @@ class PlacedModel:
 
         Args:
             state: State of `state_dict`.
-            optimizer: State of `optimizer_state` at the same step; needed if there is one.
+            optimizer: State of `optimizer_state` at the same step; needed if an optimizer exists.
         """
         self._finishing = []
         self._tasks.meet()
@@ -472,7 +472,7 @@ class PlacedModel:
     # -- end
 
     def close(self) -> None:
-        """Drop the model in all tasks, after the last step has ended in them. Idempotent."""
+        """Wait until the last step has ended on all tasks, then drop the model. Idempotent."""
         try:
             self._wait_finished()
         finally:

@@ -36,16 +36,16 @@ Received = tuple[torch.Tensor | None, bool]
 @rpc.register
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """Everything that a step of a part depends on.
+    """Inputs and settings of one step, which the master sends to each part.
 
     Attributes:
         step: Number of the step.
-        feeds: Tensors that the master feeds, by value.
+        feeds: Tensors that the master feeds, by the number of the value.
         rows: Rows of the batch.
         trains: Whether to compute gradients of the loss.
-        loss: Value of the loss; -1 without one.
+        loss: Number of the loss among the values; -1 without a loss.
         seed: Seed of random numbers.
-        draw: Number of the step among those that draw random numbers.
+        draw: Number of the step, counting only steps that draw random numbers.
         autocast: Device types with autocast around the master's call, and its dtypes.
         timeout_s: Seconds that the part may wait for a value; 0 for no limit.
     """
@@ -84,11 +84,11 @@ class PartEdges(Protocol):
     """Interface of the edges between parts on different devices, in one step."""
 
     def put(self, target: str, edge: str, x: torch.Tensor | None, requires_grad: bool) -> None:
-        """Give the tensor `x` of an edge to the part of device `target`."""
+        """Send the tensor `x` of an edge to the part on the device `target`."""
         ...
 
     def ask(self, source: str, edge: str) -> Callable[[], Received]:
-        """Request a tensor from another device; return a function that waits for it."""
+        """Request an edge's tensor from the device `source`; return a function that waits for it."""
         ...
 
 
@@ -96,9 +96,9 @@ class PartProgram(NamedTuple):
     """Part of a graph that a worker has made ready to run.
 
     Attributes:
-        part: Its segments.
-        nodes: Its nodes, ready to run.
-        dead: For each segment the values that each node is the last one to use.
+        part: The part, with its segments.
+        nodes: Nodes of the part, ready to run.
+        dead: For each node of each segment, the values that no later node uses.
         names: Text about each segment, for errors and spans.
         lines: Lines of the model, by label of the node.
         shared: Parameters that several segments use, by segment.
@@ -145,13 +145,13 @@ class PartStep:
 
     Args:
         program: The part.
-        request: Everything that the step depends on.
-        exchange: Its edges to other parts.
+        request: Inputs and settings of the step.
+        exchange: Edges to the parts on other devices.
         clock: Clock of the spans.
 
     Attributes:
         fetched: Values that the master fetches.
-        spans: Times of all that the part did.
+        spans: Time spans of all activities of the part.
     """
 
     def __init__(

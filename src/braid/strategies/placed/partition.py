@@ -32,9 +32,9 @@ class NodeValues(NamedTuple):
     """Values that a node of a graph reads, makes and overwrites.
 
     Attributes:
-        inputs: Values that it uses.
-        made: Values that it makes or writes.
-        overwritten: Numbers, before a write, of the tensors that it writes in place.
+        inputs: Numbers of the values that the node uses.
+        made: Numbers of the values that the node makes, also by writing in place.
+        overwritten: Numbers that the tensors written in place had before the write.
         is_kept: Whether the node runs even if no fetched value needs it.
     """
 
@@ -45,7 +45,7 @@ class NodeValues(NamedTuple):
 
 
 class GradientLink(NamedTuple):
-    """The way of a value's gradient between two segments.
+    """Link on which the gradient of a value is sent between two segments.
 
     Attributes:
         value: The value.
@@ -67,13 +67,13 @@ class PlacedSegment:
         nodes: Positions of the nodes in the graph.
         feeds: Values that the master feeds.
         inputs: Values of earlier segments.
-        receives: Values that come from other devices now, and these devices.
-        sends: Values that other devices receive afterwards, and these devices.
+        receives: Values received before the segment runs, and the devices that send them.
+        sends: Values sent after the segment has run, and the devices that receive them.
         outputs: Values made here that later segments use.
         fetches: Values that the master fetches.
-        sums_from: Links on which sums of gradients come: for outputs, and for inputs that later
-            segments use as well.
-        sums_to: Links on which sums of gradients of inputs leave.
+        sums_from: Links on which the segment receives sums of gradients in backward: of its
+            outputs, and of inputs that later segments also use.
+        sums_to: Links on which the segment sends sums of gradients of its inputs.
         last_uses: Values that no later segment of this device uses.
     """
 
@@ -96,7 +96,7 @@ class PlacedPart:
 
     Attributes:
         device: The device.
-        segments: Its segments, in order.
+        segments: Segments of the part, in the order of the graph.
     """
 
     device: str
@@ -121,7 +121,7 @@ def pruned(
     Args:
         nodes: Nodes in the order of the graph.
         fetches: Values that are fetched.
-        feeds: Values that are fed, so that the nodes which make them are not needed.
+        feeds: Values that the caller provides, so that the nodes which make them need not run.
     """
     needed = set(fetches) - set(feeds)
     positions = []
@@ -156,7 +156,8 @@ def partition(
         nodes: Nodes in the order of the graph.
         devices: Device of each node.
         fetches: Values that are fetched.
-        feeds: Values that are fed; all others that no node makes are tensors of the model.
+        feeds: Values that the caller provides. Other values that no node makes are tensors of the
+            model.
     """
     kept = pruned(nodes, fetches, feeds)
     runs = [tuple(run) for _, run in groupby(kept, lambda position: devices[position])]

@@ -21,7 +21,7 @@ class PlacedTimeline(NamedTuple):
 
     Attributes:
         lanes: Devices.
-        spans: Spans; times are of the master's clock.
+        spans: Spans, with times of the master's clock.
     """
 
     lanes: list[str]
@@ -64,11 +64,11 @@ class PlacedTimeline(NamedTuple):
 def timeline_of(
     spans: Mapping[str, Sequence[PartSpan]], offsets_ns: Mapping[str, int], lanes: list[str]
 ) -> PlacedTimeline:
-    """Return spans of all tasks by the master's clock.
+    """Return the timeline of all tasks' spans, converted to the master's clock.
 
     Args:
-        spans: Spans by node.
-        offsets_ns: Clock of the master minus the clock of the node, by node.
+        spans: Spans by the name of the task's node.
+        offsets_ns: Master's clock minus the clock of the node, by node.
         lanes: Devices.
     """
     moved = [

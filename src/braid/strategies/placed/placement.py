@@ -51,7 +51,7 @@ def place(
         timeout_s: Seconds that a step may take.
 
     Raises:
-        ConfigError: A device does not exist, nodes that must have one device have different ones,
+        ConfigError: A device does not exist, nodes that need one device are on different ones,
             a name is inside of a module that runs as one call, or the model cannot be captured.
         MismatchError: A task has made another model.
     """

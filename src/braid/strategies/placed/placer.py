@@ -37,9 +37,9 @@ class PlacerNode(NamedTuple):
     Attributes:
         name: Name of the node.
         where: Line of the model.
-        spec: Device that the user names for it, perhaps in part.
-        flops: Floating point operations.
-        sources: Nodes with values that it uses, and the bytes of these.
+        spec: Device that the user names for the node, completely or in part.
+        flops: Number of floating-point operations.
+        sources: For each node that this node gets values from, the bytes of these values.
     """
 
     name: str
@@ -53,7 +53,7 @@ class PlacerNode(NamedTuple):
 
 
 class Colocation(NamedTuple):
-    """Two nodes that must have one device, and why."""
+    """Two nodes that must be on the same device, and the reason."""
 
     first: int
     second: int

@@ -15,12 +15,12 @@ MOST_PLANS = 16  # that are registered at the same time
 
 
 class PlanKey(NamedTuple):
-    """Key of a plan: the values of the graph that the caller reads and gives.
+    """Key of a plan: the values of the graph that the caller requests and provides.
 
     Attributes:
         fetches: Values that are returned; empty to return only the loss.
-        feeds: Values that the caller gives; None for the model's inputs, and then nodes that
-            change buffers also run.
+        feeds: Values that the caller provides. None for the model's inputs: nodes that change
+            buffers then run as well.
     """
 
     fetches: tuple[int, ...] = ()
@@ -33,8 +33,8 @@ class StepPlan(NamedTuple):
     Attributes:
         number: Number of the plan.
         parts: Part of each device.
-        loss: Value of the loss; -1 without one.
-        targets: Values of the target.
+        loss: Number of the loss among the values; -1 without a loss.
+        targets: Numbers of the target's values.
     """
 
     number: int
@@ -51,13 +51,13 @@ def step_plan(
     key: PlanKey,
     loss: LossSpec | None,
 ) -> StepPlan:
-    """Return a plan; the loss has the device of the first result.
+    """Return a new plan, in which the loss is on the device of the first result.
 
     Args:
         number: Number of the plan.
         graph: The model.
-        values: Values of its nodes.
-        placement: Devices of its nodes.
+        values: Values that each node reads, makes and overwrites.
+        placement: Device of each node.
         key: Values that are fetched and fed.
         loss: The loss; None without one.
     """

@@ -30,7 +30,7 @@ Value = tuple[torch.Tensor | None, bool]  # the tensor, and whether it requires 
 
 
 class Rendezvous:
-    """Values that parts of this task send, and futures of those that receivers wait for.
+    """Values that parts of this task send, and futures for receivers that wait for values.
 
     Args:
         incarnation: Incarnation of the task.
@@ -45,19 +45,19 @@ class Rendezvous:
 
     @property
     def num_pending(self) -> int:
-        """Number of values without an asker, and of askers without a value."""
+        """Number of values without a request, plus the number of requests without a value."""
         with self._lock:
             return self._state.num_pending
 
     def put(self, key: RendezvousKey, tensor: torch.Tensor | None, requires_grad: bool) -> None:
-        """Give the tensor of `key` to its receiver, now or when the receiver asks."""
+        """Send the tensor of `key` to its receiver, now or when the receiver asks for it."""
         with self._lock:
             self._values[key] = tensor, requires_grad
             ends = self._carry_out(self._state.put(key))
         _complete(ends)
 
     def ask(self, key: RendezvousKey) -> torch.futures.Future[Value]:
-        """Return a future of a value.
+        """Return a future of the value with a key, for the part that receives it.
 
         On failure: the future has a StaleError when the step has ended, or the task is in another
         incarnation.
@@ -71,13 +71,13 @@ class Rendezvous:
         return future
 
     def end(self, graph: str, step: int, reason: str) -> None:
-        """Drop all state of a step and of the steps before it."""
+        """Drop all values of a step and of earlier steps; fail waiting requests with `reason`."""
         with self._lock:
             ends = self._carry_out(self._state.end(graph, step, reason))
         _complete(ends)
 
     def forget(self, graph: str) -> None:
-        """Drop all state of a graph."""
+        """Drop all state of a graph that is no longer used."""
         with self._lock:
             ends = self._carry_out(self._state.forget(graph))
         _complete(ends)

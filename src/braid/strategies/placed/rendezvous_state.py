@@ -31,7 +31,7 @@ class RendezvousKey(NamedTuple):
     Attributes:
         source: Device that makes the value.
         incarnation: Incarnation of the task of that device.
-        target: Device that receives it.
+        target: Device that receives the value.
         edge: Edge of the graph.
         graph: Graph that runs.
         step: Number of the step.
@@ -49,21 +49,21 @@ class RendezvousKey(NamedTuple):
 
 
 class AnswerAsker(NamedTuple):
-    """Give the value of a key to a waiting receiver, and drop the value."""
+    """Instruction: send the value of a key to a waiting receiver, and drop the value."""
 
     ticket: int
     key: RendezvousKey
 
 
 class FailAsker(NamedTuple):
-    """Make the future of a waiting receiver raise an error."""
+    """Instruction: make the future of a waiting receiver raise an error."""
 
     ticket: int
     reason: str
 
 
 class DropValue(NamedTuple):
-    """Forget the value of a key."""
+    """Instruction: drop the value of a key."""
 
     key: RendezvousKey
 
@@ -91,7 +91,7 @@ class RendezvousState:
 
     @property
     def num_pending(self) -> int:
-        """Number of values without an asker, and of askers without a value."""
+        """Number of values without a request, plus the number of requests without a value."""
         return sum(len(pairs.kept) + len(pairs.waiting) for pairs in self._steps.values())
 
     def put(self, key: RendezvousKey) -> list[RendezvousInstruction]:
@@ -131,7 +131,7 @@ class RendezvousState:
         return []
 
     def end(self, graph: str, step: int, reason: str) -> list[RendezvousInstruction]:
-        """Return the instructions when a step ends, and all steps before it with it."""
+        """Return the instructions that end a step and all earlier steps."""
         if not self._has_ended(graph, step):
             self._ended[graph] = step, reason
         instructions: list[RendezvousInstruction] = []
@@ -144,7 +144,7 @@ class RendezvousState:
         return instructions
 
     def forget(self, graph: str) -> list[RendezvousInstruction]:
-        """Return the instructions when a graph is dropped, with all that is known about it."""
+        """Return the instructions that drop all state of a graph."""
         last = max((step for name, step in self._steps if name == graph), default=-1)
         instructions = self.end(graph, last, "its graph was closed")
         self._ended.pop(graph, None)

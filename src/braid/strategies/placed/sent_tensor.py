@@ -22,11 +22,10 @@ class SentTensor:
     """Tensor as it is sent from one part to another, with its strides.
 
     Attributes:
-        elements: Elements in the order of the shape, with one element in expanded dims; None for a
-            gradient that is missing.
-        strides: Strides of the dims; None if `elements` has them.
-        shape: Shape of the tensor; None if `elements` has it.
-        requires_grad: Whether a gradient returns on the edge.
+        elements: Contiguous elements, with size 1 in expanded dims; None for a missing gradient.
+        strides: Strides of the tensor; None if `elements` has the same ones.
+        shape: Shape of the tensor; None if `elements` has the same one.
+        requires_grad: Whether the receiver sends back a gradient.
     """
 
     elements: torch.Tensor | None
@@ -52,7 +51,7 @@ def sent(x: torch.Tensor | None, *, requires_grad: bool = False) -> SentTensor:
 
 
 def arrived(value: SentTensor, device: torch.device) -> torch.Tensor | None:
-    """Return the received tensor on a device."""
+    """Return the received tensor on a device, with the strides that it had at the sender."""
     if value.elements is None:
         return None
     elements = value.elements.to(device)

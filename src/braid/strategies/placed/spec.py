@@ -79,7 +79,7 @@ class DeviceSpec:
         return cls(**known)  # type: ignore[arg-type]
 
     def with_inner(self, inner: DeviceSpec) -> DeviceSpec:
-        """Return this name with the fields that an inner scope names."""
+        """Return this name, with the fields that the name of an inner scope sets replaced."""
         values = {
             field.name: getattr(self if getattr(inner, field.name) is None else inner, field.name)
             for field in fields(self)
@@ -113,10 +113,10 @@ def _parts(match: re.Match[str]) -> dict[str, str | int | None]:
 
 
 def device(name: str | DeviceSpec | None) -> AbstractContextManager[None]:
-    """Name the device of the calls that are captured inside of a context.
+    """In this context, name the device on which captured calls should run.
 
     Args:
-        name: Name of a device, complete or in part; None to clear the scopes outside.
+        name: Name of a device, complete or in part; None to ignore outer scopes.
 
     Raises:
         ConfigError: The text is not a name of a device, or the code belongs to a module that is

@@ -15,7 +15,7 @@ __all__ = ["StepErrors"]
 
 
 class StepErrors:
-    """Errors of the calls of a step, in the order of time."""
+    """Errors of the calls to tasks in one step, in the order of time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,7 +25,7 @@ class StepErrors:
         return bool(self._failed)
 
     def add(self, call: TaskCall, error: BaseException) -> bool:
-        """Add the error of a call, once; return whether it is the first error of the step."""
+        """Add the error of a call, unless the call has one; return whether it is the step's first."""
         with self._lock:
             if all(other is not call for other, _ in self._failed):
                 self._failed.append((call, error))
@@ -33,7 +33,7 @@ class StepErrors:
             return False
 
     def cause(self) -> tuple[TaskCall, BaseException]:
-        """Return the error of a lost task, else the first error that is not a consequence."""
+        """Return the error that caused the others: a lost task, else the first original error."""
         return min(self._failed, key=_rank)  # the first one in time among equals
 
 

@@ -38,9 +38,9 @@ class TaskCall:
 
     Attributes:
         node: Name of the task's node.
-        future: Result.
-        agent: Node that waits for it; None for a call in this process.
-        function: Function that the thread which waits runs first; None if it runs elsewhere.
+        future: Future of the result.
+        agent: Agent of this node, which waits for the result; None for a call in this process.
+        function: Function that `wait` runs in the waiting thread; None if the call runs elsewhere.
     """
 
     node: str
@@ -51,7 +51,7 @@ class TaskCall:
     def wait(self, timeout_s: float | None = None) -> Any:
         """Return the result, or raise the error of the call.
 
-        Remote calls have their own deadline; `timeout_s` holds for a call in this process.
+        `timeout_s` applies to a call in this process; a remote call already has a deadline.
         """
         if self.function is not None:
             function, self.function = self.function, None
@@ -75,16 +75,16 @@ class Tasks:
     """Tasks of a cluster.
 
     Args:
-        nodes: Names of their nodes of remote calls; all nodes when None.
+        nodes: Names of the tasks' nodes of remote calls; all nodes when None.
         num_cpus: Number of CPU devices that each task has.
 
     Attributes:
         devices: Devices of all tasks, in the order of the nodes.
-        addresses: Task of each device.
+        addresses: Address of the task that has each device.
         here: Name of this process's node.
 
     Raises:
-        ConfigError: There are several nodes, but this process is none of remote calls.
+        ConfigError: Several nodes are named, but this process is not a node of remote calls.
     """
 
     def __init__(self, nodes: Sequence[str] | None, num_cpus: int) -> None:
@@ -124,13 +124,13 @@ class Tasks:
                 self.addresses[str(device)] = TaskAddress(node, report.incarnation)
 
     def call(self, node: str, method: str, *args: Any, timeout_s: float = 0.0) -> TaskCall:
-        """Call a method of a task's worker; 0 for no deadline."""
+        """Call a method of the worker on task `node`; a `timeout_s` of 0 means no deadline."""
         return self._call(node, self._incarnations[node], method, args, timeout_s)
 
     def call_here(self, method: str, *args: Any) -> TaskCall:
-        """Return a call of this task's worker that runs in the thread which waits for it.
+        """Return a call of this task's worker, which runs in the thread that calls `wait`.
 
-        No other thread has to wake up, which takes longer than a short step.
+        This avoids waking another thread, which takes longer than a short step.
         """
         function = partial(getattr(self.worker, method), *args)
         return TaskCall(self.here, None, None, function)

@@ -66,12 +66,12 @@ for kind in (PlacedPart, PlacedSegment, GradientLink, RendezvousKey):
 @rpc.register
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """A task, as it describes itself.
+    """A task's answer to a master that asks for its properties.
 
     Attributes:
-        incarnation: Text that no other life of the task has.
-        num_gpus: Number of its GPUs.
-        now_ns: Time of its clock.
+        incarnation: Identifier of the task's process, different after a restart.
+        num_gpus: Number of GPUs of the task.
+        now_ns: Time of the task's clock.
     """
 
     incarnation: str
@@ -85,8 +85,8 @@ class TaskAddress:
     """Address of the task that has a device.
 
     Attributes:
-        node: Name of its node.
-        incarnation: Its incarnation.
+        node: Name of the task's node of remote calls.
+        incarnation: Identifier of the task's process.
     """
 
     node: str
@@ -112,11 +112,11 @@ class HostedGraph:
     Attributes:
         graph: The graph, with modules and tensors of this task.
         devices: Device of each node.
-        tasks: Task of each device.
+        tasks: Address of the task that has each device.
         programs: Parts by plan and device.
         optimizer: Optimizer of this task's parameters.
-        spans: Times of the last step.
-        spans_of: Number of that step.
+        spans: Time spans of the last step.
+        spans_of: Number of the last step.
         nodes: All nodes of this task.
     """
 
@@ -131,7 +131,10 @@ class HostedGraph:
 
 
 def captured(model: nn.Module, example: Any) -> CapturedGraph:
-    """Return the graph of a model; a dict has keyword arguments, a tuple several arguments."""
+    """Return the graph of a model, captured with an example.
+
+    The example is one argument, a tuple of arguments, or a dict of keyword arguments.
+    """
     if isinstance(example, dict):
         return capture(model, **example)
     return capture(model, *(example if isinstance(example, tuple) else (example,)))
@@ -160,7 +163,7 @@ class PlacedWorker:
     # -- set-up
 
     def describe(self) -> TaskReport:
-        """Return what a master needs to know of the task."""
+        """Return the properties of this task that a master needs."""
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return TaskReport(self.incarnation, num_gpus, self._clock.now_ns())
 
@@ -224,7 +227,7 @@ class PlacedWorker:
     def register(
         self, name: str, plan: int, part: PlacedPart, loss: LossSpec | None, forgotten: int
     ) -> None:
-        """Make `part` of plan `plan` of graph `name` ready to run; drop plan `forgotten`."""
+        """Prepare `part` of plan `plan` of graph `name` to run; drop the plan `forgotten`."""
         hosted = self._hosted(name)
         hosted.programs.pop((forgotten, part.device), None)
         graph, _, _ = with_loss(hosted.graph, loss)
@@ -250,7 +253,7 @@ class PlacedWorker:
     # -- steps
 
     def run(self, name: str, plan: int, device: str, request: StepRequest) -> PartResult:
-        """Run a step of a part."""
+        """Run one step of the part of a plan on `device`, forward and backward."""
         hosted = self._hosted(name)
         exchange = StepEdges(self, hosted.tasks, device, name, request)
         step = PartStep(hosted.programs[plan, device], request, exchange, self._clock)
@@ -276,7 +279,7 @@ class PlacedWorker:
             hosted.spans.append(span)
 
     def abort(self, name: str, step: int, reason: str) -> None:
-        """Drop the state of a step that has failed; parts that wait for it fail."""
+        """Drop the state of a failed step; parts that still run it fail with `reason`."""
         self.rendezvous.end(name, step, reason)
 
     # -- state
@@ -291,7 +294,7 @@ class PlacedWorker:
         hosted.optimizer = make(params, *args, **kwargs) if params else None
 
     def num_pending(self, name: str) -> int:
-        """Return the number of values and of receivers that wait in this task."""
+        """Return the number of values, and of receivers, that wait in this task."""
         self._hosted(name)
         return self.rendezvous.num_pending
 
@@ -302,7 +305,7 @@ class PlacedWorker:
         return list(tensors_of(nodes))
 
     def collect(self, name: str, what: str) -> Any:
-        """Return parameters and buffers, gradients, the optimizer's state or spans."""
+        """Return "spans", "optimizer" state, "gradients", or else all tensors, as `what` names."""
         hosted = self._hosted(name)
         assert hosted.nodes is not None
         if what == "spans":
@@ -316,7 +319,7 @@ class PlacedWorker:
         return {key: x.detach().cpu().clone() for key, x in tensors_of(hosted.nodes).items()}
 
     def load(self, name: str, state: dict[str, torch.Tensor], frozen: list[str]) -> None:
-        """Copy values into parameters, buffers and other tensors of the model."""
+        """Copy values into the tensors of the model; parameters in `frozen` get no gradients."""
         hosted = self._hosted(name)
         assert hosted.nodes is not None
         tensors = tensors_of(hosted.nodes)
@@ -368,7 +371,7 @@ class StepEdges:
         tasks: Tasks of all devices.
         device: Device of the part.
         graph: Name of the graph.
-        request: Everything that the step depends on.
+        request: Inputs and settings of the step.
     """
 
     def __init__(
@@ -406,7 +409,7 @@ class StepEdges:
 
 
 def torch_device(device: str) -> torch.device:
-    """Return the device of torch of a device of a cluster."""
+    """Return the torch device for a device name of the cluster."""
     spec = DeviceSpec.parse(device)
     if spec.device_type == "cuda":
         return torch.device("cuda", spec.device_index or 0)
@@ -414,7 +417,7 @@ def torch_device(device: str) -> torch.device:
 
 
 def tensors_of(nodes: GraphNodes) -> dict[str, torch.Tensor]:
-    """Return parameters, buffers and other tensors of nodes, under all names that they have."""
+    """Return parameters, buffers and other tensors of nodes, under each of their names."""
     named = dict(nodes.named_parameters(remove_duplicate=False))
     buffers = dict(nodes.named_buffers(remove_duplicate=False))
     unnamed = {f"value {value}": x for value, x in nodes.unnamed.items()}
@@ -464,7 +467,7 @@ def serve_placed(incarnation: str, method: str, args: Sequence[Any]) -> Any:
 @rpc.register
 @async_execution
 def receive_placed(key: RendezvousKey) -> torch.futures.Future[SentTensor]:
-    """Return a future of a value of this task, for a part in another one."""
+    """Return a future of a value of this task; a part on another task calls this."""
     answer: torch.futures.Future[SentTensor] = AnswerFuture()
 
     def complete(future: torch.futures.Future[Received]) -> None:
