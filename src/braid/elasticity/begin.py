@@ -69,22 +69,22 @@ def elastic(
         shards: Number of micro-batches of a step; the number of ranks at first when None. A
             training that begins with a checkpoint keeps its number. More ranks do not make a step
             faster.
-        seed: Number that chooses the order of samples, and random numbers.
-        update: Called instead of `optimizer.step()` when `.grad` holds the mean over all
-            micro-batches, such as a function that clips gradients before.
+        seed: Seed of the order of samples, and of random numbers.
+        update: Called instead of `optimizer.step()`, with `.grad` as the mean over all
+            micro-batches; such as a function that clips gradients and then steps.
         batch_per_rank: Rule of the learning rate if each rank keeps its number of samples: "linear"
             for SGD, "sqrt" for Adam, or "constant". A step then has one micro-batch for each rank,
-            and the bits depend on who was lost when.
-        verify: Number of steps after which each rank also computes the micro-batch of the next one,
-            to compare the gradients bit by bit; 0 for never. A rank that computes wrongly leaves
-            before its result is used, and is replaced. For ranks on hosts of one kind.
-        replace_slow: Factor, such as 2.0, by which a rank is slower than its peers for 30 steps
-            when it leaves and is replaced; 0 for never.
+            and the bits depend on which ranks were lost when.
+        verify: Number of steps between two checks, in which each rank also computes the next rank's
+            micro-batch, and gradients are compared bit by bit; 0 for never. A rank that computes
+            wrongly leaves before its result is used, and is replaced. For ranks on hosts of one kind.
+        replace_slow: A rank that is slower than its peers by this factor, such as 2.0, for 30
+            steps leaves and is replaced; 0 for never.
         checkpoints: Directory of checkpoints, which all ranks see. The training begins with the
-            last one, and goes back to it if members have lost the state together; without it, such
-            a loss ends the run. Buffers that `state_dict()` leaves out are not in it.
-        checkpoint_every: Number of steps between two checkpoints. One that fails, such as on a full
-            disk, is a warning. If all members are asked to end, they save before.
+            last checkpoint, and goes back to it if all members with the state are lost; without
+            checkpoints, such a loss ends the run. Buffers outside of `state_dict()` are not saved.
+        checkpoint_every: Number of steps between two checkpoints. A failure, such as a full
+            disk, is only a warning. If all members are asked to end, they first save one.
         evaluate: Function that all members call between two steps, and in which they may
             communicate, such as to average a loss. If a rank is lost inside, they call it again.
         evaluate_every: Number of steps between two calls.
@@ -96,7 +96,8 @@ def elastic(
         StaleError: `braid.init()` has not been called.
 
     Cost of a step: as in data parallel training, with one all-reduce of the gradients for each
-    round of micro-batches. Cost of a loss: a meeting of the members; the state, if one lacks it.
+    round of micro-batches. Cost of a loss: a meeting of the members, and a broadcast of the state
+    if a member lacks it.
     """
     raise_all(below(0, verify=verify, replace_slow=replace_slow))
     raise_all(below(1, shards=shards) if shards is not None else [])

@@ -16,7 +16,7 @@ BYTE, MASK = 2, 0x10  # of the first element: a high bit of the mantissa of a fl
 
 
 def flip_bits_on_signal(model: nn.Module) -> None:
-    """Flip a bit of one gradient in each backward between two signals SIGUSR2."""
+    """For tests: flip a bit of one gradient in each backward between two SIGUSR2 signals."""
     is_on = False
 
     def toggle(*_: object) -> None:

@@ -17,7 +17,7 @@ class Evaluation:
     """A function that all members call every few steps.
 
     Args:
-        function: The function; None for none.
+        function: The function; None to call nothing.
         every: Number of steps between two calls.
     """
 
@@ -31,21 +31,21 @@ class Evaluation:
         return bool(self._every) and num_steps % self._every == 0 and num_steps != self._last
 
     def run(self, num_steps: int) -> None:
-        """Call the function; a collective."""
+        """Call the function after `num_steps` steps; a collective."""
         assert self._function is not None
         self._function()
         self._last = num_steps
 
     def skip(self, num_steps: int) -> None:
-        """Note that other members have done the evaluations up to `num_steps` steps."""
+        """Record that the evaluation after `num_steps` steps is complete, without a call."""
         self._last = num_steps
 
 
 def evaluation_of(function: Callable[[], object] | None, every: int) -> Evaluation:
-    """Return an evaluation.
+    """Return the evaluation for these arguments of `braid.elastic`, after checking them.
 
     Raises:
-        ConfigError: One of the two is missing.
+        ConfigError: Only one of `function` and `every` is given.
     """
     if (function is None) != (every <= 0):
         msg = (

@@ -60,7 +60,7 @@ def shard_of(number: int, rank: int, num_ranks: int, num_shards: int) -> int | N
 
 
 class GradientSums:
-    """Memory and operations for the sums; see the module.
+    """Sums the gradients of a step's micro-batches over ranks; see the module.
 
     Args:
         group: Ranks that train together.
@@ -91,7 +91,7 @@ class GradientSums:
         self._status_request = group.persistent("all_reduce", self._status, op="max")
 
     def add(self, number: int, *, has_shard: bool, loss: float = 0.0, weight: float = 1.0) -> None:
-        """Add the gradients of this rank's micro-batch, and leave the parameters without any.
+        """Add the gradients of this rank's micro-batch to the sums, and set `.grad` to None.
 
         Args:
             number: Number of the round.
@@ -137,7 +137,7 @@ class GradientSums:
             flag: Whether this rank raises a flag.
 
         Returns:
-            Whether any rank has raised it.
+            Whether any rank has raised the flag.
         """
         is_last = number + 1 == num_rounds(num_shards, self._group.size)
         scale = 1.0 / num_shards if is_last else None
@@ -157,19 +157,19 @@ class GradientSums:
         return self._loss.item()
 
     def checksum(self) -> int:
-        """Return a checksum of the gradients that the parameters have now."""
+        """Return a checksum of the gradients that are in `.grad` now."""
         sums = [0 if r.param.grad is None else checksum(r.param.grad) for r in self._records]
         return crc32(repr(sums).encode())
 
     def give(self) -> None:
-        """Set `.grad` to the mean, for parameters with a gradient in any micro-batch."""
+        """Set `.grad` of each parameter to its mean, if it has a gradient in any micro-batch."""
         for record, view, present in zip(
             self._records, self._views, self._is_present.tolist()[:-1], strict=True
         ):
             record.param.grad = view.to(record.param.dtype) if present else None
 
     def clear(self) -> None:
-        """Leave the parameters without gradients."""
+        """Set `.grad` of all parameters to None."""
         for record in self._records:
             record.param.grad = None
 

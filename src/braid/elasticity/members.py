@@ -35,7 +35,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Members(Protocol):
-    """The ranks of a training, epoch by epoch.
+    """The ranks of a training; an epoch is a period in which they do not change.
 
     Attributes:
         leaves: Whether this process has been asked to end after its step.
@@ -47,17 +47,17 @@ class Members(Protocol):
 
     @property
     def group(self) -> Group:
-        """Group of the members of the present epoch."""
+        """Group of the members in the current epoch."""
         ...
 
     @property
     def may_change(self) -> bool:
-        """Whether another epoch can follow."""
+        """Whether another epoch can follow, with other members."""
         ...
 
     @property
     def has_lost_launcher(self) -> bool:
-        """Whether no epoch can follow, since the launcher is gone."""
+        """Whether no epoch can follow, since the launcher has ended."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class Members(Protocol):
 
         Args:
             num_steps: See `next_epoch`.
-            reason: Clause for the user: "was asked to end".
+            reason: Rest of a sentence for the user, such as "was asked to end".
 
         Raises:
             SystemExit: Always.
@@ -90,16 +90,16 @@ class Members(Protocol):
         """Join the next epoch; every member calls it.
 
         Args:
-            num_steps: Number of steps that the state of this process has seen; -1 without state.
+            num_steps: Number of steps that this process's state includes; -1 without state.
 
         Returns:
-            The same number of each member of the next epoch.
+            `num_steps` of each member of the next epoch.
         """
         ...
 
 
 def require_change(members: Members, error: CommError) -> None:
-    """Raise an error of a collective, unless other members can go on."""
+    """Raise `error`, unless a member was lost and the remaining members can continue."""
     has_lost = isinstance(error, PeerLostError) or type(error) is CommError  # it left the group
     if not (has_lost and members.may_change):
         raise error
@@ -122,10 +122,10 @@ def warn_of_idle_ranks(group: Group, num_shards: int, *, verifies: bool) -> None
 
 @contextmanager
 def notices(members: Members) -> Iterator[None]:
-    """Turn SIGTERM and the death of the launcher, inside, into a request to leave after the step.
+    """In the block, treat SIGTERM and the end of the launcher as requests to leave after the step.
 
-    Outside, the kernel kills this process when its launcher dies (`exec_shim`). Inside, it sends
-    SIGTERM, and the reaper of the launcher ends a process that takes too long.
+    Outside of the block, the kernel kills this process when its launcher ends (`exec_shim`). In it,
+    the kernel sends SIGTERM, and the launcher's reaper ends a process that takes too long.
     """
     if not members.may_change or threading.current_thread() is not threading.main_thread():
         yield
@@ -148,7 +148,7 @@ def notices(members: Members) -> Iterator[None]:
 
 
 def on_trial(members: Members, join: Callable[[], object]) -> None:
-    """Call `join` for a new process; its errors do not end the other members."""
+    """Call `join` for a new process; if it fails, only the new process ends."""
     try:
         join()
     except (PeerLostError, CommTimeout):
@@ -176,7 +176,7 @@ def _write_to_log() -> None:
 
 
 class JobMembers:
-    """The ranks of the job of `braid.init()`."""
+    """Members that are the ranks of the job of `braid.init()`."""
 
     leaves = False
 
@@ -188,7 +188,7 @@ class JobMembers:
 
     @property
     def group(self) -> Group:
-        """Group of the members of the present epoch; see `Members.group`."""
+        """Group of the members in the current epoch; see `Members.group`."""
         return context.world()
 
     @property

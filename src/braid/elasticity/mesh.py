@@ -73,7 +73,7 @@ Build = Callable[[], tuple[Any, ...]]
 
 
 def mesh_for(wanted: Mesh, num_ranks: int) -> Mesh:
-    """Return the mesh of `num_ranks` ranks: stages and divided layers stay, or all are replicas.
+    """Return the mesh for `num_ranks` ranks: only dp changes, else all ranks become replicas.
 
     >>> wanted = Mesh.parse("pp=2,dp=2")
     >>> str(mesh_for(wanted, 6)), str(mesh_for(wanted, 3))
@@ -86,10 +86,10 @@ def mesh_for(wanted: Mesh, num_ranks: int) -> Mesh:
 
 
 def mesh_chooser(mesh: str | Callable[[int], str]) -> Callable[[int], Mesh]:
-    """Return a function that chooses the mesh of a number of ranks; see `elastic_mesh`.
+    """Return a function that returns the mesh for a number of ranks; see `elastic_mesh`.
 
     Raises:
-        ConfigError: A mesh is not written as one, or has other axes.
+        ConfigError: A mesh cannot be parsed, or has axes other than pp, dp and tp.
     """
     meshes = [_checked(text) for text in mesh.split(";")] if isinstance(mesh, str) else []
     by_size = {wanted.size: wanted for wanted in meshes}
@@ -140,7 +140,7 @@ class MeshReplica:
 
     Args:
         build: See `elastic_mesh`.
-        mesh: Mesh for a number of ranks.
+        mesh: Function that returns the mesh for a number of ranks.
         layers: See `elastic_mesh`.
         clip: See `elastic_mesh`.
         copies: See `elastic_mesh`.
@@ -148,7 +148,7 @@ class MeshReplica:
 
     Attributes:
         model: The model on the mesh of this epoch.
-        optimizer: Its optimizer.
+        optimizer: Optimizer of the model.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class MeshReplica:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Its optimizer."""
+        """Optimizer of the model in this epoch."""
         return self.state.optimizer
 
     def enter(
@@ -194,8 +194,8 @@ class MeshReplica:
         """Continue with these members from the newest state; see `Replica.enter`.
 
         Raises:
-            CheckpointError: No member has some part, and no checkpoint exists.
-            ConfigError: The members have no mesh, or the model cannot be divided like that.
+            CheckpointError: A part of the state is lost, and no checkpoint exists.
+            ConfigError: No mesh fits the members, or the model cannot be divided by the mesh.
         """
         mesh = self._mesh_of(group.size)
         is_first = max(num_steps) < 0
@@ -375,7 +375,7 @@ class MeshReplica:
         return bool(self._world.all_reduce(torch.tensor([int(flag)]), op="max").item())
 
     def updated(self) -> None:
-        """Note that the update has been made; see `Replica.updated`."""
+        """Record that the update has been made; see `Replica.updated`."""
         self.model.zero_grad()
         if self._shadow is not None:
             self._shadow.check_update()
@@ -423,35 +423,35 @@ def elastic_mesh(
     evaluate_every: int = 0,
     **options: Any,
 ) -> ElasticTraining:
-    """Return a training on a mesh that goes on when ranks die or come; see the module.
+    """Return a training on a mesh that continues when ranks are lost or join; see the module.
 
     Args:
-        build: Returns the whole model and its optimizer, alike on all ranks, and, if there are
-            further objects with a state, these by name as a third value. Called in each epoch of
-            members; `training.model`, `optimizer` and `others` belong to the present epoch.
-        mesh: Numbers of ranks along pp, dp and tp, such as `pp=2,dp=2`. With other numbers of ranks
-            dp changes, or all ranks are replicas where that is not possible. Several meshes may be
-            listed for several numbers of ranks: `pp=2,dp=2; dp=3`. Or a function that returns the
-            mesh of a number of ranks, such as `plan.find.fastest_meshes`.
-        layers: Returns the model as modules in a row; None for an `nn.Sequential`.
+        build: Returns the whole model and its optimizer, the same on all ranks; optionally also a
+            dict of further objects with a state. Called again when members have changed;
+            `training.model`, `optimizer` and `others` are then replaced.
+        mesh: Numbers of ranks along pp, dp and tp, such as `pp=2,dp=2`. With another number of
+            ranks only dp changes; if that is impossible, all ranks become replicas. May list meshes
+            for several numbers of ranks: `pp=2,dp=2; dp=3`. Or a function that returns the mesh for
+            a number of ranks, such as `plan.find.fastest_meshes`.
+        layers: Returns the model's layers in order; None for an `nn.Sequential`.
         shards: Number of micro-batches of a step; the number of ranks at first when None. Replicas
             take them in turn, and each is a batch of the pipeline.
-        seed: Number that chooses the order of samples, and random numbers.
-        clip: Norm of all gradients to which they are clipped; None for no limit.
-        update: Called instead of `training.optimizer.step()`; it does not communicate.
-        batch_per_rank: See `elastic`; of a replica on a mesh.
-        copies: Whether neighbours keep copies of parts that one rank alone has. If such a rank is
-            lost without a copy, all go back to the last checkpoint, or the run ends.
+        seed: Seed of the order of samples, and of random numbers.
+        clip: Maximum norm of all gradients, to which they are clipped; None for no limit.
+        update: Called instead of `training.optimizer.step()`; must not communicate.
+        batch_per_rank: See `elastic`; the number of samples of each replica is kept.
+        copies: Whether neighbours keep copies of parts that only one rank has. If such a part is
+            lost without a copy, the training goes back to the last checkpoint, or ends.
         checkpoints: See `elastic`.
         checkpoint_every: See `elastic`.
         evaluate: See `elastic`; it may call `training.model.evaluate`.
         evaluate_every: See `elastic`.
         options: Further arguments of `HybridParallel`, such as `num_microbatches`, `schedule` and
-            `shard`: with `shard`, replicas own parts of optimizer states (1), gradients (2) and
-            parameters (3).
+            `shard`, which divides optimizer states (1), gradients (2) and parameters (3) among
+            replicas.
 
     Raises:
-        ConfigError: An argument makes no sense.
+        ConfigError: An argument is invalid.
         StaleError: `braid.init()` has not been called.
 
     Cost of a step: the cost on the mesh, one all-reduce of whole gradients over replicas for each

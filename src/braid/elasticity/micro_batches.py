@@ -29,7 +29,7 @@ __all__ = ["DataPosition", "MicroBatches", "require_same_data", "seed_all"]
 
 
 class DataPosition(NamedTuple):
-    """Position in the data: the next step begins after `sample` samples of pass `epoch`."""
+    """Position in the data: `sample` samples of the pass `epoch` come before the next step."""
 
     epoch: int = 0
     sample: int = 0
@@ -39,19 +39,19 @@ class MicroBatches:
     """Micro-batches into which the samples of each step are divided.
 
     Args:
-        loader: Reads samples. Its batch size is the size of a micro-batch; its order counts only as
-            far as it is shuffled or not. Without `drop_last`, the last step of a pass has
-            the samples that are left; with it, samples too few for a step are dropped.
-        seed: Number that chooses the order.
-        verify: Number of steps after which each rank has the first micro-batch of the next one
-            before its own; 0 for never.
+        loader: Loader that reads samples. Its batch size is the size of a micro-batch. Its order is
+            replaced; only whether it shuffles is kept. Without `drop_last`, the last step of a pass
+            has the remaining samples; with it, samples too few for a step are dropped.
+        seed: Seed of the order of samples.
+        verify: Number of steps between two checks, in which each rank first gets the next rank's
+            first micro-batch; 0 for never.
         per_rank: Whether the number of micro-batches of a step changes with the number of ranks.
             `drop_last` then drops samples too few for a micro-batch, so that a pass ends at the
             same sample on any number of ranks.
 
     Attributes:
         loader: The loader.
-        epoch: The pass over the data in which it was used last.
+        epoch: Last pass over the data in which the loader was used.
 
     Raises:
         ConfigError: The loader's order cannot be kept, or it has no samples.
@@ -99,11 +99,11 @@ class MicroBatches:
         self._samples = _SeededSamples(loader.dataset, seed)
 
     def sizes(self, at: DataPosition, num_shards: int) -> list[int]:
-        """Return the numbers of samples of the micro-batches of a step; empty if there is none.
+        """Return the numbers of samples of the micro-batches of a step; empty if no samples remain.
 
         Args:
-            at: Its position.
-            num_shards: Number of micro-batches of a step, if there are samples enough.
+            at: Position of the step.
+            num_shards: Number of micro-batches in a step that has enough samples.
         """
         whole = num_shards * self._size
         remaining = self._order.num_samples - at.sample
@@ -120,12 +120,12 @@ class MicroBatches:
     def facts(
         self, at: DataPosition, num_shards: int, before: Mapping[str, object]
     ) -> dict[str, object]:
-        """Return by name what all ranks must share to go on at `at`.
+        """Return the values, by name, that must be equal on all ranks to continue at `at`.
 
         Args:
-            at: The next step.
-            num_shards: Number of its micro-batches.
-            before: Facts of the steps before.
+            at: Position of the next step.
+            num_shards: Number of micro-batches of the step.
+            before: Values that this method returned for earlier steps.
 
         Raises:
             ConfigError: The step does not exist, or the steps before it had other samples.
@@ -166,16 +166,17 @@ class MicroBatches:
     ) -> Iterator[Any]:
         """Yield the micro-batches of a rank from the step at `at` to the end of its pass.
 
-        A rank without one in the first round of a step gets the last one of the step, which does
-        not count.
+        A rank without a micro-batch in the first round of a step gets the step's last micro-batch;
+        its result is not used.
 
         Args:
             at: Position of the step.
             rank: The rank.
             num_ranks: Number of ranks.
             num_shards: See `sizes`.
-            num_steps: Number of steps before, in all passes.
-            fills: Whether a rank without a micro-batch gets the last one in all rounds.
+            num_steps: Number of earlier steps, in all passes.
+            fills: Whether a rank without a micro-batch gets the last one in every round, not just
+                in the first.
         """
         loader = self.loader
         parts = {
@@ -219,14 +220,14 @@ class MicroBatches:
 
 
 def require_same_data(group: Group, facts: Sequence[Mapping[str, object]]) -> None:
-    """Refuse members that would train on different samples.
+    """Raise if members would train on different samples.
 
     Args:
         group: The members.
-        facts: Values of each member, by name, that must be equal where two have them.
+        facts: Values of each member, by name; values with the same name must be equal.
 
     Raises:
-        MismatchError: Some differ.
+        MismatchError: Values with the same name differ.
     """
     first: dict[str, tuple[int, object]] = {}
     for rank, of_rank in zip(group.ranks, facts, strict=True):

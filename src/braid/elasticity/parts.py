@@ -33,14 +33,14 @@ ALIGNMENT = 64  # bytes
 
 
 class TensorBox(NamedTuple):
-    """Contiguous elements of a shard that are slices of the whole tensor.
+    """Box of a whole tensor: a range in each dim, and where its elements are in a rank's tensor.
 
     Attributes:
         whole: Shape of the whole tensor.
-        offset: First index of the box in it, per dim.
+        offset: First index of the box in the whole tensor, per dim.
         extent: Shape of the box.
-        strides: Strides of the box in the tensor.
-        start: Its first element there.
+        strides: Strides of the box in the rank's tensor.
+        start: Index of the box's first element in the rank's tensor.
     """
 
     whole: tuple[int, ...]
@@ -51,20 +51,20 @@ class TensorBox(NamedTuple):
 
     @classmethod
     def parse(cls, fields: Sequence[Any]) -> TensorBox:
-        """Return the slices that were received as plain data."""
+        """Return the box with these fields, which were received as plain data."""
         whole, offset, extent, strides, start = fields
         return cls(tuple(whole), tuple(offset), tuple(extent), tuple(strides), start)
 
     @classmethod
     def all_of(cls, tensor: torch.Tensor) -> TensorBox:
-        """Return the box of a tensor that is whole."""
+        """Return the box that covers a whole tensor."""
         shape = tuple(tensor.shape)
         strides = torch.empty(shape, device="meta").stride()
         return cls(shape, (0,) * len(shape), shape, strides, 0)
 
     @classmethod
     def of(cls, piece: Slice, tensor: torch.Tensor) -> TensorBox:
-        """Return the box of a piece of a checkpoint that is a view of a tensor."""
+        """Return the box of a checkpoint's piece, where the piece is a view of a rank's tensor."""
         if tuple(piece.tensor.shape) == tuple(tensor.shape):
             return cls.all_of(tensor)._replace(whole=piece.global_shape, offset=piece.offset)
         assert tensor.is_contiguous(), f"a part of {piece.name} has gaps"
@@ -73,7 +73,7 @@ class TensorBox(NamedTuple):
         return cls(piece.global_shape, piece.offset, extent, piece.tensor.stride(), start)
 
     def common(self, other: TensorBox) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the offset and shape, in the whole tensor, of the elements in both slices."""
+        """Return the offset and shape of two boxes' overlap in the whole tensor; None if empty."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = [
             min(a + m, b + n)
@@ -85,7 +85,7 @@ class TensorBox(NamedTuple):
     def view(
         self, tensor: torch.Tensor, offset: Sequence[int], extent: Sequence[int]
     ) -> torch.Tensor:
-        """Return a view of the shard's elements at indices of the whole tensor."""
+        """Return a view of a rank's tensor: its elements at these indices of the whole tensor."""
         skipped = [o - first for o, first in zip(offset, self.offset, strict=True)]
         if tuple(tensor.shape) == self.extent:  # in any memory format
             return tensor[tuple(slice(o, o + n) for o, n in zip(skipped, extent, strict=True))]
@@ -94,14 +94,14 @@ class TensorBox(NamedTuple):
 
 
 class PartTensor(NamedTuple):
-    """A tensor of one shard of the training state.
+    """A tensor of a rank's part of the training state.
 
     Attributes:
         name: Name of the whole tensor, as in a checkpoint.
-        boxes: Boxes that it is.
-        tensor: Its values.
-        is_alike: Whether it is a state of the optimizer with the shape of its parameter.
-        is_placed: Whether it is on the device of its parameter.
+        boxes: Boxes of the whole tensor that this tensor consists of.
+        tensor: Values of the tensor.
+        is_alike: Whether this is an optimizer state with the shape of its parameter.
+        is_placed: Whether the tensor is on the device of its parameter.
     """
 
     name: str
@@ -112,15 +112,14 @@ class PartTensor(NamedTuple):
 
 
 class ModelPart(NamedTuple):
-    """Parameters that a rank trains, with all that belongs to them.
+    """Part of a training on one rank: parameters, their optimizer states, and buffers.
 
     Attributes:
-        name: Place on the mesh: `pp=1,tp=0`.
-        params: Parameters that the optimizer changes, by the names of whole ones.
-        boxes: Boxes of whole parameters that they are, by name.
-        optimizer: Its optimizer, which may have other parameters, too.
-        buffers: Returns the buffers of the layers that are here, by name; forwards may replace
-            them.
+        name: Position on the mesh, such as `pp=1,tp=0`.
+        params: This rank's tensors of the trained parameters, by name of the whole parameter.
+        boxes: Boxes of the whole parameters that these tensors consist of, by name.
+        optimizer: Optimizer of the parameters, which may also have other parameters.
+        buffers: Returns the buffers of this rank's layers by name; a forward may replace them.
     """
 
     name: str
@@ -145,11 +144,11 @@ class ModelPart(NamedTuple):
             yield PartTensor(f"buffer/{name}", [TensorBox.all_of(buffer)], buffer.detach())
 
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """Return states of the optimizer that are no tensors, by parameter.
+        """Return optimizer states other than tensors, such as step counts, by parameter.
 
         Raises:
-            ConfigError: Tensors are inside of lists or dicts, or belong to a part of a parameter
-                and have another shape, so their boxes are not known.
+            ConfigError: A state has tensors in lists or dicts, or a tensor with another shape than
+                its divided parameter, so that its boxes are not known.
         """
         for name, boxes in self.boxes.items():
             if any(box.extent != box.whole for box in boxes):
@@ -190,7 +189,7 @@ class ModelPart(NamedTuple):
 def boxes_of(
     pieces: Iterable[Slice], params: Mapping[str, torch.Tensor]
 ) -> dict[str, list[TensorBox]]:
-    """Return each parameter's slices on this rank, by name, from its checkpoint entries."""
+    """Return the boxes of each parameter on this rank, by name, from its pieces of a checkpoint."""
     boxes: dict[str, list[TensorBox]] = {}
     for piece in pieces:
         root, _, name = piece.name.partition("/")
@@ -200,7 +199,7 @@ def boxes_of(
 
 
 def packed(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return memory for tensors in a row, in bytes, and their places as tensors without gaps."""
+    """Return one block of bytes for all tensors, and views of it with their shapes and dtypes."""
     sizes = [torch.Size((tensor.nbytes,)) for tensor in tensors]
     flat = FlatBuffer(
         sizes,

@@ -35,7 +35,7 @@ __all__ = ["LostStateError", "NewestState", "fill", "newest_state"]
 
 
 class LostStateError(CheckpointError):
-    """No member has some part of the state."""
+    """Error if some part of the state is lost: no member has it."""
 
 
 class _Source(NamedTuple):
@@ -58,13 +58,13 @@ class _Tensor(NamedTuple):
 
 
 class NewestState(NamedTuple):
-    """The newest state that the members have together, of one division of the model.
+    """The newest state that all members together still have, in one division of the model.
 
     Attributes:
-        division: Its number.
-        root: The first member that has a part of it.
+        division: Number of the division, a way to divide the model among ranks.
+        root: First member that has a part of the state.
         tensors: Whole tensors by the names of a checkpoint; buffers as `buffer/NAME`.
-        numbers: States of the optimizer that are no tensors, by parameter.
+        numbers: Optimizer states other than tensors, by parameter.
     """
 
     division: int
@@ -76,16 +76,16 @@ class NewestState(NamedTuple):
 def newest_state(
     group: Group, parts: Mapping[int, Sequence[ModelPart]], num_parts: Mapping[int, Sequence[str]]
 ) -> NewestState:
-    """Find the newest state that the members have together; a collective.
+    """Find the newest state that the members together still have; a collective.
 
     Args:
         group: The members.
-        parts: Parts that this member has, by the number of their division.
-        num_parts: Names of all parts of each of these divisions.
+        parts: Parts that this member has, by number of the division.
+        num_parts: Names of all parts of each division, by its number.
 
     Raises:
         LostStateError: No member has some part.
-        MismatchError: Members have other values of the same tensor.
+        MismatchError: Members have different values of the same tensor.
     """
     mine = {
         division: (
@@ -142,13 +142,13 @@ def _newest(held: Sequence[Mapping[int, tuple[Sequence[str], Mapping[str, Any]]]
 
 
 def fill(group: Group, newest: NewestState, parts: Sequence[ModelPart], part: ModelPart) -> None:
-    """Give a new part of each member the newest state; a collective.
+    """Copy the newest state into each member's new part; a collective.
 
     Args:
         group: The members.
         newest: The newest state.
-        parts: Parts that this member has of it.
-        part: The new part. Its optimizer has no states yet.
+        parts: Parts of the newest state that this member has.
+        part: New part of this member; its optimizer has no states yet.
     """
     _make_states(newest, part)
     targets = list(part.entries())

@@ -16,14 +16,14 @@ __all__ = ["Replica", "WholeModel"]
 
 
 class Replica(Protocol):
-    """The model of a member, from epoch to epoch.
+    """Interface of a member's model: whole, or a part on a mesh; kept over changes of members.
 
     Attributes:
         state: Objects that make up the state.
         group: Members that have the same parameters, and take micro-batches in turn.
         records: Parameters with gradients of this member's micro-batches.
         memory: Memory of the sums of gradients, for all epochs with these parameters.
-        needs_all: Whether all of the group take part in each micro-batch, also those without one.
+        needs_all: Whether all members of `group` run every round, even those without a micro-batch.
     """
 
     state: TrainingState
@@ -39,13 +39,14 @@ class Replica(Protocol):
         progress: dict[str, Any],
         checkpoints: TrainingCheckpoints,
     ) -> None:
-        """Go on with these members, from the newest state; a collective.
+        """Continue with these members, from the newest state; a collective.
 
         Args:
             group: The members.
-            num_steps: Number of steps that the state of each has seen; -1 for a newcomer.
-            progress: Plain values beside the state of this member; replaced with the state.
-            checkpoints: Checkpoints for a state that no member has.
+            num_steps: Number of steps that each member's state includes; -1 for a newcomer.
+            progress: Further values of this member, such as its position in the data; replaced
+                together with the state.
+            checkpoints: Checkpoints to load if no member has the state.
         """
         ...
 
@@ -54,28 +55,28 @@ class Replica(Protocol):
         ...
 
     def prepare(self) -> float:
-        """Make gradients ready for the update; they are means. A collective.
+        """Prepare the mean gradients for the update, such as by clipping; a collective.
 
         Returns:
-            Their norm, if it was needed; else NaN.
+            Norm of the gradients, if it was computed; else NaN.
         """
         ...
 
     def agree(self, *, flag: bool) -> bool:
         """Wait until all members have what their updates need; a collective.
 
-        If it fails, some may have gone on. The update itself is local.
+        If it fails on a member, other members may have continued. The update itself is local.
 
         Args:
-            flag: Whether any member of `group` raises a flag.
+            flag: Whether any member of `group` has raised a flag.
 
         Returns:
-            Whether any member raises it.
+            Whether any member has raised a flag.
         """
         ...
 
     def updated(self) -> None:
-        """Note that the update has been made; not a collective."""
+        """Record that the update has been made; not a collective."""
         ...
 
 

@@ -21,7 +21,7 @@ class TrainingCheckpoints:
     """Checkpoints of a training, in a directory that all members see.
 
     Args:
-        directory: The directory; empty for none, and no checkpoints.
+        directory: The directory; empty for no checkpoints.
         every: Number of steps between two checkpoints.
     """
 
@@ -39,13 +39,13 @@ class TrainingCheckpoints:
     def save(
         self, group: Group, model: Any, state: TrainingState, progress: Mapping[str, Any]
     ) -> None:
-        """Save a training; a collective. A failure is a warning: the training goes on.
+        """Save a checkpoint; a collective. A failure is only a warning, and the training continues.
 
         Args:
             group: The members.
             model: Model, whole or on a mesh.
             state: Objects whose states belong together.
-            progress: Plain values beside it.
+            progress: Further plain values to save, such as the number of steps.
         """
         parts: dict[str, Any] = {PROGRESS: _Values(dict(progress)), **state.others}
         try:
@@ -68,9 +68,10 @@ class TrainingCheckpoints:
                 )
 
     def load(self, group: Group, state: TrainingState) -> Mapping[str, Any] | None:
-        """Load the last checkpoint into a whole model, and return the values beside it.
+        """Load the last checkpoint into a whole model; a collective.
 
-        A collective; None without a checkpoint.
+        Returns:
+            The `progress` that was saved with it; None without a checkpoint.
         """
         if not self:
             return None
@@ -86,10 +87,10 @@ class TrainingCheckpoints:
 
 
 def checkpoints_in(directory: str, every: int) -> TrainingCheckpoints:
-    """Return the checkpoints of a directory; none if it is empty text.
+    """Return the checkpoints of a directory; an empty name disables checkpoints.
 
     Raises:
-        ConfigError: One of the two is missing.
+        ConfigError: Only one of `directory` and `every` is given.
     """
     if bool(directory) != (every > 0):
         msg = (

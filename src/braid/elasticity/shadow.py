@@ -40,7 +40,7 @@ HOOKS = ("_optimizer_", "_hook_for_profile", "_zero_grad_profile_name", "_patche
 
 
 def ring_of(group: Group) -> list[int]:
-    """Return the members as a ring on which neighbours have different hosts, if there are some."""
+    """Return the members in ring order; neighbours are on different hosts if there are several."""
     nodes = getattr(group.engine, "nodes", None)
     if nodes is None:
         return list(range(group.size))
@@ -48,14 +48,14 @@ def ring_of(group: Group) -> list[int]:
 
 
 class Shadow:
-    """Copy of the previous rank's shard of the training state; making it is a collective.
+    """Copy of the previous rank's part of the training; its constructor is a collective.
 
     Args:
         group: The members, at least two.
-        part: ModelPart of this rank, which the rank after it copies.
+        part: Part of this rank, which the next rank on the ring copies.
 
     Attributes:
-        part: The copy.
+        part: Copy of the previous rank's part.
     """
 
     def __init__(self, group: Group, part: ModelPart) -> None:
@@ -120,7 +120,10 @@ class Shadow:
         return [present, *part.params.values(), *part.buffers().values()]
 
     def ship(self) -> None:
-        """Send gradients of this rank's part, and receive gradients of the copy; a collective."""
+        """Send this rank's gradients to the next rank, and receive the previous rank's.
+
+        A collective.
+        """
         self.check()
         present, *views = self._sent_views
         grads = [param.grad for param in self._own.params.values()]
@@ -135,7 +138,7 @@ class Shadow:
         self._swap(self._sent, self._received)
 
     def note(self) -> None:
-        """Take the parameters as they are: the neighbour has the same."""
+        """Record the versions of the parameters, at a moment when the next rank's copy is equal."""
         self._versions = {
             name: [
                 (param.data_ptr(), version_of(param)),
@@ -145,10 +148,10 @@ class Shadow:
         }
 
     def check(self) -> None:
-        """Refuse changes of parameters that the neighbour does not make.
+        """Raise if parameters were changed since `note`, since the next rank's copy was not.
 
         Raises:
-            ConfigError: A parameter was changed by something else than the optimizer.
+            ConfigError: A parameter or its optimizer state was changed outside of a step.
         """
         then = self._versions
         self.note()
@@ -162,7 +165,7 @@ class Shadow:
             raise ConfigError(msg)
 
     def check_update(self) -> None:
-        """Refuse what an update has done beside the optimizer's step.
+        """Raise if an update has changed anything outside of the optimizer's step.
 
         Raises:
             ConfigError: A parameter or a buffer was changed.

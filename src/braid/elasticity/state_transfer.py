@@ -66,8 +66,8 @@ class TrainingState(NamedTuple):
 
     Attributes:
         model: The model.
-        optimizer: Its optimizer.
-        others: Further objects by name.
+        optimizer: Optimizer of the model.
+        others: Further objects with a state, by name.
     """
 
     model: nn.Module
@@ -76,12 +76,12 @@ class TrainingState(NamedTuple):
 
 
 class Received(Checkpoint):
-    """State in memory, to be loaded as from a checkpoint.
+    """State that another member has sent, which can be loaded like a checkpoint.
 
     Args:
         source: Name of the source of the state, for messages.
         tensors: Tensors by name.
-        state: Other values.
+        state: Values other than tensors.
     """
 
     def __init__(
@@ -104,21 +104,21 @@ class Received(Checkpoint):
 def transfer(
     group: Group, num_steps: Sequence[int], state: TrainingState, progress: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Give all members the state of the first one that has seen most steps; a collective.
+    """Copy the state with the most steps, from the first such member, to all; a collective.
 
     Args:
         group: The members.
-        num_steps: Number of steps that the state of each has seen; -1 for a newcomer.
-        state: State of this member; replaced if another has seen more steps.
-        progress: Plain values beside it.
+        num_steps: Number of steps that each member's state includes; -1 for a newcomer.
+        state: State of this member; replaced if another member's state includes more steps.
+        progress: Further plain values of this member.
 
     Returns:
-        The values of the member that has sent the state.
+        `progress` of the member that has sent the state.
 
     Raises:
         MismatchError: Members after the same number of steps have different states.
 
-    Cost: no bytes after the same number of steps on all members; else one broadcast of the state.
+    Cost: one broadcast of the state, unless all members have the same number of steps.
     """
     newest = max(num_steps)
     root = num_steps.index(newest)
@@ -164,7 +164,13 @@ def transfer(
 
 
 def check_same_training(group: Group, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise if a new member's program calls another braid.elastic than the other members."""
+    """Raise MismatchError if a new member calls another `braid.elastic` of the program.
+
+    Args:
+        group: The members.
+        theirs: Values of the other members, with the number of the training.
+        ours: Values of this member.
+    """
     if theirs["training"] != ours["training"]:
         msg = (
             f"rank {group.ranks[group.rank]} joins training {ours['training']} of its program, but "
@@ -175,7 +181,7 @@ def check_same_training(group: Group, theirs: Mapping[str, Any], ours: Mapping[s
 
 
 def compare_others(group: Group, state: TrainingState | None) -> None:
-    """Refuse further objects with different states on the members of a mesh; a collective.
+    """Raise if further objects (`others`) differ between members of a mesh; a collective.
 
     Args:
         group: The members.
@@ -202,7 +208,7 @@ def compare_others(group: Group, state: TrainingState | None) -> None:
 
 
 def broadcast_values(group: Group, root: int, value: Any) -> Any:
-    """Return nested values of a member, also tensors, on all members; a collective."""
+    """Return the root's nested values, which may have tensors, on all members; a collective."""
     tensors: dict[str, torch.Tensor] = {}
     packed = to_plain(value, "value", tensors) if group.rank == root else None
     specs = {n: (list(t.shape), dtype_name(t.dtype)) for n, t in tensors.items()}
@@ -217,10 +223,10 @@ def broadcast_values(group: Group, root: int, value: Any) -> Any:
 
 
 def fingerprint(state: TrainingState) -> dict[str, str]:
-    """Return texts that change when an update of the training has changed an object.
+    """Return texts by name that differ after an update of the training has changed an object.
 
-    They have the options of the optimizer, and the states of further objects; of tensors only how
-    often they were written to.
+    They contain the options of the optimizer and the states of further objects. For tensors, they
+    contain only the number of writes.
     """
     groups = [{k: v for k, v in g.items() if k != "params"} for g in state.optimizer.param_groups]
     texts = {"the optimizer's options": _text(groups)}
@@ -230,15 +236,15 @@ def fingerprint(state: TrainingState) -> dict[str, str]:
 def refuse_changes(
     state: TrainingState, before: Mapping[str, str], records: Sequence[ParamRecord]
 ) -> None:
-    """Refuse changes that ranks would not make alike: outside of an update, between steps.
+    """Raise if the state was changed outside of an update, since ranks could then differ.
 
     Args:
         state: Objects whose states belong together.
-        before: Their `fingerprint` after the last update.
-        records: Parameters that are trained.
+        before: `fingerprint` of these objects after the last update.
+        records: Trained parameters; they must not be frozen or unfrozen either.
 
     Raises:
-        ConfigError: Something has changed.
+        ConfigError: An object, or `requires_grad` of a parameter, has changed.
     """
     now = fingerprint(state)
     changed = [name for name, text in now.items() if before[name] != text]

@@ -16,7 +16,7 @@ __all__ = ["StepBuffers"]
 
 
 class StepBuffers:
-    """Buffers of a model, such as running means, in a step of several micro-batches.
+    """Keeps a model's buffers, such as running means, equal on members within a step.
 
     Args:
         group: Members with the same buffers.
@@ -37,23 +37,23 @@ class StepBuffers:
             self.restore()
 
     def note_first(self) -> None:
-        """Note the buffers after the first micro-batch of the step, on rank 0."""
+        """On rank 0, save the buffers after the first micro-batch of the step, for `share`."""
         if not self._group.rank:
             self._after = self._copies()
 
     def share(self) -> None:
-        """Give all members the buffers after the first micro-batch; a collective."""
+        """Copy rank 0's buffers after its first micro-batch to all members; a collective."""
         if self._buffers.any():
             if not self._group.rank:
                 self._write(self._after)
             self._buffers.broadcast(0)
 
     def keep(self) -> None:
-        """Note that the step has been made, and cannot be undone."""
+        """Drop the saved buffers, since the step is complete and is not repeated."""
         self._before = []
 
     def restore(self) -> None:
-        """Go back to the buffers from before the step."""
+        """Restore the buffers from before the step."""
         if self._before:
             self._write(self._before)
 

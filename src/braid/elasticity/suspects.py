@@ -33,7 +33,7 @@ class StepTimes:
     """Times of this rank's micro-batches, without time spent waiting for other ranks.
 
     Args:
-        factor: See `slow_rank`; 0 to find none.
+        factor: See `slow_rank`; 0 to find no slow ranks.
     """
 
     def __init__(self, factor: float) -> None:
@@ -42,16 +42,16 @@ class StepTimes:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all times: the ranks have changed."""
+        """Forget all times, since the ranks have changed."""
         self._busy_ns = self._num_busy = 0
         self._slow: list[int | None] = []
 
     def go_on(self) -> None:
-        """Note that this rank works from now on."""
+        """Start the clock: this rank computes from now on."""
         self._began_ns = time.monotonic_ns()
 
     def wait(self) -> None:
-        """Note that this rank has computed a micro-batch, also one that does not count."""
+        """Stop the clock: this rank has computed a micro-batch, and now waits for other ranks."""
         began_ns, self._began_ns = self._began_ns, time.monotonic_ns()
         self._busy_ns += self._began_ns - began_ns
         self._num_busy += 1
@@ -64,7 +64,7 @@ class StepTimes:
             num_steps: Number of steps so far, the same on all ranks.
 
         Returns:
-            The rank, or None, and how slow it is in words.
+            The slow rank, or None; and a text that describes how slow it is.
         """
         if not self._factor or num_steps % LOOK_STEPS or group.size == 1:
             return None, ""
@@ -106,11 +106,11 @@ def wrong_ranks(computed: Sequence[int], checked: Sequence[int]) -> tuple[int, .
 
 
 def checks_step(every: int, num_steps: int, num_ranks: int, num_shards: int) -> bool:
-    """Return whether a check of gradients is due in a step, and each rank has a micro-batch.
+    """Return whether gradients are checked in a step: it is due, and all ranks have micro-batches.
 
     Args:
         every: Number of steps between two checks; 0 for none.
-        num_steps: Number of steps before.
+        num_steps: Number of earlier steps.
         num_ranks: Number of ranks.
         num_shards: Number of micro-batches of the step.
     """
@@ -118,13 +118,14 @@ def checks_step(every: int, num_steps: int, num_ranks: int, num_shards: int) -> 
 
 
 class GradientChecks:
-    """Checks of gradients, each of one step.
+    """Compares each rank's gradients with another rank's result for the same micro-batch.
 
     Args:
         every: Number of steps between two checks; 0 for none.
 
     Attributes:
-        checksum: That of the gradients of the next rank's micro-batch, while a step is checked.
+        checksum: Checksum of this rank's gradients for the next rank's micro-batch; None outside of
+            a check.
     """
 
     def __init__(self, every: int) -> None:
@@ -133,22 +134,22 @@ class GradientChecks:
         self._num_failed = 0  # checks of this step that left the wrong rank unknown
 
     def is_next(self, num_steps: int, num_ranks: int, num_shards: int) -> bool:
-        """Return whether each rank now computes the next rank's micro-batch; see `checks_step`."""
+        """Return whether each rank must now compute the next rank's micro-batch, for a check."""
         is_due = checks_step(self.every, num_steps, num_ranks, num_shards)
         return is_due and self.checksum is None
 
     def end(self) -> None:
-        """Note that the step has been made."""
+        """Record that the checked step is complete."""
         self.checksum, self._num_failed = None, 0
 
     def find_wrong(self, group: Group, checksum: int, step: int) -> tuple[int, ...]:
         """Return the ranks that may have computed wrongly; a collective.
 
-        If there are two, the step is to be done again.
+        If there are several, the caller must repeat the step.
 
         Args:
             group: The members.
-            checksum: That of the gradients of this rank's own micro-batch.
+            checksum: Checksum of the gradients of this rank's own micro-batch.
             step: Number of the step.
 
         Raises:
@@ -180,8 +181,8 @@ def slow_rank(seconds: Sequence[float], factor: float) -> int | None:
     """Return the rank with steps `factor` times as long as the steps of its peers, or None.
 
     Args:
-        seconds: Seconds of each rank.
-        factor: Factor between the slowest rank and the median of the others.
+        seconds: Seconds that each rank has computed.
+        factor: Least ratio of the slowest rank's seconds to the median of the other ranks.
 
     >>> slow_rank([1.0, 1.1, 3.0], 2.0), slow_rank([1.0, 1.9], 2.0)
     (2, None)

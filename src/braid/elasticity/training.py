@@ -57,23 +57,23 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         members: The ranks.
         replica: Model of this member.
         num_shards: Number of micro-batches of a step; the number of first members when None.
-        seed: Number that chooses the order of samples, and random numbers.
-        update: Called when `.grad` holds the mean; the optimizer's step when None.
+        seed: Seed of the order of samples, and of random numbers.
+        update: Called when `.grad` contains the mean; the optimizer's step when None.
         batch_per_rank: Rule of the learning rate, if each rank keeps its number of samples.
         verify: Number of steps between two checks of gradients; 0 for none.
-        replace_slow: Factor by which a rank that is to be replaced is slower; 0 for none.
+        replace_slow: Factor by which a rank must be slower to be replaced; 0 for never.
         checkpoints: Checkpoints.
         evaluation: Evaluation between steps.
 
     Attributes:
         num_shards: Number of micro-batches of a step; the last one of a pass may have fewer.
-        num_at_first: Number of replicas with which the training began.
+        num_at_first: Number of replicas at the beginning of the training.
         num_samples: Number of samples of the last step.
         num_steps: Number of steps so far.
-        at: Epoch over the data, and samples of it before the next step.
+        at: Position in the data of the next step: pass, and samples before the step.
         loss: Mean loss of the last step, on all ranks, from the losses of `add_loss`; NaN without.
         grad_norm: Norm of the last gradient before `clip` of `braid.elastic_mesh`; NaN without.
-        num_changes: Number of times that members have changed since this process is one.
+        num_changes: Number of changes of the members since this process joined.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
                 break
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the passes over the data that are left of `count`."""
+        """Yield the numbers of the remaining passes over the data, out of `count` passes."""
         while self.at.epoch < count and not self._is_over:
             epoch = self._pass = self.at.epoch
             yield epoch
@@ -154,11 +154,11 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         """Yield the micro-batches of this rank for the rest of the epoch, one for each `step()`.
 
         Args:
-            loader: Says how samples are read, in batches of what size, and whether they are
-                shuffled; all ranks get other samples of the same data set from it.
+            loader: Loader with the same data set on all ranks. It determines how samples are read,
+                the batch size, and whether samples are shuffled; ranks get different samples.
 
         Raises:
-            ConfigError: The loader's order cannot be kept, or a step was left out or left early.
+            ConfigError: The loader's order cannot be kept, or the loop has skipped a `step()`.
         """
         data = self._micro_batches(loader)
         epoch = self.at.epoch
@@ -198,12 +198,12 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     @property
     def model(self) -> Any:
-        """The model of the present members: a `HybridParallel` of `braid.elastic_mesh`."""
+        """The current model, replaced when members change: a `HybridParallel` on a mesh."""
         return getattr(self._replica, "model", self._replica.state.model)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the present members."""
+        """The current optimizer; on a mesh it is replaced when members change."""
         return self._replica.state.optimizer
 
     @property
@@ -264,10 +264,10 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Context for the backward of one micro-batch; a step's last one updates the weights.
+        """Context for the backward of one micro-batch; the last one of a step updates weights.
 
-        `.grad` then holds the mean over all micro-batches, and the optimizer (or `update`) is
-        called. If a rank is lost inside, nothing is raised, and the step is done again.
+        Then `.grad` is the mean over all micro-batches, and the optimizer (or `update`) is called.
+        If a rank is lost inside of this context, it raises nothing, and the step is repeated.
         """
         try:
             self._begin_micro_batch()
@@ -369,7 +369,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         return False
 
     def add_loss(self, loss: torch.Tensor | float) -> None:
-        """Add to the loss of this micro-batch, inside of `step()`; `loss` has the mean of all."""
+        """Add `loss` to this micro-batch's loss, inside of `step()`; see the attribute `loss`."""
         value = loss.item() if isinstance(loss, torch.Tensor) else loss
         self._shard_loss = value if math.isnan(self._shard_loss) else self._shard_loss + value
 

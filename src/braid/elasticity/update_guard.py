@@ -14,7 +14,7 @@ __all__ = ["UpdateGuard"]
 
 
 class UpdateGuard:
-    """Guard of one optimizer at a time."""
+    """Raises if the loop steps the optimizer itself; scales its learning rate in each step."""
 
     def __init__(self) -> None:
         self._is_updating = False
@@ -23,11 +23,11 @@ class UpdateGuard:
         self._rates: list[Any] = []
 
     def watch(self, optimizer: Optimizer, rate_factor: float) -> None:
-        """Guard this optimizer, and no other one.
+        """Guard this optimizer instead of an earlier one.
 
         Args:
             optimizer: The optimizer.
-            rate_factor: Factor of its learning rate, inside of its steps only.
+            rate_factor: Factor of the optimizer's learning rate during its steps.
         """
         self.close()
         self._factor = rate_factor
@@ -39,12 +39,12 @@ class UpdateGuard:
         hooks.move_to_end(before.id, last=False)  # `shadow` copies the options then
 
     def close(self) -> None:
-        """Guard none."""
+        """Stop guarding the optimizer."""
         self._hooks.close()
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Allow steps of the optimizer inside."""
+        """Allow steps of the optimizer inside the block."""
         self._is_updating = True
         try:
             yield

@@ -258,5 +258,5 @@ class MergeCalls:
 
 
 def merged(args: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Return a `PerReplica` for each argument position, from the argument tuples of all replicas."""
+    """Return one `PerReplica` for each argument, from the arguments of all replicas."""
     return [PerReplica(values) for values in zip(*args, strict=True)]

@@ -148,12 +148,12 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process can be the coordinator: it is the chief, or rank 0 of `braid run`."""
+        """Whether this process may coordinate: it is the chief task, or rank 0 of `braid run`."""
         return self._node.is_scheduler
 
     @property
     def needs_all(self) -> str:
-        """Name of a feature that makes an asynchronous strategy wait for several workers; or empty."""
+        """Feature that makes an asynchronous strategy wait for several workers; empty for none."""
         if self._consistency.quorum is not None:
             return f"steps of {self._consistency.quorum} workers (SyncReplicas)"
         combined = [v.name for v in self._sharded if v.is_combined]

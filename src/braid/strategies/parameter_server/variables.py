@@ -189,7 +189,7 @@ class ServerVariables:
         return states | {variable.name: variable.export() for variable in self._sharded}
 
     def model_tensors(self, states: Mapping[str, State]) -> dict[str, torch.Tensor]:
-        """Return the values of exported variables, named as parameters of a model in a checkpoint."""
+        """Return the values of exported variables by a model's parameter names in a checkpoint."""
         shapes = {name: values.shape for name, values in self.values().items()}
         rows = {emb.name: emb for emb in self._all_rows()}
         return {
@@ -214,7 +214,7 @@ class ServerVariables:
         return [server for _, server in sorted(shards)]
 
     def resume(self) -> int:
-        """Continue at the clocks of an earlier process of this worker; return its number of steps."""
+        """Continue at the clocks of this worker's earlier process; return its number of steps."""
         self._node.postoffice.ensure_joined()
         for table in self._tables_with_clocks():
             table.clock = table.fetch_clock()

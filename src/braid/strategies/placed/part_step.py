@@ -88,7 +88,7 @@ class PartEdges(Protocol):
         ...
 
     def ask(self, source: str, edge: str) -> Callable[[], Received]:
-        """Request an edge's tensor from the device `source`; return a function that waits for it."""
+        """Request an edge's tensor from device `source`; return a function that waits for it."""
         ...
 
 

@@ -25,7 +25,7 @@ class StepErrors:
         return bool(self._failed)
 
     def add(self, call: TaskCall, error: BaseException) -> bool:
-        """Add the error of a call, unless the call has one; return whether it is the step's first."""
+        """Add the error of a call, at most once; return whether it is the step's first error."""
         with self._lock:
             if all(other is not call for other, _ in self._failed):
                 self._failed.append((call, error))
