@@ -77,7 +77,7 @@ def elastic(
             and the bits depend on which ranks were lost when.
         verify: Number of steps between two checks, in which each rank also computes the next rank's
             micro-batch, and gradients are compared bit by bit; 0 for never. A rank that computes
-            wrongly leaves before its result is used, and is replaced. For ranks on hosts of one kind.
+            wrongly leaves before its result is used, and is replaced. Needs equal hosts.
         replace_slow: A rank that is slower than its peers by this factor, such as 2.0, for 30
             steps leaves and is replaced; 0 for never.
         checkpoints: Directory of checkpoints, which all ranks see. The training begins with the

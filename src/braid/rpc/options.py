@@ -24,7 +24,7 @@ class RpcOptions:
         num_worker_threads: Calls of peers that run at the same time.
         rpc_timeout: Seconds after which a call fails; 0 for never.
         init_method: Place at which nodes meet: "env://", "tcp://host:port" or "file:///path".
-        device_maps: For each peer, a map from devices here to the devices where tensors arrive.
+        device_maps: For each peer, a map from this node's devices to the peer's devices.
         devices: Devices that this node uses.
         allowed_modules: Further modules, beside the program's, that peers may use.
         allow_pickle: Whether values without another form travel as pickles. A peer can run any code

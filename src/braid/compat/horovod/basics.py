@@ -54,7 +54,8 @@ def init(
             accepted, since sets can always be added.
 
     Raises:
-        ConfigError: `comm` has another value, or a set repeats or has ranks that do not exist.
+        ConfigError: `comm` is invalid, or a process set occurs twice or has ranks that do not
+            exist.
     """
     if started():
         return
@@ -90,7 +91,7 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return this rank."""
+    """Return the rank of this process."""
     return session().group.rank
 
 
@@ -110,12 +111,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the number of this host among all hosts with this local rank."""
+    """Return the index of this host among the hosts that have a rank with this local rank."""
     return session().cross[0]
 
 
 def cross_size() -> int:
-    """Return the number of hosts with this local rank."""
+    """Return the number of hosts that have a rank with this process's local rank."""
     return session().cross[1]
 
 
@@ -164,7 +165,7 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return True: ranks communicate without MPI, which is what scripts check with this."""
+    """Return True: ranks communicate without MPI; scripts call this to check for that."""
     return True
 
 

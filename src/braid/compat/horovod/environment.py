@@ -31,13 +31,13 @@ class HorovodEnvironment:
     Attributes:
         fusion_threshold_bytes: Largest batch in bytes; 0 carries out each tensor alone. The
             engine's default when None.
-        cycle_time_ms: Milliseconds for which operations are collected while no thread waits for
-            one; when None it depends on the free cores (`collecting_s`).
+        cycle_time_ms: Milliseconds for which operations are collected before they are carried out,
+            if no thread waits for one. Depends on free cores (`collecting_s`) when None.
         cache_capacity: Number of operations that ranks remember; 0 for none.
-        disable_group_fusion: Whether the limit also divides explicit groups.
+        disable_group_fusion: Whether `fusion_threshold_bytes` also divides explicit groups.
         timeline: Path of the timeline; empty for none.
         timeline_mark_cycles: Whether the timeline also shows exchanges.
-        stall_check: Whether to report operations that wait for ranks.
+        stall_check: Whether to report operations that some ranks have not submitted.
         stall_check_s: Seconds until such an operation is reported.
         stall_shutdown_s: Seconds until such an operation ends the job; 0 for never.
         elastic_timeout_s: Seconds to wait for enough members of an elastic run.
@@ -134,7 +134,7 @@ class HorovodEnvironment:
         """Return the options of an engine.
 
         Args:
-            spans_hosts: Whether its ranks are on several hosts, so that all_reduce can be
+            spans_hosts: Whether the engine's ranks are on several hosts, so that all_reduce can be
                 hierarchical.
             free_cores: Whether hosts have cores on which no rank computes.
         """
@@ -171,7 +171,7 @@ def write_search(path: Path, tuner: Autotuner) -> None:
 
 
 def collecting_s(spans_hosts: bool, free_cores: bool) -> float:
-    """Return the seconds for which operations are collected while no thread waits for one.
+    """Return the seconds for which operations are collected, if no thread waits for one.
 
     Sums in shared memory run on the cores. If all cores compute gradients, a sum that begins early
     does not end sooner, and evicts the gradients' data from the caches.

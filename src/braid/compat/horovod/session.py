@@ -73,7 +73,7 @@ class SessionMember:
         return self._engine
 
     def name(self, kind: str, label: Any) -> str:
-        """Return the full name of an operation; without a name from the program, a running number.
+        """Return the full name of an operation; if the program passes no name, it gets a number.
 
         All ranks must start operations without a name in the same order.
 
@@ -97,7 +97,7 @@ class SessionMember:
 
 
 class Session:
-    """Engines of all process sets of this rank, and gradients that are collected for them.
+    """State after `hvd.init()`: engines of all process sets, and gradients collected for them.
 
     Args:
         group: Group of all ranks.
@@ -137,12 +137,12 @@ class Session:
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether this process is new, and the members of an elastic run have not accepted it."""
+        """Whether this process is new in an elastic run, and the members have not accepted it."""
         return self.job.elastic == "newcomer" and context.membership().is_newcomer
 
     @property
     def whole(self) -> SessionMember:
-        """Set of all ranks."""
+        """Process set of all ranks."""
         return self._members[GLOBAL]
 
     def member(self, number: int) -> SessionMember:
@@ -176,7 +176,7 @@ class Session:
         return self._members[number]
 
     def refuse_set(self, reason: str) -> None:
-        """Refuse the next process set on all ranks, since this rank's call has failed."""
+        """Make the next `add` fail on all ranks, since this rank's call has failed."""
         with contextlib.suppress(CommError):  # the engine has ended
             refused = Request(NEW_SET, NEW_SET, refusal=reason[:1000])
             self.whole.engine.refuse(refused)
@@ -325,12 +325,12 @@ def renew(num_commits: int, timeout_s: float, limit_s: float | None) -> NewEpoch
     """Join the next epoch of an elastic run, with a new session; all members call this.
 
     Args:
-        num_commits: Number of commits of this process's state; -1 without state.
+        num_commits: Number of commits that this process's state includes; -1 without state.
         timeout_s: Seconds to wait for the members of the epoch.
-        limit_s: Seconds to wait for its beginning; None for no limit.
+        limit_s: Seconds to wait until the epoch begins; None for no limit.
 
     Raises:
-        HorovodInternalError: A member of that epoch was lost: join the one after it.
+        HorovodInternalError: A member of the epoch was lost: call this again for the next epoch.
         CommError: No epoch follows.
     """
     stop()

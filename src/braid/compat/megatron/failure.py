@@ -12,7 +12,7 @@ class UsageError(ConfigError, RuntimeError, AssertionError):
 
 
 class GroupNotInitializedError(StaleError, AssertionError):
-    """Error if this rank has no group of a kind; an AssertionError as in Megatron."""
+    """Error if the groups of a kind were not created; an AssertionError as in Megatron."""
 
 
 class UnsupportedError(UsageError, NotImplementedError):

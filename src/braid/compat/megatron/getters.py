@@ -36,7 +36,7 @@ class GroupGetter(Protocol):
 
 
 def group_of(kind: str) -> GroupGetter:
-    """Return the function that returns the group of a kind."""
+    """Return a function that returns this rank's group of a kind, such as `tp`."""
 
     def group(check_initialized: bool = True) -> Any:
         return STATE.group(kind, check_initialized=check_initialized)
@@ -45,11 +45,11 @@ def group_of(kind: str) -> GroupGetter:
 
 
 def size_of(kind: str, *, alone: int | None = None) -> Callable[[], int]:
-    """Return the function that returns the number of ranks in the group of a kind.
+    """Return a function that returns the number of ranks in this rank's group of a kind.
 
     Args:
-        kind: Kind of group.
-        alone: Result without torch.distributed; an error when None.
+        kind: Kind of group, such as `tp`; see `group_plan`.
+        alone: Result if torch.distributed is not initialized; raises an error when None.
     """
 
     def size() -> int:
@@ -59,7 +59,7 @@ def size_of(kind: str, *, alone: int | None = None) -> Callable[[], int]:
 
 
 def rank_of(kind: str, *, alone: int | None = None) -> Callable[[], int]:
-    """Return the function that returns the rank in the group of a kind; see `size_of`."""
+    """Return a function that returns this rank's position in its group of a kind; see `size_of`."""
 
     def rank() -> int:
         return STATE.rank(kind) if alone is None or _is_known(kind, "rank") else alone
@@ -68,7 +68,7 @@ def rank_of(kind: str, *, alone: int | None = None) -> Callable[[], int]:
 
 
 def first_of(kind: str) -> Callable[[], int]:
-    """Return the function that returns the first global rank in the group of a kind."""
+    """Return a function that returns the first global rank of this rank's group of a kind."""
 
     def first() -> int:
         return STATE.members(kind)[0]
@@ -77,7 +77,7 @@ def first_of(kind: str) -> Callable[[], int]:
 
 
 def set_size_of(kind: str) -> Callable[[int | None], None]:
-    """Return the function that overrides the result of `size_of`."""
+    """Return a function that sets the number of ranks, which `size_of`'s function then returns."""
 
     def set_size(world_size: int | None) -> None:
         STATE.override(f"{kind} size", world_size)
@@ -86,7 +86,7 @@ def set_size_of(kind: str) -> Callable[[int | None], None]:
 
 
 def set_rank_of(kind: str) -> Callable[[int | None], None]:
-    """Return the function that overrides the result of `rank_of`."""
+    """Return a function that sets the rank, which `rank_of`'s function then returns."""
 
     def set_rank(rank: int | None) -> None:
         STATE.override(f"{kind} rank", rank)

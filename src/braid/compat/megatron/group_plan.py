@@ -44,7 +44,7 @@ class Parallelism:
     """Sizes of all kinds of parallelism, and options for the groups.
 
     Raises:
-        UsageError: The sizes do not fit the world or each other; the message has all problems.
+        UsageError: The sizes do not fit together or the world size; the message has all problems.
     """
 
     world_size: int

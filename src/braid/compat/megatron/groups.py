@@ -47,7 +47,7 @@ def create_group(
         timeout: Timeout of the group's operations.
         backend: None, "braid", "nccl" or "gloo"; a group of braid replaces all of them.
         pg_options: Must be None, since braid has no such options.
-        use_local_synchronization: Whether only the members call this.
+        use_local_synchronization: Whether only the members of the group call this.
         group_desc: Description for torch.
     """
     if pg_options is not None:

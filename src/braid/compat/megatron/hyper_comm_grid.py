@@ -91,7 +91,7 @@ class HyperCommGrid:
         """Return the group of this rank along some dims.
 
         Raises:
-            KeyError: `create_pg` has not been called for them.
+            KeyError: `create_pg` has not been called for these dims.
         """
         key = self._key(dims)
         if key not in self._groups:

@@ -167,19 +167,19 @@ def destroy_model_parallel() -> None:
 
 
 def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
-    """Set the timeout of a group's later operations; of all groups when None."""
+    """Set the timeout of later operations of a group; of all groups when `pg` is None."""
     groups = set(STATE.groups.values()) if pg is None else {pg}
     for group in groups:
         group.set_timeout(timeout)
 
 
 def get_all_ranks() -> str:
-    """Return the ranks in tensor, data, context, pipeline and expert groups, as `0_1_0_0_0`."""
+    """Return this rank's tensor, data, context, pipeline and expert ranks, such as `0_1_0_0_0`."""
     return "_".join(str(STATE.rank(kind)) for kind in ("tp", "dp", "cp", "pp", "ep"))
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """Return the buffers that are reused by name."""
+    """Return the object that provides temporary buffers by name."""
     if STATE.buffer is None:
         msg = "the global memory buffer is not initialized: call initialize_model_parallel first"
         raise GroupNotInitializedError(msg)
@@ -311,7 +311,7 @@ get_context_parallel_rank = rank_of("cp", alone=0)
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
-    """Return the groups of each level of context parallelism."""
+    """Return this rank's group in each level of hierarchical context parallelism."""
     groups = [group for kind, group in STATE.groups.items() if kind.startswith("hcp")]
     if check_initialized and not groups:
         STATE.require("hcp0")
@@ -321,7 +321,7 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 def get_hybrid_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> Any:
-    """Return the group of `group_size` adjacent ranks in data and context parallelism."""
+    """Return this rank's group of `group_size` adjacent data and context parallel ranks."""
     if group_size == get_data_parallel_world_size(with_context_parallel=True):
         return STATE.group("dp_cp", check_initialized=check_initialized)
     return STATE.group(f"hybrid{group_size}", check_initialized=check_initialized)
@@ -389,14 +389,14 @@ def _is_virtual_stage(wanted: int, vp_stage: int | None) -> bool:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this rank, or without `ignore_virtual` stage `vp_stage`, is the first one."""
+    """Return whether this rank, or (`ignore_virtual=False`) its stage `vp_stage`, is the first."""
     if not ignore_virtual and not _is_virtual_stage(0, vp_stage):
         return False
     return STATE.rank("pp") == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this rank, or without `ignore_virtual` stage `vp_stage`, is the last one."""
+    """Return whether this rank, or (`ignore_virtual=False`) its stage `vp_stage`, is the last."""
     if not ignore_virtual and not _is_virtual_stage(-1, vp_stage):
         return False
     return STATE.rank("pp") == STATE.size("pp") - 1
@@ -436,14 +436,14 @@ get_expert_tensor_parallel_group = group_of("ep_tp")
 
 
 def get_expert_tensor_parallel_world_size() -> int | None:
-    """Return the number of expert tensor parallel ranks; without groups the set `tp` size."""
+    """Return the number of expert tensor parallel ranks; without groups, the value set for `tp`."""
     if "ep_tp size" in STATE.overrides or STATE.initialized:
         return STATE.size("ep_tp")
     return STATE.overrides.get("tp size")
 
 
 def get_expert_tensor_parallel_rank() -> int | None:
-    """Return the expert tensor parallel rank; without groups the set `tp` rank."""
+    """Return the expert tensor parallel rank; without groups, the value set for `tp`."""
     if "ep_tp rank" in STATE.overrides or STATE.initialized:
         return STATE.rank("ep_tp")
     return STATE.overrides.get("tp rank")

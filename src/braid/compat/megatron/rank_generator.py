@@ -55,7 +55,7 @@ class RankGenerator:
         self.ordered_size = list(self._grid.sizes.values())
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Return which kinds of an order are in a token such as `tp-dp`."""
+        """Return, for each kind in `order`, whether it is in a token such as `tp-dp`."""
         kinds = order.split("-")
         if unknown := [kind for kind in token.split("-") if kind not in kinds]:
             msg = f"{', '.join(unknown)} is not in the order {order}: add it, or set its size to 1"
@@ -101,7 +101,7 @@ def generate_masked_orthogonal_rank_groups(
 
 
 def hierarchical_ranks(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[list[int]]]:
-    """Return the groups of each level: adjacent ranks in level 0, and so on.
+    """Return the groups of each level: adjacent ranks in level 0, larger strides above.
 
     >>> hierarchical_ranks(range(4), [2, 2])
     [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]

@@ -52,7 +52,7 @@ REASONS = {  # why an initialized state may lack a group
 
 
 class GlobalMemoryBuffer:
-    """Buffers that are reused by name and dtype."""
+    """Temporary buffers, which are reused by name and dtype."""
 
     def __init__(self) -> None:
         self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
@@ -79,7 +79,7 @@ class ParallelState:
         virtual_size: Number of stages of this rank; None without interleaving.
         virtual_rank: Current stage of this rank.
         with_gloo: Whether the functions for Gloo groups work.
-        buffer: Buffers for programs.
+        buffer: Temporary buffers for programs.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class ParallelState:
 
     @property
     def initialized(self) -> bool:
-        """Whether there are groups."""
+        """Whether groups have been created."""
         return bool(self.groups)
 
     def open(self, plan: Mapping[str, list[list[int]]], timeout: timedelta) -> None:
@@ -148,7 +148,7 @@ class ParallelState:
         raise GroupNotInitializedError(msg)
 
     def group(self, kind: str, *, check_initialized: bool = True) -> Any:
-        """Return the process group of a kind; None without one unless `check_initialized`."""
+        """Return this rank's process group of a kind; without one, raise if `check_initialized`."""
         if check_initialized:
             self.require(kind)
         return self.groups.get(kind)
@@ -161,22 +161,22 @@ class ParallelState:
         return self.group(kind)
 
     def members(self, kind: str) -> list[int]:
-        """Return the global ranks of the group of a kind."""
+        """Return the global ranks of this rank's group of a kind."""
         self.require(kind)
         return self.ranks[kind]
 
     def size(self, kind: str) -> int:
-        """Return the overridden number of ranks of a kind, or the size of its group."""
+        """Return the size of this rank's group of a kind, or the number that a program has set."""
         set_size = self.overrides.get(f"{kind} size")
         return len(self.members(kind)) if set_size is None else set_size
 
     def rank(self, kind: str) -> int:
-        """Return the overridden rank of a kind, or this rank's position in its group."""
+        """Return this rank's position in its group of a kind, or the rank that a program set."""
         set_rank = self.overrides.get(f"{kind} rank")
         return self.members(kind).index(dist.get_rank()) if set_rank is None else set_rank
 
     def override(self, name: str, value: int | None) -> None:
-        """Override a value such as `tp rank`; None removes the override."""
+        """Set a value such as `tp rank` instead of the group's; None removes it again."""
         self.overrides.pop(name, None)
         if value is not None:
             self.overrides[name] = value

@@ -36,13 +36,13 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Return a quotient; see `ensure_divisibility`."""
+    """Return an exact quotient; raise if there is a remainder, see `ensure_divisibility`."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
 
 def part_size(name: str, length: int, size: int) -> int:
-    """Return the length of one rank's part of an argument.
+    """Return the length of one rank's part of `length`; `name` is for the error.
 
     Raises:
         UsageError: The length is not divisible by the number of ranks.
@@ -63,7 +63,7 @@ def get_tensor_model_parallel_group_if_none(
 
     Args:
         tp_group: Process group of the tensor parallel ranks.
-        is_expert: Whether the group of experts replaces None.
+        is_expert: Whether to use the group of experts when `tp_group` is None.
         check_initialized: Whether to raise an error if no such group exists; else return None.
     """
     if tp_group is not None:
@@ -88,6 +88,6 @@ def tensor_group(tp_group: Any = None, *, is_expert: bool = False) -> Group:
 
     Args:
         tp_group: Process group of the tensor parallel ranks.
-        is_expert: Whether the group of experts replaces None.
+        is_expert: Whether to use the group of experts when `tp_group` is None.
     """
     return braid_group(get_tensor_model_parallel_group_if_none(tp_group, is_expert))

@@ -52,7 +52,7 @@ class SimpleApp(_Notes, kv.SimpleApp):
         super().__init__(PROCESS.node, app_id, customer_id)
 
     def Response(self, recv_req: kv.SimpleData, res_body: str = "") -> None:
-        """Answer a note."""
+        """Answer a received note with a text."""
         self.response(recv_req, res_body)
 
 
@@ -60,7 +60,7 @@ class KVWorker(_Notes, kv.KVWorker):
     """Pushes and pulls values by key on a worker.
 
     Args:
-        app_id: Number of the app; servers have a `KVServer` with it.
+        app_id: Number of the app; servers have a `KVServer` with this number.
         customer_id: Number among the apps of this process with this `app_id`.
     """
 
@@ -115,7 +115,7 @@ class KVWorker(_Notes, kv.KVWorker):
         cb: Callback = None,
         priority: int = 0,
     ) -> int:
-        """Push values without a copy: they must not change before `Wait` returns."""
+        """Push values without a copy; keys and values must not change before `Wait` returns."""
         options = _options(cmd, cb, priority)
         return self.push(keys, torch.as_tensor(vals), lens, copy=False, **options)
 
@@ -128,7 +128,7 @@ class KVWorker(_Notes, kv.KVWorker):
         cb: Callback = None,
         priority: int = 0,
     ) -> int:
-        """Pull values into the memory of `vals`."""
+        """Pull values directly into the memory of `vals`; do not read it before `Wait` returns."""
         options = _options(cmd, cb, priority)
         return self.pull(keys, _out(vals), _out(lens), copy=False, **options)
 
@@ -142,7 +142,7 @@ class KVWorker(_Notes, kv.KVWorker):
         cb: Callback = None,
         priority: int = 0,
     ) -> int:
-        """Push and pull without copies."""
+        """Push `vals` and pull into `outs`, both without copies; see `ZPush` and `ZPull`."""
         options = _options(cmd, cb, priority)
         vals = torch.as_tensor(vals)
         return self.push_pull(keys, vals, _out(outs), _out(lens), copy=False, **options)

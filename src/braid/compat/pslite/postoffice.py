@@ -49,7 +49,7 @@ class Range(NamedTuple):
         return self.first
 
     def end(self) -> int:
-        """Return the key after the last one; 2^64 for the last server."""
+        """Return the end of the range (exclusive): the last key + 1; 2^64 for the last server."""
         return self.after
 
     def size(self) -> int:
@@ -86,7 +86,7 @@ class Postoffice:
         return PROCESS.node.num_servers
 
     def my_rank(self) -> int:
-        """Return the number of this process in its role."""
+        """Return the number of this process among the processes of its role."""
         return PROCESS.node.number
 
     def Barrier(self, customer_id: int, node_group: int) -> None:
@@ -98,7 +98,7 @@ class Postoffice:
         return PROCESS.node.ids(node_group)
 
     def GetServerKeyRanges(self) -> list[Range]:
-        """Return the keys of each server."""
+        """Return the range of keys of each server."""
         return [Range(*bounds) for bounds in PROCESS.node.server_key_ranges()]
 
     def GetDeadNodes(self, t: float = 60) -> list[int]:
@@ -107,17 +107,17 @@ class Postoffice:
 
     @staticmethod
     def ServerRankToID(rank: int) -> int:
-        """Return the number of a server among all nodes."""
+        """Return a server's number among all nodes, from its number among the servers."""
         return 8 + 2 * rank
 
     @staticmethod
     def WorkerRankToID(rank: int) -> int:
-        """Return the number of a worker among all nodes."""
+        """Return a worker's number among all nodes, from its number among the workers."""
         return 9 + 2 * rank
 
     @staticmethod
     def IDtoRank(number: int) -> int:
-        """Return the number of a node in its role."""
+        """Return a node's number among the nodes of its role, from its number among all."""
         return max((number - 8) // 2, 0)
 
 
@@ -155,7 +155,7 @@ def Finalize(customer_id: int = 0, do_barrier: bool = True) -> None:
 
 
 def RegisterExitCallback(cb: Callable[[], object]) -> None:
-    """Call a function at the end of `Finalize`."""
+    """Register a function to call at the end of `Finalize`."""
     PROCESS.at_exit(cb)
 
 
@@ -185,5 +185,5 @@ def IsScheduler() -> bool:
 
 
 def MyRank() -> int:
-    """Return the number of this process in its role."""
+    """Return the number of this process among the processes of its role."""
     return _POSTOFFICE.my_rank()

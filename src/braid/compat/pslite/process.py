@@ -26,7 +26,7 @@ class PSLiteProcess:
 
     @property
     def node(self) -> kv.KVNode:
-        """The node.
+        """The node of this process.
 
         Raises:
             StaleError: The process is not started, or is finalized.
@@ -37,7 +37,7 @@ class PSLiteProcess:
         return self._node
 
     def start(self, customer_id: int, *, with_barrier: bool) -> None:
-        """Start the node; further customers of the process wait for the first one."""
+        """Start the node, unless another customer of this process has started it."""
         with self._lock:
             if self._node is None:
                 self._node, self._desk = _start(Environment.parse())
@@ -45,7 +45,7 @@ class PSLiteProcess:
             self.node.barrier(ALL)
 
     def finalize(self, customer_id: int, *, with_barrier: bool) -> None:
-        """Wait for the requests of a customer; the first one ends the node."""
+        """Wait for the requests of a customer; customer 0 also ends the node."""
         if customer_id:
             self.node.wait_for_customer(customer_id)
             return
@@ -61,7 +61,7 @@ class PSLiteProcess:
             callback()
 
     def at_exit(self, callback: Callable[[], object]) -> None:
-        """Call a function when the node has ended."""
+        """Register a function to call after the node has ended."""
         self._exit_callbacks.append(callback)
 
 

@@ -37,11 +37,11 @@ PUBLIC = Secret(bytes(SECRET_BYTES))  # publicly known: the kernel checks users,
 
 
 class SecretQuestion(msgspec.Struct, tag="pslite.secret?", frozen=True):
-    """A request for the job's secret, from a process of this host."""
+    """A process of this host asks the `SecretDesk` for the job's secret."""
 
 
 class SecretAnswer(msgspec.Struct, tag="pslite.secret", frozen=True):
-    """Answer to a node that joins: the job's secret."""
+    """Answer to `SecretQuestion`: the job's secret."""
 
     key: bytes
 
@@ -50,7 +50,7 @@ DESK_SCHEMA = Schema(SecretQuestion, SecretAnswer)
 
 
 class SecretDesk:
-    """Sends the secret of a job on one host to processes of the same user.
+    """Server that sends the secret of a job on one host to processes of the same user.
 
     Args:
         port: Port of the scheduler, which names the job.
@@ -94,7 +94,7 @@ def start_by_hand(
     """Join the job as a node, and wait for all other nodes.
 
     Returns:
-        The node, and the desk to close after it; None if this process has no desk.
+        The node, and the `SecretDesk` to close after the node; None if this process has no desk.
 
     Raises:
         RendezvousError: The scheduler cannot be reached, or has another secret.

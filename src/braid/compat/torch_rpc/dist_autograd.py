@@ -19,9 +19,10 @@ DistAutogradContext = Context
 
 
 def average_ddp(module: nn.Module, args: Any) -> None:
-    """Make contexts run the hooks of torch's data parallelism; a forward pre-hook of all modules.
+    """Forward pre-hook of all modules: contexts then run the hooks of DistributedDataParallel.
 
-    `ddp.forward(x)` does not run hooks of the wrapper, so this also checks the wrapped module.
+    If the program calls `ddp.forward(x)`, hooks of the wrapper do not run. So this function also
+    acts for the wrapped module.
     """
     del args
     if torch.compiler.is_compiling():

@@ -130,15 +130,15 @@ class GPipe(DevicePipeline):
         yield from chain.from_iterable(own_modules(part).values() for part in self.partitions)
 
     def cuda(self, device: Any = None) -> GPipe:  # noqa: ARG002 - the signature of modules
-        """Refuse: see MOVING_DENIED."""
+        """Raise TypeError: a GPipe cannot be moved, since its stages are on different devices."""
         raise TypeError(MOVING_DENIED)
 
     def cpu(self) -> GPipe:
-        """Refuse: see MOVING_DENIED."""
+        """Raise TypeError: a GPipe cannot be moved, since its stages are on different devices."""
         raise TypeError(MOVING_DENIED)
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
-        """Change the dtype; devices are refused."""
+        """Change the dtype; raise TypeError for a device, since stages are on different devices."""
         moves = {"device", "tensor"} & set(kwargs)
         if moves or (args and isinstance(args[0], torch.device | int | str | torch.Tensor)):
             raise TypeError(MOVING_DENIED)

@@ -17,7 +17,7 @@ __all__ = [
 
 
 class HorovodInternalError(RuntimeError):
-    """Error of an operation that was refused on all ranks, or could not be carried out."""
+    """Error of an operation that was refused on all ranks, or that failed."""
 
 
 class NotInitializedError(StaleError, ValueError):
@@ -29,11 +29,11 @@ class UnsupportedArgumentError(ConfigError, NotImplementedError):
 
 
 class HostsUpdatedInterrupt(Exception):
-    """Interrupt before the members of an elastic run change; this rank keeps its state.
+    """Raised in an elastic run before ranks join or leave; this rank keeps its state.
 
     Args:
-        skip_sync: Whether this rank's state needs no synchronization; if members differ in this,
-            they synchronize.
+        skip_sync: Whether this rank's state needs no synchronization. All ranks synchronize if any
+            rank needs it.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

@@ -52,7 +52,7 @@ class ProcessSet:
 
     @property
     def member(self) -> SessionMember:
-        """This rank's state in the set.
+        """This rank's `SessionMember`: its position and engine in the set.
 
         Raises:
             ConfigError: The set has not been added.
@@ -106,7 +106,8 @@ global_process_set = _Global()
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a set of global ranks for operations; all ranks call this, in the same order.
 
-    A new member of an elastic run can use the set once the other members have accepted it.
+    A process that joins an elastic run can use the set once the other members have accepted the
+    process.
 
     Raises:
         ConfigError: The set has ranks that do not exist, or a set of the same ranks exists.
@@ -131,7 +132,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def renew_process_sets(sets: Sequence[ProcessSet]) -> None:
     """Add the process sets of rank 0 to the session of a new epoch; all members call this.
 
-    A set with ranks that do not exist now is added in a later epoch that has these ranks.
+    An epoch is a period of an elastic run with the same members. If a set has ranks that do not
+    exist now, it is added in a later epoch that has these ranks.
 
     Args:
         sets: Sets that this rank's program has added before.

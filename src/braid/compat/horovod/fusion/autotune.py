@@ -102,7 +102,7 @@ def grid_around(start: Settings, options: TuneOptions | None = None) -> list[Set
 
 
 class Autotuner:
-    """Search, on one rank, for the batch limit and cycle time with the most bytes per second.
+    """Searches, on one rank, for the batch limit and cycle time with the most bytes per second.
 
     Args:
         start: Initial settings.
@@ -128,7 +128,7 @@ class Autotuner:
 
     @property
     def best(self) -> Settings:
-        """Tried settings with the best mean score."""
+        """The tried settings with the best mean score."""
         scores: dict[Settings, list[float]] = {}
         for settings, score in self.samples:
             scores.setdefault(settings, []).append(score)

@@ -34,7 +34,7 @@ class FusedBatch(NamedTuple):
 
     @property
     def request(self) -> Request:
-        """Request of the first response, for the fields that all have in common."""
+        """Request of the first response, for the fields that all responses have in common."""
         return self.responses[0].request
 
     @property
@@ -46,7 +46,7 @@ class FusedBatch(NamedTuple):
 def batches(
     responses: Sequence[Response], threshold_bytes: int, *, split_groups: bool = False
 ) -> list[FusedBatch]:
-    """Divide responses into batches, in the order of the first response of each.
+    """Divide responses into batches, ordered by the first response of each batch.
 
     Args:
         responses: Responses in the order agreed on.

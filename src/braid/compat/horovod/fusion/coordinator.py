@@ -55,10 +55,10 @@ class _Group:
 
 
 class Coordinator:
-    """Table of the requests of one set of ranks.
+    """Table on rank 0 of the requests that each rank of a set has submitted.
 
     Args:
-        ranks: Global ranks, for messages; all other ranks here are positions in this list.
+        ranks: Global ranks, for messages. All methods use positions in this list as ranks.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ class Coordinator:
         return last
 
     def ready(self) -> list[Response]:
-        """Return responses to requests of all ranks, in the order of their first submission."""
+        """Return responses to the names that all ranks have submitted, in order of submission."""
         size = len(self._ranks)
         full = {
             name
@@ -193,11 +193,11 @@ def _group_error(group: str, name: str, error: str) -> str:
 
 
 def agree(name: str, by_rank: Mapping[int, Request], ranks: Sequence[int]) -> Response:
-    """Return the response to requests of one name.
+    """Compare the requests of one name; return the common response, or a refusal.
 
     Args:
         name: Name of the requests.
-        by_rank: Requests by position of the rank; those that have joined are missing.
+        by_rank: Requests by position of the rank; ranks that have joined are missing.
         ranks: Global ranks by position.
 
     >>> mine, other = (Request("x", "all_reduce", "float32", (n,), 4, "sum") for n in (3, 4))

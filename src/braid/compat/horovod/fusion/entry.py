@@ -33,7 +33,7 @@ class Waiters:
     """Threads that wait for handles of one engine, with a condition that all handles share.
 
     Args:
-        hurry: Function called before a wait that blocks.
+        hurry: Function called before a wait that blocks, to submit collected requests.
 
     Attributes:
         number: Number of threads that are waiting.
@@ -120,9 +120,9 @@ class TensorTableEntry(NamedTuple):
     Attributes:
         request: Request that is sent to the other ranks.
         tensor: Input; None for operations without one.
-        out: Memory for the result if its shape is known before; may be `tensor`.
+        out: Memory for the result, if its shape is known in advance; may be `tensor`.
         handle: Handle of the caller.
-        submitted_ns: Time of submission; 0 for a stand-in.
+        submitted_ns: Time of submission; 0 for a stand-in, see `is_stand_in`.
         point: CUDA event after the work that computes `tensor`; None on the CPU.
     """
 
@@ -135,7 +135,7 @@ class TensorTableEntry(NamedTuple):
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether this rank has joined, so that the entry has a neutral tensor."""
+        """Whether the entry has a neutral tensor, because this rank has called `join`."""
         return not self.submitted_ns
 
     @classmethod
@@ -159,10 +159,10 @@ class TensorTableEntry(NamedTuple):
 
     @classmethod
     def stand_in(cls, response: Response, waiters: Waiters, device: int = 0) -> TensorTableEntry:
-        """Return an entry with neutral values, for a rank that has joined.
+        """Return an entry with neutral values, for a rank that has called `join`.
 
         Args:
-            response: Response to carry out; without a tensor if it is refused.
+            response: Response to carry out; if it is a refusal, the entry has no tensor.
             waiters: Waiters of the engine.
             device: Number of this rank's device, since the request has another rank's device.
         """

@@ -65,12 +65,11 @@ class Fusion:
     Args:
         group: Group of the ranks, for the engine's exclusive use, such as `group.split(0)`.
         options: Options of the engine.
-        on_stall: Called on each rank with a stall.
-        on_choice: Called with a kind and the name of the operation that carries it out, the first
-            time.
+        on_stall: Called on each rank with a stall: a name that some ranks have not submitted.
+        on_choice: Called once for each kind of request and each implementation that carries it
+            out, with both names.
         on_tuned: Called on the first rank when a search is over.
-        on_wait: Called in threads that are about to wait for an operation; it can submit requests
-            that were collected until then.
+        on_wait: Called in a thread before it waits for an operation; can submit collected requests.
         on_joined: Called when all ranks have joined, before they can submit requests again.
 
     Cost: an exchange is one all_reduce of a quarter KiB; with new requests also a gather and a
@@ -144,7 +143,7 @@ class Fusion:
         Args:
             request: Request that describes the operation.
             tensor: Input; do not change it until the operation is done.
-            out: Memory for the result, for kinds with a result in the shape of `tensor`.
+            out: Memory for the result, if the result has the shape of `tensor`.
 
         Raises:
             ConfigError: The name is in flight on this rank, this rank has joined, or the request
@@ -171,7 +170,7 @@ class Fusion:
         return [entry.handle for entry in made]
 
     def refuse(self, request: Request) -> None:
-        """Make all ranks' operations of a name fail, with `request.refusal` as the error.
+        """Make the operations of a name fail on all ranks, with `request.refusal` as the error.
 
         This rank has no handle, since its caller has already received the error.
 
@@ -184,7 +183,7 @@ class Fusion:
             self._lock.notify()
 
     def reserve(self, numel: int) -> int:
-        """Return the first place (`Request.place`) for a flat tensor of `numel` elements.
+        """Return the first place (`Request.place`) for a new flat tensor with `numel` elements.
 
         Other flat tensors get different places, with a gap between them.
         """

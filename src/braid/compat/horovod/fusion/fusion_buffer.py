@@ -58,7 +58,7 @@ class FusionBuffer:
         return buffer.tensor, buffer.views
 
     def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor with the dtype and device of `like`.
+        """Return a temporary flat tensor with the dtype and device of `like`.
 
         Different calls may return the same memory.
         """

@@ -64,14 +64,14 @@ MAX_PLANS = 64
 
 @dataclass(frozen=True, slots=True)
 class CycleOutcome:
-    """Result of a cycle, the same on all ranks except for `refused_here`.
+    """Result of a cycle of agreement, the same on all ranks except for `refused_here`.
 
     Attributes:
         batches: Batches to carry out in this order; batches with an error are refused.
         last_joined: Position of the rank that joined last, when all have joined; -1 otherwise.
         stalls: Names that wait for ranks that have not submitted them.
         stop: Reason to end the engine now; empty to continue.
-        refused_here: Names that this rank has refused, so that their responses have no entry here.
+        refused_here: Names that this rank has refused, and for which it therefore has no tensor.
         cycle_time_s: New time for which requests are collected, if it changes.
     """
 
@@ -110,7 +110,7 @@ class _Cycle(NamedTuple):
 
 
 class FusionState:
-    """State of one rank in the agreement.
+    """State machine of one rank that agrees with the others on the next operations.
 
     Args:
         rank: Position of this rank.
@@ -231,12 +231,12 @@ class FusionState:
         self._stopping = reason
 
     def propose(self, settings: Settings) -> None:
-        """Set new settings for all ranks from the next cycle on; for rank 0."""
+        """On rank 0, propose new settings for all ranks, from the next cycle on."""
         self._proposed = settings
 
     @property
     def has_new(self) -> bool:
-        """Whether this rank has news that the other ranks have not received."""
+        """Whether this rank has requests or notices that it has not sent to the other ranks."""
         unannounced = self._hits & ~self._announced
         other = self._join_notice_due or self._stopping or self._proposed
         return bool(self._unsent or other or unannounced)
@@ -247,7 +247,7 @@ class FusionState:
         return len(self._mine)
 
     def broken(self) -> bytes:
-        """Return the bitmask of a rank on which an operation has failed."""
+        """Return the bitmask that a rank sends if an operation has failed on it."""
         return BROKEN.to_bytes(self._num_words * WORD_BYTES, "little")
 
     def all_broken(self, bitmask: bytes) -> bool:
@@ -275,7 +275,7 @@ class FusionState:
         return bitmask.to_bytes(self._num_words * WORD_BYTES, "little")
 
     def combined(self, bitmask: bytes) -> bool:
-        """Process the combined bitmask; return whether ranks must exchange lists.
+        """Process the bitmask combined over all ranks; return whether ranks must exchange lists.
 
         Raises:
             CommError: An operation has failed on another rank but not on this one.
@@ -295,7 +295,7 @@ class FusionState:
         return not number & QUIET
 
     def own_list(self, now_s: float) -> bytes:
-        """Return the encoded news of this rank, for rank 0."""
+        """Return the encoded new requests and notices of this rank, to send to rank 0."""
         new = list(self._unsent.values())
         for mine in new:
             mine.sent = True
@@ -310,7 +310,7 @@ class FusionState:
         )
 
     def answer(self, lists: Sequence[bytes], now_s: float) -> bytes:
-        """Compare the lists of all ranks, in rank order, and return the answer; for rank 0."""
+        """On rank 0, compare the lists of all ranks, in rank order; return the encoded answer."""
         table = self._coordinator
         if table is None:
             msg = (

@@ -41,11 +41,11 @@ class BatchOperation(Protocol):
     kind: str
 
     def suits(self, batch: FusedBatch) -> bool:
-        """Return whether it can carry out this batch; must be the same on all ranks."""
+        """Return whether this operation can carry out a batch; the same on all ranks."""
         ...
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
-        """Carry out the batch; return the results in its order."""
+        """Carry out a batch; return the results in the order of its responses."""
         ...
 
 
@@ -54,8 +54,8 @@ class Operations:
 
     Args:
         operations: Operations in the order of preference.
-        on_choice: Called with a kind and the name of the operation that is used for it, the first
-            time.
+        on_choice: Called once for each kind of request and each operation that is used for it, with
+            both names.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class BufferedAllReduce(_AllReduceBase):
         return batch.request.op in REDUCTIONS and len(batch.responses) > 1
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
-        """Copy in, reduce, copy out."""
+        """Copy the tensors into the fusion buffer, reduce it, and copy the results out."""
         tensors = [entry.tensor for entry in entries if entry.tensor is not None]
         flat, views = self._buffer.views(batch, tensors)
         with self._timeline.span("copy in", batch.nbytes):
@@ -207,7 +207,7 @@ class AllReduce(_AllReduceBase):
         return batch.request.op in REDUCTIONS and len(batch.responses) == 1
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
-        """Reduce in the memory of the result."""
+        """Reduce the tensor in the memory of the result."""
         (entry,) = entries
         out = _filled_out(entry)
         scale(out, batch.request.prescale)
@@ -218,7 +218,7 @@ class AllReduce(_AllReduceBase):
 
 
 class AdasumReduce(_Base):
-    """Adasum of a batch, tensor by tensor, since tensors have different directions.
+    """Adasum of a batch, separately for each tensor, since tensors have different directions.
 
     Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
     """
@@ -251,7 +251,7 @@ class Broadcast(_Base):
     kind = "broadcast"
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
-        """Broadcast in the memory of the result."""
+        """Broadcast the root's tensor into the memory of the result."""
         (entry,) = entries
         out = _filled_out(entry) if self._group.rank == batch.request.root else _out(entry)
         with self._timeline.span("transfer", batch.nbytes):
@@ -266,7 +266,7 @@ class AllGather(_Base):
     kind = "all_gather"
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
-        """Gather into a new tensor."""
+        """Gather the rows of all ranks into a new tensor."""
         (entry,) = entries
         x = _given(entry)
         rows = [count for (count,) in batch.responses[0].rows]
@@ -284,7 +284,7 @@ class AllToAll(_Base):
     kind = "all_to_all"
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
-        """Return a new tensor, and the number of rows from each rank."""
+        """Exchange rows; return a new tensor, and the number of rows from each rank."""
         (entry,) = entries
         x = _given(entry)
         table = batch.responses[0].rows
@@ -307,11 +307,11 @@ class ReduceScatter(_Base):
     kind = "reduce_scatter"
 
     def suits(self, batch: FusedBatch) -> bool:
-        """Return whether the reduction is defined."""
+        """Return whether reduce_scatter supports the reduction of the batch."""
         return batch.request.op in REDUCTIONS
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
-        """Reduce into a new tensor."""
+        """Reduce into a new tensor with this rank's rows."""
         (entry,) = entries
         x = _given(entry)
         size = self._group.size
@@ -331,13 +331,13 @@ class ReduceScatter(_Base):
 
 
 class Nothing:
-    """Operation that is done once all ranks have agreed: barrier, agree."""
+    """Operation without data, which is done once all ranks have agreed: barrier, agree."""
 
     def __init__(self, kind: str) -> None:
         self.name = self.kind = kind
 
     def suits(self, batch: FusedBatch) -> bool:
-        """Return whether the batch is of its kind."""
+        """Return whether the batch is of this operation's kind."""
         return batch.request.kind == self.kind
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:  # noqa: ARG002
@@ -392,7 +392,7 @@ def needed_bytes(batch: FusedBatch) -> int:
 
 
 def missing_memory(batch: FusedBatch, rank: int) -> str:
-    """Return an error if this rank does not have the memory for a batch; empty if it has.
+    """Return an error text if this rank lacks the memory for a batch; empty otherwise.
 
     Args:
         batch: Batch.
@@ -433,7 +433,7 @@ def runs(requests: Sequence[Request]) -> list[list[int]]:
 
 
 def scale(x: torch.Tensor, factor: float) -> None:
-    """Multiply in place.
+    """Multiply a tensor by a factor, in place.
 
     Integers are multiplied in float64 and truncated; 16-bit floats are multiplied in float32 and
     rounded once.

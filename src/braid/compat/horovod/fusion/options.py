@@ -12,7 +12,7 @@ __all__ = ["FusionOptions", "StateOptions"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateOptions:
-    """Options that must be the same on all ranks.
+    """Options of the agreement (`FusionState`); the same on all ranks.
 
     Attributes:
         threshold_bytes: Largest size of a batch.

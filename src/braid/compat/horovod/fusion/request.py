@@ -32,15 +32,15 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         name: Name that matches the requests of all ranks.
-        kind: all_reduce, all_gather, broadcast, all_to_all, reduce_scatter, barrier, or agree (on
-            `text`).
+        kind: all_reduce, all_gather, broadcast, all_to_all, reduce_scatter, barrier or agree, which
+            checks that `text` is equal on all ranks.
         dtype: Data type by torch's name.
         shape: Shape of this rank's tensor.
         itemsize: Bytes of an element.
         op: Reduction.
         root: Group rank of the root.
         prescale: Factor before the reduction.
-        postscale: Factor after it.
+        postscale: Factor after the reduction.
         splits: Number of rows for each rank of an all_to_all.
         group: Name of an explicit group, which is carried out or refused as a whole.
         group_size: Number of requests in the group.

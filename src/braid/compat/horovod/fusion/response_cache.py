@@ -26,7 +26,7 @@ __all__ = ["Lookup", "ResponseCache"]
 
 
 class Lookup(enum.Enum):
-    """Result of a lookup in the cache."""
+    """Result of a lookup: the request is cached, is not cached, or has changed."""
 
     HIT = enum.auto()
     MISS = enum.auto()
@@ -39,7 +39,7 @@ class _Entry(NamedTuple):
 
 
 class ResponseCache:
-    """Responses by position.
+    """Cache of responses, by positions that are the same on all ranks.
 
     Args:
         capacity: Number of positions; 0 caches nothing.
@@ -60,7 +60,7 @@ class ResponseCache:
         self._free = list(range(capacity - 1, -1, -1))
 
     def look_up(self, request: Request) -> tuple[Lookup, int]:
-        """Return whether a request is cached, and its position; -1 if it is not."""
+        """Return whether a request is cached, and its position; -1 if its name is not cached."""
         position = self._positions.get(request.name, -1)
         if position < 0:
             return Lookup.MISS, -1
@@ -111,7 +111,7 @@ class ResponseCache:
         self._used.update(dict.fromkeys(positions, self._num_uses))
 
     def erase(self, positions: Iterable[int]) -> list[str]:
-        """Remove positions, and the explicit groups that they are in; return the names."""
+        """Remove positions, and all members of their explicit groups; return the removed names."""
         names = []
         for position in positions:
             entry = self._entries.get(position)

@@ -18,7 +18,7 @@ class Stall(msgspec.Struct, frozen=True, array_like=True):
         name: Name of the requests.
         waited_s: Seconds since the first request.
         present: Global ranks that have submitted the name.
-        missing: Global ranks that have not submitted it.
+        missing: Global ranks that have not submitted the name.
     """
 
     name: str
@@ -59,7 +59,7 @@ class StallInspector:
         """Return the stalls to report now, and the reason for a shutdown; empty for none.
 
         Args:
-            waiting: For each name, the ranks that have submitted it and the time of the first one.
+            waiting: For each name, the ranks that have submitted it, and its first request's time.
             joined: Positions of ranks that have joined.
             now_s: Current time in seconds.
         """

@@ -76,7 +76,7 @@ class _Recording:
 
 
 class Timeline:
-    """Timeline of an engine: recorded on each rank while it is on, written by the first rank.
+    """Timeline of an engine: recorded on each rank after `start`, written by the first rank.
 
     Args:
         group: Ranks of the engine.
@@ -97,18 +97,18 @@ class Timeline:
         self._recording = _Recording(self._group.context.rank, mark_cycles=mark_cycles)
 
     def cycle(self, start_ns: int, end_ns: int) -> None:
-        """Record an exchange."""
+        """Record an exchange of requests between ranks."""
         recording = self._recording
         if recording is not None and recording.mark_cycles:
             recording.add(CYCLES, _Activity("exchange", start_ns, end_ns), {})
 
     @contextlib.contextmanager
     def batch(self, entries: Sequence[TensorTableEntry], agreed_ns: int) -> Iterator[None]:
-        """Record the activities inside the context as activities of a batch.
+        """Record the activities inside the context for each tensor of a batch.
 
         Args:
             entries: Entries of the batch.
-            agreed_ns: Time at which all ranks had submitted them.
+            agreed_ns: Time at which all ranks had submitted the batch's requests.
         """
         recording, self._activities = self._recording, []
         yield
@@ -118,7 +118,10 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, name: str, nbytes: int) -> Iterator[None]:
-        """Record the context as one activity, and always in the rank's event trace."""
+        """Record the code in the context as one activity.
+
+        The span is also recorded in the rank's event trace, even if the timeline is off.
+        """
         start_ns = self._now_ns()
         with self._group.context.events.span(name, nbytes=nbytes):
             yield

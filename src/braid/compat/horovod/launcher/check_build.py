@@ -44,11 +44,11 @@ def check_build() -> str:
 
 
 def build_table(facts: Mapping[str, object], *, has_front: bool) -> str:
-    """Return the table for the properties of torch.
+    """Return the table of `--check-build` for these properties of torch.
 
     Args:
-        facts: `torch` is its version, `nccl` whether it can use NCCL, `cuda` whether it sees a GPU;
-            empty without torch.
+        facts: `torch`: version of torch; `nccl`: whether torch has NCCL; `cuda`: whether it finds a
+            GPU. Empty without torch.
         has_front: Whether `braid.compat.horovod.torch` is installed.
     """
     torch = facts.get("torch", "")

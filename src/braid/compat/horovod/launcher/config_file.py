@@ -27,7 +27,7 @@ SECTIONS = sorted({section for section, _ in PATHS if section})
 
 
 def with_config(flags: Flags, content: object, name: str) -> Flags:
-    """Return the options of the command line, with missing ones from a file.
+    """Return the options of the command line, completed by options from a configuration file.
 
     Args:
         flags: Options of the command line.

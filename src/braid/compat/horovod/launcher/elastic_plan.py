@@ -36,13 +36,13 @@ SCRIPT = "--host-discovery-script"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticPlan:
-    """Elastic part of a job.
+    """Limits of an elastic job, and the slots for its ranks.
 
     Attributes:
         num_ranks: Number of ranks to begin with.
         limits: Limits of the run.
         script: Program that lists hosts; empty for fixed slots.
-        slots_per_host: Slots of a host without a number; 0 to refuse such a line.
+        slots_per_host: Slots of a host that the script lists without a number; 0 to refuse this.
         cooldown_s: Seconds for which a slot is blocked after the first death of a rank, and the
             maximum; None to block it permanently.
     """
@@ -55,7 +55,7 @@ class ElasticPlan:
 
     @property
     def where(self) -> tuple[str, ...]:
-        """Options of `braid run` with these limits."""
+        """The limits as options of `braid run`."""
         values = {
             "-n": self.num_ranks,
             "--min-ranks": self.limits.min_ranks,
@@ -66,7 +66,7 @@ class ElasticPlan:
 
 
 def wants_elastic(flags: Flags) -> bool:
-    """Return whether options ask for an elastic run.
+    """Return whether the command line requests an elastic run.
 
     Raises:
         ConfigError: Options for elastic runs are used in a run with fixed ranks.
@@ -128,7 +128,7 @@ def hosts_of_script(text: str, slots_per_host: int) -> tuple[Host, ...]:
 
     Args:
         text: Output of the script.
-        slots_per_host: Slots of a host without a number; 0 to refuse such a line.
+        slots_per_host: Slots of a host that is listed without a number; 0 to refuse this.
 
     Raises:
         ConfigError: Lines have another form, or there are no lines.

@@ -52,7 +52,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
 
 
 def call(directory: str) -> None:
-    """Call the function in the file in `directory`, and write its result there.
+    """Read the function from the files in `directory`, call it, and write its result there.
 
     Raises:
         ConfigError: Other users can write the file, or the result cannot be pickled.
@@ -69,7 +69,7 @@ def call(directory: str) -> None:
 
 
 def loads(content: bytes) -> Any:
-    """Unpickle an object; only for the content of files that `read_private` has read."""
+    """Unpickle an object; use only with the result of `read_private`, since this can run code."""
     return pickle.loads(content)  # noqa: S301 - only this user can have written it
 
 

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def job_of(
     flags: Flags, environ: Mapping[str, str], is_own_python: Callable[[str], bool]
 ) -> Launch:
-    """Return the job for options, after reading the host file or the discovery script; see `plan`.
+    """Return the job for a command line; reads the host file or runs the discovery script.
 
     Raises:
         ConfigError: As for `plan`; or the host file cannot be read or is empty; or the discovery

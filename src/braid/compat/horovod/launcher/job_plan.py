@@ -45,7 +45,7 @@ START_TIMEOUT = "HOROVOD_START_TIMEOUT"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A job with its hosts and notes.
+    """A job to launch, with its hosts and notes for the user.
 
     Attributes:
         job: Job that each rank runs.
@@ -77,7 +77,7 @@ def plan(
     is_own_python: Callable[[str], bool] = lambda _word: True,
     is_here: Callable[[str], bool] = lambda word: word == "localhost",
 ) -> Launch:
-    """Return the job for options.
+    """Return the job for the options of a command line.
 
     Args:
         flags: Options and command.

@@ -26,14 +26,14 @@ class Option(NamedTuple):
         flags: Flags as typed; the first long one is the option's name.
         help: Effect of the option.
         metavar: Placeholder of the value in the help; empty for a switch.
-        variable: HOROVOD_* variable that it sets.
+        variable: HOROVOD_* variable that the option sets.
         section: Section in the configuration file; the top level when empty.
         key: Key in the section; the option's name when empty.
-        negated: Whether it is a switch with a `--no-` form.
+        negated: Whether the option is a switch with a `--no-` form.
         convert: Function from the option's value (`1` or `0` for a switch) to the variable's.
         use: `here` for options with an effect, `none` for options without, `ask` for options that
             print something and exit.
-        num_values: Number of values that it takes.
+        num_values: Number of values that the option takes.
     """
 
     flags: tuple[str, ...]

@@ -64,7 +64,7 @@ INSTALL = "pip install 'braid-train[horovod]'"
 
 
 class RunError(BraidError, RuntimeError):
-    """Error of the function on a rank; `__cause__` is the exception that it raised there.
+    """Error of the function on a rank; `__cause__` is the exception that the function raised.
 
     Attributes:
         rank: The rank that failed first; -1 if no rank has failed.
@@ -132,8 +132,8 @@ def run(
         use_mpi: Without effect.
         mpi_args: Without effect.
         network_interface: Interfaces or networks that ranks of several hosts may use, with commas.
-        network_interfaces: The same, or a list.
-        executable: Interpreter of the ranks; braid must be installed there.
+        network_interfaces: As `network_interface`, or a list.
+        executable: Python interpreter of the ranks, with braid installed.
         shared_directory: Directory that all hosts have under this path, and in which only trusted
             users can write. The function and the results are pickled into files there.
 

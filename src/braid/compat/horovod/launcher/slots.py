@@ -129,7 +129,7 @@ class HostSlots(AbstractContextManager["HostSlots"]):
         return self._clock.after_ns(LOOK_S) if self._run is not None else self._next_ns
 
     def lost(self) -> None:
-        """Block a slot, for twice the time of the previous one."""
+        """Block a slot after the death of a rank: permanently, or each time twice as long."""
         rests_ns = float("inf")
         if self._plan.cooldown_s is not None:
             low, high = self._plan.cooldown_s
@@ -139,7 +139,7 @@ class HostSlots(AbstractContextManager["HostSlots"]):
         self._resting_ns.append(rests_ns)
 
     def poll(self) -> tuple[int | None, str]:
-        """Return the number of slots if it has changed, and a notice; do not block."""
+        """Return the number of slots, None if unchanged, and a notice; does not block."""
         notice = self._look()
         now_ns = self._clock.now_ns()
         self._resting_ns = [end_ns for end_ns in self._resting_ns if end_ns > now_ns]

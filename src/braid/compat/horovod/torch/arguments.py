@@ -41,7 +41,7 @@ class CallArguments(NamedTuple):
         process_set: Ranks that take part.
         grouped: Whether the operation takes a group of several tensors.
         op: Reduction; Average when None.
-        average: Older form of `op`.
+        average: Deprecated form of `op`: True for Average, False for Sum.
         factors: Factors before and after the reduction.
     """
 
@@ -55,7 +55,7 @@ class CallArguments(NamedTuple):
 
 @contextlib.contextmanager
 def refused_on_all(kind: str, call: CallArguments) -> Iterator[None]:
-    """Refuse an operation on all ranks of a set if the context raises an exception.
+    """If the code in the context raises, make the operation fail on all ranks of the set.
 
     Args:
         kind: Kind of operation, as in its name.
@@ -81,7 +81,7 @@ def check_tensor(tensor: Any) -> None:
     """Check that a tensor can be sent.
 
     Raises:
-        ConfigError: It is not a tensor, is not dense, or has no valid memory.
+        ConfigError: The value is not a tensor, is not dense, or has no valid memory.
     """
     if not isinstance(tensor, torch.Tensor):
         msg = f"operations work on tensors, got {type(tensor).__name__}: pass torch.tensor(...)"
@@ -146,7 +146,7 @@ def factor(value: Any, what: str) -> float:
 
 
 def root_of(root_rank: int, process_set: ProcessSet) -> int:
-    """Return the position of the root, a global rank, in a set.
+    """Return the position in a process set of the root, which is given as a global rank.
 
     Raises:
         ConfigError: The root is not in the set.

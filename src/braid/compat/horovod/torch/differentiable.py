@@ -60,12 +60,12 @@ def allreduce(
 
     Args:
         tensor: Tensor of the same shape and dtype on all ranks.
-        average: Older form of `op`.
+        average: Deprecated form of `op`: True for Average, False for Sum.
         name: Name that matches the operations of all ranks.
         compression: Format in which the tensor is sent.
         op: Reduction; Average when None.
         prescale_factor: Factor before the reduction.
-        postscale_factor: Factor after it.
+        postscale_factor: Factor after the reduction.
         process_set: Ranks that take part.
     """
     factors = (prescale_factor, postscale_factor)

@@ -120,7 +120,7 @@ def broadcast_object(
 
     Raises:
         ConfigError: The object is not plain, and pickling is not allowed.
-        HorovodInternalError: The root could not send it.
+        HorovodInternalError: The root could not send the object.
     """
     allowed = _allowed(allow_pickle)
     member = process_set.member

@@ -49,7 +49,7 @@ class GradientReduction(GradientListener):
         names: Names of the parameters.
         compression: Format in which gradients are sent.
         op: Average or Sum.
-        predivide: Factor of an average's division that is applied before the sum.
+        predivide: For averages, divisor before the sum; the remaining division follows the sum.
         groups: Groups of parameters with gradients that are reduced together.
         sparse_as_dense: Whether to reduce sparse gradients as dense ones, and return sparse ones.
         process_set: Ranks that take part.
@@ -64,7 +64,7 @@ class GradientReduction(GradientListener):
         passes: Number of backwards before gradients are reduced.
         op: Average or Sum.
         process_set: Ranks that take part.
-        under_way: Handle, index in the handle and context of the compression, by parameter.
+        under_way: For each parameter in flight: handle, index in it, and compression's context.
         is_synchronized: Whether `finish` was called since the last step.
         synchronizes: False inside of `skip_synchronize()`.
     """
@@ -149,7 +149,7 @@ class GradientReduction(GradientListener):
         self._left = dict.fromkeys(self.names, passes)
 
     def on_gradient(self, position: int, /) -> None:
-        """Count an accumulated gradient; called in any of autograd's threads."""
+        """Record that a gradient was accumulated; called in any of autograd's threads."""
         param = self._records[position].param
         with self._lock:
             self._drop_lost()
@@ -224,7 +224,7 @@ class GradientReduction(GradientListener):
                 self._submit_sparse(param, param.grad)
 
     def flush(self) -> None:
-        """Submit all collected gradients together, which wakes the engine's thread only once."""
+        """Submit all collected gradients together; this wakes the engine's thread only once."""
         with self._lock:
             points, self._collected, self._nbytes = self._collected, {}, 0
             if points:
@@ -342,7 +342,7 @@ class GradientReduction(GradientListener):
                 param.grad = param.grad.to_sparse(1)
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that also reduces the gradients over all ranks."""
+        """Return a closure that calls `closure`, then reduces the gradients over all ranks."""
         if not self.synchronizes:
             return closure
 

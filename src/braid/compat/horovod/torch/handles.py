@@ -17,8 +17,8 @@ class Pending:
 
     Args:
         parts: Handles of the engine.
-        finish: Function that combines their results.
-        held: Object to keep alive until then.
+        finish: Function that combines the results of the handles.
+        held: Object to keep alive until the operations are done.
 
     Attributes:
         parts: Handles of the engine.

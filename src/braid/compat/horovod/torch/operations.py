@@ -81,7 +81,7 @@ def allreduce_async(
 
     Args:
         tensor: Tensor of the same shape and dtype on all ranks.
-        average: Older form of `op`.
+        average: Deprecated form of `op`: True for Average, False for Sum.
         name: Name of the operation; see the module.
         op: Reduction; Average when None. Averages of integers are truncated, and their sums wrap
             around in the dtype.

@@ -57,8 +57,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         compression: Format in which gradients are sent.
         backward_passes_per_step: Number of backwards that accumulate before gradients are reduced.
         op: Average, Sum, or Adasum, which combines the parameter changes of local steps.
-        gradient_predivide_factor: With Average: factor of the division that is applied before the
-            sum.
+        gradient_predivide_factor: With Average, the divisor of gradients before the sum; the
+            remaining division follows the sum.
         num_groups: Older name of `groups`.
         groups: Gradients that are reduced together: a number of groups, or lists of parameters.
         sparse_as_dense: Whether to reduce sparse gradients as dense ones, and return sparse ones.
@@ -127,7 +127,7 @@ class _CommonMethods(ChangedOptimizer):
 
     @property
     def op(self) -> ReduceOp:
-        """Reduction of the gradients; of the parameter changes with Adasum."""
+        """Reduction of the gradients; with Adasum, of the parameter changes."""
         return self._reduction.op
 
     @property
@@ -150,7 +150,7 @@ class _Methods(_CommonMethods):
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Wait for gradients, then take the optimizer's step.
 
-        A closure waits for its gradients each time that it is called.
+        If a closure is passed, each call of it reduces its gradients and waits for them.
         """
         reduction = self._reduction
         step = self._inner or super().step  # type: ignore[misc]  # of the optimizer
@@ -171,7 +171,7 @@ class _Methods(_CommonMethods):
     step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Wait for gradients, to clip them for example; then `step` inside `skip_synchronize()`."""
+        """Wait for gradients, such as to clip them; then `step` inside of `skip_synchronize()`."""
         self._reduction.finish()
 
     @contextlib.contextmanager
@@ -215,7 +215,7 @@ class _AdasumMethods(_CommonMethods):
         """Do nothing: changes are combined inside of `step`."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Refuse: there are no reduced gradients to skip.
+        """Raise AssertionError: with Adasum, gradients are not reduced before `step`.
 
         Raises:
             AssertionError: Always.

@@ -26,8 +26,9 @@ class SharedGrad(NamedTuple):
 
     Attributes:
         tensor: Memory with the shape and strides of the parameter.
-        place: Index of its first element, see `Request.place`; -1 outside of the shared memory.
-        strides: Strides, see `Request.strides`.
+        place: Index of the gradient's first element, see `Request.place`; -1 outside of the shared
+            memory.
+        strides: Strides of the gradient, see `Request.strides`.
     """
 
     tensor: torch.Tensor
@@ -36,7 +37,7 @@ class SharedGrad(NamedTuple):
 
 
 class SharedGrads:
-    """Memory of all gradients of an optimizer.
+    """Shared memory for all gradients of an optimizer.
 
     Args:
         engine: Engine that reduces them.
@@ -64,10 +65,10 @@ class SharedGrads:
                 self._places[param] = SharedGrad(view, first + start, strides)
 
     def move_in(self, param: nn.Parameter) -> SharedGrad:
-        """Move a gradient into the shared memory and return its memory.
+        """Move a parameter's gradient into the shared memory, and return the gradient's memory.
 
-        It is not moved if it does not fit any more, or if the program still has a reference to the
-        gradient of an earlier step.
+        The gradient stays in place if its dtype, device or shape has changed. It also does if the
+        program still has a reference to the gradient of an earlier step.
         """
         place, grad = self._places.get(param), param.grad
         assert grad is not None  # the caller has checked it

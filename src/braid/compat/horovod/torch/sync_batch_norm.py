@@ -11,7 +11,7 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(OfGroup):
-    """SyncBatchNorm as in torch, on any device, over all ranks; also for inputs of 2 dims.
+    """torch's SyncBatchNorm over all ranks, on any device, also for inputs with 2 dims.
 
     Args:
         num_features: Number of channels.

@@ -48,7 +48,7 @@ def set_tensor_model_parallel_attributes(
         tensor: Parameter.
         is_parallel: Whether each rank has a different shard.
         dim: Dim that is sharded.
-        stride: Number of equal blocks along `dim`, each of which is sharded.
+        stride: Number of equal blocks along `dim`; each block is sharded separately.
 
     Raises:
         UsageError: The parameter has such attributes already.
@@ -71,7 +71,7 @@ def set_tensor_model_parallel_attributes(
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
-    """Set the attributes of an undivided parameter, unless they exist."""
+    """Set Megatron's attributes of a parameter that is not sharded, unless they exist."""
     for name, value in DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)

@@ -19,7 +19,7 @@ def broadcast_data(
     datatype: torch.dtype,
     tp_group: Any = None,
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of the group's first rank, on all of its ranks.
+    """Return the tensors of the group's first rank on all ranks of the group.
 
     Args:
         keys: Names of tensors, the same on all ranks.

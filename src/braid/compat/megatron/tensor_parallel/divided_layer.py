@@ -104,13 +104,13 @@ class DividedLayer(nn.Module):
         return bias
 
     def mark(self, *params: nn.Parameter | None) -> None:
-        """Set `allreduce` of parameters: whether gradients are averaged over data parallelism."""
+        """Set Megatron's attribute `allreduce`: whether data parallelism averages the gradients."""
         for param in params:
             if param is not None:
                 param.__dict__["allreduce"] = not (self.is_expert and self.expert_parallel)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: `dist_checkpointing` is Megatron's."""
+        """Raise, since Megatron's `dist_checkpointing` is not supported."""
         del args, kwargs
         msg = (
             "sharded_state_dict belongs to megatron.core.dist_checkpointing, which is not "
@@ -120,7 +120,7 @@ class DividedLayer(nn.Module):
 
 
 class DividedLinear(DividedLayer):
-    """Divided linear layer; state dicts have Megatron's entry `_extra_state`."""
+    """Linear layer with a sharded weight; state dicts have Megatron's entry `_extra_state`."""
 
     def __init__(self, config: ModelParallelConfig, tp_group: Any, *, is_expert: bool) -> None:
         super().__init__(config, tp_group, is_expert=is_expert)

@@ -30,7 +30,7 @@ class VocabParallelEmbedding(DividedLayer):
         init_method: Function that fills the weight in place.
         reduce_scatter_embeddings: Whether to return only this rank's positions, as [positions,
             batch, embedding_dim].
-        config: Options.
+        config: Megatron's configuration of the model.
         tp_group: Group of ranks; the tensor parallel group when None.
 
     Raises:

@@ -58,7 +58,7 @@ class ColumnParallelLinear(DividedLinear):
     Args:
         input_size: Number of input features.
         output_size: Number of output features over all ranks.
-        config: Options.
+        config: Megatron's configuration of the model.
         init_method: Function that fills the weight in place. The bias is zero.
         bias: Whether to have a bias.
         gather_output: Whether each rank gets the whole output.
@@ -183,7 +183,7 @@ class RowParallelLinear(DividedLinear):
     Args:
         input_size: Number of input features over all ranks.
         output_size: Number of output features.
-        config: Options.
+        config: Megatron's configuration of the model.
         init_method: Function that fills the weight in place. The bias is zero.
         bias: Whether to have a bias, which is replicated on all ranks.
         input_is_parallel: Whether the input is sharded already; otherwise it is split here.

@@ -31,7 +31,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     Args:
         input: Input; with `sequence_parallel` this rank's positions (dim 0) of it.
         weight: Weight.
-        bias: Bias; None for none.
+        bias: Bias; None for no bias.
         gradient_accumulation_fusion: Must be False.
         allreduce_dgrad: Whether to all_reduce the gradients of the input.
         sequence_parallel: Whether the input is gathered, and its gradient reduce-scattered.

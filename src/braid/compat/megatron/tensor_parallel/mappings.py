@@ -85,7 +85,7 @@ def gather_from_tensor_model_parallel_region(
 
 
 def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Return this rank's positions, which are dim 0; backward gathers."""
+    """Return this rank's positions (dim 0) of the input; backward gathers."""
     divide(input_.shape[0], tensor_group(group).size)
     return _moved(partial(scatter_sequence, dim=0), group, input_)
 
@@ -97,7 +97,7 @@ def gather_from_sequence_parallel_region(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,  # noqa: ARG001 - the original's; results are new tensors
 ) -> torch.Tensor:
-    """Return the positions of all ranks; backward is reduce_scatter, or this rank's positions.
+    """Gather the positions of all ranks; backward reduce-scatters, or keeps this rank's part.
 
     Args:
         input_: This rank's positions, which are dim 0.
@@ -122,7 +122,7 @@ def reduce_scatter_to_sequence_parallel_region(
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,  # noqa: ARG001 - as above
 ) -> torch.Tensor:
-    """Return this rank's positions, which are dim 0, of the sum; backward gathers.
+    """Return this rank's positions (dim 0) of the sum over ranks; backward gathers.
 
     Args:
         input_: This rank's term of the sum.
@@ -139,14 +139,14 @@ def reduce_scatter_to_sequence_parallel_region(
 def all_gather_last_dim_from_tensor_parallel_region(
     input_: torch.Tensor, group: Any = None
 ) -> torch.Tensor:
-    """Return all parts of the last dim; backward is reduce_scatter."""
+    """Gather the last dim from all ranks; backward is reduce_scatter."""
     return _moved(partial(gather_sequence, dim=-1), group, input_)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(
     input_: torch.Tensor, group: Any = None
 ) -> torch.Tensor:
-    """Return this rank's part of the last dim of the sum; backward gathers."""
+    """Return this rank's part of the last dim of the sum over ranks; backward gathers."""
     divide(input_.shape[-1], tensor_group(group).size)
     return _moved(partial(reduce_scatter_sequence, dim=-1), group, input_)
 
@@ -179,7 +179,7 @@ def all_to_all(
 
 
 def all_to_all_sp2hp(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Return all tokens with this rank's part of the hidden dim.
+    """Exchange this rank's tokens for its part of the hidden dim of all tokens.
 
     Shape:
         input_: [tokens / n, hidden], or with tokens as several dims -> [tokens, hidden / n].
@@ -192,7 +192,7 @@ def all_to_all_sp2hp(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 
 def all_to_all_hp2sp(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Return this rank's tokens with the whole hidden dim; the inverse of `all_to_all_sp2hp`.
+    """Exchange a part of the hidden dim for whole tokens; the inverse of `all_to_all_sp2hp`.
 
     Shape:
         input_: [tokens, hidden / n], or with tokens as several dims -> [tokens / n, hidden].

@@ -108,8 +108,8 @@ def checkpoint(
 class CheckpointWithoutOutput:
     """Recomputes a function in backward, and also frees its outputs until then.
 
-    Layers after the function have saved its outputs for backward. The outputs' memory is freed once
-    these layers have run, and filled again when backward reaches the tensor that they returned.
+    Layers after the function save its outputs for backward. After these layers have run, the memory
+    of the outputs is freed. It is filled again when backward reaches the result of these layers.
 
         recompute = CheckpointWithoutOutput()
         y = recompute.checkpoint(norm, x)

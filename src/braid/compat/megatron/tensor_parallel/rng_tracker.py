@@ -89,7 +89,7 @@ class CudaRNGStatesTracker:
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Add the state of a seed.
+        """Add the state `name`, which begins with a seed.
 
         Raises:
             UsageError: The name or seed exists already.
@@ -111,7 +111,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from a state inside the context; restore the generator afterwards.
+        """In the context, draw random numbers from the state `name`; then restore the generator.
 
         Raises:
             UsageError: The state does not exist.
@@ -227,7 +227,7 @@ def model_parallel_cuda_manual_seed(
     etp_rank: int | None = None,
     force_reset_rng: bool = False,
 ) -> None:
-    """Seed the generator, and the states for divided layers and experts.
+    """Seed the default generator, and the tracker's states for sharded layers and experts.
 
     Args:
         seed: Seed of the default generator, the same on tensor parallel ranks.

@@ -53,7 +53,7 @@ def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any = None) -> torch.
 
 
 class VocabUtility:
-    """First and last (exclusive) index of a rank's part of the vocabulary."""
+    """Computes the range [first, last) of a rank's part of the vocabulary."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(

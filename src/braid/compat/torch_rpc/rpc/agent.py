@@ -34,7 +34,7 @@ class TensorPipeAgent:
         return self._agent.directory.infos
 
     def get_debug_info(self) -> dict[str, str]:
-        """Return counts of this node."""
+        """Return counts of this node's calls and threads, by torch's names."""
         num_pending, num_running = len(self._agent.caller), self._agent.callee.num_running
         num_threads = self._agent.options.num_worker_threads
         return {

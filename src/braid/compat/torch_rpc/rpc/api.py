@@ -61,7 +61,7 @@ def init_rpc(
         world_size: Number of processes; from the environment when None.
         rpc_backend_options: Options; the default options when None.
 
-    From now on, contexts average the gradients of torch's DistributedDataParallel.
+    Afterwards, distributed autograd also averages gradients of DistributedDataParallel modules.
 
     Raises:
         TypeError: `backend` or `rpc_backend_options` has a wrong type.

@@ -23,16 +23,16 @@ class TensorPipeRpcBackendOptions(RpcOptions):
         num_worker_threads: Number of calls from peers that run at the same time.
         rpc_timeout: Seconds after which a call fails; 0 for never.
         init_method: Address of the rendezvous: "env://", "tcp://host:port" or "file:///path".
-        device_maps: For each other node, a map from devices here to devices there.
+        device_maps: For each other node, a map from this node's devices to that node's devices.
         devices: GPUs that this node uses.
         allowed_modules: Modules with functions and classes that peers may use, in addition to the
-            program's.
+            program's modules.
         allow_pickle: Whether values without another format are pickled, as in torch. Peers can then
             run any code; refused on a network without authentication.
         shared_memory: Whether large tensors are sent through shared memory on one host.
 
     Raises:
-        ConfigError: A device is not a GPU, or a map sends two devices to one.
+        ConfigError: A device is not a GPU, or a map has the same target for two devices.
     """
 
     def __init__(

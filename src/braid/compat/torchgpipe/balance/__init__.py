@@ -54,7 +54,8 @@ def balance_by_size(
         module: The model.
         input: A whole batch.
         chunks: Number of micro-batches into which GPipe will divide the batch.
-        param_scale: Bytes per byte of parameters: 2 for SGD with gradients, 4 for Adam.
+        param_scale: Memory per byte of parameters, with gradients and optimizer state: 2 for SGD, 4
+            for Adam.
         device: See `balance_by_time`.
     """
     return list(

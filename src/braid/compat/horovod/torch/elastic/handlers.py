@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class StateHandler(Generic[T]):
-    """Handler of an object with `state_dict` and `load_state_dict`; base of other handlers.
+    """Saves, restores and synchronizes an object with `state_dict`; base of other handlers.
 
     Args:
         value: The object.
@@ -42,15 +42,15 @@ class StateHandler(Generic[T]):
         self.save()
 
     def save(self) -> None:
-        """Copy the state, for `restore`."""
+        """Copy the object's state in memory, for `restore`."""
         self._saved = copy.deepcopy(self._state_dict())
 
     def restore(self) -> None:
-        """Return to the state of the last `save`."""
+        """Restore the state of the last `save`."""
         self._load(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Replace the state by the state of rank 0; a collective."""
+        """Replace the object's state by rank 0's state; a collective."""
         self._load(broadcast_object(self._state_dict()))
 
     def set_value(self, value: T) -> None:
@@ -77,7 +77,7 @@ class OptimizerStateHandler(StateHandler[torch.optim.Optimizer]):
     """Handler of an optimizer, which may be a `DistributedOptimizer`."""
 
     def sync(self) -> None:
-        """Replace state and options by rank 0's; a collective."""
+        """Replace the optimizer's state and options by rank 0's; a collective."""
         broadcast_optimizer_state(self.value, 0)
 
 

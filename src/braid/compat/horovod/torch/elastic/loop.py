@@ -121,7 +121,7 @@ class _Training:
 
 
 def adopt(state: State, report: MemberReport, reports: Sequence[MemberReport]) -> bool:
-    """Restore the state from which all members continue; return whether they must synchronize.
+    """Restore the state from which all members continue; return whether they must call `sync`.
 
     Args:
         state: State of this member.

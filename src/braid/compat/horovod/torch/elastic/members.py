@@ -22,14 +22,14 @@ JOINING_S = 600.0  # timeout for all members of an epoch to connect
 
 
 class MemberReport(NamedTuple):
-    """Report of one member about its state, for all members.
+    """Report of a member about its state, which all members exchange at a change of members.
 
     Attributes:
-        num_commits: Number of commits of its saved state; -1 without one.
-        candidate: Number of the commit that its current state becomes if all members have reached
-            it; -1 without one.
-        is_live: Whether its current state is valid, since no operation has failed.
-        skips_sync: Whether its state needs no synchronization.
+        num_commits: Number of the commit that the member has saved; -1 without one.
+        candidate: Number of the commit that the member's current state becomes if all members have
+            reached that commit; -1 without one.
+        is_live: Whether the member's current state is valid, since no operation has failed.
+        skips_sync: Whether the member's state needs no synchronization.
     """
 
     num_commits: int
@@ -39,11 +39,11 @@ class MemberReport(NamedTuple):
 
 
 class ElasticMembers(Protocol):
-    """Members of an elastic training, epoch by epoch."""
+    """Interface of the members of an elastic training; they are the same within an epoch."""
 
     @property
     def may_change(self) -> bool:
-        """Whether another epoch can follow."""
+        """Whether another epoch can follow, with other members."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class ElasticMembers(Protocol):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Number of each member at the launcher, in the order of ranks."""
+        """Number that the launcher gave each member, in the order of ranks."""
         ...
 
     def agree_on_update(self) -> bool:
@@ -68,14 +68,14 @@ class ElasticMembers(Protocol):
         """Join the next epoch, and return the report of each of its members.
 
         Raises:
-            HorovodInternalError: A member of that epoch was lost: join the one after it.
+            HorovodInternalError: A member of that epoch was lost: call this again for the next.
             CommError: No epoch follows.
         """
         ...
 
 
 class SessionMembers:
-    """The ranks of the job of `hvd.init()`; see `ElasticMembers`."""
+    """Members that are the ranks of the job of `hvd.init()`; see `ElasticMembers`."""
 
     def __init__(self) -> None:
         current = session()

@@ -26,7 +26,7 @@ __all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Sampler of this rank's part of the samples that are not processed in this epoch.
+    """Sampler over this rank's share of the samples that are not yet processed in this epoch.
 
     Each rank gets the same number of samples: if they do not divide evenly, the first samples are
     repeated at the end.
@@ -63,7 +63,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that all ranks have processed their batch with this number.
+        """Record that each rank has processed its batch with this number.
 
         Args:
             batch_idx: Number of the batch in this iteration over the loader.

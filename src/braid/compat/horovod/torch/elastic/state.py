@@ -29,9 +29,9 @@ class State:
 
     Attributes:
         num_commits: Number of commits, including commits by `sync`; -1 before the first one.
-        candidate: Number of the commit that all members may have reached; -1 for none.
-        base: Number of commits of the state with which the current epoch began.
-        has_committed: Whether `commit` has saved since the last failure.
+        candidate: Number of an interrupted commit that all members may have reached; -1 for none.
+        base: Number of the commit with which the current epoch (period without changes) began.
+        has_committed: Whether `commit` has saved the state since the last failure.
         members: Members of the run; None outside of `hvd.elastic.run`.
     """
 
@@ -78,7 +78,7 @@ class State:
             raise HostsUpdatedInterrupt
 
     def commit_as(self, number: int) -> bool:
-        """Save the state as a commit once all members have called this.
+        """Save the state as commit `number`, once all members have called this.
 
         Returns:
             Whether members are about to change.
@@ -94,7 +94,7 @@ class State:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Return to the state of the last `save`."""
+        """Restore the state of the last `save`."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -127,11 +127,11 @@ class ObjectState(State):
         self._set(values)
 
     def save(self) -> None:
-        """Copy the values."""
+        """Copy the values in memory, for `restore`."""
         self._saved = copy.deepcopy(self._values())
 
     def restore(self) -> None:
-        """Return to the values of the last `save`."""
+        """Restore the values of the last `save`."""
         self._set(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
@@ -192,13 +192,13 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
     def save(self) -> None:
-        """Copy the state of all objects."""
+        """Copy the state of all objects in memory, for `restore`."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Return to the state of the last `save`."""
+        """Restore the state of all objects from the last `save`."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
