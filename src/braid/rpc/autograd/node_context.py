@@ -67,7 +67,7 @@ class Context:
 
     @contextlib.contextmanager
     def local(self, backward: Id, timeout_s: float | None) -> Iterator[None]:
-        """Run a local backward in the block, once those of an earlier, failed backward have ended.
+        """Run a local backward in the block, after all local backwards of an earlier, failed one.
 
         If `backward` itself is over, because it has failed, this does not change gradients.
 

@@ -51,8 +51,8 @@ def place(
         timeout_s: Seconds that a step may take.
 
     Raises:
-        ConfigError: A device does not exist, nodes that need one device are on different ones,
-            a name is inside of a module that runs as one call, or the model cannot be captured.
+        ConfigError: A device does not exist, or nodes that need one device have different ones.
+            Or a name is inside of a module that runs as one call, or capturing the model fails.
         MismatchError: A task has made another model.
     """
     made: Any = (model, example) if isinstance(model, nn.Module) else model(*args)
