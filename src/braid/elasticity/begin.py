@@ -61,7 +61,7 @@ def elastic(
     evaluate_every: int = 0,
     **others: Stateful,
 ) -> ElasticTraining:
-    """Return a training that goes on when ranks die or come; see `braid.elasticity.training`.
+    """Return a training that continues when ranks are lost or join; see `elasticity.training`.
 
     Args:
         model: The model, not wrapped. Ranks begin with the weights of rank 0.

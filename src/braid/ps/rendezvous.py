@@ -176,7 +176,7 @@ def _replace_lost(group: Group, launched: JobEnvironment, options: Options, addr
 
 
 class NodePlace(NamedTuple):
-    """Role of a node, and what its van needs to meet the other nodes.
+    """Role and number of a node, and the data that its van needs to connect to other nodes.
 
     Attributes:
         role: Role of the node.

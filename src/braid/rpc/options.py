@@ -27,8 +27,8 @@ class RpcOptions:
         device_maps: For each peer, a map from this node's devices to the peer's devices.
         devices: Devices that this node uses.
         allowed_modules: Further modules, beside the program's, that peers may use.
-        allow_pickle: Whether values without another form travel as pickles. A peer can run any code
-            then; refused on a network without authentication.
+        allow_pickle: Whether values without another form are pickled. Peers can then run any code;
+            refused on a network without authentication.
         shared_memory: Whether large tensors pass through shared memory inside a host.
         max_unanswered: Maximum number of unanswered calls to one peer; further calls block, which
             bounds the callee's queue.

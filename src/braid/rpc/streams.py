@@ -63,7 +63,7 @@ class _Inbox:
         return answer
 
     def end(self, count: int, error: BaseException | None) -> None:
-        """Note that the function has ended after `count` results."""
+        """Record that the function has ended after `count` results."""
         with self._changed:
             self._end = (count, error)
             self._changed.notify_all()

@@ -176,7 +176,7 @@ class Session:
         return self._members[number]
 
     def refuse_set(self, reason: str) -> None:
-        """Make the next `add` fail on all ranks, since this rank's call has failed."""
+        """Fail the next `add` on all ranks, since this rank's call has failed."""
         with contextlib.suppress(CommError):  # the engine has ended
             refused = Request(NEW_SET, NEW_SET, refusal=reason[:1000])
             self.whole.engine.refuse(refused)

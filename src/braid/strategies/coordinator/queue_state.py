@@ -156,7 +156,7 @@ class ClosureQueue:
         return [*again, *self._assign()]
 
     def lost(self, worker: str) -> list[QueueInstruction]:
-        """Give the closures of a lost worker to other workers, in their order."""
+        """Remove a lost worker; its closures go to other workers, in their order."""
         numbers = [n for n in self._running.pop(worker, []) if n not in self._resources]
         self._for_worker.pop(worker, None)
         if worker in self._turns:

@@ -386,7 +386,7 @@ class StepEdges:
         self._name, self._timeout_s = (graph, request.step), request.timeout_s
 
     def put(self, target: str, edge: str, x: torch.Tensor | None, requires_grad: bool) -> None:
-        """Give a tensor to the part of another device; see `PartEdges.put`."""
+        """Send a tensor to the part on another device; see `PartEdges.put`."""
         incarnation = self._worker.incarnation
         key = RendezvousKey(self._device, incarnation, target, edge, *self._name)
         self._worker.rendezvous.put(key, x, requires_grad)
