@@ -55,8 +55,8 @@ DRAWN = (
     "`braid schedule simulate` computes their time."
 )
 LETTERS = (
-    "p is the number of ranks (processes of the group), here a power of two, and lg = log2 p. l is the size of the largest full buffer in bytes. "
-    "a is the time of a message in seconds, b the seconds per byte sent, and c the seconds per byte added. `braid.programs.cost.form` computes the "
+    "In a formula, a space between two factors is a multiplication. p is the number of ranks, here a power of two, and lg stands for lg p. "
+    "l is the size of the largest full buffer in bytes. a is the time of a message in seconds, b the seconds per byte sent, and c the seconds per byte added. `braid.programs.cost.form` computes the "
     "time for other numbers of ranks. "
 )
 
@@ -87,6 +87,9 @@ OWN = (  # algorithms of the engine: names, what they do, file
 )
 
 
+TWO_BUFFERS = " Blocks 0 to 3 are the input of a rank, and blocks 4 to 7 its output."
+
+
 class Subject(NamedTuple):
     """A page.
 
@@ -104,6 +107,10 @@ class Subject(NamedTuple):
     note: str = ""
 
 
+RAN = (
+    "`carried_out` runs an algorithm in one process, without messages. Here three ranks have three numbers each, and it returns the numbers of "
+    "each rank after the all-reduce:"
+)
 CHAIN = "(p-1)*a + (p-1)/p*l*b"
 FOLDED = "If p is not a power of two, the remaining ranks send their buffer first and receive the result at the end: two more messages of l bytes."
 SUBJECTS = {
@@ -237,7 +244,7 @@ def _question(subject: Subject) -> list[str]:
         (
             f"How does the algorithm *{subject.title}* carry out a collective, how long does it take, and for which sizes is it the fastest? "
             "A *rank* is one of the p processes of a group. A buffer of l bytes has p equal *blocks*, or one block if it is sent as a whole. Ranks send messages in "
-            "*rounds*: a rank begins a round when its messages of the previous round are complete. lg is log2 p."
+            "*rounds*: a rank begins a round when its messages of the previous round are complete. lg p is the logarithm of p to base 2."
         )
     ]
 
@@ -259,6 +266,8 @@ def _idea(doc: str) -> list[str]:
             literal = not literal
             if lines and not lines[-1]:
                 lines.pop()
+            if line.startswith("    >>>"):
+                lines += ["", RAN]
             lines += ["", "```"] if literal else ["```", ""]
         lines.append(line[4:] if literal else line)
     return [*lines, "```"] if literal else lines
@@ -274,7 +283,8 @@ def _rounds(name: str, operation: str) -> list[str]:
         (
             "A cell lists the actions of a rank in a round. `3>1`: send block 3 to rank 1. `3<0`: receive block 3 from rank 0. `+3<0`: receive "
             "block 3 from rank 0, and add it to the local block. `4=0`: copy block 0 to block 4. `2x>1`: send two blocks to rank 1."
-        ),
+        )
+        + (TWO_BUFFERS if operation == "all_to_all" else ""),
     ]
 
 
@@ -316,13 +326,18 @@ def chosen() -> str:
         ),
         "",
         "* *staged*: each rank copies its data into slots of shared memory, from which the other ranks of the host read;",
+        "* *direct*: the same for an all-reduce, in which each rank adds up the slots of all ranks;",
+        "* *two_phase*: an all-reduce in which each rank adds up a slice of all slots, and then reads the sums of the other slices;",
         "* *pulled*: other ranks read the private memory of a rank through the kernel;",
         "* *registered*: the tensor itself is in shared memory;",
         "* *hierarchical*: hosts exchange slices over the network while their ranks add slices.",
         "",
         (
             "The first table is for four ranks on one host with two cores, the second for two such hosts with two ranks each and a network of "
-            "10 Gbit/s. Both use built-in costs instead of measurements:"
+            "10 Gbit/s. Both use built-in costs instead of measurements. The first line of a table has the time of a synchronisation: all ranks wait until "
+            "all of them have reached the same point. `copy`, `add` and `pull` are the rates at which a rank copies memory, adds to it, and reads the private "
+            "memory of another rank; `send` is the rate of a host on the network. The other lines have the algorithms of each operation. `direct, from 128 KiB two_phase (there "
+            "...)` means: *direct* below 128 KiB and *two_phase* from 128 KiB on; the times in brackets are predicted for 128 KiB."
         ),
         "",
         "```",
@@ -332,6 +347,8 @@ def chosen() -> str:
         "```",
         far.explain(),
         "```",
+        "",
+        "This table lists all algorithms of groups:",
         "",
         "| algorithm | what it does | file |",
         "|---|---|---|",

@@ -408,6 +408,27 @@ def comm_summary(report: CommReport) -> list[str]:
     return lines
 
 
+EXPLAINED = [  # lines of docs/comm.md in front of the choices of a group
+    (
+        "The next lines are `print(group.engine.explain())` of this run. At the start a group measures the basic "
+        "operations of its host, and computes from them which algorithm is the fastest for each size. The first line "
+        "has the time of a synchronisation: all ranks wait until all of them have reached the same point. `copy`, "
+        "`add` and `pull` are the rates at which a rank copies memory, adds to it, and reads the private memory of "
+        "another rank through the kernel. The other lines have the algorithms of each operation:"
+    ),
+    "",
+    "* *staged*: each rank copies its data into slots of shared memory, from which the other ranks read;",
+    "* *direct*: the same for an all-reduce, in which each rank adds up the slots of all ranks;",
+    "* *pulled*: the other ranks read the private memory of a rank through the kernel.",
+    "",
+    (
+        "Without a size, the algorithm is chosen for all sizes. `staged, from 16 MiB pulled (there pulled 2617 us, "
+        "staged 2922 us)` means: *staged* below 16 MiB and *pulled* from 16 MiB on, where *pulled* is predicted to "
+        "take 2617 us, and *staged* 2922 us. [Which algorithm when](collectives/chosen.md) describes all algorithms."
+    ),
+]
+
+
 def comm_page(report: CommReport, commit: str) -> str:
     """Every row, for docs/comm.md."""
     mpi = any("mpi" in row.seconds for row in report.rows)
@@ -421,9 +442,16 @@ def comm_page(report: CommReport, commit: str) -> str:
         "",
         (
             "How long does each collective take through braid, Gloo and MPI on two ranks of one host? Times are medians in "
-            "microseconds; the libraries take turns in the same two processes. A column x is Gloo's time divided by the time "
-            "to its left. Group: braid's `Group`, called directly. Registered: the same on tensors of `Group.empty`, which are "
-            "in shared memory. torch: `torch.distributed` over braid. Bytes is the size of the largest full buffer of a rank."
+            "microseconds; the libraries take turns in the same two processes. Group: braid's `Group`, called directly. "
+            "Registered: the same on tensors of `Group.empty`, which are in shared memory. torch: `torch.distributed` "
+            "over braid. Bytes is the size of the largest full buffer of a rank."
+        ),
+        "",
+        (
+            "A column x is the speed of the library to its left, relative to Gloo. In each round of the measurement, "
+            "Gloo's time is divided by the library's time in the same round; x is the median of these ratios. So x is not "
+            "exactly the quotient of the two medians in the table: times of small buffers vary most from round to round, "
+            "and the table rounds them to whole microseconds."
         ),
         "",
         f"| operation | bytes | Gloo |{head}",
@@ -437,6 +465,8 @@ def comm_page(report: CommReport, commit: str) -> str:
             cells.append(f"{row.seconds[name] * 1e6:,.0f}" if known else "")
             cells.append(f"{row.ratio[name]:.1f}" if known else "")
         lines.append(f"| {' | '.join(cells)} |")
+    if report.explained:
+        lines += ["", *EXPLAINED]
     for words in report.explained.values():
         lines += ["", "```", words.strip(), "```"]
     return "\n".join(lines) + "\n"

@@ -1,16 +1,32 @@
-"""Recursive doubling and halving: partners at distance 1, 2, 4, ...
+"""Each rank exchanges data with one partner at a time, at distance 1, 2, 4, ...
 
-    distance 4          2                1           recursive halving: each half of the buffer
-    0 <------> 4    0 <----> 2       0 <--> 1        goes to the half that is to hold it
-    1 <------> 5    1 <----> 3       2 <--> 3
-    2 <------> 6    4 <----> 6       4 <--> 5        in the other order: recursive doubling,
-    3 <------> 7    5 <----> 7       6 <--> 7        which gathers
+The partners of eight ranks, in three rounds:
 
-    recursive doubling    lg p rounds with the whole buffer     for small messages
-    halving-doubling      2 lg p rounds, 2 (p-1)/p l bytes      for large ones on separate links
+    distance 4      distance 2      distance 1
+    0 <------> 4    0 <----> 2      0 <--> 1
+    1 <------> 5    1 <----> 3      2 <--> 3
+    2 <------> 6    4 <----> 6      4 <--> 5
+    3 <------> 7    5 <----> 7      6 <--> 7
+
+Recursive halving uses the rounds from left to right. In each round, a rank sends half of the blocks
+that it still adds up, and adds the other half from its partner. At the end each rank has the sum of
+one block.
+
+Recursive doubling uses the rounds from right to left. A rank sends all its data. So the number of
+blocks (in an all-gather) or of ranks in a sum (in an all-reduce) doubles in each round. Three
+algorithms use these rounds:
+
+    algorithm           operation     rounds      sent by a rank         best for
+    doubling            all_reduce    lg p        lg p l bytes           small buffers
+    hypercube           all_gather    lg p        (p-1)/p l bytes        small and large buffers
+    halving_doubling    all_reduce    2 lg p      2 (p-1)/p l bytes      large buffers
+
+The first one is recursive doubling of whole buffers. The second one is recursive doubling of
+blocks; its messages follow the edges of a hypercube with the ranks as corners. The third one is
+recursive halving, then recursive doubling of the summed blocks.
 
 If p is not a power of two, the remaining ranks above the largest power of two first send their
-whole buffer to a partner. At the end they receive the result: two more rounds with l bytes each.
+buffer to a partner. At the end they receive the result in one more round.
 
     >>> from braid.programs.schedule.collective.rounds import carried_out
     >>> for made in doubling, halving_doubling:
