@@ -48,14 +48,14 @@ WHERE = (
     "50 GB/s per host, and racks of 8 hosts with 100 GB/s per rack. The times are computed from the formulas by `braid schedule compare`; "
     "measure on your machines."
 )
-READ = "A cell is `yes` if no other algorithm is faster for this size of the full buffer; otherwise it names the fastest algorithm."
+READ = "Each row is an operation on one of two networks. A cell is `yes` if no other algorithm is faster for this size of the full buffer; otherwise it names the fastest algorithm."
 DRAWN = (
     "The picture shows the blocks of each rank before every round, and at the end. A block has the colours of the ranks whose data it "
     "contains; an arrow is a message of the round. `braid schedule show --svg FILE` draws other algorithms and numbers of ranks, and "
     "`braid schedule simulate` computes their time."
 )
 LETTERS = (
-    "In a formula, a space between two factors is a multiplication. p is the number of ranks, here a power of two, and lg stands for lg p. "
+    "The table has the time of each operation. In a formula, a space between two factors is a multiplication. p is the number of ranks, here a power of two, and lg stands for lg p. "
     "l is the size of the largest full buffer in bytes. a is the time of a message in seconds, b the seconds per byte sent, and c the seconds per byte added. `braid.programs.cost.form` computes the "
     "time for other numbers of ranks. "
 )
@@ -204,17 +204,15 @@ def page(name: str) -> str:
         "",
     ]
     lines += [f"## {operation} on {NUM_RANKS} ranks", "", *_rounds(name, operation), ""]
-    lines += [f"![Blocks step by step]({name}.svg)", ""]
+    lines += [DRAWN, "", f"![Blocks step by step]({name}.svg)", ""]
     lines += [
-        DRAWN,
-        "",
         "## Cost",
+        "",
+        LETTERS + subject.note,
         "",
         "| operation | seconds |",
         "|---|---|",
         *(f"| {op} | `{text.replace('*', ' ')}` |" for op, text in subject.formulas.items()),
-        "",
-        LETTERS + subject.note,
         "",
         "## For which sizes it is the fastest",
         "",
@@ -276,15 +274,15 @@ def _idea(doc: str) -> list[str]:
 def _rounds(name: str, operation: str) -> list[str]:
     head, *rows = table(program(algorithm(name, operation, NUM_RANKS, row=2)))
     return [
-        f"| {' | '.join(head)} |",
-        f"|{'---|' * len(head)}",
-        *(f"| {' | '.join(row)} |" for row in rows),
-        "",
         (
-            "A cell lists the actions of a rank in a round. `3>1`: send block 3 to rank 1. `3<0`: receive block 3 from rank 0. `+3<0`: receive "
+            "A row is a rank, and a column is a round. A cell lists the actions of the rank in this round. `3>1`: send block 3 to rank 1. `3<0`: receive block 3 from rank 0. `+3<0`: receive "
             "block 3 from rank 0, and add it to the local block. `4=0`: copy block 0 to block 4. `2x>1`: send two blocks to rank 1."
         )
         + (TWO_BUFFERS if operation == "all_to_all" else ""),
+        "",
+        f"| {' | '.join(head)} |",
+        f"|{'---|' * len(head)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
     ]
 
 
@@ -340,9 +338,13 @@ def chosen() -> str:
             "...)` means: *direct* below 128 KiB and *two_phase* from 128 KiB on; the times in brackets are predicted for 128 KiB."
         ),
         "",
+        "Four ranks on one host:",
+        "",
         "```",
         near.explain(),
         "```",
+        "",
+        "Two hosts with two ranks each:",
         "",
         "```",
         far.explain(),
