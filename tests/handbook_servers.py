@@ -569,9 +569,9 @@ def shards_over_epochs() -> str:
     directory = _settled(directory.drained(0))
     rows.append(("server 0 leaves", directory))
     left, top, cell, high = 168, 26, 9, 44
-    parts = [_text(left, 16, "virtual shards 0 to 63: the head above, the copy below")]
+    parts = [_text(left, 16, "virtual shards 0 to 63: head above, copy below")]
     for server in range(4):
-        x = left + 320 + 76 * server
+        x = left + 310 + 74 * server
         parts.append(f'<rect x="{x}" y="6" width="12" height="12" fill="{COLOURS[server]}"/>')
         parts.append(_text(x + 16, 16, f"server {server}"))
     for row, (name, each) in enumerate(rows):
