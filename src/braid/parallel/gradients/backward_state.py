@@ -74,8 +74,7 @@ class BackwardState:
         failed: Whether a local backward has raised.
         failure: Text of an error that the reducer raised in the running backward, for other ranks.
         num_forwards_without_backward: Number of forward passes that no backward has reached.
-        buffers_used: Whether the module has run in training mode since buffers were last made
-            equal.
+        buffers_used: Whether the module has trained since its buffers were last made equal.
         weights: Loss weight of the forwards that the running backward has reached; one element at
             most.
         total_weight: Sum of the weights of accumulated backwards.
