@@ -63,7 +63,7 @@ def test_a_rank_that_is_killed_is_named_and_the_resumed_training_ends_with_the_s
     assert code == 0, text
     assert re.search(r"rank 1 was killed \(SIGKILL\) after step \d+", text)
     assert re.search(r"\| cause +rank 1 \(pid \d+\): killed by signal 9", text)
-    assert re.search(r"resumed from step [1-9]\d* .* weights equal to 1: yes", text)
+    assert re.search(r"resumed from step [1-9]\d* .* weights equal to run 1: yes", text)
 
 
 def test_the_demonstration_proves_that_parallel_is_equal(shown):
@@ -75,7 +75,7 @@ def test_the_demonstration_proves_that_parallel_is_equal(shown):
     assert losses[0] == losses[1]
     idle = re.findall(r"4 pipeline .* idle (\d+)%, by the schedule alone 20%", shown.text)
     assert 0 < int(idle[0]) < 100
-    assert "weights equal to 1: yes (max diff 0)" in shown.text
+    assert "weights equal to run 1: yes (max diff 0)" in shown.text
     bars = [len(row) for row in re.findall(r"rank \d +([#=.]+) ", shown.text)]
     assert bars == [demo.BAR_WIDTH] * 2
     assert f"braid report {shown.log_dir}/parallel" in shown.text
@@ -89,7 +89,7 @@ def test_a_proof_that_fails_is_said_and_is_the_exit_code(shown, tmp_path, monkey
     )
     code, text = demonstrate(str(tmp_path / "demo"))
     assert code == 1
-    assert "weights equal to 1: NO (max diff 1e-07)" in text
+    assert "weights equal to run 1: NO (max diff 1e-07)" in text
     assert "1 of 60 differ, first model/norm.weight" in text
 
 
@@ -99,4 +99,4 @@ def test_a_stage_that_fails_shows_the_error_block(tmp_path, monkeypatch):
     assert code == 1
     assert "  cause    rank 0 (pid " in text
     assert "TrainingDivergedError: loss is" in text
-    assert "equal to 1" not in text
+    assert "equal to run 1" not in text
