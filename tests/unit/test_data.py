@@ -102,5 +102,5 @@ def test_targets_are_the_inputs_one_token_later():
 
 @pytest.mark.parametrize("context", [0, 8, 100])
 def test_a_context_longer_than_the_text_is_refused(context):
-    with pytest.raises(ConfigError, match=f"1 to 7 tokens, as the text has, got {context}"):
+    with pytest.raises(ConfigError, match=f"1 to 7 tokens for this text of 8, got {context}"):
         Windows(bytes(range(8)), context, name="text")

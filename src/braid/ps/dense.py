@@ -210,8 +210,8 @@ def dense_spec(
         raise ConfigError(msg)
     if lengths and (sum(lengths) != len(flat) or len(lengths) > MAX_SHARDS):
         msg = (
-            f"table {name!r} has {len(flat)} values in at most {MAX_SHARDS} shards, got shards of "
-            f"{[*lengths]}"
+            f"table {name!r} has {len(flat)} values: pass at most {MAX_SHARDS} lengths of shards "
+            f"that add up to them, got {[*lengths]}"
         )
         raise ConfigError(msg)
     num_shards = len(lengths) or max(1, min(MAX_SHARDS, -(-values.nbytes // SHARD_BYTES)))

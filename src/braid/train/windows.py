@@ -39,8 +39,8 @@ class Windows:
     ) -> None:
         if not 1 <= context < len(tokens):
             msg = (
-                f"context must be 1 to {max(1, len(tokens) - 1)} tokens, as the {name} has, "
-                f"got {context}: choose a shorter --context or more --data"
+                f"context must be 1 to {max(1, len(tokens) - 1)} tokens for this {name} of "
+                f"{len(tokens)}, got {context}: choose a shorter --context or more --data"
             )
             raise ConfigError(msg)
         self._context, self._device = context, device

@@ -282,7 +282,9 @@ def _prove(alone: TrainingFinished, parallel: TrainingFinished) -> CheckpointCom
 
 def _verdict(proof: CheckpointComparison) -> Text:
     if proof.equal:
-        return Text(f"weights equal to run 1: yes (max diff {proof.max_diff:g})", style="bold green")
+        return Text(
+            f"weights equal to run 1: yes (max diff {proof.max_diff:g})", style="bold green"
+        )
     return Text(f"weights equal to run 1: NO (max diff {proof.max_diff:g})", style="bold red")
 
 
