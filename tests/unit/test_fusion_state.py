@@ -211,7 +211,7 @@ def test_ranks_that_have_joined_are_stood_in_for_until_all_have():
     assert world.settle() == [["a", "new"]]
     world.submit(Request("b", "broadcast", "float32", (4,), 4, root=0), [0, 2])
     (error,) = errors(world.cycle())
-    assert "but rank 1 has called join" in error
+    assert "but rank 1 called join" in error
     with pytest.raises(ConfigError, match="'x' was submitted on rank 1"):
         world.submit(reduce("x"), [1])
     world.machines[2].join()
