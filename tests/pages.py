@@ -48,7 +48,7 @@ WHERE = (
     "50 GB/s per host, and racks of 8 hosts with 100 GB/s per rack. The times are computed from the formulas by `braid schedule compare`; "
     "measure on your machines."
 )
-READ = "Each row is an operation on one of two networks. A cell is `yes` if no other algorithm is faster for this size of the full buffer; otherwise it names the fastest algorithm."
+READ = "Each row is an operation on one of two networks. A cell is `yes` if no other algorithm is faster for this size of the full buffer; otherwise the cell names the fastest algorithm."
 DRAWN = (
     "The picture shows the blocks of each rank before every round, and at the end. A block has the colours of the ranks whose data it "
     "contains; an arrow is a message of the round. `braid schedule show --svg FILE` draws other algorithms and numbers of ranks, and "
@@ -63,20 +63,36 @@ LETTERS = (
 
 CARRIED_OUT = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
 OWN = (  # algorithms of the engine: names, what they do, file
-    ("all_reduce direct, two_phase", "through slots, whole or by slices", "all_reduce.py"),
+    (
+        "all_reduce direct, two_phase",
+        "through slots: each rank adds whole slots, or one slice of each slot",
+        "all_reduce.py",
+    ),
     ("all_reduce pulled", "slices read from private memory by the kernel", "all_reduce.py"),
     ("all_reduce registered", "in place, on tensors of `group.empty`", "all_reduce.py"),
-    ("all_reduce hierarchical", "slices over hosts, pipelined", "hierarchical.py"),
+    (
+        "all_reduce hierarchical",
+        "slices exchanged over the network while ranks add other slices",
+        "hierarchical.py",
+    ),
     (
         "broadcast, all_gather, all_to_all, gather, scatter staged",
         "through slots",
         "broadcast_gather.py",
     ),
-    ("the same, pulled", "read from private memory by the kernel", "broadcast_gather.py"),
-    ("reduce_scatter, reduce, scan staged, pulled", "the same, with sums", "reduce_scatter.py"),
+    (
+        "the same operations, pulled",
+        "read from private memory by the kernel",
+        "broadcast_gather.py",
+    ),
+    (
+        "reduce_scatter, reduce, scan staged, pulled",
+        "through slots, or read from private memory by the kernel, with sums",
+        "reduce_scatter.py",
+    ),
     (
         "broadcast, all_gather, reduce_scatter hierarchical",
-        "one rank of every other host relays the data of a rank",
+        "one rank of every other host receives the data of a rank, and passes it to the ranks of its host",
         "relays.py",
     ),
     (
@@ -87,7 +103,7 @@ OWN = (  # algorithms of the engine: names, what they do, file
 )
 
 
-TWO_BUFFERS = " Blocks 0 to 3 are the input of a rank, and blocks 4 to 7 its output."
+TWO_BUFFERS = " `4=0`: copy block 0 to block 4. Blocks 0 to 3 are the input of a rank, and blocks 4 to 7 its output. Round 0 has no messages."
 
 
 class Subject(NamedTuple):
@@ -276,7 +292,7 @@ def _rounds(name: str, operation: str) -> list[str]:
     return [
         (
             "A row is a rank, and a column is a round. A cell lists the actions of the rank in this round. `3>1`: send block 3 to rank 1. `3<0`: receive block 3 from rank 0. `+3<0`: receive "
-            "block 3 from rank 0, and add it to the local block. `4=0`: copy block 0 to block 4. `2x>1`: send two blocks to rank 1."
+            "block 3 from rank 0, and add it to the local block."
         )
         + (TWO_BUFFERS if operation == "all_to_all" else ""),
         "",

@@ -414,7 +414,7 @@ EXPLAINED = [  # lines of docs/comm.md in front of the choices of a group
         "operations of its host, and computes from them which algorithm is the fastest for each size. The first line "
         "has the time of a synchronisation: all ranks wait until all of them have reached the same point. `copy`, "
         "`add` and `pull` are the rates at which a rank copies memory, adds to it, and reads the private memory of "
-        "another rank through the kernel. The other lines have the algorithms of each operation:"
+        "another rank through the kernel. The other lines have the algorithms that the group chooses for each operation:"
     ),
     "",
     "* *staged*: each rank copies its data into slots of shared memory, from which the other ranks read;",
@@ -442,9 +442,9 @@ def comm_page(report: CommReport, commit: str) -> str:
         "",
         (
             "How long does each collective take through braid, Gloo and MPI on two ranks of one host? Times are medians in "
-            "microseconds; the libraries take turns in the same two processes. Group: braid's `Group`, called directly. "
-            "Registered: the same on tensors of `Group.empty`, which are in shared memory. torch: `torch.distributed` "
-            "over braid. Bytes is the size of the largest full buffer of a rank."
+            "microseconds; the libraries take turns in the same two processes. The column *Group* is braid's `Group`, called directly; "
+            "*registered* is the same on tensors of `Group.empty`, which are in shared memory; *torch* is `torch.distributed` "
+            "over braid. *bytes* is the size of the largest full buffer of a rank. An empty cell was not measured."
         ),
         "",
         (

@@ -30,7 +30,7 @@ NO_FRAME_MAC = "BRAID_NO_FRAME_MAC"
 FAULTS = "BRAID_FAULTS"
 # for users; then variables that braid's launchers set; then variables that only their ranks need
 VARIABLES: Mapping[str, str] = {
-    "BRAID_PORTABLE": "`1`: ranks share no memory, as on systems without memfd (sockets instead).",
+    "BRAID_PORTABLE": "`1`: ranks use sockets and no shared memory, as on systems without memfd.",
     "BRAID_SECRET_FILE": "File with the job's secret (mode 0600), for several hosts without "
     "`braid run`, or with launchers that you start by hand.",
     "BRAID_INSECURE_NETWORK": "`1`: ranks of several hosts accept any connection, without a "
@@ -40,7 +40,7 @@ VARIABLES: Mapping[str, str] = {
     "BRAID_LISTEN": "IP address on which a rank listens for ranks of other hosts.",
     "BRAID_RESUME": "Checkpoint to resume from; `auto` for the last complete one (`--resume`).",
     "BRAID_LOG_DIR": "Directory of the run's logs (`--log-dir`).",
-    "BRAID_HOROVOD_ALLOW_PICKLE": "`1`: Horovod's front pickles objects that are not plain data.",
+    "BRAID_HOROVOD_ALLOW_PICKLE": "`1`: braid's API of Horovod pickles objects that are not plain data.",
     SERVERS: "Servers of a parameter server (`--servers`).",
     REPLICAS: "Copies of each shard on other servers (`--replicas`).",
     SPARES: "Processes that replace lost workers (`--spares`).",

@@ -1,7 +1,8 @@
-"""One to all: one rank sends to all other ranks in sequence; the other algorithms compare with it.
+"""One to all: one rank sends to all other ranks in sequence, a baseline for other algorithms.
 
 One rank sends p-1 messages of the whole buffer in a broadcast, and receives p-1 messages in a
-reduce. Each of the two takes (p-1)(a + b l) seconds, without the additions.
+reduce. Each of the two takes (p-1)(a + b l) seconds without the additions, if a message takes a
+seconds and b seconds per byte.
 
     >>> from braid.programs.schedule.collective.rounds import carried_out
     >>> carried_out(all_reduce(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])

@@ -6,6 +6,9 @@
     rank 2   block 2 >    block 1 >    block 0 >         p - 1 more rounds pass the sums on
     rank 3   block 3 >    block 2 >    block 1 >
 
+A cell is the block that a rank sends to the next rank in this round of an all-reduce of 4 ranks. A
+reduce_scatter sends other blocks in the same rounds, so that rank r ends with the sum of block r.
+
 Every link is busy in every round. Every rank sends 2 (p-1)/p l bytes, and no all-reduce sends
 fewer. But an all-reduce takes 2 (p-1) rounds, which is slow for small messages.
 

@@ -53,7 +53,7 @@ def scatter(num_ranks: int, root: int = 0) -> Rounds:
 
 
 def gather(num_ranks: int, root: int = 0) -> Rounds:
-    """Return the rounds of a gather, which are the rounds of `scatter` in reverse."""
+    """Return the rounds of a gather: the rounds of `scatter` in reverse."""
     down = scatter(num_ranks, root).steps
     steps = [_backwards(step) for step in reversed(down) if isinstance(step, Round)]
     return Rounds("tree", "gather", num_ranks, num_ranks, tuple(steps), root)
