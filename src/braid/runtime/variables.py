@@ -40,7 +40,8 @@ VARIABLES: Mapping[str, str] = {
     "BRAID_LISTEN": "IP address on which a rank listens for ranks of other hosts.",
     "BRAID_RESUME": "Checkpoint to resume from; `auto` for the last complete one (`--resume`).",
     "BRAID_LOG_DIR": "Directory of the run's logs (`--log-dir`).",
-    "BRAID_HOROVOD_ALLOW_PICKLE": "`1`: braid's API of Horovod pickles objects that are not plain data.",
+    "BRAID_HOROVOD_ALLOW_PICKLE": "`1`: braid's API of Horovod pickles objects that are not plain "
+    "data.",
     SERVERS: "Servers of a parameter server (`--servers`).",
     REPLICAS: "Copies of each shard on other servers (`--replicas`).",
     SPARES: "Processes that replace lost workers (`--spares`).",
