@@ -207,7 +207,10 @@ def test_a_partition_that_costs_no_rank_is_right_and_one_that_is_taken_for_a_dea
         (["train", "-n", "2"], "add --min-ranks"),
         (["trace", "run"], "tests the commands run and train, got trace"),
         (["--kinds", "partition", "run", "--min-ranks", "1", "x.py"], "add `-H a:2,b:2`"),
-        (["--kinds", "partition", "run", "-H", "a:2", "--min-ranks", "1", "x.py"], "add `-H a:2,b:2`"),
+        (
+            ["--kinds", "partition", "run", "-H", "a:2", "--min-ranks", "1", "x.py"],
+            "add `-H a:2,b:2`",
+        ),
         (["--kinds", "rain", "run", "--min-ranks", "1", "x.py"], "rain is unknown: choose from"),
         (["--every-s", "0", "run", "--min-ranks", "1", "x.py"], "--every-s must be more than 0"),
     ],
