@@ -67,7 +67,7 @@ def ranking_table(ranking: Ranking, top: int, steps: int = 0, failures: Failures
 
 
 def infeasible(ranking: Ranking, count: int = 3) -> Iterator[str]:
-    """Yield lines that describe splits that do not fit into memory, the fastest first."""
+    """Yield lines that describe `count` splits too large for the memory, the fastest first."""
     limit = ranking.estimator.machines.memory_bytes
     kinds: dict[tuple[int, int, int], SplitEstimate] = {}
     for estimate in sorted(ranking.too_large, key=lambda e: e.seconds):

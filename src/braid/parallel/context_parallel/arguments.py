@@ -61,7 +61,7 @@ def check_attention(
 
 
 def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors in the dtype that autocast uses for attention."""
+    """Return tensors in the dtype that autocast uses for attention; unchanged without autocast."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)

@@ -171,7 +171,7 @@ def kernel_for(q: torch.Tensor, v: torch.Tensor) -> Kernel:
 def merge(
     out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor
 ) -> None:
-    """Merge the attention to another block of keys into `out` and `lse`, in place."""
+    """Merge the attention to another block of keys into `out` and `lse` (logsumexp), in place."""
     total = torch.logaddexp(lse, block_lse)
     out.mul_((lse - total).exp().unsqueeze(-1))
     out.addcmul_(block_out.to(out.dtype), (block_lse - total).exp().unsqueeze(-1))

@@ -37,7 +37,10 @@ __all__ = [
 
 
 def chunks_of(size: int, rank: int, *, balanced: bool = True) -> tuple[int, ...]:
-    """Return the numbers of the chunks of a sequence that a rank has; chunks are equally long."""
+    """Return the numbers of the equally long chunks of a sequence that a rank has.
+
+    With `balanced` a rank has an early and a late chunk, else one chunk.
+    """
     return (rank, 2 * size - 1 - rank) if balanced and size > 1 else (rank,)
 
 
@@ -135,7 +138,10 @@ def position_ids(
 
 
 def padded_length(size: int, length: int, *, balanced: bool = True) -> int:
-    """Return the smallest length of at least `length` that can be divided over `size` ranks."""
+    """Return the smallest length of at least `length` that can be divided over `size` ranks.
+
+    For `balanced` see `split_sequence`.
+    """
     unit = size * len(chunks_of(size, 0, balanced=balanced))
     return -(-length // unit) * unit
 

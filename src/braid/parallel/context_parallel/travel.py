@@ -57,7 +57,7 @@ class Pair(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """Pair that is being received from the previous rank, while one is sent to the next rank."""
+    """Pair of keys and values on its way from the previous rank; another goes to the next rank."""
 
     work: Works
     pair: Pair
@@ -80,7 +80,10 @@ class Arriving(NamedTuple):
 
 
 def pass_on(group: Group, pair: Pair, tag: int) -> Arriving:
-    """Start to send a pair to the next rank of the ring, and to receive one from the previous."""
+    """Start to send a pair to the next rank of the ring, and to receive the previous rank's.
+
+    All ranks use the same number `tag` for these messages.
+    """
     other = pair.like(torch.empty_like(pair.flat))
     is_small = pair.flat.nbytes <= SMALL_BYTES
     with group.coalesce(steps_by=StepsBy.CALLER if is_small else StepsBy.THREAD) as block:
@@ -90,7 +93,10 @@ def pass_on(group: Group, pair: Pair, tag: int) -> Arriving:
 
 
 def travelling(group: Group, pair: Pair) -> Iterator[Pair]:
-    """Yield the pairs of all ranks, this rank's first, then the previous rank's, and so on."""
+    """Yield the keys and values of all ranks, given this rank's.
+
+    The first pair is this rank's, the second is the previous rank's, and so on.
+    """
     for step in range(group.size):
         arriving = pass_on(group, pair, KEYS) if step < group.size - 1 else None
         yield pair

@@ -132,7 +132,12 @@ def parameters_in(params: Params) -> list[nn.Parameter]:
 
 
 def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -> None:
-    """Raise if `params` has parameters that were added or unfrozen after `what` was made.
+    """Raise if `params` has parameters that were added or unfrozen after `flat` was made.
+
+    Args:
+        flat: Parameters that are averaged.
+        params: All current parameters.
+        what: Name of the object that averages, for the message.
 
     Raises:
         ConfigError: There are such parameters.
@@ -152,10 +157,16 @@ def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -
 def mean(flat: FlatParams, group: Group, check: FiniteCheck, step: int) -> None:
     """Replace the parameters by their mean over `group`; a collective.
 
+    Args:
+        flat: The parameters.
+        group: Ranks that average.
+        check: Check of the averages for NaN and infinity.
+        step: Number of the step, for messages.
+
     Raises:
         NonFiniteError: An average is not finite, and `check` raises.
 
-    Cost: 2 (n-1)/n l bytes sent per rank.
+    Cost: 2 (n-1)/n l bytes sent per rank, with n ranks and l bytes of parameters.
     """
     flats = flat.read()
     with group.coalesce(steps_by=StepsBy.WAITER) as batch:

@@ -39,6 +39,8 @@ __all__ = ["LAMB", "LARS"]
 class LARS(torch.optim.Optimizer):
     """Momentum SGD with a trust ratio per parameter.
 
+    The trust ratio, the norm of the weights over the norm of the gradient, is a factor of the step.
+
     Args:
         params: Parameters or groups of them; a group with `trust=False` (biases, norms) takes plain
             steps.
@@ -108,6 +110,8 @@ class LARS(torch.optim.Optimizer):
 
 class LAMB(torch.optim.Optimizer):
     """Adam with a trust ratio per parameter.
+
+    The trust ratio, the norm of the weights over the norm of the update, is a factor of the step.
 
     Args:
         params: Parameters or groups of them; a group with `trust=False` (biases, norms) takes plain

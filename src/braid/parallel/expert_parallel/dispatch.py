@@ -30,13 +30,14 @@ Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Dispatch:
-    """Exchange of tokens for one set of choices.
+    """Exchange of tokens with the ranks of the experts that are chosen for them.
 
     Args:
         group: Ranks that share the experts; each has the same number, in the order of ranks.
         experts: Chosen experts of this rank's tokens, (T, k).
         num_experts: Number of experts over all ranks.
-        capacity_factor: Capacity divided by the even share; None drops nothing.
+        capacity_factor: Largest number of a rank's tokens that an expert accepts, divided by the
+            even share; other tokens are dropped. None drops nothing.
 
     Attributes:
         counts: Number of choices of each expert by each rank before dropping, (n, E).

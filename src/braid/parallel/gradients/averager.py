@@ -93,7 +93,7 @@ class Averager:
         state: State of the backwards since the last average.
 
     Attributes:
-        policy: Rules for launching buckets and for the state that this rank reports.
+        policy: Rules for the start of reductions and for the state that this rank reports.
         listener: Object with methods that are called during each averaging.
         buckets: Buckets of the parameters that require a gradient.
         num_reductions: Number of averagings so far.
@@ -139,7 +139,7 @@ class Averager:
         return changed
 
     def launch(self, bucket: Bucket) -> None:
-        """Launch a bucket, and record gradients in it that are not finite."""
+        """Start the reduction of a bucket, and record gradients in it that are not finite."""
         check = self._options.finite_check
         if check == "late" and self.listener.steps_in_backward:
             check = "first"
@@ -150,13 +150,13 @@ class Averager:
         bucket.launch()
 
     def launch_delayed(self) -> None:
-        """Launch the delayed buckets that are complete."""
+        """Start the reduction of the delayed buckets that are complete."""
         for bucket in self.buckets:
             if bucket.layout.delayed and bucket.is_ready and not bucket.is_launched:
                 self.launch(bucket)
 
     def average(self) -> None:
-        """Launch all remaining buckets and wait for them; `.grad` then holds the averages."""
+        """Reduce all remaining buckets, and wait for the averages, which `.grad` then holds."""
         for bucket in self._collect():
             self.launch(bucket)
         state = self._state

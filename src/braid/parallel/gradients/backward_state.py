@@ -70,7 +70,7 @@ class BackwardState:
         phase: Kind of the running backward, such as one that averages or one that stays local.
         has_gradient: Whether the running backward has computed a gradient.
         num_accumulated: Number of local backwards since the last average.
-        averages_next: Whether the next backward averages, regardless of the count.
+        averages_next: Whether the next backward averages, regardless of `num_accumulated`.
         failed: Whether a local backward has raised.
         failure: Text of an error that the reducer raised in the running backward, for other ranks.
         num_forwards_without_backward: Number of forward passes that no backward has reached.
@@ -105,7 +105,7 @@ class BackwardState:
         self.weights.clear()
 
     def end(self, event: BackwardEnd) -> ReducerAction:
-        """End the running backward; return the reducer's action."""
+        """End the running backward in the way `event`; return the reducer's next action."""
         action = ACTIONS[self.phase, event]
         self.phase = BackwardPhase.IDLE
         if event is BackwardEnd.END:

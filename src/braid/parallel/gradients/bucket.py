@@ -96,7 +96,7 @@ class Bucket:
 
     Attributes:
         index, layout, buffer, operation: Arguments.
-        views: Gradient memory by position.
+        views: Gradient memory by position of the parameter.
         is_launched: Whether the bucket has been launched in this backward.
         counts: Number of gradients in this backward so far, by position.
         hook: Function that a launch calls instead of starting the operation; None for no hook.
@@ -167,7 +167,7 @@ class Bucket:
         return not self._num_missing
 
     def collect(self, position: int) -> bool:
-        """Move a gradient into the bucket; return False if the parameter has none.
+        """Move the gradient at `position` into the bucket; return False if it is None.
 
         Raises:
             ConfigError: The gradient is sparse.
@@ -248,7 +248,10 @@ class Bucket:
             self.views[position].zero_()
 
     def keep_residuals(self, positions: Sequence[int]) -> None:
-        """Keep averages of parameters that no rank has used as residuals for later steps."""
+        """Keep the averages of parameters that no rank has used, and add them in later steps.
+
+        Such an average holds only compression errors (residuals) of earlier steps.
+        """
         for position in positions:
             view = self.views[position]
             if bool(view.any()):
@@ -304,7 +307,7 @@ def _late_text(name: str, is_static: bool, count: int) -> str:
 
 
 def dropped_text(names: Sequence[str]) -> str:
-    """Return the message about gradients that were dropped inside of backward."""
+    """Return the message that gradients of the parameters `names` were dropped in backward."""
     one = len(names) == 1
     return (
         f"{'gradient' if one else 'gradients'} of {first_few(map(repr, names))} "

@@ -65,7 +65,8 @@ class BucketLayout(NamedTuple):
     Attributes:
         dtype: Dtype of all members.
         members: Positions of the parameters in the table, in the order of the flat buffer.
-        delayed: Whether the bucket waits for a trigger or for the end of backward.
+        delayed: Whether the reduction waits for the gradient of another, chosen parameter, or for
+            the end of backward.
         device: Device of all members.
     """
 

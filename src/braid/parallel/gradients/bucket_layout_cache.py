@@ -92,7 +92,10 @@ class BucketLayoutCache:
         return True
 
     def agree(self) -> None:
-        """Keep or release the previous buckets; called when all ranks use `current`."""
+        """Release the previous buckets, or keep them if their set of parameters has come back.
+
+        Called when all ranks use `current`.
+        """
         old, self._agreed = self._agreed, self.current
         if old is self.current:
             return

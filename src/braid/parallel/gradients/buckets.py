@@ -109,7 +109,7 @@ class Buckets:
 
     @property
     def has_delayed(self) -> bool:
-        """Whether some buckets wait for the trigger."""
+        """Whether some buckets wait for the gradient `trigger`."""
         return bool(self._delayed)
 
     def use_hook(self, hook: StateHook) -> None:

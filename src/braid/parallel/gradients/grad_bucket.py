@@ -127,7 +127,7 @@ class GradBucket:
 
 
 def steps_of(answer: Answer, bucket: GradBucket) -> Steps:
-    """Convert the return value of a hook to a generator of Works that completes the hook.
+    """Convert `answer`, which a hook has returned, to a generator of Works that completes it.
 
     Raises:
         ConfigError: The type of `answer` is not supported.

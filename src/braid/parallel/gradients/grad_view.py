@@ -25,7 +25,7 @@ __all__ = ["averaged_with_graph", "move_grad"]
 def move_grad(param: torch.Tensor, view: torch.Tensor) -> bool:
     """Move the gradient of `param` into `view`, which becomes its `.grad`.
 
-    A gradient with a graph is copied there and stays `.grad`.
+    A gradient with a graph is copied to `view`, and stays `.grad`.
 
     Returns:
         False if the gradient is None or sparse.

@@ -29,7 +29,7 @@ class ForwardPass:
 
     Attributes:
         weight: Loss weight of the forward's gradients, such as its number of samples; None for 1.
-        open: Number of averagings before the forward; None once a backward has reached it.
+        open: Number of averagings before the forward; None once a backward has reached the forward.
     """
 
     weight: float | None
@@ -45,12 +45,16 @@ class GradientListener:
     def on_partial_grad(self, position: int, grad: torch.Tensor, /) -> torch.Tensor | None:
         """Called before a partial gradient is accumulated, or returned by torch.autograd.grad.
 
+        Args:
+            position: Position of the parameter.
+            grad: The partial gradient.
+
         Returns:
             The gradient to use instead; None to use `grad`.
         """
 
     def on_gradient(self, position: int, /) -> None:
-        """Called when a backward has accumulated a parameter's gradient."""
+        """Called when a backward has accumulated the gradient of parameter number `position`."""
 
 
 class GradientHooks:

@@ -17,14 +17,14 @@ __all__ = ["ChangedOptimizer", "change_in_place", "refuse_copy"]
 def change_in_place(
     optimizer: torch.optim.Optimizer, methods: type[ChangedOptimizer], **attributes: Any
 ) -> None:
-    """Add methods and attributes to an optimizer."""
+    """Add the methods of the class `methods`, and attributes, to an optimizer."""
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (methods, kind), {})
     optimizer.__dict__.update(attributes)
 
 
 def refuse_copy(name: str) -> NoReturn:
-    """Raise, since the object belongs to this process and its ranks and cannot be copied.
+    """Raise, since the object `name` belongs to this process, and cannot be copied.
 
     Raises:
         ConfigError: Always.

@@ -58,7 +58,10 @@ REFUSED = {
 
 
 def kind_of_optimizer(optimizer: Optimizer) -> OptimizerKind:
-    """Return whether an optimizer updates by elements or needs whole parameters, by its name."""
+    """Return whether an optimizer updates by elements or needs whole parameters.
+
+    The name of its class decides; other names are `unknown`.
+    """
     name = type(optimizer).__name__
     if name in BY_ELEMENTS:
         return "by elements"

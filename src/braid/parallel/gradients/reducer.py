@@ -146,7 +146,7 @@ class GradientReducer(GradientListener):
         return self._state.num_accumulated > 0
 
     def average_next(self) -> None:
-        """Average in the next backward, regardless of the count of accumulated ones."""
+        """Average in the next backward, regardless of the count of accumulated backwards."""
         self._state.averages_next = True
 
     def restart(self) -> None:
@@ -281,7 +281,7 @@ class GradientReducer(GradientListener):
         return self._averager.shadow(weight)
 
     def finish(self) -> None:
-        """Launch all remaining buckets and wait for them; `.grad` then holds the averages."""
+        """Reduce all remaining buckets, and wait for the averages, which `.grad` then holds."""
         self.needs_average = False
         self._local_steps.forget()
         self._set_up()
@@ -326,7 +326,7 @@ class GradientReducer(GradientListener):
         return None if weight is None else grad * weight
 
     def on_gradient(self, position: int, /) -> None:
-        """Move a gradient into its bucket, and launch the bucket when it is complete."""
+        """Move a gradient into its bucket; start to reduce the bucket when it is complete."""
         state = self._state
         if state.phase is BackwardPhase.IDLE:
             self._backward_begins()

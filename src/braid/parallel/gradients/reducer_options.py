@@ -26,9 +26,9 @@ class ReducerOptions:
             averaged.
         static_graph: Whether every backward uses the same parameters the same number of times. A
             gradient may then arrive in parts.
-        delayed: Names of parameters with separate buckets that are launched late.
-        delayed_after: Name of the parameter that launches them when its gradient is ready; empty
-            for the end of backward.
+        delayed: Names of parameters with separate buckets that are reduced late.
+        delayed_after: Name of the parameter whose gradient, once ready, starts the reduction of
+            these buckets; empty for the end of backward.
         finite_check: Numbers to check for NaN and infinity: `all`, or the `first` of each gradient;
             `late` checks the first without waiting for a GPU, and reports with the next averaging.
 
@@ -92,7 +92,7 @@ class ReducerListener:
         """Called when an averaging begins, before anything is sent."""
 
     def on_first_launch(self, bucket: Bucket) -> None:
-        """Called in the first averaging before a bucket with this rank's gradients is launched."""
+        """Called in the first averaging before this rank's gradients in a bucket are reduced."""
 
     def start_beside_status(self) -> Sequence[Work]:
         """Start messages that are sent along with the status vector; called on all ranks."""
@@ -103,7 +103,8 @@ class ReducerListener:
 
         Args:
             records: Parameters of the bucket that have a gradient on some rank.
-            is_usable: False if any gradient is not finite, or an earlier call has raised.
+            is_usable: False if any gradient is not finite, or an earlier call of this method has
+                raised.
         """
 
     def on_averaged(self, outcome: AveragingOutcome) -> None:

@@ -36,9 +36,12 @@ class ReducerPolicy(NamedTuple):
         )
 
     def launches_early(self, layout: BucketLayout, *, is_learnt: bool) -> bool:
-        """Return whether a bucket is launched as soon as all of its gradients are ready.
+        """Return whether a bucket is reduced as soon as all of its gradients are ready.
 
-        In a static graph the first backward shows how often each gradient comes.
+        Args:
+            layout: Layout of the bucket.
+            is_learnt: Whether a complete backward has shown how often each gradient comes, which
+                a static graph needs.
         """
         return not layout.delayed and (is_learnt or not self.options.static_graph)
 

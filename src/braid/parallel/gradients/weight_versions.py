@@ -47,7 +47,7 @@ class WeightVersion:
         return functional_call(module, weights, args, kwargs)
 
     def add_gradients(self) -> None:
-        """Add gradients of these weights to `.grad` of the parameters; release one use of them."""
+        """Add gradients of these weights to `.grad` of the parameters; end a use of the version."""
         for param, tensor in self.tensors.items():
             grad, tensor.grad = tensor.grad, None
             if grad is not None:

@@ -63,13 +63,16 @@ def part_of(model: nn.Module, modules: Iterable[str], tensors: Iterable[str] = (
 
 
 def add_module(part: nn.Module, name: str, module: nn.Module) -> None:
-    """Add a module of the model to a stage, under its name in the model."""
+    """Add a module of the model to the stage `part`, under its name in the model."""
     *path, leaf = name.split(".")
     own_modules(owner_at(part, path))[leaf] = module
 
 
 def add_tensor(part: nn.Module, name: str, tensor: torch.Tensor, *, is_transient: bool) -> None:
-    """Add a parameter or buffer of the model to a stage, under its name in the model."""
+    """Add a parameter or buffer of the model to the stage `part`, under its name in the model.
+
+    If `is_transient`, the stage's `state_dict` leaves out the buffer.
+    """
     *path, leaf = name.split(".")
     owner = owner_at(part, path)
     if isinstance(tensor, nn.Parameter):

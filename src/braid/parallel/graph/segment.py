@@ -99,7 +99,7 @@ class GraphNodes(nn.Module):
 
     @property
     def training(self) -> bool:
-        """Whether the segment is in training mode; after `share_modules`, the mode of `whole`."""
+        """Whether the segment is in training mode, or the module `whole` of `share_modules` is."""
         return self._whole[0].training if self._whole else self._is_training
 
     @training.setter

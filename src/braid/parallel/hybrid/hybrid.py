@@ -89,11 +89,11 @@ class HybridParallel:
             captured it; None for the model itself, an `nn.Sequential`.
         num_microbatches: See `Pipeline`.
         plan: See `parallelize`; None for a model of a known family.
-        shard: State to shard over replicas: 1 for optimizer states, 2 to add gradients, 3 to add
-            parameters; 0 for none. The optimizer then needs `attach`, and all replicas need the
+        shard: State to shard over replicas: 1 for optimizer states, 2 for gradients too, 3 for
+            parameters too; 0 for none. The optimizer then needs `attach`, and all replicas need the
             same number of samples.
-        averages: Whether `step` averages gradients and losses over replicas. Otherwise the
-            gradients of `whole_records` are local to this replica.
+        averages: Whether `step` averages gradients and losses over replicas. If False,
+            `whole_records()` returns this replica's own gradients, and the caller averages them.
         options: Other arguments of `Pipeline`, such as schedule, balance, recompute and seed.
 
     With cp, inputs and targets are sharded along dim 1, and the first layer is called with (inputs,
@@ -191,7 +191,7 @@ class HybridParallel:
         return {name: param for name, param in self.model.named_parameters() if param in trained}
 
     def whole_records(self) -> list[ParamRecord]:
-        """Return this rank's unsharded parameters, which have the gradients of this replica."""
+        """Return this rank's unsharded parameters; their `.grad` is this replica's gradient."""
         if self._sharded is not None:
             return self._sharded.whole_records()
         return list(ParamTable.named(self.named_pieces().items()))
@@ -330,7 +330,10 @@ class HybridParallel:
         return JoinedSnapshot(snapshots), merged_numbers(numbers, self.groups["pp"])
 
     def whole_shape(self, name: str, part: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a whole tensor of a checkpoint; see `braid.checkpoint.Parts`."""
+        """Return the whole shape of a checkpoint's tensor `name`, of which this rank has `part`.
+
+        See `braid.checkpoint.Parts`.
+        """
         param = self._params.get(param_of(name))
         if param is None or tuple(param.shape) != tuple(part):
             return part
@@ -342,7 +345,10 @@ class HybridParallel:
         return slicing.whole_shape(param, self._tensor.size)
 
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor of a checkpoint; see `braid.checkpoint.Parts`."""
+        """Return this rank's part of `whole`, the tensor `name` of a checkpoint.
+
+        See `braid.checkpoint.Parts`.
+        """
         param = self._params.get(param_of(name))
         if param is None:
             return whole

@@ -133,7 +133,7 @@ def refuse_shared(parts: Sequence[Sequence[Layer]]) -> None:
 
 
 def register(pipeline: nn.Module, layer: Layer) -> None:
-    """Register a layer; modules of a captured model keep their names in the model."""
+    """Register a layer in `pipeline`; modules of a captured model keep their names in the model."""
     if isinstance(layer.module, GraphSegment):
         share_modules(pipeline, layer.module)
     else:

@@ -31,8 +31,8 @@ class DeferredBatchNorm(BatchNorm):
         eps: Number added to the variance.
         momentum: Weight of a batch in the running statistics; None for their mean.
         affine: Whether the layer has a weight and a bias.
-        chunks: Number of micro-batches after which it commits automatically; None to call
-            `commit`.
+        chunks: Number of micro-batches after which the layer updates its running statistics; None
+            to call `commit`.
 
     Attributes:
         num_tracked: Number of micro-batches since the last commit.

@@ -45,6 +45,7 @@ class LocalWire:
 
     Args:
         devices: Device of each rank.
+        records: Whether to record the actions of all ranks.
 
     Attributes:
         devices: Argument.
@@ -107,11 +108,11 @@ class LocalCarrier:
         self._device = wire.devices[rank]
 
     def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
-        """Send an output to stage `peer`; see `Carrier.send_value`."""
+        """Send an output to rank `peer`; see `Carrier.send_value`."""
         self._wire.put(self.rank, peer, edge, map_tensors(value, lambda x: self._moved(x, peer)))
 
     def recv_value(self, peer: int, edge: int = 0) -> Any:
-        """Receive the output that stage `peer` has sent; see `Carrier.recv_value`."""
+        """Receive the output that rank `peer` has sent; see `Carrier.recv_value`."""
         value = self._wire.get(peer, self.rank, edge)
         arriving = self._wire.stream(self._device, sends=False)
         wait_stream(current_stream(self._device), arriving)

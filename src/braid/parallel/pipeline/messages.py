@@ -182,7 +182,7 @@ class Messages:
         self._expected_here: dict[tuple[int, int], _Expected] = {}
 
     def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
-        """Send an output to stage `peer`; see `Carrier.send_value`."""
+        """Send an output to rank `peer`; see `Carrier.send_value`."""
         tree, tensors = flatten(value)
         specs = tuple(map(SentSpec.of, tensors))
         parts = value if type(value) is tuple else (value,)
@@ -209,7 +209,7 @@ class Messages:
         self.send_tensors(tensors, peer, edge)
 
     def recv_value(self, peer: int, edge: int = 0) -> Any:
-        """Receive the output that stage `peer` has sent; see `Carrier.recv_value`."""
+        """Receive the output that rank `peer` has sent; see `Carrier.recv_value`."""
         expected = None if edge else self._expected_here.get((peer, edge))
         if expected is not None and expected.layout is not None:
             packed = torch.empty(expected.layout.nbytes, dtype=torch.uint8)

@@ -70,9 +70,8 @@ class Pipeline(nn.Module):
 
     Every rank creates the same whole model, and keeps the layers of its stages; delete the model
     afterwards to free all other layers. Parameters keep their names. A parameter that stages share
-    is
-    copied to their ranks, and its gradients are added. Copies and replicas start with the values of
-    their first rank.
+    is copied to the ranks of these stages, and its gradients are added. Copies and replicas start
+    with the values of their first rank.
 
     Args:
         layers: The model: an `nn.Sequential`, a list of modules, or a graph from

@@ -74,7 +74,7 @@ class Replicas:
             grad_sum.missing = set(grad_sum.stages)
 
     def launch(self, stage: int) -> None:
-        """Start to add the gradients that are complete after a stage's last gradient."""
+        """Start to add, over replicas, gradients that the stage's last gradient has completed."""
         for grad_sum in self._sums:
             if stage in grad_sum.missing:
                 grad_sum.missing.discard(stage)

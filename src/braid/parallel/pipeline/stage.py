@@ -224,7 +224,8 @@ class Stage:
 
         Args:
             microbatch: Number of the micro-batch.
-            grads: Gradients of the outputs that require one, in order, by edge.
+            grads: Gradients of the outputs that require one, in order, by skip connection; None for
+                the outputs to the next stage.
         """
         forward_pass = self._passes.pop(microbatch)
         if forward_pass.outputs:

@@ -153,7 +153,7 @@ class Sharding:
 
     @property
     def flats(self) -> Sequence[FlatShard]:
-        """Flat vectors of parameters, the root's first."""
+        """Flat vectors of parameters, first those of the root unit (the model itself)."""
         return self._flats
 
     @property
@@ -163,7 +163,7 @@ class Sharding:
 
     @property
     def units(self) -> Sequence[Unit]:
-        """Units, the root first."""
+        """Modules with parameters that are gathered together, first the model itself (the root)."""
         return self._units
 
     def owned(self) -> Iterator[tuple[ParamRecord, nn.Parameter]]:

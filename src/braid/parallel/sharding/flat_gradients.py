@@ -106,7 +106,7 @@ class FlatGradients:
         return [grad.detach() for grad in grads if grad is not None]
 
     def accumulate(self, index: int) -> None:
-        """Add a parameter's gradient to a local sum, if sums have another dtype than gradients."""
+        """Add gradient number `index` to a local sum, if sums have another dtype than gradients."""
         leaf = self.flat.leaves[index]
         if leaf.grad is None or leaf.dtype == self.flat.dtypes.reduce:
             return

@@ -42,7 +42,7 @@ class Layouts(NamedTuple):
 
 
 def layouts_of(stage: int, mesh: Mesh, axis: str = SHARD) -> Layouts:
-    """Return the layouts of a stage.
+    """Return the layouts of a stage of sharding (ZeRO).
 
     Args:
         stage: 1, 2 or 3.

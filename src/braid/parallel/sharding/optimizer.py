@@ -67,7 +67,7 @@ def shard_optimizer(
     Args:
         optimizer: Optimizer of the model; existing states are sharded.
         model: The model; the same on all ranks, except for values.
-        stage: 1 for optimizer states, 2 to add gradients, 3 to add parameters.
+        stage: 1 for optimizer states, 2 for gradients too, 3 for parameters too.
         process_group: Ranks that own the shards; see `DistributedDataParallel`.
         whole: Whether each parameter belongs to one rank; None to decide by the optimizer.
         options: Further fields of `ShardingOptions`.
@@ -139,10 +139,10 @@ def attach(
 
 
 def refuse_wrong_rules(sharding: Sharding) -> None:
-    """Make steps of unattached optimizers raise if they cannot use the pieces.
+    """Make steps of optimizers raise if `attach` has not changed them and they cannot use pieces.
 
-    Otherwise LBFGS, or optimizers that use norms, would step on pieces as if they were parameters;
-    at stages 1 and 2 any optimizer would find no gradients, and change nothing.
+    Without this check LBFGS, or optimizers that use norms, would step on pieces as if they were
+    parameters. At stages 1 and 2 any optimizer would find no gradients, and change nothing.
     """
     ids, reference = [id(record.param) for record in sharding.table], weakref.ref(sharding)
     ENGINES.update(dict.fromkeys(ids, reference))

@@ -27,7 +27,7 @@ class ShardingOptions:
         units: Modules with parameters that are gathered together; None for the elements of the
             outermost ModuleLists.
         whole: Whether each parameter belongs to one rank, for optimizers that use shapes or norms;
-            otherwise all ranks own the same number of elements.
+            if False, all ranks own the same number of elements.
         reshard_after_forward: Whether parameters are freed between forward and backward, at stage
             3; None for all units but the root and the last one.
         param_dtype: Dtype of parameters in forward and backward; None for the model's dtype.

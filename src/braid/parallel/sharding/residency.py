@@ -158,7 +158,7 @@ class Residency:
             vars(unit.module).pop(CALL, None)
 
     def gather_all(self) -> None:
-        """Gather all units until `free_all`, into new memory if they use a slot."""
+        """Gather all units until `free_all`; new memory replaces temporary memory (slots)."""
         for flat in (flat for unit in self.units for flat in unit.flats):
             flat.refresh()
         self._num_pinned += 1

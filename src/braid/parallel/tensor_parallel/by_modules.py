@@ -30,6 +30,11 @@ SIZES = ("in_features", "out_features", "nf")  # sizes of a layer that change wi
 def divide_by_modules(model: nn.Module, group: Group, kinds: Mapping[str, LayerKind]) -> None:
     """Shard the layers of a model; see `parallelize`.
 
+    Args:
+        model: Model, equal on all ranks.
+        group: Ranks that share the model.
+        kinds: Kind of sharding of each layer, by the layer's name.
+
     Raises:
         ConfigError: Sharded outputs reach no layer that accepts them.
     """

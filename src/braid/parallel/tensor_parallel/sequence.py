@@ -64,7 +64,7 @@ def gather_sequence(
         x: This rank's positions, of the same shape on all ranks.
         dim: Dim of positions.
         partial_grad: Whether ranks use the whole sequence for different work, such as
-            column-parallel layers, so that gradients are partial sums. Otherwise all ranks do the
+            column-parallel layers, so that gradients are partial sums. If False, all ranks do the
             same work and have the same gradient.
 
     Backward: reduce_scatter with `partial_grad`, otherwise this rank's positions.

@@ -30,7 +30,10 @@ class Slicing(NamedTuple):
     blocks: int = 1
 
     def check(self, name: str, length: int, size: int) -> None:
-        """Raise ConfigError unless a dim of this length can be divided over `size` ranks."""
+        """Raise ConfigError unless a dim of this length can be divided over `size` ranks.
+
+        The message begins with `name`, the name of the tensor.
+        """
         unit = length // self.blocks if length % self.blocks == 0 else 0
         if unit and unit % size == 0:
             return
@@ -64,7 +67,7 @@ class Slicing(NamedTuple):
             yield tuple(offset), block
 
     def whole_shape(self, part: torch.Tensor, size: int) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
+        """Return the shape of the whole tensor, given the shard of one of `size` ranks."""
         shape = list(part.shape)
         shape[self.dim] *= size
         return tuple(shape)

@@ -28,7 +28,14 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def divide_transposed(module: nn.Module, kind: str, blocks: int, group: Group) -> None:
-    """Shard a layer with weight [in, out] in place: by inputs for kind `row`, else by outputs."""
+    """Shard a layer with weight [in, out] in place.
+
+    Args:
+        module: The layer.
+        kind: `column` or `head` to shard outputs (`head` also gathers them), `row` for inputs.
+        blocks: Number of packed matrices in the weight, such as 3 for query, key and value.
+        group: Ranks that share the layer.
+    """
     by_outputs = kind in {"column", "head"}
     module.__class__ = _TransposedColumn if by_outputs else _TransposedRow
     layer = cast("_TransposedColumn", module)

@@ -54,8 +54,8 @@ class StagePlan(NamedTuple):
     """A stage of a pipeline: its layers and its replicas.
 
     Attributes:
-        first: First state of the stage.
-        end: State after its last one.
+        first: Number of the state (see `States`) at which the stage begins.
+        end: Number of the state at which the next stage begins.
         replicas: Number of machines that run the stage, each on other minibatches.
         nodes: Names of its nodes.
     """

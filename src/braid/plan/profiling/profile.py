@@ -178,7 +178,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
 
     def as_graph(self, rows: int) -> ProfiledGraph:
-        """Return the profile of a micro-batch as a graph for PipeDream: a chain of nodes."""
+        """Return the costs for `rows` rows as a graph for PipeDream: a chain of nodes."""
         nodes = {
             f"node{number}": ProfiledNode(
                 f"node{number}",

@@ -40,7 +40,7 @@ def program_of(split: Split, num_steps: int = 1) -> Program:
 
 
 def action_s(estimator: Estimator, split: Split, kind: str, number: int) -> float:
-    """Return the seconds of an action of a stage, such as F (forward); 0 for communication."""
+    """Return the seconds of an action, such as F (forward), of stage `number`; 0 for messages."""
     stage, machines = estimator.stages(split)[1][number], estimator.machines
     if kind == "STEP":
         return machines.optimizer_s(stage.param_bytes)

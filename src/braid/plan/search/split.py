@@ -42,7 +42,7 @@ class Split:
         recompute: Whether forwards run again in backward: `never` or `always`.
         strategy: `ps` for a parameter server, with one server per worker on the same hosts.
         versions: Rule for the weight versions of an asynchronous pipeline: `stash` or `2bw`. 2bw
-            takes a step every `microbatches`. Empty for a synchronous pipeline.
+            takes a step every `microbatches` micro-batches. Empty for a synchronous pipeline.
     """
 
     pp: int = 1
@@ -166,7 +166,7 @@ def homes(schedule: str, pp: int) -> tuple[int, ...]:
 
 @cache
 def held(schedule: str, pp: int, microbatches: int) -> tuple[int, ...]:
-    """Return, by rank, the largest number of micro-batches and stages with stored activations.
+    """Return, by rank, the largest number of (micro-batch, stage) pairs with stored activations.
 
     If a backward is split into two parts, gradients that are stored between them count as well.
     """

@@ -28,7 +28,7 @@ class Cost(NamedTuple):
 
     Attributes:
         messages: Number of messages.
-        nbytes: Bytes sent; a fractional number if l is not a multiple of p.
+        nbytes: Bytes sent; fractional if the number of ranks does not divide the buffer.
         flops: Bytes that are added up.
     """
 
@@ -102,7 +102,13 @@ def _torus(p: int, l: float) -> Cost:
 
 
 def grid(p: int, l: float, row: int) -> Cost:
-    """Return the cost of an all-reduce along rows of `row` ranks, then along columns."""
+    """Return the cost of an all-reduce along rows of `row` ranks, then along columns.
+
+    Args:
+        p: Number of ranks.
+        l: Bytes of the buffer of a rank.
+        row: Number of ranks of a row.
+    """
     column = p // row
     along_row = _chain(row, l, True) + _chain(row, l, False)
     along_column = _chain(column, l / row, True) + _chain(column, l / row, False)

@@ -77,7 +77,15 @@ def blocks_svg(program: Program, width: int = 800) -> str:
 def row_of_blocks(
     x: int, y: int, held: Mapping[int, Held], count: int, num_ranks: int
 ) -> list[str]:
-    """Draw the blocks of a rank's buffer as SVG cells, from left to right."""
+    """Draw the blocks of a rank's buffer as SVG cells, from left to right.
+
+    Args:
+        x: Left edge of the first cell.
+        y: Top edge of the cells.
+        held: Contents by index of the block; missing blocks are drawn empty.
+        count: Number of blocks.
+        num_ranks: World size.
+    """
     parts = []
     for slot in range(count):
         corner = x + slot * CELL

@@ -171,7 +171,11 @@ class Cluster:
             raise ConfigError(msg)
 
     def oversubscription(self, name: str) -> float:
-        """Return the total bandwidth of a unit's children over its own link's, to level `name`."""
+        """Return the oversubscription of level `name`: above 1, its links can be a bottleneck.
+
+        It is the bandwidth of all links below a unit, divided by the bandwidth of the unit's link
+        to level `name`. For the first level it is 1.
+        """
         names = [level.name for level in self.levels]
         if name not in names:
             msg = f"the cluster has no level {name!r}: choose one of {', '.join(names)}"
@@ -248,8 +252,8 @@ def flat(num_ranks: int, latency_s: float, bytes_per_s: float) -> Cluster:
 
     Args:
         num_ranks: World size.
-        latency_s: a, seconds per message.
-        bytes_per_s: 1 / b.
+        latency_s: Seconds per message, besides its bytes.
+        bytes_per_s: Bandwidth of each link.
     """
     level = Level(name="switch", size=num_ranks, latency_s=latency_s, bytes_per_s=bytes_per_s)
     return Cluster([level])

@@ -75,7 +75,10 @@ def table_of(module: nn.Module, ignored: Collection[str], ranks: Collection[int]
 
 
 def first_given(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
-    """Return whether buffers are kept equal, from two arguments with the same meaning."""
+    """Return whether buffers are kept equal: the first argument that is not None.
+
+    Both arguments have the same meaning; if both are None, the result is True.
+    """
     for argument in (forward_sync_buffers, broadcast_buffers):
         if argument is not None:
             return argument
@@ -84,6 +87,11 @@ def first_given(forward_sync_buffers: bool | None, broadcast_buffers: bool | Non
 
 def caps_of(cap_mb: float | None, caps_mb: Sequence[float] | None) -> Caps:
     """Return the size limits of buckets.
+
+    Args:
+        cap_mb: Limit of all buckets in MiB; None for the default limits.
+        caps_mb: Limits of the first, second, ... bucket in MiB, instead of `cap_mb`; None or empty
+            to use `cap_mb`.
 
     Raises:
         ConfigError: A cap is not a positive number.
@@ -187,7 +195,12 @@ def arguments_in_common(
 
 
 def finite_check_of(nonfinite: object, *, check_all: bool) -> CheckedNumbers:
-    """Return which numbers of gradients to check for NaN and infinity."""
+    """Return which numbers of gradients to check for NaN and infinity.
+
+    Args:
+        nonfinite: Reaction to NaN and infinity; see `DistributedDataParallel`.
+        check_all: Whether to check every number.
+    """
     if check_all:
         return "all"
     return "late" if nonfinite in {"ignore", "warn"} else "first"
@@ -198,10 +211,15 @@ def trigger_of(
     param: nn.Parameter | None,
     delayed: Sequence[tuple[str, nn.Parameter]] | None,
 ) -> str:
-    """Return the name of the parameter that launches delayed gradients; empty if none is delayed.
+    """Return the name of `param`; empty if it is None.
+
+    Args:
+        table: Parameters of the module.
+        param: Parameter whose gradient, once computed, starts the reduction of delayed gradients.
+        delayed: (name, parameter) pairs with delayed gradients.
 
     Raises:
-        ConfigError: Only one of the two arguments is given, or a parameter is not in the table.
+        ConfigError: Only one of `param` and `delayed` is given, or a parameter is not in the table.
     """
     if (param is None) != (not delayed):
         msg = (
@@ -228,8 +246,8 @@ class WrapperSettings:
         init_sync: Whether rank 0's values are copied at wrapping.
         broadcast_buffers: Whether rank 0's buffers are copied at wrapping.
         caps: Size limits of buckets.
-        delayed: Names of parameters with gradients that are launched late.
-        delayed_after: Name of the parameter that launches them when its gradient is computed.
+        delayed: Names of parameters with gradients that are reduced late.
+        delayed_after: Name of the parameter whose gradient, once computed, starts that reduction.
         gradient_accumulation_steps: Number of backwards per average.
         nonfinite: Reaction to NaN and infinity.
         check_all: Whether to check every number.

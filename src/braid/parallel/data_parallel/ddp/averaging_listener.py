@@ -130,7 +130,7 @@ class AveragingListener(ReducerListener):
                 self.optimizers[record.name] = make_optimizer([record.param])
 
     def on_averaging_begins(self) -> None:
-        """Notify joined ranks that this rank still works."""
+        """Notify joined ranks, which have no more input, that this rank still works."""
         joinable = self.joinable()
         join = None if joinable is None else joinable._join  # noqa: SLF001 - the other half
         if joinable is not None and join is not None and not join.throws:
@@ -142,13 +142,18 @@ class AveragingListener(ReducerListener):
             self.first_batch.note_gradients(bucket)
 
     def start_beside_status(self) -> Sequence[Work]:
-        """Send the module's buffers, if they changed in the last step."""
+        """Start to send buffers that changed in the last step; return the works to wait for."""
         notice, self._join_notice = self._join_notice, None
         works = self.buffers.start_early(self.active_ranks[0]) if self._has_buffers else []
         return works if notice is None else [*works, notice]
 
     def on_bucket_averaged(self, records: Sequence[ParamRecord], *, is_usable: bool) -> None:
-        """Step the optimizers of the parameters in an averaged bucket, and drop the gradients."""
+        """Step the optimizers of a bucket's parameters, and drop the gradients.
+
+        Args:
+            records: Parameters of the averaged bucket.
+            is_usable: Whether the averages are finite; if False, no optimizer steps.
+        """
         if self._has_adopted:
             _step_adopted(records, is_usable=is_usable)
         if self._make_optimizer is None:

@@ -57,7 +57,7 @@ class JoinHook:
         return None
 
     def refusal(self) -> str | None:
-        """Return the reason why steps cannot be shadowed; None if they can."""
+        """Return why this rank cannot take part in steps without input; None if it can."""
         return None
 
 
@@ -227,7 +227,7 @@ def _check_joinables(joinables: Sequence[Joinable]) -> None:
 
 
 def syncs_in_forward(module: nn.Module) -> str | None:
-    """Return the reason why steps of a module cannot be shadowed; None if they can."""
+    """Return why a rank without input cannot take part in a module's steps; None if it can."""
     for name, part in module.named_modules():
         if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm) and part.training:
             return (

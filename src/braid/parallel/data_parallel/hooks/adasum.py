@@ -43,7 +43,7 @@ TAG = 0x616461  # "ada"
 
 
 def adasum_hook(state: object, bucket: GradBucket) -> Steps:
-    """Combine a bucket by Adasum: `model.register_comm_hook(None, adasum_hook)`.
+    """Combine a bucket by Adasum (see `adasum`): `model.register_comm_hook(None, adasum_hook)`.
 
     The result has the size of one rank's gradient, so use the learning rate of one process. `state`
     is ignored.
@@ -55,8 +55,8 @@ def adasum_hook(state: object, bucket: GradBucket) -> Steps:
 def adasum(tensors: Sequence[torch.Tensor], group: Group) -> None:
     """Replace each floating or complex tensor by its Adasum over all ranks; a collective.
 
-    Use it for gradients, or for the changes of an optimizer's step, as in the paper for optimizers
-    with momentum.
+    Adasum is the sum of orthogonal tensors, and the mean of equal ones. Use it for gradients, or
+    for the changes of an optimizer's step, as in the paper for optimizers with momentum.
 
     Args:
         tensors: Tensors of the same shapes on all ranks.

@@ -37,7 +37,7 @@ class Agreed(NamedTuple):
 
 
 class AgreedNames:
-    """Names of the parameters for which ranks have compared their counts already, per group."""
+    """Names of the parameters for which ranks have compared step counts already, per group."""
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Group, set[str]] = WeakKeyDictionary()

@@ -48,9 +48,9 @@ class PowerSGDOptions:
             steps are far from low rank; a tenth of all steps is a good choice if accuracy suffers
             (the default of torch's hook is 1000).
         rate: Smallest compression at which a matrix is compressed: its size over its factors' size.
-        warm_start: Whether to begin with the last step's Q instead of a random one.
+        warm_start: Whether to begin with the last step's factor Q instead of a random one.
         error_feedback: Whether to add the error to the next gradient; 4 bytes per number.
-        seed: Seed of the first Q.
+        seed: Seed of the first factor Q.
 
     Raises:
         ConfigError: A number is out of range.

@@ -105,7 +105,9 @@ def is_mean_of_targets(criterion: Any) -> bool:
 
 
 def check_criterion(criterion: Any, *, stated: bool) -> None:
-    """Raise if the criterion's mean may not be a mean over samples; `OF_TARGETS` are allowed.
+    """Raise if the criterion's mean may not be a mean over samples.
+
+    torch's criteria with a weighted mean over targets are allowed.
 
     Args:
         criterion: Criterion; the losses of its shares are to be averaged.

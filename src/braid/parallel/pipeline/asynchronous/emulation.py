@@ -93,7 +93,10 @@ class Emulation:
 
     @property
     def age(self) -> int:
-        """Age in steps of the stepping stage's gradients; lower than this shortly after a flush."""
+        """Age in steps of the stepping stage's gradients.
+
+        Shortly after a flush, when all gradients have been used, they are younger.
+        """
         per_step = self._replicas[self.stage] * self._every
         numbers = range(2 * sum(self._replicas) * self._every)
         return max(i // per_step - self._version(self.stage, i) for i in numbers)
@@ -105,7 +108,7 @@ class Emulation:
         loss: Loss,
         before_step: Callable[[int, Optimizer], None] | None = None,
     ) -> torch.Tensor:
-        """Train on micro-batches up to a flush; see `AsynchronousPipeline.train_on`."""
+        """Train on micro-batches, and use all gradients; see `AsynchronousPipeline.train_on`."""
         losses = []
         for stage in self._stages:
             stage.begin()

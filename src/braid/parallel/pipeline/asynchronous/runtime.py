@@ -93,7 +93,8 @@ class AsynchronousPipeline(nn.Module):
     Attributes:
         group: Ranks of the pipeline.
         stage: Number of this rank's stage.
-        age: Age in steps of this stage's gradients, which are younger shortly after a flush.
+        age: Age in steps of this stage's gradients, which are younger shortly after
+            the begin of `train_on`.
             `stale_lr_scale` converts it to a factor for the learning rate.
         optimizer: Optimizer of this rank's stage.
         num_microbatches: Number of micro-batches so far. Set it when a run is resumed.
@@ -188,7 +189,7 @@ class AsynchronousPipeline(nn.Module):
         count: int | None = None,
         before_step: BeforeStep | None = None,
     ) -> torch.Tensor:
-        """Train on micro-batches, up to a flush.
+        """Train on micro-batches, up to a flush, when all gradients have been used.
 
         Args:
             microbatches: Pairs of input and target; the same on all ranks.

@@ -62,7 +62,7 @@ def divide_by_graph(
         group: Ranks that share the model.
         slicings: Slicing of each parameter, by name; None to find them from the graph.
         inputs: Example of its inputs: a tensor, a tuple by position, or a mapping by name.
-        options: Options of the pass.
+        options: Options of sharding.
         strategies: Annotations of operators, by the names of their modules, instead of slicings.
 
     Raises:

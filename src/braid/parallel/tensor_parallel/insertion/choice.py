@@ -83,7 +83,15 @@ def indivisible(
     forced: Mapping[int, tuple[str, ...]],
     mesh: Mesh,
 ) -> list[tuple[fx.Node, str]]:
-    """Return reasons why an operation cannot be split as its annotation demands, with its node."""
+    """Return reasons why an operation cannot be split as its annotation demands, with its node.
+
+    Args:
+        call: The operation.
+        xs: Tensor arguments of the call.
+        labels: Labels of the tensors' dims.
+        forced: Mesh axes by which the annotation splits each label.
+        mesh: Named axes.
+    """
     reasons = [
         _indivisible(call, xs, labels, label, math.prod(mesh.axes[axis] for axis in axes), 1)
         for label, axes in forced.items()

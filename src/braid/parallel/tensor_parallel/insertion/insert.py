@@ -182,7 +182,7 @@ class Insertion:
         layout: Layout,
         collectives: tuple[StepCollective, ...] = (),
     ) -> fx.Node:
-        """Replace an operation by a call of a module, and return the call."""
+        """Replace an operation by a call of the module that `part` describes; return the call."""
         node = call.node
         with self.graph.inserting_before(node):
             new = self.emit(node.name, part, tuple(args), node)
@@ -198,7 +198,7 @@ class Insertion:
         return self._has_grad.get(node, False)
 
     def emit(self, name: str, part: Part, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-        """Insert a call of a module that is created later."""
+        """Insert a call of the module that `part` describes; `like` has a value of equal shape."""
         name = f"parts.{name}"
         while name in self.parts:
             name += "_"
@@ -291,7 +291,7 @@ class Insertion:
         return labels
 
     def change(self, values: AbstractSet[fx.Node], node: fx.Node) -> None:
-        """Record that an operation has changed values in place; their earlier moves are stale."""
+        """Record that `node` has changed values in place, so copies in other layouts are stale."""
         for x in values:
             self._has_grad[x] = self._has_grad.get(x, False) or self._has_grad.get(node, False)
             self.origins[x] = self.origins.get(x, frozenset()) | self.origins.get(node, frozenset())

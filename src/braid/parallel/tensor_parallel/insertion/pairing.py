@@ -54,7 +54,7 @@ def pair(graph: fx.Graph, mesh: Mesh, axis: str, options: InsertionOptions) -> P
         graph: Graph of the whole model; it is not changed.
         mesh: Named axes.
         axis: Axis along which layers are sharded.
-        options: Options of the pass.
+        options: Options of sharding.
 
     Raises:
         ConfigError: No layer can be sharded.

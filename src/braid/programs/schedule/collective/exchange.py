@@ -74,9 +74,10 @@ def halving_doubling(num_ranks: int) -> Rounds:
 
 
 def hypercube(num_ranks: int) -> Rounds:
-    """Return the rounds of an all-gather along the edges of a hypercube: lg p rounds.
+    """Return the rounds of an all-gather along the edges of a hypercube.
 
-    If p is not a power of two, the remaining ranks first send their block to a partner.
+    There are log2(`num_ranks`) rounds. If `num_ranks` is not a power of two, the
+    remaining ranks first send their block to a partner.
     """
     core = _core(num_ranks)
     others = np.arange(core, num_ranks)
@@ -95,7 +96,10 @@ def hypercube(num_ranks: int) -> Rounds:
 
 
 def folded(num_ranks: int, num_blocks: int, steps: tuple[Round, ...]) -> tuple[Round, ...]:
-    """Extend `steps` for a power of two of ranks to `num_ranks`."""
+    """Extend `steps` of the largest power of two of ranks to all `num_ranks` ranks.
+
+    Each remaining rank sends its `num_blocks` blocks to a partner, and receives the result.
+    """
     core = _core(num_ranks)
     others = np.arange(core, num_ranks)
     if not len(others):

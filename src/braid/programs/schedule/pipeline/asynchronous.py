@@ -123,7 +123,7 @@ def placement_of(replicas: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def num_of_step(action: Action, replicas: int, every: int, num_microbatches: int) -> int:
-    """Return the number of micro-batches, over all replicas, with gradients in a STEP."""
+    """Return the number of micro-batches, of all replicas, whose gradients a STEP uses."""
     per_step = replicas * every
     return min(per_step, num_microbatches - (action.version - 1) * per_step)
 

@@ -57,13 +57,20 @@ class _Block(NamedTuple):
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Program:
-    """Make a V-Half program: each rank has two stages, and stores at most p + 2 activations."""
+    """Make a V-Half program with two stages per rank.
+
+    A rank stores the activations of at most `num_ranks` + 2 pairs of stage and micro-batch.
+    """
     block = _Block(2, 1, (0, 1, 0) if num_ranks % 2 else (3, 0, 4))
     return _program("v_half", block, num_ranks, num_microbatches, num_ranks + 2)
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Program:
-    """Make a V-Min program: two stages per rank, at most 2 floor((p+1)/3) + 2 activations."""
+    """Make a V-Min program with two stages per rank.
+
+    With p ranks, a rank stores the activations of at most 2 floor((p+1)/3) + 2 pairs of stage and
+    micro-batch.
+    """
     block = _Block(1, 1, (0, 0, 0) if num_ranks % 3 else (2, 0, 2))
     limit = 2 * ((num_ranks + 1) // 3) + 2
     return _program("v_min", block, num_ranks, num_microbatches, limit)

@@ -49,7 +49,7 @@ def looped(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
 
 
 def vee(num_ranks: int) -> tuple[int, ...]:
-    """Return the rank of each of 2 p stages: from rank 0 to rank p - 1, and back to rank 0."""
+    """Return the rank of each stage: up from rank 0 to the last rank, and back to rank 0."""
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 

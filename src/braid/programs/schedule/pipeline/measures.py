@@ -20,7 +20,7 @@ MOST_LISTED = 16  # ranks up to which a line lists the peak of each rank
 
 
 def bubble(timeline: Timeline) -> float:
-    """Return the bubble, divided by the work of the busiest rank; 0 without work."""
+    """Return the idle time (bubble), divided by the work of the busiest rank; 0 without work."""
     work_s: dict[int, float] = defaultdict(float)
     for interval in timeline.intervals:
         if not interval.is_message:

@@ -46,7 +46,7 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Program:
 
 
 def zb_h2(num_stages: int, num_microbatches: int) -> Program:
-    """Make a ZB-H2 program: no bubble, but activations of up to 2p - 1 micro-batches."""
+    """Make a ZB-H2 program: no idle time, but activations of 2 `num_stages` - 1 micro-batches."""
     check_size(num_stages, num_microbatches)
     limits = [2 * num_stages - 1] * num_stages
     return list_schedule(looped(num_stages), num_microbatches, limits, name="zb_h2")
