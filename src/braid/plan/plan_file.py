@@ -101,7 +101,13 @@ class Plan(
 
     @classmethod
     def of(cls, estimator: Estimator, estimate: SplitEstimate, *, context: int = 0) -> Plan:
-        """Return the plan file's content for an estimated split."""
+        """Return the plan file's content for an estimated split.
+
+        Args:
+            estimator: Estimator that made the estimate.
+            estimate: The split, with its predicted time and memory.
+            context: Bytes of a sequence, for a GPT; 0 for another model.
+        """
         split = estimate.split
         return cls(
             model=estimator.model.model,

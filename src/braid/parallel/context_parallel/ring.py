@@ -98,7 +98,7 @@ class _Options(NamedTuple):
     scale: float
 
     def block(self, step: int, length: int) -> AttentionBlock | None:
-        """Return the block of a step; None if all of it is masked."""
+        """Return the attention block of a step of the ring; None if all of it is masked."""
         rank = self.group.rank
         source = (rank - step) % self.group.size
         return block_of(rank, source, length, causal=self.causal, balanced=self.balanced)

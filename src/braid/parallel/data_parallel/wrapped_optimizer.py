@@ -78,7 +78,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     # subclasses use the argument
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002
-        """Return whether a tensor of a checkpoint may differ between ranks."""
+        """Return whether the tensor `name` of a checkpoint may differ between ranks."""
         return True
 
     def __getstate__(self) -> NoReturn:

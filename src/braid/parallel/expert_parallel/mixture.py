@@ -213,7 +213,7 @@ def auxiliary_loss(
 
 
 def check_experts(num_experts: int, size: int) -> list[str]:
-    """Return problems of sharding experts over ranks; an empty list if there are none."""
+    """Return problems of sharding experts over `size` ranks; an empty list if there are none."""
     if num_experts > 0 and num_experts % size == 0:
         return []
     valid = [n for n in range(1, max(num_experts, 0) + 1) if num_experts % n == 0]

@@ -57,6 +57,9 @@ def is_returned(param: torch.Tensor) -> bool:
 def refuse_grad(records: Sequence[ParamRecord]) -> None:
     """Raise if a backward that accumulated no gradient was `torch.autograd.grad` of a parameter.
 
+    Args:
+        records: Parameters of the model.
+
     Raises:
         ConfigError: The backward was `torch.autograd.grad` of a parameter.
     """

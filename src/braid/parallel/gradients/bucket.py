@@ -146,7 +146,7 @@ class Bucket:
         return not self._num_missing
 
     def mark_ready(self, position: int) -> bool:
-        """Move a parameter's gradient into the bucket; return whether the bucket is now complete.
+        """Move the gradient at `position` into the bucket; return whether the bucket is complete.
 
         Until the bucket is launched, a gradient may arrive in parts, from graphs that are
         differentiated separately.

@@ -163,7 +163,7 @@ class ReadyTimes:
         self._last: tuple[tuple[BucketLayout, ...], dict[int, int]] = layouts, {}
 
     def bucket_is_ready(self, index: int) -> None:
-        """Record that a bucket is launched."""
+        """Record that the bucket with this index is ready now."""
         self._ready_ns[index] = self._now_ns() - self._began_ns
 
     def averaging_ended(self, layouts: tuple[BucketLayout, ...]) -> None:

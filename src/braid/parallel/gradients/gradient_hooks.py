@@ -109,7 +109,10 @@ class GradientHooks:
                 self._partial_handles[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_outputs(self, outputs: Iterable[torch.Tensor], forward: ForwardPass) -> bool:
-        """Call `on_output` when a backward reaches an output; return False if none can."""
+        """Call `on_output` with `forward` when a backward reaches an output.
+
+        Return False if backward can reach no output.
+        """
         hook = partial(_on_output, self._listener, forward)
         inner = [output for output in outputs if not output.is_leaf]
         for output in inner:  # a hook on a returned parameter would never be removed

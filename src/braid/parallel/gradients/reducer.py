@@ -307,7 +307,7 @@ class GradientReducer(GradientListener):
         self._state.add_weight(forward.weight)
 
     def on_partial_grad(self, position: int, grad: torch.Tensor, /) -> torch.Tensor | None:
-        """Return a partial gradient multiplied by the loss weight of its forward."""
+        """Return the partial gradient `grad` multiplied by the loss weight of its forward."""
         state = self._state
         if state.phase is BackwardPhase.IDLE:
             if self._registers_outputs:
@@ -326,7 +326,7 @@ class GradientReducer(GradientListener):
         return None if weight is None else grad * weight
 
     def on_gradient(self, position: int, /) -> None:
-        """Move a gradient into its bucket; start to reduce the bucket when it is complete."""
+        """Move gradient number `position` into its bucket; start to reduce a complete bucket."""
         state = self._state
         if state.phase is BackwardPhase.IDLE:
             self._backward_begins()

@@ -46,16 +46,21 @@ class ReducerPolicy(NamedTuple):
         return not layout.delayed and (is_learnt or not self.options.static_graph)
 
     def rank_state(self, state: BackwardState, *, is_finite: bool) -> RankState:
-        """Return the state that this rank reports to other ranks, if it has input."""
+        """Return the state that this rank reports to other ranks, if it has input.
+
+        Args:
+            state: State of the backwards since the last average.
+            is_finite: Whether this rank's gradients are finite.
+        """
         if state.failed:
             return RankState.FAILED
         return RankState.ACTIVE if is_finite else RankState.NONFINITE
 
     def is_needed(self, layout: BucketLayout, status: Status) -> bool:
-        """Return whether to launch a bucket for which this rank has no gradients.
+        """Return whether to reduce a bucket for which this rank has no gradients.
 
-        It is launched if any rank has gradients for it. If a rank's backward has raised, all
-        buckets are launched, since that rank may have launched some of them.
+        It is reduced if any rank has gradients for it. If a rank's backward has raised, all
+        buckets are reduced, since that rank may have begun to reduce some of them.
         """
         present = map(status.present.__getitem__, layout.members)
         return any(present) or RankState.FAILED in status.states

@@ -99,6 +99,8 @@ class StatusLayout(NamedTuple):
     ) -> list[float]:
         """Return the status vector of rank `rank`, to be summed over ranks.
 
+        The other arguments are this rank's contributions to the fields of `Status`.
+
         >>> StatusLayout(1, 2).encode(
         ...     1,
         ...     present=[True],

@@ -194,7 +194,7 @@ class CapturedGraph:
         return refused
 
     def crossing(self, position: int) -> tuple[int, ...]:
-        """Return the values that are computed before a node and used by it or later nodes."""
+        """Return the values of earlier nodes that the node at `position` or later ones use."""
         made = set(range(self.num_inputs))
         for node in self.nodes[:position]:
             made.update(node.made)
@@ -247,7 +247,7 @@ class CapturedGraph:
 
 
 def check_cuts(graph: CapturedGraph, cuts: Sequence[int]) -> None:
-    """Raise ConfigError unless cuts are ascending positions of nodes from 0, and allowed."""
+    """Raise ConfigError unless `cuts` ascend from 0, and a part of the graph may begin at each."""
     num_nodes = len(graph.nodes)
     in_order = list(cuts) == sorted(set(cuts))
     if not cuts or cuts[0] != 0 or not in_order or cuts[-1] >= max(num_nodes, 1):

@@ -174,7 +174,10 @@ def _check_tensors(one: _CapturedRun, other: _CapturedRun) -> None:
 
 @contextmanager
 def kept_as_it_was(model: nn.Module, tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Return a context that restores modes, buffers and random generators at its end."""
+    """Return a context whose end restores the model's modes and buffers, and random generators.
+
+    The generators are those of the CPU and of the devices of `tensors`.
+    """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.clone())

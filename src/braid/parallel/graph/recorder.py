@@ -118,7 +118,7 @@ class CallRecorder(FunctionMode):
     def call_module(
         self, name: str, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a submodule, and record it as one call."""
+        """Return the result of `call`, and record it as one call of the submodule `name`."""
         if self._inside:
             return call(*args, **kwargs)
         self._check_python_state()

@@ -98,7 +98,7 @@ def check_function(
 
 
 def is_sized_by_data(target: Any, args: Sequence[Any]) -> bool:
-    """Return whether the shape of a function's result depends on data."""
+    """Return whether the shape of the result of the function `target` depends on data."""
     if target is torch.Tensor.__getitem__:
         _, index = flatten(args[1:])
         return any(x.dtype in {torch.bool, torch.uint8} for x in index)

@@ -90,7 +90,7 @@ class _StageSource:
         self._tensors = {v: self._name_of(v) for v in sorted(self._used & graph.tensors.keys())}
 
     def source(self, about: str) -> tuple[str, set[str]]:
-        """Return the text, and the top-level names of the modules that it imports."""
+        """Return the text of the stage's file, and the names of the packages that it imports."""
         body = [*self._enter(), *self._calls(), *self._leave()]
         modules = dict.fromkeys(str(n.target) for n in self._nodes if n.kind == "module")
         argument = self._argument()

@@ -102,7 +102,7 @@ class Situation(NamedTuple):
 
 
 def resolved(tree: Any, now: Situation) -> Any:
-    """Return the arguments of a call with all placeholders replaced for the current batch."""
+    """Return a call's arguments `tree` with all placeholders replaced for the current batch."""
     if isinstance(tree, Scaled):
         return tree.factor * now.rows + tree.offset
     if isinstance(tree, ByMode):

@@ -143,7 +143,7 @@ def register(pipeline: nn.Module, layer: Layer) -> None:
 
 @contextmanager
 def noting(problems: list[str]) -> Iterator[None]:
-    """Return a context that collects errors, so that all can be raised together."""
+    """Return a context that appends errors to `problems`, so that all can be raised together."""
     try:
         yield
     except ConfigError as exc:

@@ -160,6 +160,8 @@ class Executor:
     ) -> dict[int, Any]:
         """Execute all forwards of a program in which they precede all backwards.
 
+        The arguments are those of `run`.
+
         Returns:
             On the rank of the last stage, the model's outputs by micro-batch; empty on all other
             ranks. `run_backwards` then executes the rest of the program.

@@ -33,14 +33,17 @@ def as_in_memory(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_order_of(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with its tensor's order in memory, which the receiver expects."""
+    """Return `grad` with the order in memory of its tensor `x`, which the receiver expects."""
     return grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
 
 
 def restored(
     memory: torch.Tensor, shape: Sequence[int], order: Sequence[int] | None
 ) -> torch.Tensor:
-    """Return the tensor of this shape from its memory; inverse of `as_in_memory`."""
+    """Return the tensor of this shape from its memory; inverse of `as_in_memory`.
+
+    `order` is the result of `order_of`.
+    """
     if order is None:
         return memory.view(tuple(shape))
     inverse = sorted(range(len(order)), key=lambda dim: order[dim])

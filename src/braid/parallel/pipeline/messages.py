@@ -53,21 +53,21 @@ class Carrier(Protocol):
     size: int
 
     def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
-        """Send a stage's output, a tensor or a structure with tensors."""
+        """Send a stage's output to the rank `peer`, over the connection number `edge`."""
         ...
 
     def recv_value(self, peer: int, edge: int = 0) -> Any:
-        """Receive a stage's output from the rank `peer`."""
+        """Receive a stage's output from the rank `peer`, over the connection number `edge`."""
         ...
 
     def send_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
-        """Send tensors with shapes that the receiver knows."""
+        """Send tensors to the rank `peer`, which knows their shapes, over connection `edge`."""
         ...
 
     def recv_tensors(
         self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
     ) -> list[torch.Tensor]:
-        """Receive tensors with the shapes and dtypes of `like`."""
+        """Receive tensors like `like` from the rank `peer`, over connection `edge`."""
         ...
 
     def finish(self) -> None:

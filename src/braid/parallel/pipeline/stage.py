@@ -242,7 +242,10 @@ class Stage:
     def backward_to_inputs(
         self, microbatch: int, grads: Mapping[Edge | None, Sequence[torch.Tensor]]
     ) -> dict[Edge | None, Gradients]:
-        """Return the gradients of the inputs; `backward_to_weights` computes the weights'."""
+        """Return the gradients of the inputs; `backward_to_weights` computes the weights'.
+
+        For the arguments see `backward`.
+        """
         forward_pass = self._passes.pop(microbatch)
         params = [p for p in self.parameters() if p.requires_grad]
         split = self._split[microbatch] = SplitBackward(

@@ -165,7 +165,7 @@ class FlatShard:
         ]
 
     def zeros(self, numel: int) -> torch.Tensor:
-        """Return zeros with the dtype, device and pinning of the pieces."""
+        """Return `numel` zeros with the dtype, device and pinning of the pieces."""
         pinned = self.dtypes.pinned and self.device.type == "cuda"
         dtype, device = self.dtypes.master, self.master_device
         return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned)
@@ -332,7 +332,7 @@ class FlatShard:
         self.leave()
 
     def shaped(self, memory: torch.Tensor, index: int) -> torch.Tensor:
-        """Return this rank's shard of a parameter, as a view of the rank's flat memory.
+        """Return this rank's shard of parameter number `index`, as a view of the flat `memory`.
 
         A parameter without dims keeps its shape on its owner, so that optimizer states have the
         same shapes as in one process.

@@ -179,7 +179,7 @@ class _Facts(NamedTuple):
 
     @classmethod
     def of(cls, flat: FlatShard, index: int, state: Mapping[str, Any]) -> _Facts:
-        """Return the metadata of this rank."""
+        """Return the metadata of `state`, this rank's state of parameter number `index`."""
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         cut = {key: str(x.dtype) for key, x in tensors.items() if _is_cut(flat, index, x)}
         return cls(

@@ -83,6 +83,10 @@ class Bytes(NamedTuple):
     def live(self, stage: int, num_ranks: int) -> float:
         """Return the bytes on each rank per parameter of the model, between steps.
 
+        Args:
+            stage: Stage of sharding (ZeRO): 1, 2 or 3.
+            num_ranks: Number of ranks.
+
         >>> Bytes(2, 2, 0, 12).live(3, 4), Bytes(2, 2, 0, 12).live(2, 4)
         (4.0, 5.5)
         """

@@ -57,7 +57,7 @@ def live_bytes(sharding: Sharding, optimizer: torch.optim.Optimizer) -> LiveByte
 def memory_of(
     sharding: Sharding,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Return the memory of parameters, of gradients, and of slots for gathered units."""
+    """Return memory in three lists: of parameters, of gradients, and for gathered units."""
     parameters: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
     slots: list[torch.Tensor] = []

@@ -97,6 +97,8 @@ class FlatPartition(NamedTuple):
 def by_elements(numels: Sequence[int], num_ranks: int) -> FlatPartition:
     """Return a partition of one flat vector into equal ranges, one per rank.
 
+    `numels` has the number of elements of each parameter in the vector.
+
     The vector has the `Layout` "shard": each rank owns the box that this layout assigns to it.
     """
     starts = list(accumulate(map(_aligned, numels), initial=0))
@@ -128,7 +130,9 @@ def by_owners(numels: Sequence[int], owners: Sequence[int], num_ranks: int) -> F
 
 
 def assign_owners(numels: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """Return an owner for each parameter, so that ranks own about equally many elements.
+    """Return the rank that owns each parameter, so that ranks own about equally many elements.
+
+    `numels` has the number of elements of each parameter.
 
     Source: R. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (longest first).
     """
@@ -156,7 +160,9 @@ class FlatBox(NamedTuple):
 
 
 def boxes_of(shape: Sequence[int], begin: int, end: int) -> tuple[FlatBox, ...]:
-    """Return the slices that cover a range of a row-major tensor's elements, in order.
+    """Return the boxes that cover the elements from `begin` to before `end`, in order.
+
+    Elements are counted in the flattened tensor of this shape (row-major).
 
     There are at most two boxes per dim and one more: a part of the first row, whole rows, and a
     part of the last row.

@@ -96,7 +96,7 @@ class ShardReducer(GradientListener):
         at_end_of_backward(self._backward_ended)
 
     def on_gradient(self, position: int, /) -> None:
-        """Record that a parameter's gradient is ready; start the sums of complete vectors.
+        """Record that gradient number `position` is ready; start the sums of complete vectors.
 
         Raises:
             ConfigError: The parameter got a second gradient after its sum was started.

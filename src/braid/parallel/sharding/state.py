@@ -152,7 +152,7 @@ class _Owned(nn.Module):
     def state_dict(  # type: ignore[override]  # without the argument `destination`
         self, *_args: Any, **_options: Any
     ) -> dict[str, Any]:
-        """Return the names of the model with this rank's pieces."""
+        """Return this rank's pieces of the parameters, by the names of the model."""
         state = nn.Module.state_dict(self._of["sharding"].model, keep_vars=True)
         return {name: self._leaves.get(id(tensor), tensor) for name, tensor in state.items()}
 
@@ -175,7 +175,7 @@ class _PiecesOf(Checkpoint):
         return {name: full for name, full in super().names().items() if self._is_here(name)}
 
     def require(self, expected: Mapping[str, TensorSpec]) -> None:
-        """Check the shapes of whole tensors."""
+        """Check the shapes of whole tensors, of which `expected` has this rank's pieces."""
         whole = {
             name: place[0].records[place[1]].spec
             if (place := self._places.get(name.removeprefix("model/")))
@@ -185,7 +185,10 @@ class _PiecesOf(Checkpoint):
         super().require(whole)
 
     def read(self, name: str, box: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Return this rank's piece of a tensor, or the whole if it has another shape."""
+        """Return this rank's piece of the tensor `name`, or the slices `box` of it.
+
+        If the tensor has another shape than its parameter, return all of it.
+        """
         place = self._places.get(param_of(name))
         if place is None or box is not None:
             return super().read(name, box)

@@ -40,7 +40,9 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def of(cls, value: str | Layout | Strategy, size: int) -> LayerKind:
-        """Return the kind of a value in a plan; layouts refer to a weight [out, in].
+        """Return the kind of a value in a plan for `size` ranks.
+
+        A layout as value is the layout of a weight [out, in].
 
         Raises:
             ConfigError: The value is not a kind, or is a layout for another number of ranks.

@@ -46,7 +46,7 @@ class Slicing(NamedTuple):
         raise ConfigError(msg)
 
     def part_of(self, x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Return a rank's shard of a whole tensor, as a copy."""
+        """Return the shard of a rank, one of `size`, of the whole tensor `x`, as a copy."""
         blocks = x.chunk(self.blocks, self.dim)
         return torch.cat([block.chunk(size, self.dim)[rank] for block in blocks], self.dim)
 
@@ -60,7 +60,13 @@ class Slicing(NamedTuple):
     def boxes(
         self, part: torch.Tensor, rank: int, size: int
     ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield (first index in the whole tensor, values) for each contiguous slice of a shard."""
+        """Yield (first index in the whole tensor, values) for each contiguous slice of `part`.
+
+        Args:
+            part: Shard of a rank.
+            rank: The rank.
+            size: Number of ranks.
+        """
         for number, block in enumerate(part.chunk(self.blocks, self.dim)):
             offset = [0] * part.dim()
             offset[self.dim] = (number * size + rank) * block.shape[self.dim]

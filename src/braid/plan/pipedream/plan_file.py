@@ -38,7 +38,7 @@ class PipeDreamPlan(
 
     @classmethod
     def of(cls, partition: Partition, model: str) -> PipeDreamPlan:
-        """Convert a partition of sequential layers to a plan."""
+        """Convert a partition of sequential layers to a plan; `model` is the model's name."""
         return cls(
             model=model,
             replicas=tuple(stage.replicas for stage in partition.stages),

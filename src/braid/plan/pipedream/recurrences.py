@@ -219,7 +219,10 @@ class _Solved:
                     np.minimum(block, np.maximum(first, last_s[k]), out=block)
 
     def parts(self, m: int, begin: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Yield first state, last state and machines of each stage of a best pipeline."""
+        """Yield first state, last state and machines of each stage of a best pipeline.
+
+        The pipeline has the states from `begin` to `last`, and `m` machines.
+        """
         wanted = self.best[m][begin, last]
         if m <= self.limit and self._stages_s(m, m)[begin, last] == wanted:
             yield begin, last, m
@@ -268,7 +271,16 @@ class _Solved:
         recurrence: Recurrence,
         inner: int = 1,
     ) -> Floats:
-        """Return the seconds of stages that some machines of a level share."""
+        """Return the seconds of stages that some machines of a level share.
+
+        Args:
+            compute_s: Seconds of computation of each stage on one machine.
+            params: Bytes of parameters of each stage.
+            machines: Number of machines.
+            level: The level.
+            recurrence: Variant of PipeDream's program; see `partition`.
+            inner: Number of machines of lower levels in each of these machines.
+        """
         wire = (machines - 1) * params / level.bytes_per_s
         if recurrence == "released":
             return np.asarray((compute_s + 4 * wire / machines / inner) / machines)

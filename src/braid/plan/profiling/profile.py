@@ -92,7 +92,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.input_grad_s.of(rows) + self.weight_grad_s.of(rows)
 
     def intensity(self, rows: float) -> float:
-        """Return the FLOPs of a forward per byte that it must read and write."""
+        """Return the FLOPs of a forward of `rows` rows per byte that it must read and write."""
         moved = self.param_bytes + 2 * self.output_bytes.of(rows)
         return self.flops_per_row * rows / moved if moved else 0.0
 

@@ -26,7 +26,7 @@ def program_of(split: Split, num_steps: int = 1) -> Program:
 
     Args:
         split: The split.
-        num_steps: Steps up to the flush of an asynchronous pipeline.
+        num_steps: Number of steps of an asynchronous pipeline until it has used all gradients.
     """
     if split.versions:
         return asynchronous(
@@ -63,7 +63,7 @@ def timeline_of(estimator: Estimator, split: Split, num_steps: int = NUM_STEPS) 
     Args:
         estimator: Estimator of the training.
         split: The split.
-        num_steps: Steps up to the flush of an asynchronous pipeline.
+        num_steps: Number of steps of an asynchronous pipeline until it has used all gradients.
     """
     stages, machines = estimator.stages(split)[1], estimator.machines
     last = len(stages) - 1

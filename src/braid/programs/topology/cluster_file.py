@@ -56,10 +56,10 @@ class _Device(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
     source: str | None = None
 
     def device(self) -> Device:
-        """Return the device, checked.
+        """Return the described device, with its figures checked.
 
         Raises:
-            ConfigError: It is not in the table and not whole, or a figure is wrong.
+            ConfigError: The device is not in the table and lacks figures, or a figure is wrong.
         """
         fields = {k: v for k, v in msgspec.structs.asdict(self).items() if v is not None}
         shares = fields.pop("efficiency")

@@ -273,7 +273,7 @@ class _Matrix(NamedTuple):
     feedback: ErrorFeedback | None
 
     def finish(self, p: torch.Tensor, q: torch.Tensor) -> None:
-        """Write the approximation to the gradient, and keep its error."""
+        """Write the product of the factors `p` and `q` to the gradient, and keep its error."""
         gradient = self.gradient
         plain = gradient.dtype == torch.float32 and gradient.is_contiguous()
         flat = gradient.view(-1) if plain else torch.empty(gradient.numel(), device=gradient.device)

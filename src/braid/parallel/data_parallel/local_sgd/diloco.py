@@ -162,7 +162,7 @@ class DiLoCo(WrappedOptimizer):
         self._just_averaged = True
 
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor of a checkpoint may differ between ranks.
+        """Return whether the tensor `name` of a checkpoint may differ between ranks.
 
         The start and momentum of the outer optimizer are the same on all ranks, and so are the
         averaged parameters right after an outer step.

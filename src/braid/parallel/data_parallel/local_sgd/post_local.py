@@ -104,13 +104,13 @@ class PostLocalSGDOptimizer(WrappedOptimizer):
         self.averager = averager
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; in some steps this is a collective."""
+        """Take a step, and average the parameters in some steps, which are then collectives."""
         loss = self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)
         return loss
 
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - as in its base
-        """Return whether a tensor of a checkpoint may differ between ranks.
+        """Return whether the tensor `name` of a checkpoint may differ between ranks.
 
         All tensors may differ, except parameters that all ranks have averaged in the last step.
         """
@@ -121,7 +121,7 @@ class PostLocalSGDOptimizer(WrappedOptimizer):
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; without the averager's step, its count restarts with a warning."""
+        """Load a state; if it lacks the key `step`, warn, and count the averager's steps from 0."""
         self.optim.load_state_dict(state_dict)
         if "step" not in state_dict:
             warnings.warn(

@@ -167,13 +167,13 @@ class _Emulated:
         self._versions = {0: copy.deepcopy(list(self._layers))}
 
     def copy_of(self, version: int, i: int) -> Stage:
-        """Return a stage with a version of the weights, and the buffers of the replica."""
+        """Return a stage with a version of the weights, for the replica with micro-batch `i`."""
         layers = copy.deepcopy(self._versions[version])
         _copy_buffers(self._buffers[i % self._replicas], _buffers(layers))
         return Stage(i, layers)
 
     def keep_buffers(self, stage: Stage, i: int) -> None:
-        """Keep the buffers after a forward, such as running means."""
+        """Keep buffers, such as running means, of a stage after micro-batch `i`."""
         _copy_buffers(_buffers(stage.layers), self._buffers[i % self._replicas])
         if not i % self._replicas:
             _copy_buffers(_buffers(stage.layers), _buffers(self._layers))
@@ -184,7 +184,7 @@ class _Emulated:
             del self._versions[old]
 
     def add(self, stage: Stage, i: int) -> None:
-        """Add the gradients of a micro-batch to its replica's gradients."""
+        """Add the stage's gradients of micro-batch `i` to its replica's gradients."""
         grads = [p.grad for p in trained_params(stage.layers)]
         sums = self._sums.get(i % self._replicas)
         if sums is None:
@@ -202,7 +202,14 @@ class _Emulated:
         num_before: int,
         before_step: Callable[[int, Optimizer], None] | None,
     ) -> None:
-        """Step, if micro-batch `i` of `count` is the last of a round."""
+        """Step the optimizer, if micro-batch `i` of `count` is the last of a round.
+
+        Args:
+            i: Number of the micro-batch since the last flush.
+            count: Number of micro-batches up to the next flush.
+            num_before: Number of micro-batches before the last flush.
+            before_step: Called before the step; see `AsynchronousPipeline.train_on`.
+        """
         if (i + 1) % self._per_step and i + 1 != count:
             return
         num = i % self._per_step + 1

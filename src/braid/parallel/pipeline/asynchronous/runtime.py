@@ -93,9 +93,8 @@ class AsynchronousPipeline(nn.Module):
     Attributes:
         group: Ranks of the pipeline.
         stage: Number of this rank's stage.
-        age: Age in steps of this stage's gradients, which are younger shortly after
-            the begin of `train_on`.
-            `stale_lr_scale` converts it to a factor for the learning rate.
+        age: Age in steps of this stage's gradients, which are younger shortly after the
+            begin of `train_on`. `stale_lr_scale` converts it to a factor for the learning rate.
         optimizer: Optimizer of this rank's stage.
         num_microbatches: Number of micro-batches so far. Set it when a run is resumed.
         num_steps: Number of steps of this rank so far.

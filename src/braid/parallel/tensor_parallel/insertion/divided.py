@@ -98,7 +98,15 @@ class DividedForward:
         lengths: Lengths,
         insertion: Insertion,
     ) -> _Graph:
-        """Complete a rank's graph, and keep it for later inputs of the same structure and mode."""
+        """Complete a rank's graph, and keep it for later inputs of the same structure and mode.
+
+        Args:
+            args: Inputs of the model by position.
+            kwargs: Inputs by name.
+            captured: The graph.
+            lengths: Lengths of inputs for which alone the graph is valid.
+            insertion: Record of the changes that made it a rank's graph.
+        """
         module = captured.module
         for name, part in insertion.parts.items():
             if isinstance(part, MoveStep):

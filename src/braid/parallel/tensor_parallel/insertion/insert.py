@@ -130,7 +130,7 @@ class Insertion:
         return layout
 
     def whole(self, num_dims: int) -> Layout:
-        """Return the layout of a whole tensor."""
+        """Return the layout of a whole tensor of `num_dims` dims."""
         return Layout(self.mesh, ((),) * num_dims)
 
     def convert(self, node: fx.Node, target: Layout, reason: str, user: fx.Node) -> fx.Node:

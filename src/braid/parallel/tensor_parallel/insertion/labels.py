@@ -99,7 +99,7 @@ def kept(num_dims: int, whole: Sequence[int] = ()) -> Dims:
 
 
 def broadcast(shapes: Sequence[Sequence[Size]], out: Sequence[Size]) -> list[Dims]:
-    """Return labels of tensors that are broadcast to one shape with labels 0, 1, ...
+    """Return labels of tensors that are broadcast to the shape `out` with labels 0, 1, ...
 
     Dims of length 1 that are expanded have no label.
     """

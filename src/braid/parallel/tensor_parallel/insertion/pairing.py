@@ -147,7 +147,7 @@ class _Chooser:
             self._put(insertion, bias, Layout(self._mesh, ((self._axis,),), (), (), (blocks,)))
 
     def small_head(self, trial: Insertion) -> Conflict | None:
-        """Return the conflict of an output that is too small to be worth gathering."""
+        """Return the conflict of an output in `trial` that is too small to be worth gathering."""
         for node, origins in trial.gathered.items():
             small = frozenset(
                 name

@@ -123,7 +123,14 @@ def placement_of(replicas: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def num_of_step(action: Action, replicas: int, every: int, num_microbatches: int) -> int:
-    """Return the number of micro-batches, of all replicas, whose gradients a STEP uses."""
+    """Return the number of micro-batches, of all replicas, whose gradients a STEP uses.
+
+    Args:
+        action: The STEP.
+        replicas: Number of replicas of the stage.
+        every: Number of micro-batches of a replica between two steps.
+        num_microbatches: Number of micro-batches of the program.
+    """
     per_step = replicas * every
     return min(per_step, num_microbatches - (action.version - 1) * per_step)
 

@@ -22,7 +22,10 @@ __all__ = ["breadth_first", "interleaved"]
 
 
 def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Program:
-    """Make a breadth-first program: a rank runs all micro-batches of one stage, then the next."""
+    """Make a breadth-first program: a rank runs all micro-batches of one stage, then the next.
+
+    Each rank has `num_chunks` stages.
+    """
     check_size(num_ranks, num_microbatches, num_chunks)
     work = []
     for rank in range(num_ranks):
@@ -37,7 +40,7 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
 
 
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Program:
-    """Make an interleaved 1F1B program.
+    """Make an interleaved 1F1B program with `num_chunks` stages per rank.
 
     If the number of micro-batches is not a multiple of the number of ranks, the last round omits
     the missing micro-batches. The order stays valid when work is omitted.

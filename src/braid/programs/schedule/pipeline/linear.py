@@ -44,7 +44,7 @@ class StageWork(NamedTuple):
 
 
 def looped(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
-    """Return the rank of each stage, if stages are assigned to the ranks round-robin."""
+    """Return the rank of each stage: round-robin, `num_chunks` stages per rank."""
     return tuple(range(num_ranks)) * num_chunks
 
 

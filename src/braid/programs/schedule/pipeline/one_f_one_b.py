@@ -32,8 +32,8 @@ __all__ = ["forward_only", "gpipe", "one_f_one_b"]
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Program:
     """Make a 1F1B program.
 
-    With p stages and m micro-batches, stage r runs a warm-up of min(p-r-1, m) forwards. Then it runs
-    one forward and one backward in turns, then the remaining backwards.
+    With p stages and m micro-batches, stage r runs a warm-up of min(p-r-1, m) forwards. Then it
+    runs one forward and one backward in turns, then the remaining backwards.
     """
     check_size(num_stages, num_microbatches)
     work = []

@@ -27,7 +27,7 @@ __all__ = ["zb_h1", "zb_h2", "zbv"]
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Program:
-    """Make a ZB-H1 program: a third of 1F1B's bubble, with the memory of 1F1B's first rank."""
+    """Make a ZB-H1 program: a third of 1F1B's idle time, with the memory of 1F1B's first rank."""
     check_size(num_stages, num_microbatches)
     work = []
     for rank in range(num_stages):
@@ -53,7 +53,7 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Program:
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Program:
-    """Make a ZBV program, of two stages per rank."""
+    """Make a ZBV program (zero bubble, a V of stages), with two stages per rank."""
     check_size(num_ranks, num_microbatches)
     limits = [2 * num_ranks] * num_ranks
     return list_schedule(vee(num_ranks), num_microbatches, limits, name="zbv")
