@@ -79,8 +79,8 @@ class Pipeline(nn.Module):
             previous one, any containers of tensors. Or a list of (module, names of inputs, names of
             outputs); see `wired`.
         num_microbatches: Number of micro-batches of a batch; fewer if it has fewer rows.
-        schedule: Name of a schedule of `programs.schedule.pipeline`, a file with a program or with
-            torch's CSV, or a function of the numbers of ranks and micro-batches that returns a
+        schedule: Name of a schedule of `programs.schedule.pipeline`; a file with a program or with
+            torch's CSV; or a function of the numbers of ranks and micro-batches that returns a
             program.
         balance: Number of layers of each stage; None for a partition of equal sizes.
         group: Ranks of the pipeline.

@@ -175,7 +175,7 @@ class DiLoCo(WrappedOptimizer):
         """Return the state of the inner optimizer, with the outer state under `diloco`.
 
         The outer state has the parameters at the last outer step, momentum, and the error of the
-        wire format, which differs between ranks like the inner state (`is_own`).
+        wire format. That error differs between ranks, like the inner state (`is_own`).
         """
         residuals = [
             loaded.clone() if (residual := request.residual()) is None else residual

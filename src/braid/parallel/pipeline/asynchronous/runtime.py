@@ -79,8 +79,8 @@ class AsynchronousPipeline(nn.Module):
         layers: The model; see `braid.Pipeline`.
         make_optimizer: Function of a stage's parameters that returns an optimizer for them.
         group: Ranks of the pipeline.
-        replicas: Number of ranks of each stage, which take micro-batches in turn; their gradients
-            of a round are averaged. None for one rank per stage.
+        replicas: Number of ranks of each stage, which take micro-batches in turn; at each step
+            their gradients are averaged. None for one rank per stage.
         versions: Rule for the weights in the forward of a micro-batch: `stash`, the newest of each
             stage; `vertical_sync`, the version that was the newest of stage 0 when the micro-batch
             entered; `2bw`, the version before the last.

@@ -62,7 +62,7 @@ class DividedForward:
     Args:
         model: Model with sharded parameters.
         groups: Function that returns the group of ranks along an axis.
-        scheme: Layouts of the parameters, and options of the pass.
+        scheme: Layouts of the parameters, and options of sharding.
         shapes: Whole shapes of sharded parameters.
     """
 

@@ -38,7 +38,7 @@ class Scheme:
     Attributes:
         mesh: Named axes.
         layouts: Layout of each sharded parameter, by each of its names.
-        options: Options of the pass.
+        options: Options of sharding.
         strategies: Annotations of operators, by the names of their modules.
     """
 

@@ -67,6 +67,6 @@ def all_reduce(num_ranks: int, row: int, name: str = "hierarchical") -> Rounds:
 
 
 def torus(num_ranks: int) -> Rounds:
-    """Return an all-reduce on the most square torus; a ring if `num_ranks` is a prime."""
+    """Return the rounds of an all-reduce on the most square torus; a ring for a prime."""
     row = next(n for n in range(round(num_ranks**0.5) + 1, 0, -1) if num_ranks % n == 0)
     return all_reduce(num_ranks, row, "torus")

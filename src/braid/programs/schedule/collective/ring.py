@@ -35,20 +35,20 @@ Parts = Callable[[int, int], Sequence[int]]
 
 
 def all_reduce(num_ranks: int) -> Rounds:
-    """Return the rounds of an all-reduce: those of a reduce-scatter, then of an all-gather."""
+    """Return the rounds of an all-reduce: a reduce-scatter, then an all-gather."""
     lane = np.arange(num_ranks)[None, :]
     steps = (*rings(lane, _one_block, adds=True), *rings(lane, _one_block, ahead=1))
     return Rounds("ring", "all_reduce", num_ranks, num_ranks, steps)
 
 
 def reduce_scatter(num_ranks: int) -> Rounds:
-    """Return the `num_ranks - 1` rounds after which rank r has the sum of block r."""
+    """Return the `num_ranks - 1` rounds of a reduce-scatter: rank r ends with block r's sum."""
     steps = rings(np.arange(num_ranks)[None, :], _one_block, ahead=-1, adds=True)
     return Rounds("ring", "reduce_scatter", num_ranks, num_ranks, steps)
 
 
 def all_gather(num_ranks: int) -> Rounds:
-    """Return the `num_ranks - 1` rounds after which every rank has the blocks of all ranks."""
+    """Return the `num_ranks - 1` rounds of an all-gather: every rank ends with all blocks."""
     steps = rings(np.arange(num_ranks)[None, :], _one_block)
     return Rounds("ring", "all_gather", num_ranks, num_ranks, steps)
 
