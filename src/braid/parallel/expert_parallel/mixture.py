@@ -155,7 +155,7 @@ class MixtureOfExperts(nn.Module):
 
         Returns:
             `dropped_share` of all choices, and `load_E` for each expert E: its choices divided by
-            the even share. The same on all ranks.
+            an even share of all choices. The same on all ranks.
 
         Cost: no messages.
         """

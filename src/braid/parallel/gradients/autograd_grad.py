@@ -33,7 +33,7 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def is_nested() -> bool:
-    """Return whether an autograd.Function has started the running backward inside of another."""
+    """Return whether an autograd.Function has begun this backward inside of another backward."""
     frame = sys._getframe(1)  # noqa: SLF001 - autograd numbers its backwards, but not their nesting
     while frame.f_code is not _APPLY:
         if frame.f_back is None:

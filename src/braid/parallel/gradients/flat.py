@@ -31,7 +31,7 @@ class FlatBuffer:
 
     Attributes:
         tensor: The whole buffer.
-        views: Views by shape.
+        views: Views of the buffer, one for each shape.
         starts: Index of the first element of each view.
     """
 

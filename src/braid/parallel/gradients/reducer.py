@@ -67,7 +67,7 @@ class GradientReducer(GradientListener):
         table: Parameters of the model, the same on all ranks.
         options: Sizes, accumulation and checks.
         listener: Object with methods that are called during each averaging.
-        registers_outputs: Whether forward passes are registered (`register_outputs`). Otherwise a
+        registers_outputs: Whether forward passes are registered (`register_outputs`). If not, a
             backward begins with the first partial gradient.
         agree: If given, memory and channels are created only when a backward averages for the first
             time, right after a call of this function; a collective. A copy of a model that is never
@@ -300,7 +300,7 @@ class GradientReducer(GradientListener):
     # Events of one backward, in the order in which autograd calls them.
 
     def on_output(self, forward: ForwardPass, /) -> None:
-        """Begin a backward that has reached an output of `forward`."""
+        """Begin this backward, which has reached an output of the forward pass `forward`."""
         if self._state.phase is BackwardPhase.IDLE:
             self._backward_begins()
         self._close_forward(forward)

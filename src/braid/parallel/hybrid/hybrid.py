@@ -330,7 +330,7 @@ class HybridParallel:
         return JoinedSnapshot(snapshots), merged_numbers(numbers, self.groups["pp"])
 
     def whole_shape(self, name: str, part: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the whole shape of a checkpoint's tensor `name`, of which this rank has `part`.
+        """Return the shape of a checkpoint's whole tensor `name`; this rank's has shape `part`.
 
         See `braid.checkpoint.Parts`.
         """

@@ -173,7 +173,7 @@ class ShardedStages:
         return tensors
 
     def snapshot(self, optimizer: Optimizer | None) -> Snapshot:
-        """Return this rank's shards as boxes of whole tensors."""
+        """Return this rank's shards, for a checkpoint, as slices of whole tensors."""
         return _Pieces(self.sharding, optimizer, self._slicings, self._layer_group)
 
     def numbers(self, optimizer: Optimizer | None) -> dict[str, Any]:

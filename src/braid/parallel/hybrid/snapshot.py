@@ -21,7 +21,7 @@ __all__ = ["HybridSnapshot"]
 
 
 class HybridSnapshot:
-    """Tensors of this rank as boxes of whole tensors; see `braid.checkpoint.Snapshot`.
+    """Tensors of this rank as slices of whole tensors; see `braid.checkpoint.Snapshot`.
 
     Args:
         tensors: Tensors by name: `model/NAME`, `optimizer/NAME/STATE` and others.

@@ -88,7 +88,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     workspace_bytes: PerRows = PerRows()
 
     def backward_s(self, rows: float) -> float:
-        """Return the seconds of the whole backward."""
+        """Return the seconds of the whole backward of `rows` rows."""
         return self.input_grad_s.of(rows) + self.weight_grad_s.of(rows)
 
     def intensity(self, rows: float) -> float:
@@ -156,7 +156,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         rows: Rows of the micro-batches that were measured.
         layers: Layers, in order.
         context: Bytes of a sequence, for a GPT; 0 for another model.
-        shared: Costs on one rank of layers that are sharded over several ranks, by their number.
+        shared: Costs on one rank of layers that are sharded, by the number of ranks.
         host: Costs of this host with all ranks at work; None if they were not measured.
         dtype: Dtype of a GPT's matrix products; `bf16` is autocast.
     """

@@ -60,9 +60,9 @@ class DistributedOptimizer:
         named_parameters: Names for messages, such as `model.named_parameters()`; None uses numbers.
         process_group: See `DistributedDataParallel`.
         gradient_accumulation_steps: Number of backwards whose gradients are added before they are
-            averaged. An earlier step averages the gradients so far, on all ranks; zeroing gradients
-            earlier restarts the count. Call `synchronize()` before gradients are read before such a
-            step, for example by clipping or a `torch.amp.GradScaler`: a scaler that skips the step
+            averaged. An optimizer step before that averages the gradients so far, on all ranks;
+            zeroing gradients before that restarts the count. Call `synchronize()` if gradients are
+            read before such a step, for example by clipping or a `torch.amp.GradScaler`: a scaler that skips the step
             on one rank only would leave other ranks waiting.
         bucket_cap_mb: See `DistributedDataParallel`.
         init_sync: Whether to compare parameters and copy rank 0's values first.

@@ -23,7 +23,7 @@ def accumulate(
 ) -> list[torch.Tensor]:
     """Compute in one process the gradients that `DistributedDataParallel` computes on n ranks.
 
-    Buffers keep their values after the first shard.
+    Buffers get the values that they have after the forward of the first shard.
 
     Args:
         module: Model; its `.grad` receives the averages.
