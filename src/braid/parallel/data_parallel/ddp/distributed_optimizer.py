@@ -62,8 +62,8 @@ class DistributedOptimizer:
         gradient_accumulation_steps: Number of backwards whose gradients are added before they are
             averaged. An optimizer step before that averages the gradients so far, on all ranks;
             zeroing gradients before that restarts the count. Call `synchronize()` if gradients are
-            read before such a step, for example by clipping or a `torch.amp.GradScaler`: a scaler that skips the step
-            on one rank only would leave other ranks waiting.
+            read before such a step, for example by clipping or a `torch.amp.GradScaler`: a scaler
+            that skips the step on one rank only would leave other ranks waiting.
         bucket_cap_mb: See `DistributedDataParallel`.
         init_sync: Whether to compare parameters and copy rank 0's values first.
         nonfinite: Reaction to NaN and infinity in gradients, see `DistributedDataParallel`.
