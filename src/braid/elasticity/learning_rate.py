@@ -49,7 +49,7 @@ def require_rule(rule: RateRule | None, shards: int | None) -> None:
 
 
 def rate_factor(rule: RateRule | None, num_ranks: int, num_at_first: int) -> float:
-    """Return the factor of the learning rate for `num_ranks` ranks; see the module.
+    """Return the learning rate's factor when `num_at_first` ranks have become `num_ranks`.
 
     >>> rate_factor("linear", 2, 4), rate_factor("sqrt", 1, 4), rate_factor("constant", 2, 4)
     (0.5, 0.5, 1.0)

@@ -35,7 +35,7 @@ __all__ = ["LostStateError", "NewestState", "fill", "newest_state"]
 
 
 class LostStateError(CheckpointError):
-    """Error if some part of the state is lost: no member has it."""
+    """Error if some part of the training state is lost: no member has this part."""
 
 
 class _Source(NamedTuple):
@@ -80,7 +80,7 @@ def newest_state(
 
     Args:
         group: The members.
-        parts: Parts that this member has, by number of the division.
+        parts: Parts that this member has, by number of the division (way to divide the model).
         num_parts: Names of all parts of each division, by its number.
 
     Raises:

@@ -62,7 +62,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         batch_per_rank: Rule of the learning rate, if each rank keeps its number of samples.
         verify: Number of steps between two checks of gradients; 0 for none.
         replace_slow: Factor by which a rank must be slower to be replaced; 0 for never.
-        checkpoints: Checkpoints.
+        checkpoints: Checkpoints that the training saves, and may go back to.
         evaluation: Evaluation between steps.
 
     Attributes:

@@ -46,11 +46,11 @@ MAX_PAUSE = 8  # times `resend_s`, between two repetitions of a request
 
 
 class Customer:
-    """Sends the requests of one component of a node, such as a worker's tables.
+    """Sends the requests of one component of a node (a process), such as a worker's tables.
 
     Args:
         postoffice: Post office of the node.
-        why_lost: Called with parts that are not on any node; returns the reason for the error.
+        why_lost: Called with parts of a request that no node has; returns the reason for the error.
 
     Attributes:
         next_timestamp: Timestamp of the next request.
@@ -137,7 +137,7 @@ class Customer:
         return self.postoffice.waits.ask(message, nodes, timestamp)
 
     def cancel(self, timestamp: int) -> None:
-        """Forget a request that the caller could not send, without an error in a later call."""
+        """Forget a request that the caller could not send; later calls do not raise its error."""
         self._finish(timestamp, CommError("it was cancelled"))
         self._errors.pop(timestamp, None)
 

@@ -44,7 +44,7 @@ class DenseTable(Table):
         like: Tensor with the table's shape and dtype.
 
     Attributes:
-        versions: Number of records that each shard had applied when it was last pulled.
+        versions: Number of changes that each shard had applied when it was last pulled.
         lengths: Number of elements of each shard.
     """
 
@@ -80,7 +80,7 @@ class DenseTable(Table):
         return out
 
     def pull_async(self, out: torch.Tensor, *, priority: int = 0) -> int:
-        """Begin to receive the values into a contiguous tensor; return the timestamp.
+        """Begin to receive the values into a contiguous tensor; return the timestamp for `wait`.
 
         Raises:
             ConfigError: `out` has another shape or dtype than the table, or is not contiguous.
@@ -115,7 +115,7 @@ class DenseTable(Table):
         """Push a gradient for this worker's clock, and begin the next clock.
 
         The gradient may be changed afterwards. `wait` returns once all copies of the shards have
-        the push. Under BSP a pull of the next clock includes it, with or without `wait`.
+        the push. Under BSP (staleness 0) a pull of the next clock includes it, with or without `wait`.
 
         Returns:
             The timestamp of the request.

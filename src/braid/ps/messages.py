@@ -76,7 +76,7 @@ class Push(msgspec.Struct, tag="push", frozen=True):
     """A worker sends a server gradients for shards of a table at the worker's clock (its step).
 
     Attributes:
-        epoch: Epoch of the worker's directory.
+        epoch: Number of the worker's directory, which says which server has which shard.
         table: Name of the table.
         clock: Clock of the worker to which the gradients belong.
         shards: Numbers of the shards.
@@ -98,11 +98,11 @@ class Pull(msgspec.Struct, tag="pull", frozen=True):
     """A worker asks a server for the values of shards of a table, or their states or numbers.
 
     Attributes:
-        epoch: Epoch of the worker's directory.
+        epoch: Number of the worker's directory, which says which server has which shard.
         table: Name of the table.
         clock: Clock of the worker; the values include the pushes that its consistency requires.
         shards: Numbers of the shards.
-        specs: Shapes and dtypes of each shard's query, such as ids of rows, which are buffers.
+        specs: Shapes and dtypes of each shard's query, such as ids of rows, sent as buffers.
         whole: Whether the whole state is requested, with the state of the optimizer.
         number: Number that is requested instead of values: the worker's next clock, or the oldest
             task that may be unfinished.
@@ -121,7 +121,7 @@ class TableChange(msgspec.Struct, tag="change", frozen=True):
     """A worker asks a server for a new consistency or learning rate of a table.
 
     Attributes:
-        epoch: Epoch of the worker's directory.
+        epoch: Number of the worker's directory, which says which server has which shard.
         table: Name of the table.
         shards: Shards on that server.
         clock: First clock of the new setting.
@@ -158,7 +158,7 @@ class Pulled(ValuesAnswer, tag="pulled", frozen=True):
 
     Attributes:
         specs: Specs of each shard's tensors; empty if numbers were requested.
-        versions: Number of records applied to each shard, or the requested number.
+        versions: Number of changes applied to each shard, or the requested number.
         names: Names of each shard's tensors, if the whole state was requested.
     """
 
@@ -194,7 +194,7 @@ class RequestRefused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class Update(msgspec.Struct, tag="update", frozen=True):
-    """A server sends a record and the sum of its pushes to the next server of the shard's chain."""
+    """A server sends a change of a shard, with the sum of its pushes, to the next copy's server."""
 
     epoch: int
     table: str
@@ -204,9 +204,9 @@ class Update(msgspec.Struct, tag="update", frozen=True):
 
 
 class RecordsConfirmed(msgspec.Struct, tag="confirmed", frozen=True):
-    """A server reports to the server before it in a chain that a shard's records are stored.
+    """A server reports to the server with the previous copy of a shard that changes are stored.
 
-    The sender and all servers after it have the records up to `number`.
+    The sender and all servers with later copies have the changes up to `number`.
     """
 
     epoch: int
@@ -216,7 +216,7 @@ class RecordsConfirmed(msgspec.Struct, tag="confirmed", frozen=True):
 
 
 class ShardSnapshot(msgspec.Struct, tag="state", frozen=True):
-    """A server sends the whole state of a shard to the next server, which joins the chain."""
+    """A server sends the whole state of a shard to a server that will have the next copy."""
 
     since: int
     table: str
@@ -239,9 +239,9 @@ class NodeJoin(msgspec.Struct, tag="join", frozen=True):
 
     Attributes:
         address: Address at which other nodes can reach it; empty for workers.
-        start: First clock of a worker.
+        start: First clock (number of a step) of a worker.
         tables: Form of each table; on servers also a checksum of its first values.
-        epoch: Epoch of the node's directory; -1 if it has none. A worker that was a member may
+        epoch: Number of the node's directory; -1 if it has none. A worker that was a member may
             have been removed since.
     """
 
@@ -252,7 +252,7 @@ class NodeJoin(msgspec.Struct, tag="join", frozen=True):
 
 
 class Here(msgspec.Struct, tag="here", frozen=True):
-    """The scheduler sends its directory to a node."""
+    """The scheduler sends a node its directory: all nodes, and the servers of each shard."""
 
     directory: Directory
 
@@ -280,12 +280,12 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
 
 
 class Installed(msgspec.Struct, tag="installed", frozen=True):
-    """A server reports to the scheduler that it has a shard's state, and so joins the chain.
+    """A server reports to the scheduler that it has a shard's state, and so a valid copy.
 
     Attributes:
-        shard: Number of the virtual shard.
+        shard: Number of the virtual shard, which stands for shards with the same servers.
         server: Number of the server that joins.
-        since: Epoch of the directory in which the server was added to the chain.
+        since: Number of the directory in which the server was added.
     """
 
     shard: int
@@ -308,7 +308,7 @@ class Barrier(msgspec.Struct, tag="barrier", frozen=True):
 
 
 class Loads(msgspec.Struct, tag="loads", frozen=True):
-    """A server reports to the scheduler how many requests each virtual shard had recently."""
+    """A server reports to the scheduler how many requests each of its shards had recently."""
 
     counts: list[int]
 

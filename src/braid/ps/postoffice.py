@@ -160,7 +160,7 @@ class Postoffice:
         self._memory += [] if memory is None else [memory]
 
     def receive_into(self, kind: type[ValuesAnswer]) -> None:
-        """Receive answers of this type into the memory that requests name."""
+        """Receive answers of the type `kind` into the memory that components provide."""
 
         def allocate(sender: str, message: Message, sizes: tuple[int, ...]) -> Views | None:
             """Return the memory for an answer; runs in the van's thread, without the lock."""
@@ -220,7 +220,7 @@ class Postoffice:
             self.failure = "lost the scheduler before all had joined: look for its first error"
 
     def join_unless(self, is_over: Callable[[], bool]) -> bool:
-        """Join unless `is_over()`; return whether this node has joined or the run goes on."""
+        """Join unless `is_over()`; return False if the run was over before this node had joined."""
         if self.directory is None and not is_over():
             try:
                 self.join()
@@ -277,7 +277,7 @@ class Postoffice:
         message_id: int = 0,
         priority: int = 0,
     ) -> bool:
-        """Send a message; connect first if necessary.
+        """Send a message, which may answer message `answers`; connect first if necessary.
 
         Returns:
             Whether the node could be reached. It may be lost before the message arrives.
@@ -458,7 +458,7 @@ class Postoffice:
         return is_first and directory.lives.get(number, life) != life
 
     def set_directory(self, directory: Directory) -> None:
-        """Use a new directory from now on, and pass it to the registered components."""
+        """Use a new directory (nodes, and servers of shards), and pass it to all components."""
         self.directory, self.epoch = directory, directory.epoch
         for call in self._on_directory:
             call(directory)
@@ -480,7 +480,7 @@ class Postoffice:
             self.failure = self.failure or delivery.message.text
 
     def remove(self, text: str) -> None:
-        """Mark this node as removed from the run: all its waits raise StaleError."""
+        """Mark this node as removed from the run: all its waits raise StaleError with `text`."""
         self.is_removed = self.is_removed or not self.failure
         self.failure = self.failure or text
 

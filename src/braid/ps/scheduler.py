@@ -154,7 +154,7 @@ class Scheduler:
 
     @property
     def directory(self) -> Directory | None:
-        """The directory of this epoch."""
+        """The current directory: nodes and servers of shards; None before all have joined."""
         return self._state.directory
 
     def release_lost(self) -> None:

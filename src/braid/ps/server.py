@@ -105,7 +105,7 @@ class Server:
         )
 
     def add(self, table: TableSpec, states: Sequence[StoredState] | None = None) -> None:
-        """Add a table to serve, with the states of its shards from a snapshot if not None."""
+        """Add a table to serve; `states` has a snapshot of each shard, None for first values."""
         self._tables[table.name] = table
         for number in range(table.num_shards):
             state = ShardState(self._number, table.consistency)

@@ -37,7 +37,7 @@ class TableShard:
         state: State machine that decides.
         storage: Values of the shard.
         kept: Values of pushes that are in no record yet, by worker and clock.
-        sums: Sums of records that are not confirmed, by number.
+        sums: Sums of records (changes) that are not confirmed, by number.
         staleness: Number of records between the pull and the push, for recently summed pushes.
         dropped: Recent pushes that were dropped because they came too late.
     """
@@ -89,7 +89,7 @@ class TableShard:
         return values, version
 
     def follow(self, record: ShardRecord, sums: Tensors, epoch: int) -> list[Instruction]:
-        """Store a record and its sum from the predecessor, and return instructions for messages."""
+        """Store a record (a change) and its sum from the previous copy; return instructions."""
         if self.state.follows(epoch) and record.number > self.state.applied.number:
             self.sums[record.number] = sums
         return self.carry_out(self.state.record(record, epoch))

@@ -61,7 +61,7 @@ class TableSpec:
     place: int | None = None
 
     def virtual(self, shard: int) -> int:
-        """Return the virtual shard that a shard belongs to."""
+        """Return the virtual shard that a shard belongs to, which determines its server."""
         if self.place is None:
             return virtual_shard(self.name, shard)
         return (self.place + shard) % NUM_VIRTUAL
@@ -92,7 +92,7 @@ class Table:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the directory, which changes when shards move."""
+        """Number of the directory of shards and their servers; it changes when shards move."""
         return self._customer.postoffice.epoch
 
     def set_consistency(self, consistency: Consistency, at_clock: int | None = None) -> int:

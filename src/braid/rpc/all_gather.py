@@ -45,7 +45,7 @@ class AllGathers:
             return self._counts[names]
 
     def add(self, key: Key, name: str, value: Any) -> torch.futures.Future[dict[str, Any]]:
-        """Add a node's value; return a future of all values, which completes with the last one."""
+        """Add the value of node `name` to the all_gather `key`; return a future of all values."""
         with self._lock:
             values = self._values.setdefault(key, {})
             future = self._futures.setdefault(key, AnswerFuture())
@@ -58,7 +58,7 @@ class AllGathers:
         return future
 
     def end_early(self, key: Key, reason: str) -> None:
-        """Fail an all_gather on all waiting nodes, because one node timed out."""
+        """Fail the all_gather `key` on all waiting nodes, because one node timed out."""
         with self._lock:
             self._values.pop(key, None)
             future = self._futures.pop(key, None)

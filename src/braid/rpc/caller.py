@@ -156,7 +156,7 @@ class Caller:
         """Call a function in another node, where its result stays.
 
         Returns:
-            Number of the reference, number of this node's fork of it, and the owning node.
+            Number of the reference, number of this node's fork (use) of it, and the owning node.
         """
         record = self.peers.directory.find(call.to)
         ref, fork = self.references.new_remote(record.id)

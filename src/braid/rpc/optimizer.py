@@ -92,26 +92,26 @@ class _LocalOptimizer:
         self.optimizer.param_groups[group][name] = value
 
     def schedule(self, make: MakeScheduler, kwargs: dict[str, Any]) -> int:
-        """Make a scheduler; return its number."""
+        """Make a learning rate scheduler, by `make(optimizer, **kwargs)`; return its number."""
         self.schedulers.append(make(self.optimizer, **kwargs))
         return len(self.schedulers) - 1
 
     def schedule_step(self, number: int, args: Sequence[Any]) -> list[float]:
-        """Step a scheduler; return the learning rates of the groups."""
+        """Step the scheduler with a number; return the learning rates of the groups."""
         with PARAM_LOCKS.held(self.params):
             self.schedulers[number].step(*args)
         return self.learning_rates(number)
 
     def learning_rates(self, number: int) -> list[float]:
-        """Return the learning rates that a scheduler has set."""
+        """Return the learning rates that the scheduler with a number has set."""
         return [float(rate) for rate in self.schedulers[number].get_last_lr()]
 
     def schedule_state(self, number: int) -> dict[str, Any]:
-        """Return the state of a scheduler."""
+        """Return the state of the scheduler with a number."""
         return self.schedulers[number].state_dict()
 
     def schedule_load(self, number: int, state: dict[str, Any]) -> None:
-        """Load the state of a scheduler."""
+        """Load the state of the scheduler with a number."""
         self.schedulers[number].load_state_dict(state)
 
     def export(self) -> optimizer_checkpoints.Part:

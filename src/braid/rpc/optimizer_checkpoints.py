@@ -29,7 +29,7 @@ class Part(NamedTuple):
     """Parameters and optimizer states of one node, in a checkpoint.
 
     Attributes:
-        params: Values.
+        params: Values of the parameters.
         states: State of each parameter in the optimizer.
         settings: Settings of the groups with parameters on the node.
     """

@@ -104,6 +104,8 @@ class Peers:
     ) -> None:
         """Send a message; connect first if need be.
 
+        `answers` is the number of the message that this one answers; 0 for none.
+
         Raises:
             PeerLostError: The node was lost, and cannot be reached again.
             RendezvousError: The node cannot be reached, or could not be shortly before.

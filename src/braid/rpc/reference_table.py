@@ -95,7 +95,7 @@ class References:
             return ref, fork
 
     def created(self, fork: Id, error: BaseException | None = None) -> None:
-        """Record that the owner has begun to make the value of `new_remote`, or that it failed."""
+        """Record that the owner makes the value of `new_remote`, or that the call has failed."""
         with self._lock:
             if error is not None and self.state.is_held(fork):
                 self._errors[fork] = error.with_traceback(None)  # its frames hold arguments
@@ -173,13 +173,13 @@ class References:
         return future
 
     def check(self, fork: Id) -> None:
-        """Raise if the value of a handle could not be made, or its loss is known."""
+        """Raise if the value to which `fork` refers could not be made, or is known to be lost."""
         error = self._errors.get(fork)
         if error is not None:
             raise error
 
     def is_confirmed(self, fork: Id) -> bool:
-        """Return whether the owner knows a fork."""
+        """Return whether the value's owner has registered a fork (reference) of this node."""
         with self._lock:
             return self.state.is_confirmed(fork)
 

@@ -97,7 +97,7 @@ class CallSpans:
         self._node = node
 
     def call(self, name: str, to: int, number: int) -> Span | None:
-        """Begin the span of a call that this node makes."""
+        """Begin the time span of a call that this node makes; None without a recorder."""
         recorder = self._recorder
         if recorder is None:
             return None
@@ -110,7 +110,7 @@ class CallSpans:
         )
 
     def serve(self, name: str, sender: int, number: int, arrived_ns: int) -> Span | None:
-        """Begin the span of a peer's call that runs here; also record its time in the queue."""
+        """Begin the time span of a peer's call that runs here; record also how long it waited."""
         recorder = self._recorder
         if recorder is None:
             return None

@@ -32,7 +32,7 @@ FIRST_STEPS, EVERY = 10, 10  # processes exchange digests in the first steps, th
 
 
 class ReplicaDigests:
-    """Compares the digests of all replicas.
+    """Compares the digests (hashes of the tensors' bits) of all replicas.
 
     Args:
         across: Group of the processes; None with a single process.

@@ -207,7 +207,7 @@ set_tensor_model_parallel_rank = set_rank_of("tp")
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> Any:
-    """Return the group of all tensor and data parallel ranks of a stage."""
+    """Return the group of tensor and data (optionally context) parallel ranks of a stage."""
     kind = "tp_dp_cp" if with_context_parallel else "tp_dp"
     return STATE.group(kind, check_initialized=check_initialized)
 
@@ -220,7 +220,7 @@ get_tensor_and_context_parallel_rank = rank_of("tp_cp", alone=0)
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> Any:
-    """Return the group for reducing absolute maxima (amax)."""
+    """Return the group for reducing absolute maxima: tensor and by default data parallel."""
     if tp_only_amax_red:
         return STATE.group("tp_cp" if with_context_parallel else "tp")
     return STATE.group("tp_dp_cp" if with_context_parallel else "tp_dp")
@@ -245,7 +245,7 @@ def get_data_parallel_group(
     partial_data_parallel: bool = False,
     independent_all_gather: bool = False,
 ) -> Any:
-    """Return the group of ranks with the same part of the model."""
+    """Return the group of ranks with the same part of the model; options as in Megatron."""
     kind = _data_kind(
         with_cp=with_context_parallel,
         partial=partial_data_parallel,
@@ -339,7 +339,7 @@ get_pipeline_model_parallel_first_rank = first_of("pp")
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """Return the global rank of the last stage."""
+    """Return the global rank of the last stage of this rank's pipeline."""
     return STATE.members("pp")[STATE.size("pp") - 1]
 
 
@@ -419,7 +419,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """Return whether this rank has position embeddings."""
+    """Return whether this rank has position embeddings of the model."""
     return dist.get_rank() in STATE.ranks.get("pos_embd", [])
 
 

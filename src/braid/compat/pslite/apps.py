@@ -76,7 +76,7 @@ class KVWorker(_Notes, kv.KVWorker):
         cb: Callback = None,
         priority: int = 0,
     ) -> int:
-        """Push values; keys and values are copied."""
+        """Push values; keys and values are copied. See `push` of `braid.ps.kv.KVWorker`."""
         options = _options(cmd, cb, priority)
         return self.push(keys, torch.as_tensor(vals), lens, **options)
 
@@ -89,7 +89,7 @@ class KVWorker(_Notes, kv.KVWorker):
         cb: Callback = None,
         priority: int = 0,
     ) -> int:
-        """Pull values into a tensor or array; an empty tensor is resized."""
+        """Pull values into a tensor or array; an empty tensor is resized. See `Push`."""
         return self.pull(keys, _out(vals), _out(lens), **_options(cmd, cb, priority))
 
     def PushPull(
@@ -102,7 +102,7 @@ class KVWorker(_Notes, kv.KVWorker):
         cb: Callback = None,
         priority: int = 0,
     ) -> int:
-        """Push values and pull into `outs`."""
+        """Push `vals` and pull into `outs` in one request; see `Push`."""
         options = _options(cmd, cb, priority)
         return self.push_pull(keys, torch.as_tensor(vals), _out(outs), _out(lens), **options)
 
@@ -149,7 +149,7 @@ class KVWorker(_Notes, kv.KVWorker):
 
 
 class KVServer(_Notes, kv.KVServer):
-    """Answers pushes and pulls with a handle.
+    """Answers pushes and pulls with a handle, a function that the program sets.
 
     Args:
         app_id: Number of the app.

@@ -19,10 +19,10 @@ DistAutogradContext = Context
 
 
 def average_ddp(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of all modules: contexts then run the hooks of DistributedDataParallel.
+    """Forward pre-hook of all modules: makes distributed autograd run the hooks of DDP modules.
 
-    If the program calls `ddp.forward(x)`, hooks of the wrapper do not run. So this function also
-    acts for the wrapped module.
+    DDP is torch's DistributedDataParallel. If the program calls `ddp.forward(x)`, hooks of `ddp`
+    do not run. So this function also acts for the module that `ddp` wraps.
     """
     del args
     if torch.compiler.is_compiling():

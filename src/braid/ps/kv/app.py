@@ -88,7 +88,7 @@ class App(ABC):
 
     @property
     def customer(self) -> Customer:
-        """Customer that sends the requests of this app."""
+        """`Customer` object, which sends the requests of this app."""
         return self._customer
 
     # -- requests

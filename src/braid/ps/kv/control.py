@@ -33,7 +33,7 @@ class Control(App):
         super().__init__(node, CONTROL_APP)
 
     def enter(self, group: int, number: int) -> int:
-        """Enter a barrier; return the timestamp to wait for."""
+        """Enter barrier `number` of a group of nodes; return the timestamp to wait for."""
         return self._ask(
             {0: SCHEDULER}, lambda head: (Enter(**asdict(head), group=group, number=number), ())
         )
@@ -65,7 +65,7 @@ class KVScheduler(Control):
         )
 
     def enter_here(self, group: int, number: int, opened: Opened) -> None:
-        """Enter a barrier as the scheduler itself; `opened` is notified when the barrier opens."""
+        """Enter barrier `number` of a group as the scheduler; `opened` is notified of its end."""
         with self._postoffice.lock:
             self._act(self.state.enters(SCHEDULER, number, group, opened))
 

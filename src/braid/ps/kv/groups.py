@@ -39,7 +39,7 @@ FIRST_ID = 8  # smaller numbers are groups
 
 
 def id_of(node: str) -> int:
-    """Return the number of a node."""
+    """Return the number of the node with a name, such as 8 for `server:0`."""
     role, number = split_node(node)
     if role == SCHEDULER:
         return SCHEDULER_GROUP
@@ -65,7 +65,7 @@ def node_of(number: int) -> str:
 
 
 def members_of(group: int, num_servers: int, num_workers: int) -> list[str]:
-    """Return the nodes of a group, or the node with a number.
+    """Return the names of the nodes in a group or a sum of groups, or of the node `group`.
 
     Raises:
         ConfigError: The group or node does not exist.

@@ -45,10 +45,10 @@ class KVRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         app: Number of the app that sends the request, and of the app that answers it.
-        customer: Number of the customer in the sender's process.
+        customer: Number of the customer, the object in the sender's process that sends the request.
         timestamp: Number of the request, consecutive for each customer.
         seen: Timestamp below which all requests of the customer are answered or cancelled.
-        part: Number of the receiver in the request, which its answer repeats.
+        part: Number of the receiver among the request's receivers; the answer repeats it.
     """
 
     app: int
@@ -121,7 +121,7 @@ class Transfer(KVRequest, tag="kv.transfer", frozen=True, kw_only=True):
     """Request of a worker to a server: a push, a pull or both.
 
     Attributes:
-        cmd: Number for the server's handle.
+        cmd: Number that the worker's program passes to the server's handle, its request function.
         push: Whether there are values.
         pull: Whether the answer has values.
         ranged: Whether all keys lie in the receiver's range.

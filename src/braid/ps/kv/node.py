@@ -210,7 +210,7 @@ class KVNode(BaseNode):
             self.abort()
 
     def wait_for_customer(self, customer_id: int, timeout_s: float | None = None) -> None:
-        """Wait for all requests of the apps of one customer; see `App.wait`."""
+        """Wait for all requests of the apps with this `customer_id`; see `App.wait`."""
         for app in list(self._apps.values()):
             if app.customer_id == customer_id and app is not self._control:
                 app.wait_all(timeout_s)
@@ -258,7 +258,7 @@ class KVNode(BaseNode):
         self.dispatch_parked()
 
     def dispatch_parked(self) -> None:
-        """Dispatch waiting requests again; apps call this after they get a new handle."""
+        """Dispatch waiting requests again; apps call this when they get a request handle."""
         with self.postoffice.lock:
             parked, self._parked = self._parked, []
             for due_ns, delivery in parked:
@@ -301,7 +301,7 @@ class KVNode(BaseNode):
         return any(due_ns <= now_ns for due_ns, _ in self._parked)
 
     def refuse_overdue(self) -> None:
-        """Refuse parked requests for apps or handles that were not registered in time."""
+        """Refuse waiting requests for apps or request handles that were not set in time."""
         with self.postoffice.lock:
             now_ns = self.postoffice.van.clock.now_ns()
             late = [delivery for due_ns, delivery in self._parked if due_ns <= now_ns]

@@ -26,11 +26,11 @@ MAX_BYTES = 1 << 30  # largest decoded tensor; the same as VanConfig's largest m
 
 @dataclass(slots=True)
 class Parcel:
-    """Tensors by name, with the heads of the filters that have changed them.
+    """Tensors by name, with headers of the filters, such as compression, that have encoded them.
 
     Attributes:
         tensors: Tensors by name.
-        heads: Encodings, in the order in which they were applied.
+        heads: Headers of the encodings, in the order in which they were applied.
         digest: Digest of the keys, if the receiver must cache them or has them cached.
         keys: Keys that are not sent, since the receiver has them.
     """
@@ -46,7 +46,7 @@ class Parcel:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def pack(self) -> tuple[list[str], list[TensorSpec], list[memoryview]]:
-        """Return the names and specs for the message, and the buffers to send with it."""
+        """Return the tensors' names, their specs (shape and dtype), and their buffers to send."""
         return [*self.tensors], *as_buffers(list(self.tensors.values()))
 
     @classmethod
@@ -71,10 +71,10 @@ class Parcel:
         """Undo all filters.
 
         Args:
-            on_saved: Called with each head, and the number of bytes that its filter has saved.
+            on_saved: Called with each header, and the number of bytes that its filter has saved.
 
         Raises:
-            CommError: The heads do not fit the tensors.
+            CommError: The headers do not fit the tensors.
         """
         while self.heads:
             head, before = self.heads.pop(), self.nbytes

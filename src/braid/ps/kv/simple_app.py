@@ -33,7 +33,7 @@ class SimpleData:
     """A request or an answer, as passed to handles.
 
     Attributes:
-        head: Number of the request.
+        head: Number that the sender's program has passed as `head`.
         body: Text of the request or the answer.
         sender: Number of the node that has sent it.
         timestamp: Number of the request at the node that sent the request.

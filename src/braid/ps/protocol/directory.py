@@ -62,12 +62,12 @@ def name_of(role: Role, number: int) -> str:
 
 
 def virtual_shard(table: str, shard: int, count: int = NUM_VIRTUAL) -> int:
-    """Return the virtual shard that a shard of a table belongs to; the same on all nodes."""
+    """Return the number of a shard's virtual shard, a set of shards on the same servers."""
     return (zlib.crc32(table.encode()) + shard) % count
 
 
 class Directory(msgspec.Struct, frozen=True, kw_only=True):
-    """Servers, chains and workers of one epoch.
+    """Servers and workers of one epoch, and the chain of each shard: the servers with its copies.
 
     Attributes:
         epoch: Number of the directory.
@@ -172,7 +172,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         return Counter(chain[0] for chain in self.chains if chain)
 
     def loads(self) -> Counter[int]:
-        """Return the number of chains that each server is a member of."""
+        """Return the number of chains (servers with copies of a shard) that each server is in."""
         loads = Counter(dict.fromkeys(self.servers, 0))
         loads.update(server for chain in self.chains for server in chain)
         return loads
@@ -220,6 +220,8 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     def installed(self, shard: int, server: int, since: int) -> Directory:
         """Return the directory after a joining server has received a virtual shard's state.
 
+        `since` is the epoch in which the server was added to the shard's chain of servers.
+
         If the chain is now too long, it loses a leaving server, else its most loaded one.
         """
         if self.joining[shard].get(server) != since:
@@ -235,7 +237,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def length(self) -> int:
-        """Number of servers that a chain should have."""
+        """Number of servers that a chain (the servers with copies of a shard) should have."""
         return min(self.replicas + 1, len(self.servers) - len(self.leaving))
 
     def moves(self, weights: Sequence[float] | None = None) -> list[tuple[int, int]]:

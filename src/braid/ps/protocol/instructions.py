@@ -27,7 +27,7 @@ Request: TypeAlias = tuple[str, int]  # node that asks, and number of its reques
 
 
 class View(NamedTuple):
-    """A shard's chain in one epoch of the directory.
+    """A shard's chain (the servers with copies of it) in one epoch of the directory.
 
     Attributes:
         epoch: Number of the epoch.
@@ -56,25 +56,25 @@ class DropPushes(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """Instruction: sum the kept values of a record's pushes."""
+    """Instruction: sum the kept values of the pushes that one record (a change) combines."""
 
     record: ShardRecord
 
 
 class SendOn(NamedTuple):
-    """Instruction: send a record and its sum to the next server of the chain."""
+    """Instruction: send a record (a change) and its sum to the server with the next copy."""
 
     number: int
 
 
 class Apply(NamedTuple):
-    """Instruction: step the optimizer with the sum of a record."""
+    """Instruction: step the optimizer with the sum of a record, which is one change."""
 
     record: ShardRecord
 
 
 class Confirm(NamedTuple):
-    """Instruction: confirm records up to a number to the previous server of the chain.
+    """Instruction: confirm records (changes) up to a number to the previous copy's server.
 
     This server and all servers after it have these records.
     """
@@ -83,7 +83,7 @@ class Confirm(NamedTuple):
 
 
 class Accept(NamedTuple):
-    """Instruction: accept a push or a change, since the whole chain has it."""
+    """Instruction: accept a push or a change, since all servers with a copy have it."""
 
     request: Request
 
@@ -95,13 +95,13 @@ class AnswerPull(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Instruction: answer a request that this server is not the head of the shard."""
+    """Instruction: answer a request that another server now decides on the shard."""
 
     request: Request
 
 
 class Install(NamedTuple):
-    """Instruction: send the whole state of the shard to a server that joins the chain."""
+    """Instruction: send the whole state of the shard to a server that will have a copy."""
 
     server: int
 

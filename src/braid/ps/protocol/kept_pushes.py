@@ -41,7 +41,7 @@ class KeptPushes:
         self._lrs: dict[Push, float] = {}  # learning rates that pushes name
 
     def add(self, push: Push, request: Request, key: TaskKey | None, lr: float | None) -> bool:
-        """Keep a push until it is in a record; return whether it is new.
+        """Keep a push until it is in a record (a change of the shard); return whether it is new.
 
         `request` is answered later; it replaces the request of an earlier copy of the push.
         """
@@ -82,7 +82,7 @@ class KeptPushes:
         }
 
     def take(self, pushes: Sequence[Push]) -> list[Request]:
-        """Remove pushes that are now in a record; return the requests to answer for them."""
+        """Remove pushes that are now in a record (a change); return the requests to answer."""
         taken = set(pushes)
         self.eligible = [push for push in self.eligible if push not in taken]
         for push in pushes:

@@ -17,7 +17,7 @@ BarrierRequest = TypeVar("BarrierRequest")
 
 
 class PublishDirectory(NamedTuple):
-    """Instruction: send the directory to all nodes."""
+    """Instruction: send the directory (nodes, and servers of shards) to all nodes."""
 
     directory: Directory
 

@@ -92,7 +92,7 @@ class ShardProgress:
 
     Attributes:
         rules: Consistency by clock.
-        number: Number of the last record.
+        number: Number of the last record (change of the shard).
         clocks: Next clock of each worker that has pushed.
         completed: Number of complete clocks.
         num_dropped: Number of dropped pushes.
@@ -131,7 +131,7 @@ class ShardProgress:
         return min([slowest, *(b for b in self.rules.begins if b > self.completed)])
 
     def advance(self, record: ShardRecord) -> None:
-        """Update the progress by the next record."""
+        """Update the progress by the next record, which is one change of the shard."""
         assert record.number == self.number + 1, "records have no gaps"
         self.number = record.number
         for worker, clock in (*record.pushes, *record.dropped):
@@ -177,7 +177,7 @@ class ShardProgress:
         )
 
     def rate(self, record: ShardRecord) -> float | None:
-        """Return the learning rate for a record; None if it never changed."""
+        """Return the learning rate for a record (a change); None if the rate never changed."""
         if record.step_lr is not None:
             return record.step_lr
         clock = min((clock for _, clock in record.pushes), default=0)

@@ -295,7 +295,7 @@ class SchedulerState(MembersState[str, int]):
         return self._change(directory)
 
     def installed(self, shard: int, server: int, since: int) -> list[Instruction]:
-        """Record that the server `server` has received a shard's state, and so joins its chain."""
+        """Record that `server`, added in epoch `since`, has received a virtual shard's state."""
         if self.directory is None:
             return []
         directory = self.directory.installed(shard, server, since)

@@ -90,12 +90,12 @@ class ShardState:
 
     @property
     def successor(self) -> int | None:
-        """The next server of the chain."""
+        """The server with the next copy; None for the last one."""
         return self._neighbour(1)
 
     @property
     def predecessor(self) -> int | None:
-        """The server before this one in the chain."""
+        """The server with the previous copy; None for the first one."""
         return self._neighbour(-1)
 
     def _neighbour(self, step: int) -> int | None:
@@ -108,7 +108,7 @@ class ShardState:
     # -- events
 
     def configure(self, view: View) -> list[Instruction]:
-        """Continue with the chain of a later epoch; ignore an earlier one."""
+        """Continue with the chain of servers of a later epoch; ignore an earlier `view`."""
         if view.epoch <= self.view.epoch:
             return []
         was_head, is_first = self.is_head, self.view.epoch < 0
@@ -220,7 +220,7 @@ class ShardState:
         return epoch == self.view.epoch and self.predecessor is not None and not self.is_head
 
     def record(self, record: ShardRecord, epoch: int) -> list[Instruction]:
-        """Handle a record from the predecessor; the caller stores its sum by number."""
+        """Handle a record (a change) of the previous server; the caller stores its sum."""
         if not self.follows(epoch):
             return []
         if record.number <= self.applied.number and self.is_installed:
@@ -229,7 +229,7 @@ class ShardState:
         return self._follow()
 
     def install(self, progress: ShardProgress, since: int) -> list[Instruction]:
-        """Begin with the state that the predecessor has sent in the epoch `since`."""
+        """Begin with the state of the previous server; this one was added in epoch `since`."""
         if self.is_installed or since != self.view.joining.get(self._server):
             return []
         self.applied, self.decided = progress.copy(), progress.copy()
@@ -242,13 +242,13 @@ class ShardState:
         return [*instructions, *self._follow()]
 
     def confirm(self, number: int, epoch: int) -> list[Instruction]:
-        """Record that all servers after this one have the records up to `number`."""
+        """Record that all servers after this one have the records (changes) up to `number`."""
         if epoch != self.view.epoch or number <= self.confirmed or not self.is_installed:
             return []
         return [*self._confirm(number), *(self._freed() if self.is_head else [])]
 
     def resend(self) -> list[Instruction]:
-        """Send unconfirmed records again, on links that lose messages."""
+        """Send unconfirmed records (changes) again, on links that lose messages."""
         instructions: list[Instruction] = []
         if not self.is_installed:
             return instructions

@@ -141,7 +141,7 @@ def accumulated(
     Args:
         pairs: Tensors, and the gradients from which the backward begins.
         leaves: Leaves on which the tensors depend.
-        anchors: Leaves of receives on which the tensors depend.
+        anchors: Leaves on which the tensors depend, and which represent received messages.
         known: Gradients that the context has so far.
         hooked: `.grad` of each parameter after earlier local backwards of the same backward, which
             may be memory of the module with the hooks; this call updates it.

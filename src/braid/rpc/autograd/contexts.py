@@ -146,7 +146,7 @@ class Contexts:
 
     @contextlib.contextmanager
     def entered(self, edge: AutogradEdge) -> Iterator[None]:
-        """Run the block in the context of a received call, which is named by its edge."""
+        """Run the block in the context that is named by `edge`, the edge of a received call."""
         token = _CURRENT.set(edge.context)
         try:
             with torch.set_grad_enabled(edge.is_recording):
@@ -165,7 +165,10 @@ class Contexts:
     # -- recording
 
     def outgoing(self, tensors: Sequence[torch.Tensor], to: int) -> AutogradEdge | None:
-        """Record the tensors of a message to node `to`; return the edge, None without a context."""
+        """Record the tensors of a message to node `to`, and return the message's edge in the graph.
+
+        Returns None if this thread has no context.
+        """
         number = _CURRENT.get()
         context = None if number < 0 else self._known(number)
         if context is None:

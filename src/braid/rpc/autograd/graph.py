@@ -26,7 +26,7 @@ class Receive:
     """Tensors that arrived in a message, and their accumulated gradients.
 
     Attributes:
-        edge: Number of the edge.
+        edge: Number of the edge, which is the message.
         anchor: Leaf that represents the tensors, so that autograd can compute their gradients.
         grads: Gradient of each tensor; None before the first one.
     """
@@ -38,11 +38,11 @@ class Receive:
         self._lock = threading.Lock()  # local backwards of several sends may run at the same time
 
     def attach(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the tensors as results of this receive."""
+        """Return the tensors as results of `RecvRpc`, whose backward adds their gradients here."""
         return RecvRpc.apply(self.anchor, self, list(tensors))  # type: ignore[no-any-return,no-untyped-call]
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add gradients of one local backward."""
+        """Add the gradients that one local backward has computed for the tensors."""
         with self._lock:
             self.grads = [add_grads(a, b) for a, b in zip(self.grads, grads, strict=True)]
 
@@ -67,7 +67,7 @@ class RecvRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
-        """Keep the gradients until they are shipped."""
+        """Add the gradients to the `Receive`, where they stay until they are sent."""
         ctx.receive.add(grads)
         return None, None, None
 
@@ -96,11 +96,11 @@ class SendFunction(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """Leaves and receives that tensors depend on inside of a process.
+    """Leaves and received messages on which tensors depend inside of a process.
 
     Attributes:
         leaves: Parameters.
-        receives: Receives.
+        receives: Messages with tensors that the process has received.
     """
 
     leaves: list[torch.Tensor]

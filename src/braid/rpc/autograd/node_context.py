@@ -54,7 +54,7 @@ class Context:
         self._reached: dict[Id | None, Reached] = {}
 
     def reached(self, source: Id | None) -> Reached:
-        """Return the local leaves and receives that a send depends on; with None, the roots."""
+        """Return what a sent message (or None, for the roots) depends on inside of this node."""
         if source not in self._reached:
             tensors = self.roots if source is None else self.sends.get(source, [])
             self._reached[source] = reached_from(tensors)
@@ -67,12 +67,14 @@ class Context:
 
     @contextlib.contextmanager
     def local(self, backward: Id, timeout_s: float | None) -> Iterator[None]:
-        """Run a local backward in the block, after all local backwards of an earlier, failed one.
+        """In the block, run a local part of the distributed backward with the number `backward`.
 
-        If `backward` itself is over, because it has failed, this does not change gradients.
+        The block begins once this node runs no part of an earlier distributed backward. If the
+        earlier backward has failed, the gradients that it has added are removed first, unless
+        `backward` has failed as well.
 
         Raises:
-            CommTimeout: The earlier local backwards have not ended.
+            CommTimeout: Parts of the earlier backward still run after `timeout_s` seconds.
         """
 
         def may_run() -> bool:
@@ -116,7 +118,7 @@ class Context:
             self._groups |= groups
 
     def restore(self) -> None:
-        """If the last backward has failed, remove the gradients that it has added."""
+        """If the last backward has failed, remove the gradients that this backward has added."""
         with self.lock:
             if self._local in self.state.failures:
                 self.gradients.clear()

@@ -71,9 +71,9 @@ class SparseSpec(NamedTuple):
 
 
 class PendingEdges(NamedTuple):
-    """Edges of a process that wait for gradients, as that process reported after `steps` steps.
+    """Report of a process about its edges (messages with tensors) that wait for gradients.
 
-    Of two reports of one process, the one with more steps is valid.
+    `steps` counts the events before the report: of two reports, the one with more is valid.
     """
 
     steps: int
@@ -125,12 +125,12 @@ class Gradients(msgspec.Struct, tag="rpc.gradients", frozen=True):
 
 
 class Acknowledge(msgspec.Struct, tag="rpc.acknowledge", frozen=True):
-    """Answer to a `Mark` or `Gradients`: the receiver and all later processes have handled it.
+    """Answer to a `Mark` or `Gradients`: it is handled, and so are all messages that it caused.
 
     Attributes:
         context: Number of the context.
         backward: Number of the backward.
-        pending: Edges that still wait for gradients, by process.
+        pending: Edges (messages with tensors) that still wait for gradients, by process.
     """
 
     context: int
@@ -172,7 +172,7 @@ class RunBackward(NamedTuple):
 
 
 class Ship(NamedTuple):
-    """Instruction: send the accumulated gradients of a receive to its tensors' sender."""
+    """Instruction: send the gradients of received tensors to the process that sent the tensors."""
 
     edge: Id
     to: int
@@ -180,9 +180,10 @@ class Ship(NamedTuple):
 
 
 class BackwardFinished(NamedTuple):
-    """Instruction for the origin: the backward is over on all processes.
+    """Instruction for the process that began a backward: it is over on all processes.
 
-    If `pending` is not empty, the backward is incomplete: these edges still wait for gradients.
+    If `pending` is not empty, the backward is incomplete: these edges (messages with tensors) still
+    wait for gradients.
     """
 
     pending: dict[int, tuple[Id, ...]]

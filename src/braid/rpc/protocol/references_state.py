@@ -137,17 +137,17 @@ class ReferencesState:
 
     @property
     def num_forks(self) -> int:
-        """Number of forks of this process' values, its own handles included."""
+        """Number of forks (registered references) of this process' values, also in this process."""
         return sum(map(len, self._owned.values()))
 
     @property
     def num_pending_users(self) -> int:
-        """Number of forks of this process that the owner has not confirmed."""
+        """Number of forks (references) of this process that their owners have not confirmed."""
         return sum(entry.state in {"creating", "asked"} for entry in self._forks.values())
 
     @property
     def num_pending_children(self) -> int:
-        """Number of forks that this process passed on and that are not confirmed."""
+        """Number of forks (references) that this process passed on and that are not confirmed."""
         return sum(len(entry.children) for entry in self._forks.values())
 
     def counts(self) -> tuple[int, int, int, int]:
@@ -173,13 +173,13 @@ class ReferencesState:
         return entry is None or entry.state not in {"creating", "asked"}
 
     def is_held(self, fork: Id) -> bool:
-        """Return whether this process has a handle for a fork of another process's value."""
+        """Return whether this process has a handle (an `RRef`) for a fork of another's value."""
         entry = self._forks.get(fork)
         return entry is not None and not entry.is_released
 
     @property
     def oldest_open(self) -> int:
-        """Number below which all requests of this process, and their children, are over."""
+        """Number below which all requests of this process, and forks passed on by it, are over."""
         numbers = [
             entry.number
             for entry in self._forks.values()
@@ -222,7 +222,7 @@ class ReferencesState:
         return [] if ref in self._owned else [Drop(ref)]  # the user has released it already
 
     def handle(self, ref: Id) -> Id:
-        """Return a fork for another handle of a value of this process."""
+        """Return the number of a new fork, for one more handle of a value of this process."""
         fork = self._new_id()
         self._owned[ref][fork] = self.process
         return fork
@@ -314,7 +314,7 @@ class ReferencesState:
                 return []
 
     def confirmed(self, child: Id) -> list[Instruction]:
-        """Remove a child that the owner has registered, or that its receiver did not get."""
+        """Remove a passed-on fork that the owner has registered, or that did not arrive."""
         for fork, entry in list(self._forks.items()):
             if child in entry.children:
                 del entry.children[child]

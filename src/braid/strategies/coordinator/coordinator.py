@@ -77,7 +77,7 @@ class _Closure:
 
 
 class ClusterCoordinator:
-    """Hands out closures to the workers of a parameter server strategy.
+    """Hands out closures (calls of functions) to the workers of a parameter server strategy.
 
     Args:
         strategy: The strategy; it has one coordinator.
@@ -339,7 +339,7 @@ class ClusterCoordinator:
         return _Closure(packed, [bytes(view) for view in buffers], RemoteValue(self, name))
 
     def unpack(self, packed: bytes, buffers: Sequence[memoryview], worker: str) -> Any:
-        """Return the result of a closure."""
+        """Return the result of a closure, from bytes and buffers that `worker` has sent."""
         return self._codec.unpack(packed, buffers, worker)
 
     def wait_for(self, value: RemoteValue, timeout_s: float | None) -> None:

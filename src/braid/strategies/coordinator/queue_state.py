@@ -47,7 +47,7 @@ QueueInstruction: TypeAlias = Assign | EndClosure | CancelClosure
 
 
 class ClosureQueue:
-    """State of the closures that one coordinator has scheduled.
+    """State of the closures (calls of functions) that one coordinator has scheduled.
 
     Args:
         max_waiting: Number of waiting closures at which the queue is full.
@@ -137,7 +137,7 @@ class ClosureQueue:
         return self._assign()
 
     def ask(self, number: int) -> list[QueueInstruction]:
-        """Add a question of the coordinator at the front of the queue, for any worker."""
+        """Put the coordinator's own closure `number` at the front of the queue, for any worker."""
         self._waiting.appendleft(number)
         return self._assign()
 

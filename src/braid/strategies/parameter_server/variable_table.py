@@ -77,7 +77,7 @@ class VariableTable:
         )
 
     def export(self) -> dict[str, State]:
-        """Return the values and optimizer state of each parameter, independent of its division."""
+        """Return values and optimizer state of each parameter, joined from all of its shards."""
         parts = split_state(self.table.export(), len(self.pieces), self._sizes)
         by_name: dict[str, list[tuple[int, State]]] = {}
         for piece, part in zip(self.pieces, parts, strict=True):

@@ -36,7 +36,8 @@ class LossSpec:
 def with_loss(graph: CapturedGraph, loss: LossSpec | None) -> tuple[CapturedGraph, int, range]:
     """Return a graph with a loss as its last node, and the numbers of the loss and the targets.
 
-    Without a loss, the graph is unchanged and the number of the loss is -1.
+    The numbers count the values of the graph. Without a loss, the graph is unchanged and the
+    number of the loss is -1.
     """
     if loss is None:
         return graph, -1, range(0)

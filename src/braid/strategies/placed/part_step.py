@@ -68,7 +68,7 @@ class PartSpan(NamedTuple):
     Attributes:
         device: Device of the part.
         kind: `forward`, `backward`, `wait` or `optimizer`.
-        name: Nodes, or the edge.
+        name: Names of the nodes that run, or of the edge (the value that is awaited).
         begin_ns: Time of the begin, by the clock of the task.
         end_ns: Time of the end.
     """
@@ -81,7 +81,7 @@ class PartSpan(NamedTuple):
 
 
 class PartEdges(Protocol):
-    """Interface of the edges between parts on different devices, in one step."""
+    """Interface of the edges (sent tensors) between parts on different devices, in one step."""
 
     def put(self, target: str, edge: str, x: torch.Tensor | None, requires_grad: bool) -> None:
         """Send the tensor `x` of an edge to the part on the device `target`."""
@@ -146,7 +146,7 @@ class PartStep:
     Args:
         program: The part.
         request: Inputs and settings of the step.
-        exchange: Edges to the parts on other devices.
+        exchange: Edges (sent tensors) to and from the parts on other devices.
         clock: Clock of the spans.
 
     Attributes:

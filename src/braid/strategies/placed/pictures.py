@@ -17,10 +17,10 @@ NODE_S = 1.0  # of a node on the axis of a placement
 
 
 class PlacedTimeline(NamedTuple):
-    """Spans of all parts, on one time axis that begins with the first one.
+    """Time spans of all parts' activities, on one time axis that begins with the first span.
 
     Attributes:
-        lanes: Devices.
+        lanes: Devices, each of which has one row of the picture.
         spans: Spans, with times of the master's clock.
     """
 
@@ -47,7 +47,7 @@ class PlacedTimeline(NamedTuple):
         return draw(self.lanes, bars, (end_ns - begin_ns) / 1e9, legend=legend)
 
     def save(self, path: str | Path) -> None:
-        """Write the picture."""
+        """Write the picture that `to_svg` returns to the file `path`."""
         Path(path).write_text(self.to_svg())
 
     def __str__(self) -> str:
@@ -64,12 +64,12 @@ class PlacedTimeline(NamedTuple):
 def timeline_of(
     spans: Mapping[str, Sequence[PartSpan]], offsets_ns: Mapping[str, int], lanes: list[str]
 ) -> PlacedTimeline:
-    """Return the timeline of all tasks' spans, converted to the master's clock.
+    """Return the timeline of all tasks' time spans, converted to the master's clock.
 
     Args:
         spans: Spans by the name of the task's node.
         offsets_ns: Master's clock minus the clock of the node, by node.
-        lanes: Devices.
+        lanes: Devices, each of which has one row of the picture.
     """
     moved = [
         span._replace(

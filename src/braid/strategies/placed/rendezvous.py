@@ -33,7 +33,7 @@ class Rendezvous:
     """Values that parts of this task send, and futures for receivers that wait for values.
 
     Args:
-        incarnation: Incarnation of the task.
+        incarnation: Identifier of the task's process, different after a restart.
     """
 
     def __init__(self, incarnation: str) -> None:
@@ -71,7 +71,7 @@ class Rendezvous:
         return future
 
     def end(self, graph: str, step: int, reason: str) -> None:
-        """Drop all values of a step and of earlier steps; fail waiting requests with `reason`."""
+        """Drop a graph's values up to a step; fail waiting requests with the text `reason`."""
         with self._lock:
             ends = self._carry_out(self._state.end(graph, step, reason))
         _complete(ends)

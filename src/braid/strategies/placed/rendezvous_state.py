@@ -30,10 +30,10 @@ class RendezvousKey(NamedTuple):
 
     Attributes:
         source: Device that makes the value.
-        incarnation: Incarnation of the task of that device.
+        incarnation: Identifier of the process of that device's task, different after a restart.
         target: Device that receives the value.
-        edge: Edge of the graph.
-        graph: Graph that runs.
+        edge: Edge of the graph: the value that is sent.
+        graph: Name of the graph that runs.
         step: Number of the step.
     """
 
@@ -81,7 +81,7 @@ class RendezvousState:
     """Values of one task that receivers have not taken, and receivers that wait for values.
 
     Args:
-        incarnation: Incarnation of the task.
+        incarnation: Identifier of the task's process, different after a restart.
     """
 
     def __init__(self, incarnation: str) -> None:
@@ -110,7 +110,7 @@ class RendezvousState:
         return [AnswerAsker(ticket, key)]
 
     def ask(self, key: RendezvousKey, ticket: int) -> list[RendezvousInstruction]:
-        """Return the instructions to carry out when a receiver asks for `key`."""
+        """Return the instructions for a receiver that asks for `key`; `ticket` is its number."""
         if key.incarnation != self._incarnation:
             reason = (
                 f"{key.source} has restarted: {key.edge} of step {key.step} was asked from "
@@ -131,7 +131,7 @@ class RendezvousState:
         return []
 
     def end(self, graph: str, step: int, reason: str) -> list[RendezvousInstruction]:
-        """Return the instructions that end a step and all earlier steps."""
+        """Return the instructions that end a step of a graph, and all earlier steps."""
         if not self._has_ended(graph, step):
             self._ended[graph] = step, reason
         instructions: list[RendezvousInstruction] = []

@@ -34,10 +34,10 @@ NUM_THREADS = 64  # parts of this task that run at the same time
 
 @dataclass(slots=True)
 class TaskCall:
-    """Call of a method of another task's worker, with its future.
+    """Call of a method of a task's worker, the object that runs the task's part of a model.
 
     Attributes:
-        node: Name of the task's node.
+        node: Name of the task's node of remote calls.
         future: Future of the result.
         agent: Agent of this node, which waits for the result; None for a call in this process.
         function: Function that `wait` runs in the waiting thread; None if the call runs elsewhere.
@@ -109,7 +109,7 @@ class Tasks:
         self.meet()
 
     def meet(self) -> None:
-        """Ask all tasks for their devices and incarnations."""
+        """Ask all tasks for their devices, and for the identifiers of their processes."""
         self.devices, self.addresses, self._incarnations = [], {}, {}
         for node in self.nodes:
             if self._agent is not None and node != self.here:  # it may have another address now

@@ -113,7 +113,7 @@ class HostedGraph:
         graph: The graph, with modules and tensors of this task.
         devices: Device of each node.
         tasks: Address of the task that has each device.
-        programs: Parts by plan and device.
+        programs: Parts that are ready to run, by number of the plan, and device.
         optimizer: Optimizer of this task's parameters.
         spans: Time spans of the last step.
         spans_of: Number of the last step.
@@ -170,7 +170,7 @@ class PlacedWorker:
     def host_local(
         self, name: str, graph: CapturedGraph, devices: list[str], tasks: dict[str, TaskAddress]
     ) -> None:
-        """Keep this task's nodes of a graph that a master in this process has captured."""
+        """Keep this task's nodes of `graph`, which a master in this process has named `name`."""
         self._host(name, graph, devices, tasks)
 
     def host(
@@ -182,10 +182,10 @@ class PlacedWorker:
         devices: list[str],
         tasks: dict[str, TaskAddress],
     ) -> None:
-        """Make the model, capture it, and keep the nodes of this task.
+        """Make the model `make(*args)`, capture it as graph `name`, and keep this task's nodes.
 
         Raises:
-            MismatchError: The graph differs from the master's.
+            MismatchError: The graph differs from the master's graph, which has this `digest`.
         """
         if name in self._graphs:
             self._host(name, self._graphs[name].graph, devices, tasks)
@@ -253,7 +253,7 @@ class PlacedWorker:
     # -- steps
 
     def run(self, name: str, plan: int, device: str, request: StepRequest) -> PartResult:
-        """Run one step of the part of a plan on `device`, forward and backward."""
+        """Run one step of graph `name`: the part of a plan on `device`, forward and backward."""
         hosted = self._hosted(name)
         exchange = StepEdges(self, hosted.tasks, device, name, request)
         step = PartStep(hosted.programs[plan, device], request, exchange, self._clock)
@@ -267,7 +267,7 @@ class PlacedWorker:
         return PartResult({value: x.cpu() for value, x in step.fetched.items()})
 
     def finish(self, name: str, step: int, applies: bool) -> None:
-        """Drop the state of a finished step; step the optimizer if `applies`."""
+        """Drop the state of a finished step of graph `name`; step the optimizer if `applies`."""
         hosted = self._hosted(name)
         self.rendezvous.end(name, step, "all parts have run")
         if applies and hosted.optimizer is not None:
@@ -279,7 +279,7 @@ class PlacedWorker:
             hosted.spans.append(span)
 
     def abort(self, name: str, step: int, reason: str) -> None:
-        """Drop the state of a failed step; parts that still run it fail with `reason`."""
+        """Drop a failed step of graph `name`; parts that still run it fail with `reason`."""
         self.rendezvous.end(name, step, reason)
 
     # -- state
@@ -287,25 +287,32 @@ class PlacedWorker:
     def make_optimizer(
         self, name: str, make: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Make the optimizer of this task's parameters."""
+        """Make the optimizer of this task's parameters in the graph `name`."""
         hosted = self._hosted(name)
         assert hosted.nodes is not None
         params = list(hosted.nodes.parameters())
         hosted.optimizer = make(params, *args, **kwargs) if params else None
 
     def num_pending(self, name: str) -> int:
-        """Return the number of values, and of receivers, that wait in this task."""
+        """Return how many values and receivers, added together, wait in this task for any graph.
+
+        Raises:
+            StaleError: This task does not have a graph `name`.
+        """
         self._hosted(name)
         return self.rendezvous.num_pending
 
     def names(self, name: str) -> list[str]:
-        """Return the names of the parameters and buffers of this task."""
+        """Return the names of this task's parameters and buffers in the graph `name`."""
         nodes = self._hosted(name).nodes
         assert nodes is not None
         return list(tensors_of(nodes))
 
     def collect(self, name: str, what: str) -> Any:
-        """Return "spans", "optimizer" state, "gradients", or else all tensors, as `what` names."""
+        """Return values of the graph `name` in this task.
+
+        `what` is `spans`, `optimizer` (for its state), `gradients`, or another text: all tensors.
+        """
         hosted = self._hosted(name)
         assert hosted.nodes is not None
         if what == "spans":
@@ -319,7 +326,7 @@ class PlacedWorker:
         return {key: x.detach().cpu().clone() for key, x in tensors_of(hosted.nodes).items()}
 
     def load(self, name: str, state: dict[str, torch.Tensor], frozen: list[str]) -> None:
-        """Copy values into the tensors of the model; parameters in `frozen` get no gradients."""
+        """Copy values into the tensors of graph `name`; those in `frozen` get no gradients."""
         hosted = self._hosted(name)
         assert hosted.nodes is not None
         tensors = tensors_of(hosted.nodes)
@@ -331,26 +338,26 @@ class PlacedWorker:
                     x.requires_grad_(key not in frozen)
 
     def load_optimizer(self, name: str, state: Any) -> None:
-        """Load the optimizer's state."""
+        """Load the state of this task's optimizer for the graph `name`."""
         optimizer = self._hosted(name).optimizer
         if optimizer is not None and state is not None:
             optimizer.load_state_dict(state)
 
     def zero_grad(self, name: str) -> None:
-        """Set the gradients of this task's parameters to None."""
+        """Set to None the gradients of this task's parameters in the graph `name`."""
         nodes = self._hosted(name).nodes
         assert nodes is not None
         nodes.zero_grad()
 
     def set_mode(self, name: str, training: bool) -> None:
-        """Set training or evaluation in all modules of this task."""
+        """Set training or evaluation in all of this task's modules in the graph `name`."""
         hosted = self._hosted(name)
         for nodes in (hosted.nodes, *(program.nodes for program in hosted.programs.values())):
             assert nodes is not None
             nodes.train(training)
 
     def drop(self, name: str) -> None:
-        """Delete a graph with its parameters and optimizer."""
+        """Delete the graph `name` with its parameters and optimizer."""
         self._graphs.pop(name, None)
         self.rendezvous.forget(name)
 
@@ -364,13 +371,13 @@ class PlacedWorker:
 
 
 class StepEdges:
-    """Edges of a part in one step; see `PartEdges`.
+    """Edges (sent tensors) of a part in one step; see `PartEdges`.
 
     Args:
         worker: Worker of this task.
         tasks: Tasks of all devices.
         device: Device of the part.
-        graph: Name of the graph.
+        graph: Name of the graph to which the part belongs.
         request: Inputs and settings of the step.
     """
 
@@ -467,7 +474,7 @@ def serve_placed(incarnation: str, method: str, args: Sequence[Any]) -> Any:
 @rpc.register
 @async_execution
 def receive_placed(key: RendezvousKey) -> torch.futures.Future[SentTensor]:
-    """Return a future of a value of this task; a part on another task calls this."""
+    """Return a future of this task's value with a key; a part on another task calls this."""
     answer: torch.futures.Future[SentTensor] = AnswerFuture()
 
     def complete(future: torch.futures.Future[Received]) -> None:

@@ -257,7 +257,7 @@ class FusionState:
     # One cycle.
 
     def open(self, now_s: float) -> bytes:
-        """Return this rank's bitmask as the bytes of whole 64-bit numbers."""
+        """Begin a cycle: return the bitmask of this rank's cached requests, in 64-bit numbers."""
         self._renegotiate_stalled(now_s)
         self._join_notice_sent = self._joined
         if self._join_notice_due:  # a hit of this rank only, with all others joined, has no bit
@@ -275,7 +275,7 @@ class FusionState:
         return bitmask.to_bytes(self._num_words * WORD_BYTES, "little")
 
     def combined(self, bitmask: bytes) -> bool:
-        """Process the bitmask combined over all ranks; return whether ranks must exchange lists.
+        """Process all ranks' combined bitmask; return whether ranks must exchange request lists.
 
         Raises:
             CommError: An operation has failed on another rank but not on this one.

@@ -395,8 +395,8 @@ def missing_memory(batch: FusedBatch, rank: int) -> str:
     """Return an error text if this rank lacks the memory for a batch; empty otherwise.
 
     Args:
-        batch: Batch.
-        rank: Group rank.
+        batch: Batch to carry out.
+        rank: Position of this rank in the group.
     """
     request, rows = batch.request, batch.responses[0].rows
     nbytes = needed_bytes(batch)

@@ -72,7 +72,7 @@ class ResponseCache:
         return self._entries[position].response
 
     def members(self, group: str) -> set[int]:
-        """Return the positions of an explicit group."""
+        """Return the positions of the responses that belong to the explicit group `group`."""
         return self._members.get(group, set())
 
     def put(self, responses: Sequence[Response], requests: Sequence[Request | None]) -> list[str]:

@@ -56,7 +56,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def request(name: str, kind: str, tensor: torch.Tensor, **fields: Any) -> Request:
-    """Return the request for a checked tensor."""
+    """Return the request of the operation `name` for a checked tensor, with further `fields`."""
     return Request(
         name,
         kind,
@@ -376,7 +376,7 @@ def start_reducescatter(tensors: Tensors, call: CallArguments) -> Pending:
 
 
 def start_by_rows(kind: str, tensors: Tensors, call: CallArguments, **fields: Any) -> Pending:
-    """Start operations that change the number of rows."""
+    """Start an operation that changes the number of rows, for one tensor or a group."""
     with refused_on_all(kind.replace("_", ""), call):
         check_tensors(tensors)
         places = [(_plain(tensor), None) for tensor in tensors]

@@ -72,7 +72,7 @@ def reduce_from_tensor_model_parallel_region(
 def scatter_to_tensor_model_parallel_region(
     input_: torch.Tensor, group: Any = None
 ) -> torch.Tensor:
-    """Return this rank's part of the last dim; backward gathers."""
+    """Return this rank's part of the last dim; backward gathers the gradients of all parts."""
     divide(input_.shape[-1], tensor_group(group).size)
     return _moved(partial(split_forward_all_gather_backward, dim=input_.dim() - 1), group, input_)
 
@@ -85,7 +85,7 @@ def gather_from_tensor_model_parallel_region(
 
 
 def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Return this rank's positions (dim 0) of the input; backward gathers."""
+    """Return this rank's positions (dim 0) of the input; backward gathers all gradients."""
     divide(input_.shape[0], tensor_group(group).size)
     return _moved(partial(scatter_sequence, dim=0), group, input_)
 
@@ -122,7 +122,7 @@ def reduce_scatter_to_sequence_parallel_region(
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,  # noqa: ARG001 - as above
 ) -> torch.Tensor:
-    """Return this rank's positions (dim 0) of the sum over ranks; backward gathers.
+    """Return this rank's positions (dim 0) of the sum over ranks; backward gathers gradients.
 
     Args:
         input_: This rank's term of the sum.
@@ -139,14 +139,14 @@ def reduce_scatter_to_sequence_parallel_region(
 def all_gather_last_dim_from_tensor_parallel_region(
     input_: torch.Tensor, group: Any = None
 ) -> torch.Tensor:
-    """Gather the last dim from all ranks; backward is reduce_scatter."""
+    """Gather the last dim from all ranks; backward reduce-scatters the gradient."""
     return _moved(partial(gather_sequence, dim=-1), group, input_)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(
     input_: torch.Tensor, group: Any = None
 ) -> torch.Tensor:
-    """Return this rank's part of the last dim of the sum over ranks; backward gathers."""
+    """Return this rank's part (last dim) of the sum over ranks; backward gathers gradients."""
     divide(input_.shape[-1], tensor_group(group).size)
     return _moved(partial(reduce_scatter_sequence, dim=-1), group, input_)
 

@@ -31,6 +31,6 @@ def construct_rpc_backend_options(
     init_method: str = constants.DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> TensorPipeRpcBackendOptions:
-    """Return options for a backend."""
+    """Return options for a backend; `kwargs` are further fields of the options."""
     del backend
     return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)

@@ -61,7 +61,10 @@ class Executed(Generic[Reply]):
         self._lives: dict[str, int] = {}
 
     def begin(self, stream: RequestStream, timestamp: int, seen: int) -> RequestProgress | Reply:
-        """Record that a request has arrived; return its answer, or its progress without one."""
+        """Record that a request has arrived; return its answer, or its progress without one.
+
+        Requests of the stream with timestamps below `seen` are over: their answers are deleted.
+        """
         life = self._lives.setdefault(stream.sender, stream.incarnation)
         if stream.incarnation < life:
             return RequestProgress.OVER
