@@ -52,12 +52,12 @@ class Members(Protocol):
 
     @property
     def may_change(self) -> bool:
-        """Whether another epoch can follow, with other members."""
+        """Whether another epoch (period with the same members) can follow, with other members."""
         ...
 
     @property
     def has_lost_launcher(self) -> bool:
-        """Whether no epoch can follow, since the launcher has ended."""
+        """Whether members cannot change any more, since the launcher has ended."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class Members(Protocol):
         ...
 
     def next_epoch(self, num_steps: int) -> list[int]:
-        """Join the next epoch; every member calls it.
+        """Join the next epoch (period with the same members); every member calls it.
 
         Args:
             num_steps: Number of steps that this process's state includes; -1 without state.
@@ -227,6 +227,6 @@ class JobMembers:
         raise SystemExit(0)
 
     def next_epoch(self, num_steps: int) -> list[int]:
-        """Join the next epoch; see `Members.next_epoch`."""
+        """Join the next epoch (period with the same members); see `Members.next_epoch`."""
         _, epoch = context.next_epoch(num_steps)
         return list(epoch.num_steps)

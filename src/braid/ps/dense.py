@@ -115,7 +115,7 @@ class DenseTable(Table):
         """Push a gradient for this worker's clock, and begin the next clock.
 
         The gradient may be changed afterwards. `wait` returns once all copies of the shards have
-        the push. Under BSP (staleness 0) a pull of the next clock includes it, with or without `wait`.
+        the push. At staleness 0 a pull of the next clock includes it, with or without `wait`.
 
         Returns:
             The timestamp of the request.

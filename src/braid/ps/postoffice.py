@@ -179,7 +179,7 @@ class Postoffice:
         return next(self._ids)
 
     def expect(self, message_id: int, handler: Handler) -> None:
-        """Register the handler of the answers to a message."""
+        """Register the function that handles the answers to the message with a number."""
         self._expected[message_id] = handler
 
     def expect_no_more(self, message_ids: Iterable[int]) -> None:
@@ -236,7 +236,7 @@ class Postoffice:
             self.raise_failure()
 
     def announce(self) -> None:
-        """Announce this node to the scheduler, which answers with the directory."""
+        """Announce this node to the scheduler, which answers with the directory of all nodes."""
         number = self.van.new_id()
         self.expect_no_more([self._announced])
         self.expect(number, self._welcomed)

@@ -80,7 +80,7 @@ class TableShard:
         return rest
 
     def read(self, worker: int, query: Tensors) -> tuple[Tensors, int]:
-        """Return the values for a worker's pull, and the number of the last applied record."""
+        """Return the values for a worker's pull, and the number of the last applied change."""
         values, version = self.storage.read(query), self.state.applied.number
         compensates = any(rule.compensate for rule in self.state.applied.rules.values)
         members = self.state.view.members

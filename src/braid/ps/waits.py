@@ -47,7 +47,7 @@ class Waits:
         self._due_ns = 0
 
     def note_lives(self, lives: Mapping[int, int]) -> None:
-        """Record each worker's process: `lives` maps a worker to the incarnation of its process."""
+        """Record each worker's process: `lives` maps a worker to a number of its process."""
         for worker, life in lives.items():
             if self._lives.setdefault(worker, life) != life:
                 self._replaced.add(f"worker:{worker}")

@@ -54,7 +54,7 @@ class _LocalOptimizer:
         self.schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
 
     def step(self, context_id: int, scale: float = 1.0) -> None:
-        """Step with the gradients of a context."""
+        """Step with the gradients of a context, multiplied by `scale`."""
         gradients = current_agent().contexts.get(context_id).gradients
         with PARAM_LOCKS.held(self.params):
             kept = [p.grad for p in self.params]

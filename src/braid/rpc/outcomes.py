@@ -101,7 +101,7 @@ class CallOutcome(msgspec.Struct, eq=False):
 
 @dataclass(slots=True)
 class Later:
-    """Marks a result that a future will contain; the answer to the call is sent then."""
+    """Marks a result that a future will contain; the call is answered when the future completes."""
 
     future: Any
 

@@ -77,7 +77,7 @@ class References:
             return self.state.oldest_open
 
     def new_owned(self, value: Any) -> tuple[Id, Id]:
-        """Register a value of this node; return its reference and the fork of its first handle."""
+        """Register a value of this node; return numbers of its reference and first fork (use)."""
         future: torch.futures.Future[Any] = AnswerFuture()
         future.set_result(value)
         with self._lock:
@@ -196,7 +196,7 @@ class References:
         self._act(instructions)
 
     def collect(self) -> None:
-        """Release the handles that Python has collected."""
+        """Release the handles (RRefs) that Python has garbage-collected."""
         while self.released:
             ref, fork = self.released.popleft()
             with self._lock:

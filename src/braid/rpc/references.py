@@ -187,7 +187,7 @@ def share(references: References, value: Any, receiver: int) -> Any:
 
 
 def receive(agent: Agent, data: Sequence[Any], sender: str, will_answer: bool) -> RRef:
-    """Convert the plain data of `share`, which came in a message, to a handle of the reference."""
+    """Convert the plain data of `share`, which came in a message, to an RRef."""
     ref, fork, owner = Id(*data[0]), Id(*data[1]), WorkerInfo(data[2], data[3])
     held = agent.references.receive(
         ref, fork, owner, split_node(sender)[1], will_answer=will_answer

@@ -165,7 +165,7 @@ class MadeInScope:
         return [thing for ref in self._objects if isinstance(thing := ref(), torch.optim.Optimizer)]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of all modules by name; several modules are numbered in it."""
+        """Return all parameters by name; names begin with the module's number if several exist."""
         modules = self.modules()
         prefixes = ["" if len(modules) == 1 else f"{i}." for i in range(len(modules))]
         return {

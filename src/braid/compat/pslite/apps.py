@@ -45,7 +45,7 @@ class SimpleApp(_Notes, kv.SimpleApp):
 
     Args:
         app_id: Number of the app, the same on all nodes.
-        customer_id: Number among the apps of a worker's process.
+        customer_id: Number among the apps of a worker's process with this `app_id`.
     """
 
     def __init__(self, app_id: int, customer_id: int = 0) -> None:

@@ -90,7 +90,7 @@ class Postoffice:
         return PROCESS.node.number
 
     def Barrier(self, customer_id: int, node_group: int) -> None:
-        """Wait until all nodes of a group have entered; each customer has separate barriers."""
+        """Wait until all nodes of a group have entered; each `customer_id` has its own barriers."""
         PROCESS.node.barrier(node_group, customer_id)
 
     def GetNodeIDs(self, node_group: int) -> list[int]:
@@ -128,7 +128,7 @@ def StartAsync(customer_id: int = 0, argv0: str | None = None) -> None:
     """Start the node of this process from the environment; wait until all nodes have joined.
 
     Args:
-        customer_id: Number of the customer in this process; the first starts the node.
+        customer_id: Number of the caller, such as a thread; the first call starts the node.
         argv0: No effect.
     """
     del argv0
@@ -145,10 +145,10 @@ def Start(customer_id: int = 0, argv0: str | None = None) -> None:
 
 
 def Finalize(customer_id: int = 0, do_barrier: bool = True) -> None:
-    """Wait for the requests of a customer; customer 0 also ends the node.
+    """Wait for the requests of apps with a `customer_id`; customer 0 also ends the node.
 
     Args:
-        customer_id: Number of the customer in this process.
+        customer_id: Number of the caller in this process, as passed to `Start`.
         do_barrier: Whether customer 0 waits for all nodes before it ends the node.
     """
     PROCESS.finalize(customer_id, with_barrier=do_barrier)

@@ -37,7 +37,7 @@ class PSLiteProcess:
         return self._node
 
     def start(self, customer_id: int, *, with_barrier: bool) -> None:
-        """Start the node, unless another customer of this process has started it."""
+        """Start the node, unless a call with another `customer_id` has started it."""
         with self._lock:
             if self._node is None:
                 self._node, self._desk = _start(Environment.parse())
@@ -45,7 +45,7 @@ class PSLiteProcess:
             self.node.barrier(ALL)
 
     def finalize(self, customer_id: int, *, with_barrier: bool) -> None:
-        """Wait for the requests of a customer; customer 0 also ends the node."""
+        """Wait for the requests of apps with a `customer_id`; customer 0 also ends the node."""
         if customer_id:
             self.node.wait_for_customer(customer_id)
             return

@@ -70,7 +70,7 @@ class Filter(ABC):  # noqa: B024 - each method has a default
         """Roll back the state changes of `encode` since the last `keep`: nothing was sent."""
 
     def coding(self) -> Coding | None:
-        """Return the encoding for answers; None if this filter is for requests only."""
+        """Return the encoding that servers use for answers; None if only requests are encoded."""
         return None
 
 

@@ -266,7 +266,7 @@ class KVNode(BaseNode):
 
     @contextlib.contextmanager
     def in_handle(self) -> Iterator[None]:
-        """Mark that this thread runs a handle or callback of the program, inside this context."""
+        """Mark that this thread runs a request handle or callback of the program in the block."""
         depth = getattr(self._in_handle, "depth", 0)
         self._in_handle.depth = depth + 1
         try:
@@ -276,7 +276,7 @@ class KVNode(BaseNode):
 
     @property
     def is_in_handle(self) -> bool:
-        """Whether this thread runs a handle or callback."""
+        """Whether this thread runs a request handle or a callback of the program."""
         return getattr(self._in_handle, "depth", 0) > 0
 
     # -- events, with the lock held

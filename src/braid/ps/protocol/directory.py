@@ -118,7 +118,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         *,
         lives: Mapping[int, int] = {},
     ) -> Directory:
-        """Return the first directory; the heads of the chains are the servers in turn.
+        """Return the first directory; the first copies of shards are on the servers in turn.
 
         Raises:
             ConfigError: There are not enough servers for the copies.
@@ -209,7 +209,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         return self._next(leaving=tuple(sorted({*self.leaving, server})))
 
     def with_copies(self, moves: Iterable[tuple[int, int]]) -> Directory:
-        """Return the directory with each (virtual shard, server) of `moves` added to its chain."""
+        """Return the directory with new copies of shards: `moves` are (virtual shard, server)."""
         chains, joining = list(self.chains), list(self.joining)
         for shard, server in moves:
             assert server not in chains[shard], "a server is in a chain once"

@@ -122,7 +122,7 @@ class RequestsState:
     ) -> list[SendParts | PartsLost]:
         """Mark parts for which `node` answered that it does not have them.
 
-        They are sent again as soon as the route returns another node.
+        They are sent again as soon as the request's `route` returns another node.
         """
         request.stuck.update(part for part in parts if request.asked.get(part) == node)
         return self._send(request)

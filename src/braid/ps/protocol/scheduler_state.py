@@ -146,7 +146,7 @@ class SchedulerState(MembersState[str, int]):
         return []
 
     def server_joins(self, server: int, address: str) -> list[Instruction]:
-        """Add a server; return the first directory once all nodes have joined."""
+        """Add a server; once all nodes have joined, the result sends them the first directory."""
         self.missing.discard(("server", server))
         if self.directory is None:
             self.addresses[server_node(server)] = address

@@ -216,7 +216,7 @@ class ShardState:
         return [*self._begin(record), *self._accept_from(record.number, request), *self._freed()]
 
     def follows(self, epoch: int) -> bool:
-        """Return whether records of this epoch come from this server's predecessor."""
+        """Return whether records (changes) of this epoch come from the previous server."""
         return epoch == self.view.epoch and self.predecessor is not None and not self.is_head
 
     def record(self, record: ShardRecord, epoch: int) -> list[Instruction]:
@@ -263,7 +263,7 @@ class ShardState:
     def clock(self, worker: int) -> int:
         """Return the next clock of a worker, by the applied records.
 
-        Clocks that a quorum has completed without the worker are skipped.
+        Clocks that enough other workers (a quorum) have completed are skipped.
         """
         clock = self.applied.clocks.get(worker, self.view.members.get(worker, 0))
         while clock < self.applied.completed and self._is_over(clock):

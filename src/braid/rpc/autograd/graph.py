@@ -108,7 +108,7 @@ class Reached(NamedTuple):
 
 
 def reached_from(tensors: Sequence[torch.Tensor]) -> Reached:
-    """Return the leaves and receives on which tensors depend, without duplicates."""
+    """Return the leaves and received messages on which tensors depend, without duplicates."""
     leaves = {
         id(tensor): tensor for tensor in tensors if tensor.grad_fn is None and tensor.requires_grad
     }

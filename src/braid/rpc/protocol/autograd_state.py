@@ -162,7 +162,7 @@ AutogradMessage: TypeAlias = Mark | Gradients | Acknowledge | BackwardFailed | R
 
 
 class RunBackward(NamedTuple):
-    """Instruction: run the local backward from the tensors of the send `edge`.
+    """Instruction: run the local backward from the tensors of the sent message `edge`.
 
     An `edge` of None means the roots of the backward.
     """
@@ -302,7 +302,7 @@ class ContextState:
         return [*instructions, *self._advance(record)]
 
     def on_mark(self, sender: int, message: Mark) -> list[Instruction]:
-        """Handle a `Mark`: record that a send of this process will receive gradients."""
+        """Handle a `Mark`: gradients will come for a message that this process has sent."""
         if self._is_over(message.backward):
             return [self._fail_message(sender, message.backward)]
         instructions = self._learn(message.failed)

@@ -19,7 +19,7 @@ __all__ = [
 
 
 class Id(NamedTuple):
-    """Number of a reference or a fork, unique over all processes, also after restarts.
+    """Number of a reference or of a fork (one use of it), unique over processes and restarts.
 
     Attributes:
         process: Process that has created it.
@@ -56,7 +56,7 @@ class Forked(msgspec.Struct, tag="rpc.forked", frozen=True):
 
 
 class Confirmed(msgspec.Struct, tag="rpc.confirmed", frozen=True):
-    """A user reports to the process that sent it a reference that its fork is registered.
+    """A user reports that its fork is registered, to the process that sent the reference.
 
     The receiver may then delete its own fork.
     """
@@ -71,7 +71,7 @@ class Noted(msgspec.Struct, tag="rpc.noted", frozen=True):
 
 
 class UserDelete(msgspec.Struct, tag="rpc.delete", frozen=True):
-    """A user reports to the owner that its fork is gone.
+    """A user reports to the owner of a value that the user's fork (reference) is gone.
 
     `number` is the number of the fork's request, 0 for none; see `Fork` for the other fields.
     """
@@ -83,7 +83,7 @@ class UserDelete(msgspec.Struct, tag="rpc.delete", frozen=True):
 
 
 class Deleted(msgspec.Struct, tag="rpc.deleted", frozen=True):
-    """The owner's answer to `UserDelete`: it has forgotten the fork."""
+    """The owner's answer to `UserDelete`: the owner has forgotten the fork."""
 
     fork: Id
 

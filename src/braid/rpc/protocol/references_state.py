@@ -66,7 +66,7 @@ class Send(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Instruction: drop a value of this process, since its last fork was deleted."""
+    """Instruction: drop a value of this process, since its last fork (reference) is gone."""
 
     ref: Id
 
@@ -151,7 +151,7 @@ class ReferencesState:
         return sum(len(entry.children) for entry in self._forks.values())
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Return the numbers of shared values, of their forks, and of pending values and forks."""
+        """Return numbers of shared values, their forks (references), awaited values, open forks."""
         shared = [
             sum(user != self.process or fork in self._forks for fork, user in forks.items())
             for forks in self._owned.values()
@@ -190,7 +190,7 @@ class ReferencesState:
     # -- handles of this process
 
     def new_owned(self) -> tuple[Id, Id]:
-        """Make a reference to a value of this process, and a fork for its first handle."""
+        """Make numbers of a reference to a value of this process, and of the first fork (use)."""
         ref, fork = self._new_id(), self._new_id()
         self._owned[ref] = {fork: self.process}
         return ref, fork
@@ -280,7 +280,7 @@ class ReferencesState:
         return fork, [Send(owner, self._request(fork))]
 
     def release(self, ref: Id, fork: Id) -> list[Instruction]:
-        """Release the handle of a fork."""
+        """Release the handle (`RRef`) of the fork `fork` of a reference."""
         entry = self._forks.get(fork)
         if entry is None:
             return self._forget(ref, fork)

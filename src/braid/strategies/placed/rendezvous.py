@@ -59,8 +59,8 @@ class Rendezvous:
     def ask(self, key: RendezvousKey) -> torch.futures.Future[Value]:
         """Return a future of the value with a key, for the part that receives it.
 
-        On failure: the future has a StaleError when the step has ended, or the task is in another
-        incarnation.
+        On failure: the future has a StaleError when the step has ended, or the task has
+        restarted.
         """
         future: torch.futures.Future[Value] = AnswerFuture()
         with self._lock:

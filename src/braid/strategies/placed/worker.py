@@ -453,7 +453,7 @@ def serve_placed(incarnation: str, method: str, args: Sequence[Any]) -> Any:
     """Call a method of this task's worker for a master.
 
     Raises:
-        StaleError: The master knows another incarnation of the worker.
+        StaleError: The identifier of this process is not `incarnation`: the task has restarted.
         ConfigError: The worker has no such method for masters.
     """
     agent = current_agent()

@@ -96,7 +96,7 @@ class Coordinator:
         return last
 
     def ready(self) -> list[Response]:
-        """Return responses to the names that all ranks have submitted, in order of submission."""
+        """Return responses to requests whose names all ranks have submitted, in their order."""
         size = len(self._ranks)
         full = {
             name

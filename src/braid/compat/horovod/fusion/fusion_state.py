@@ -231,7 +231,7 @@ class FusionState:
         self._stopping = reason
 
     def propose(self, settings: Settings) -> None:
-        """On rank 0, propose new settings for all ranks, from the next cycle on."""
+        """On rank 0, propose new settings for all ranks, from their next exchange on."""
         self._proposed = settings
 
     @property
@@ -336,7 +336,7 @@ class FusionState:
         return msgspec.msgpack.encode(decided)
 
     def conclude(self, answer: bytes | None = None) -> CycleOutcome:
-        """Return the outcome of the cycle.
+        """Return the outcome of the cycle, which is one exchange between the ranks.
 
         Args:
             answer: Answer of rank 0, if ranks have exchanged lists.

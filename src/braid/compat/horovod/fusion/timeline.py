@@ -93,7 +93,7 @@ class Timeline:
         self.path_at_end: Path | None = None
 
     def start(self, *, mark_cycles: bool = False) -> None:
-        """Begin to record operations, and exchanges if `mark_cycles`."""
+        """Begin to record operations, and exchanges between ranks if `mark_cycles`."""
         self._recording = _Recording(self._group.context.rank, mark_cycles=mark_cycles)
 
     def cycle(self, start_ns: int, end_ns: int) -> None:

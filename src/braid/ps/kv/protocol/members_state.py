@@ -27,7 +27,7 @@ Ticket = TypeVar("Ticket")
 
 
 class Refuse(NamedTuple):
-    """Instruction: answer the requests with these tickets with an error."""
+    """Instruction: send an error to these tickets, the addresses of waiting requests."""
 
     tickets: tuple[Any, ...]
     text: str

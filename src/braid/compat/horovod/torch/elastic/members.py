@@ -43,7 +43,7 @@ class ElasticMembers(Protocol):
 
     @property
     def may_change(self) -> bool:
-        """Whether another epoch can follow, with other members."""
+        """Whether another epoch (period with the same members) can follow, with other members."""
         ...
 
     @property
@@ -65,7 +65,7 @@ class ElasticMembers(Protocol):
         ...
 
     def join_next(self, report: MemberReport) -> list[MemberReport]:
-        """Join the next epoch, and return the report of each of its members.
+        """Join the next epoch (period with the same members); return the reports of its members.
 
         Raises:
             HorovodInternalError: A member of that epoch was lost: call this again for the next.
