@@ -41,7 +41,7 @@ NEUTRAL = -0.0  # x + -0.0 has the bits of x, also for x = -0.0
 
 
 def num_rounds(num_shards: int, num_ranks: int) -> int:
-    """Return the number of rounds of a step with `num_shards` micro-batches.
+    """Return the number of rounds of a step that has `num_shards` micro-batches.
 
     In a round, each rank computes at most one micro-batch.
 

@@ -76,7 +76,7 @@ class Push(msgspec.Struct, tag="push", frozen=True):
     """A worker sends a server gradients for shards of a table at the worker's clock (its step).
 
     Attributes:
-        epoch: Number of the worker's directory, which says which server has which shard.
+        epoch: Number of the worker's directory, a table of the servers of each shard.
         table: Name of the table.
         clock: Clock of the worker to which the gradients belong.
         shards: Numbers of the shards.
@@ -98,7 +98,7 @@ class Pull(msgspec.Struct, tag="pull", frozen=True):
     """A worker asks a server for the values of shards of a table, or their states or numbers.
 
     Attributes:
-        epoch: Number of the worker's directory, which says which server has which shard.
+        epoch: Number of the worker's directory, a table of the servers of each shard.
         table: Name of the table.
         clock: Clock of the worker; the values include the pushes that its consistency requires.
         shards: Numbers of the shards.
@@ -121,7 +121,7 @@ class TableChange(msgspec.Struct, tag="change", frozen=True):
     """A worker asks a server for a new consistency or learning rate of a table.
 
     Attributes:
-        epoch: Number of the worker's directory, which says which server has which shard.
+        epoch: Number of the worker's directory, a table of the servers of each shard.
         table: Name of the table.
         shards: Shards on that server.
         clock: First clock of the new setting.

@@ -84,7 +84,7 @@ class Peers:
     def transmit(
         self, to: int, message: Message, buffers: Sequence[Buffer] = (), *, answers: int = 0
     ) -> None:
-        """Send a message, which may answer message `answers`; do not raise if the receiver is lost."""
+        """Send a message, which may answer message `answers`; a lost receiver is no error."""
         try:
             self.send(to, message, buffers, answers=answers)
         except (PeerLostError, RendezvousError):

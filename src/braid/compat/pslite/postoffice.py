@@ -90,7 +90,7 @@ class Postoffice:
         return PROCESS.node.number
 
     def Barrier(self, customer_id: int, node_group: int) -> None:
-        """Wait until all nodes of a group have entered; each `customer_id` has its own barriers."""
+        """Wait until all nodes of a group have entered; each `customer_id` has other barriers."""
         PROCESS.node.barrier(node_group, customer_id)
 
     def GetNodeIDs(self, node_group: int) -> list[int]:

@@ -65,7 +65,7 @@ class KVScheduler(Control):
         )
 
     def enter_here(self, group: int, number: int, opened: Opened) -> None:
-        """Enter barrier `number` of a group as the scheduler; `opened` is notified of its end."""
+        """Enter barrier `number` of a group as scheduler; `opened` is notified when it opens."""
         with self._postoffice.lock:
             self._act(self.state.enters(SCHEDULER, number, group, opened))
 

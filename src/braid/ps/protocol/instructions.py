@@ -95,7 +95,7 @@ class AnswerPull(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Instruction: answer to a request that another server now decides on the shard."""
+    """Instruction: report to a request's sender that another server decides on the shard."""
 
     request: Request
 

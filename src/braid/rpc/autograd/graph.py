@@ -38,7 +38,7 @@ class Receive:
         self._lock = threading.Lock()  # local backwards of several sends may run at the same time
 
     def attach(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the tensors as results of `RecvRpc`, whose backward adds their gradients here."""
+        """Return the tensors as results of `RecvRpc`; its backward adds their gradients here."""
         return RecvRpc.apply(self.anchor, self, list(tensors))  # type: ignore[no-any-return,no-untyped-call]
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:

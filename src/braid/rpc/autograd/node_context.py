@@ -70,8 +70,8 @@ class Context:
         """In the block, run a local part of the distributed backward with the number `backward`.
 
         The block begins once this node runs no part of an earlier distributed backward. If the
-        earlier backward has failed, the gradients that it has added are removed first, unless
-        `backward` has failed as well.
+        earlier backward has failed, the gradients that it has added are then removed. If `backward`
+        itself has failed already, the block begins immediately, and no gradients are removed.
 
         Raises:
             CommTimeout: Parts of the earlier backward still run after `timeout_s` seconds.

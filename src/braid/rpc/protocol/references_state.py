@@ -151,7 +151,7 @@ class ReferencesState:
         return sum(len(entry.children) for entry in self._forks.values())
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Return numbers of shared values, their forks (references), awaited values, open forks."""
+        """Return the numbers of shared values, their forks (uses), awaited values, open forks."""
         shared = [
             sum(user != self.process or fork in self._forks for fork, user in forks.items())
             for forks in self._owned.values()

@@ -456,7 +456,7 @@ class PlacedModel:
     # -- pictures
 
     def timeline(self) -> PlacedTimeline:
-        """Return the spans of all parts in the last step, on one time axis."""
+        """Return the time spans of all parts' activities in the last step, on one time axis."""
         spans = self._all("collect", "spans")
         return timeline_of(spans, self._tasks.offsets_ns, list(map(str, self._tasks.devices)))
 

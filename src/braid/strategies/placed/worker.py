@@ -294,7 +294,7 @@ class PlacedWorker:
         hosted.optimizer = make(params, *args, **kwargs) if params else None
 
     def num_pending(self, name: str) -> int:
-        """Return how many values and receivers, added together, wait in this task for any graph.
+        """Return one total: the number of values plus the number of receivers that wait here.
 
         Raises:
             StaleError: This task does not have a graph `name`.

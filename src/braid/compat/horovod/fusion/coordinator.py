@@ -96,7 +96,7 @@ class Coordinator:
         return last
 
     def ready(self) -> list[Response]:
-        """Return responses to requests whose names all ranks have submitted, in their order."""
+        """Return responses to requests with names that all ranks have submitted, in order."""
         size = len(self._ranks)
         full = {
             name
