@@ -57,7 +57,7 @@ def write_tables(
 def read_table(
     where: str | os.PathLike[str], table: str, num_shards: int, lengths: Sequence[int] = ()
 ) -> list[State]:
-    """Return the states of a table's shards from a snapshot.
+    """Return the states of a table's shards from the snapshot in the directory `where`.
 
     Raises:
         CheckpointError: The snapshot is missing or damaged, or does not have the table.

@@ -69,7 +69,7 @@ class Callee:
         self._cancelled: deque[tuple[int, int]] = deque(maxlen=NUM_CANCELLED)
 
     def cancel(self, sender: int, number: int) -> None:
-        """Cancel a call of a peer.
+        """Cancel a call of a peer, given by the number of its message.
 
         A call that has not begun is skipped; in a running one, `rpc.is_cancelled` returns True.
         """

@@ -175,7 +175,7 @@ class Caller:
         return ref, fork, WorkerInfo(record.name, record.id)
 
     def cancel(self, number: int) -> bool:
-        """Cancel a call of this node; return whether it had no answer yet."""
+        """Cancel this node's call with a number; return whether the call had no answer yet."""
         call = self._pending.get(number)
         if call is None:
             return False

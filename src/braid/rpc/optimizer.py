@@ -88,7 +88,7 @@ class _LocalOptimizer:
         ]
 
     def set(self, group: int, name: str, value: Any) -> None:
-        """Change a setting of a parameter group."""
+        """Change the setting `name`, such as `lr`, of a parameter group."""
         self.optimizer.param_groups[group][name] = value
 
     def schedule(self, make: MakeScheduler, kwargs: dict[str, Any]) -> int:
@@ -230,7 +230,7 @@ class DistributedOptimizer:
         """Do nothing, for training loops that call it: gradients end with their context."""
 
     def set(self, name: str, value: Any, group: int | None = None) -> None:
-        """Change a setting, such as `lr`, of the parameter group `group`, or of all groups."""
+        """Change the setting `name`, such as `lr`, of the group `group`, or of all groups."""
         calls = []
         for owner, places in self._owners.items():
             for place, number in enumerate(places):

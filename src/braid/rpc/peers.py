@@ -139,7 +139,7 @@ class Peers:
             self.release(to)
 
     def is_alive(self, number: int) -> bool:
-        """Return whether a node can be reached; connect to it if necessary, to notice its loss."""
+        """Return whether the node with a number can be reached; connect to it if necessary."""
         if number in self.lost:
             return False
         if number != self.info.id and not self.van.is_connected(node_of(number)):

@@ -98,7 +98,7 @@ class PendingCalls:
         return len(self._calls)
 
     def add(self, number: int, call: PendingCall) -> None:
-        """Add a call that is about to be sent."""
+        """Add a call that is about to be sent in the message with this number."""
         with self._lock:
             self._calls[number] = call
             self._counts[call.to] += 1
@@ -111,11 +111,11 @@ class PendingCalls:
         return self._counts[to]
 
     def get(self, number: int) -> PendingCall | None:
-        """Return a call; None if it is answered."""
+        """Return the call with a number; None if it is answered."""
         return self._calls.get(number)
 
     def finish(self, number: int, value: Any, error: BaseException | None) -> None:
-        """Complete a call with a result or an error, unless it was completed before."""
+        """Complete the call `number` with a result or an error, unless it is complete already."""
         call = self.take(number)
         if call is None:
             return

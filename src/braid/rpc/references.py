@@ -196,7 +196,7 @@ def receive(agent: Agent, data: Sequence[Any], sender: str, will_answer: bool) -
 
 
 def call_methods(rrefs: Sequence[RRef], name: str, args: tuple[Any, ...]) -> list[CallOutcome]:
-    """Call a method of several values at the same time; return when all calls have ended."""
+    """Call the method `name` of several values at the same time; return when all have ended."""
     caller = rrefs[0]._agent.caller  # noqa: SLF001 - of this module
     return caller.call_each(rref._call(_method, name, args, {}) for rref in rrefs)  # noqa: SLF001
 

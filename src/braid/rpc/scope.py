@@ -97,7 +97,7 @@ class CallSpans:
         self._node = node
 
     def call(self, name: str, to: int, number: int) -> Span | None:
-        """Begin the time span of a call that this node makes; None without a recorder."""
+        """Begin the time span of this node's call of function `name`; None without a recorder."""
         recorder = self._recorder
         if recorder is None:
             return None

@@ -132,7 +132,7 @@ class WorkerDirectory:
             self.store.delete_key(key)
 
     def forget(self, number: int) -> None:
-        """Forget the record of a lost node, so that `find` reads the store again."""
+        """Forget the record of the lost node `number`, so that `find` reads the store again."""
         with self._lock:
             record = self._by_id.pop(number, None)
             if record is not None:

@@ -176,13 +176,13 @@ class Session:
         return self._members[number]
 
     def refuse_set(self, reason: str) -> None:
-        """Fail the next `add` on all ranks, since this rank's call has failed."""
+        """Fail the next `add` on all ranks for a reason: this rank's call has failed."""
         with contextlib.suppress(CommError):  # the engine has ended
             refused = Request(NEW_SET, NEW_SET, refusal=reason[:1000])
             self.whole.engine.refuse(refused)
 
     def remove(self, number: int) -> None:
-        """Remove a process set; all ranks call this."""
+        """Remove the process set with a number; all ranks call this."""
         member = self._members.pop(number)
         if member.included:
             self._end(member, f"process set {number} has been removed")

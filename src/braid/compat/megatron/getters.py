@@ -77,7 +77,7 @@ def first_of(kind: str) -> Callable[[], int]:
 
 
 def set_size_of(kind: str) -> Callable[[int | None], None]:
-    """Return a function that sets the number of ranks, which `size_of`'s function then returns."""
+    """Return a function that sets the number of ranks that the function of `size_of` returns."""
 
     def set_size(world_size: int | None) -> None:
         STATE.override(f"{kind} size", world_size)

@@ -96,7 +96,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_nodes(cls, epoch: int, nodes: dict[str, str], lost_nodes: dict[str, str]) -> Directory:
-        """Return the directory of a run without tables."""
+        """Return the directory with the number `epoch`, of a run without tables."""
         return cls(
             epoch=epoch,
             replicas=0,

@@ -156,7 +156,7 @@ class SchedulerState(MembersState[str, int]):
         return self._change(self.directory.with_server(server, address))
 
     def check_worker(self, worker: int, life: int) -> None:
-        """Refuse a worker process that was removed from the run.
+        """Refuse the process of a worker, numbered `life`, if it was removed from the run.
 
         Raises:
             StaleError: The process was removed; the message has the reason.
@@ -215,7 +215,7 @@ class SchedulerState(MembersState[str, int]):
         return []
 
     def worker_leaves(self, worker: int, life: int = 0) -> list[Instruction]:
-        """Remove a worker that has finished."""
+        """Remove a worker that has finished, in its process with the number `life`."""
         if life != self._lives.get(worker):
             return []  # another process has its place
         self._gone.add(worker)
@@ -223,7 +223,7 @@ class SchedulerState(MembersState[str, int]):
         return [*self._deal_again(worker), *self._remove(worker)]
 
     def worker_lost(self, worker: int, reason: str, life: int = 0) -> list[Instruction]:
-        """Handle the loss of a worker's process by the policy `on_worker_loss`."""
+        """Handle the loss of a worker's process `life`, by the policy `on_worker_loss`."""
         if worker in self._gone or worker_node(worker) not in self.addresses or self.failure:
             return []
         if life != self._lives.get(worker):
@@ -355,7 +355,7 @@ class SchedulerState(MembersState[str, int]):
     def next_data(
         self, name: str, num_shards: int, request: tuple[str, int], finished: tuple[int, ...]
     ) -> list[Instruction]:
-        """Deal out the next shard of samples.
+        """Deal out the next shard of the samples with a name.
 
         Raises:
             CommError: Workers divide the samples differently.

@@ -45,7 +45,7 @@ class Init(ABC):
 
     @abstractmethod
     def draw(self, key: int, ids: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return initial rows in float64, of shape [len(ids), dim]."""
+        """Return initial rows in float64, of shape [len(ids), dim]; `key` seeds the draws."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class Contexts:
         return number
 
     def close(self, number: int) -> None:
-        """End a context on all nodes."""
+        """End the context with a number on all nodes."""
         _CURRENT.set(-1)
         self.release(number)
 
@@ -123,7 +123,7 @@ class Contexts:
             return sum(context.state.is_running for context in self._contexts.values())
 
     def get(self, number: int) -> Context:
-        """Return a context.
+        """Return the context with a number.
 
         Raises:
             RpcError: The context is over, or has never been on this node.
@@ -155,7 +155,7 @@ class Contexts:
             _CURRENT.reset(token)
 
     def release(self, number: int) -> None:
-        """Release a context on this node and on all nodes that this node knows to have it."""
+        """Release the context `number` here, and on all nodes that this node knows to have it."""
         with self._lock:
             context = self._contexts.pop(number, None)
             self._over.append(number)

@@ -93,7 +93,7 @@ class Opponents:
         return self._number, self._players[self._number]
 
     def report(self, number: int, reward: float) -> None:
-        """Record the result of a game: 1 for a win, 0 for a draw, -1 for a loss."""
+        """Record a game against opponent `number`: 1 for a win, 0 for a draw, -1 for a loss."""
         self._results.append(Result(number, (reward + 1) / 2))
 
 

@@ -131,7 +131,7 @@ class ClosureQueue:
         return min([n for n in (*running, *self._waiting) if n >= 0], default=None)
 
     def schedule(self, number: int) -> list[QueueInstruction]:
-        """Add a closure for any worker."""
+        """Add the closure with a number, for any worker."""
         self._waiting.append(number)
         self._num_closures += 1
         return self._assign()
@@ -142,7 +142,7 @@ class ClosureQueue:
         return self._assign()
 
     def add_resource(self, number: int) -> list[QueueInstruction]:
-        """Add a closure that every worker process runs once, before other closures."""
+        """Add the closure `number`, which every worker process runs once, before others."""
         self._resources.append(number)
         for waiting in self._for_worker.values():
             waiting.append(number)

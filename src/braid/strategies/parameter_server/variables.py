@@ -201,7 +201,7 @@ class ServerVariables:
         }
 
     def servers_of(self, name: str) -> list[int]:
-        """Return the number of the server on which each shard of a variable was first placed."""
+        """Return the numbers of the servers on which a variable's shards were first placed."""
         count, shards = self._node.num_servers, list[tuple[int, int]]()
         for group in self._all():
             ends = [*accumulate(group.table.lengths)]

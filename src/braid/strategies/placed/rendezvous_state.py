@@ -131,7 +131,7 @@ class RendezvousState:
         return []
 
     def end(self, graph: str, step: int, reason: str) -> list[RendezvousInstruction]:
-        """Return the instructions that end a step of a graph, and all earlier steps."""
+        """Return the instructions that end a graph's steps up to `step`, for a reason (text)."""
         if not self._has_ended(graph, step):
             self._ended[graph] = step, reason
         instructions: list[RendezvousInstruction] = []

@@ -227,7 +227,7 @@ class FusionState:
         self._joined = self._join_notice_due = True
 
     def stop(self, reason: str) -> None:
-        """Request the end of the engine on all ranks."""
+        """Request the end of the engine on all ranks, with a reason for their errors."""
         self._stopping = reason
 
     def propose(self, settings: Settings) -> None:

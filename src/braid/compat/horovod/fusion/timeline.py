@@ -118,7 +118,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, name: str, nbytes: int) -> Iterator[None]:
-        """Record the code in the context as one activity.
+        """Record the code in the context as one activity with this name.
 
         The span is also recorded in the rank's event trace, even if the timeline is off.
         """

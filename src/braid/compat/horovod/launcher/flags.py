@@ -43,7 +43,7 @@ class Flags:
         return self.values.get(name, "")
 
     def is_on(self, name: str) -> bool:
-        """Return whether a switch is present and not negated."""
+        """Return whether the switch with this name is present and not negated."""
         return self[name] == "1"
 
 

@@ -130,7 +130,7 @@ def check_tensors(tensors: Any) -> None:
 
 
 def factor(value: Any, what: str) -> float:
-    """Return a prescale or postscale factor as a float.
+    """Return a prescale or postscale factor as a float; `what` names it in errors.
 
     Raises:
         ConfigError: The value is not a number.
