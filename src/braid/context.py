@@ -204,6 +204,10 @@ def log_step(step: int, **values: float) -> None:
     """Log that this rank has finished a step, for programs that watch a running job.
 
     Does nothing without braid's launcher. The default step number of `log` does not change.
+
+    Args:
+        step: Number of the step.
+        values: Numbers of the step by name, such as `loss=0.5`.
     """
     if _DEFAULT.metrics is not None:
         _DEFAULT.metrics.log_step(step, values)

@@ -73,7 +73,7 @@ def all_reduce(
         x: Flat, contiguous tensor.
         op: Reduction.
         scale: Factor for the result.
-        algorithm: Name in `ALGORITHMS`.
+        algorithm: Name of the algorithm: direct, two_phase, pulled or registered.
         forced: Whether to use `algorithm` even if all tensors are registered.
     """
     if offers_first(ch, x, algorithm, forced=forced):

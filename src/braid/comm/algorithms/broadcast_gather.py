@@ -47,7 +47,7 @@ __all__ = [
 def barrier(ch: Channel) -> Steps:
     """Wait until every member has called this.
 
-    Cost: a.
+    Cost: one step.
     """
     yield from ch.publish_and_wait()
 
@@ -241,7 +241,7 @@ def all_to_all(
 
 
 def chunk_of(nbytes: int, dtype: torch.dtype) -> int:
-    """Return the number of elements that fit into `nbytes`."""
+    """Return the number of elements of `dtype` that fit into `nbytes`."""
     return max(1, nbytes // dtype.itemsize)
 
 

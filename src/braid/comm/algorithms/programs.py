@@ -48,8 +48,8 @@ class ProgramPart(NamedTuple):
     """Messages and copies of one rank in a collective's program, for a buffer of one length.
 
     Attributes:
-        stages: Stages in order.
-        num_turns: Number of turns of the rank with the most turns.
+        stages: This rank's messages and copies of each round, in the order of rounds.
+        num_turns: Number of steps of the rank that needs the most steps to send its messages.
         numel: Number of elements sent by the rank that sends most.
     """
 
@@ -73,7 +73,7 @@ class Programs:
         self._parts: dict[tuple[str, str, int, int], ProgramPart] = {}
 
     def part(self, name: str, operation: str, root: int, numel: int) -> ProgramPart:
-        """Return this rank's part of a named algorithm, from the cache if possible."""
+        """Return this rank's part of the algorithm `name`, for a buffer of `numel` elements."""
         key = (name, operation, root, numel)
         part = self._parts.get(key)
         if part is None:
@@ -87,7 +87,7 @@ class Programs:
         return part
 
     def program(self, name: str, operation: str, root: int) -> Program:
-        """Return the program of a named algorithm for this number of ranks."""
+        """Return the program of the algorithm `name` for `operation` on this number of ranks."""
         key = (name, operation, root)
         written = self._programs.get(key)
         if written is None:

@@ -109,7 +109,7 @@ class Mailbox:
         return receipt
 
     def steps(self, receipt: Receipt) -> Steps:
-        """Wait until the message is in the memory of the receive.
+        """Wait until the message is in the destination memory of `receipt`.
 
         Raises:
             Disagreement: The message has another description than the receive.
@@ -141,9 +141,9 @@ class Mailbox:
             receipt.lines = ()
 
     def position(self, source: int | None) -> int:
-        """Return the number of the last step received from `source`.
+        """Return the number of the last step that this rank has received from rank `source`.
 
-        If `source` is None, return the highest number over all sources.
+        If `source` is None, return the highest number over all senders.
         """
         with self._lock:
             lines = self._lines.values()

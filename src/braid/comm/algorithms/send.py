@@ -53,8 +53,8 @@ def send(
     """Send the bytes `x`.
 
     Args:
-        ch: This rank's line to the receiver.
-        acks: The receiver's line for acknowledgements.
+        ch: Channel on which this rank sends to the receiver.
+        acks: Channel on which the receiver acknowledges messages.
         x: Flat bytes.
         to: Group rank of the receiver.
         tag: Tag that the receive must name.
@@ -78,6 +78,6 @@ def send(
 
 
 def read_envelope(ch: Channel, source: int, value: int) -> Envelope:
-    """Return the envelope that `source` published in step `value` of its line."""
+    """Return the envelope, the description of a message, from step `value` of rank `source`."""
     words = ch.read_words(source, value, 3)
     return Envelope(words[_TAG] - TAG_BIAS, words[_NBYTES], words[_ADDRESS])

@@ -52,7 +52,7 @@ class Starter(_FaceOfGroup):
 
     Args:
         group: The group.
-        start: Function that starts a collective.
+        start: Function that starts a collective and returns its Work.
     """
 
     def __init__(self, group: Face, start: Callable[[Collective], Work]) -> None:
@@ -130,7 +130,7 @@ def fuse(collectives: Sequence[Collective]) -> list[Collective]:
     The result depends only on descriptions, so ranks that record the same calls fuse the same ones.
 
     Raises:
-        ConfigError: Some of them share memory.
+        ConfigError: Some tensors of the collectives share memory.
     """
     runs: list[list[Collective]] = []
     for collective in collectives:

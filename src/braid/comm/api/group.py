@@ -159,7 +159,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         See `braid.comm.api.batch`.
 
         Args:
-            steps_by: Thread that takes the steps. `StepsBy.WAITER` is for operations that are
+            steps_by: Thread for the operations' steps. `StepsBy.WAITER` is for operations that are
                 waited for soon, where a background thread would only take time from other work.
         """
         self._check_open()
@@ -171,7 +171,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         No thread is involved; see `StepsBy`.
 
         Args:
-            steps_by: Thread that takes the steps; see `coalesce`.
+            steps_by: Thread that takes the operations' steps; see `coalesce`.
         """
         return Starter(self, partial(self._start, steps_by=steps_by))
 

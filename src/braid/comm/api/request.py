@@ -58,7 +58,7 @@ class Numbers:
 
         Args:
             number: Number of the request.
-            work: Last start of the request, if it has not ended.
+            work: Last start of the request, if it has not ended; else None.
         """
         self._lost[number] = work
 
@@ -72,7 +72,7 @@ class Numbers:
         return f"{self._next} {sorted(self._free)}"
 
     def reclaim(self, numbers: Iterable[int]) -> None:
-        """Free the numbers that all members have lost.
+        """Free `numbers`, whose requests have been garbage-collected on all members.
 
         All members call this at the same point of the order of their requests.
         """

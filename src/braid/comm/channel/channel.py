@@ -53,7 +53,7 @@ class Disagreement(Exception):
 
     Args:
         channel: Number of the channel.
-        value: The step.
+        value: Number of the step.
         members: Group ranks that disagree; None for all.
         digests: Digests of this rank's description and call site; None for the digests of the
             operation in progress.
@@ -78,7 +78,7 @@ class Entry(NamedTuple):
     """Published line of a member for one step; all zero if the member has not published the step.
 
     Attributes:
-        value: Counter of the member.
+        value: Number of the last step that the member has published.
         digest: Digest of the operation.
         block: Address of the data in the member's arena.
         site: Digest of the call site.
@@ -188,7 +188,7 @@ class Channel:
         return self._work_counter
 
     def line(self, peer: int) -> memoryview | None:
-        """Return the control line of `peer`; None if the peer has not made the page yet."""
+        """Return the memory with the last steps of `peer`; None if the peer has not made it yet."""
         return self._lines[peer] or self._find(peer)
 
     def counter(self, peer: int) -> int:
@@ -208,11 +208,11 @@ class Channel:
         return Entry(line[0], line[at], line[at + 1], line[at + 2])
 
     def audience(self, members: Sequence[int]) -> Any:
-        """Return members as the `audience` argument of the transport."""
+        """Return the group ranks `members` in the form of the transport's argument `audience`."""
         return self.transport.audience([self.ranks[m] for m in members])
 
     def view(self, member: int, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor at an address of a member's arena."""
+        """Return a flat tensor at an address in a member's shared memory."""
         return self._arena.view(self.ranks[member], address, numel, dtype)
 
     def publish(self, audience: Audience | None = None, *, wake: bool = True) -> int:

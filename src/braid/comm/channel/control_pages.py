@@ -213,7 +213,7 @@ class ControlPages:
         return [member for member in range(self.size) if member != self.rank]
 
     def line_of(self, member: int, index: int) -> memoryview | None:
-        """Return a member's control line; None if the member has not made the page yet."""
+        """Return the memory with a member's steps on channel `index`; None if not made yet."""
         page, line = _place(index)
         address = self._directories[member][page]
         return (
@@ -251,7 +251,14 @@ class ControlPages:
         return self.state(member).code == CLOSED or self.ranks[member] in lost
 
     def stop(self, code: int, *, channel: int = 0, value: int = 0, reason: str = "") -> None:
-        """Publish that this rank has left the group; later calls do not change the reason."""
+        """Publish that this rank has left the group; later calls do not change the reason.
+
+        Args:
+            code: Kind of the end, such as `ABANDONED`; see `MemberState`.
+            channel: Number of the channel on which members disagreed.
+            value: Step of the disagreement; after a loss, the lost global rank plus one.
+            reason: Text for errors of other members.
+        """
         words = self._directories[self.rank]
         healthy = self._healthy[self.rank]
         if words[_STATE] != healthy or self.transport.forked:  # not the parent's rank

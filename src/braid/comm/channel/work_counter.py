@@ -26,7 +26,7 @@ __all__ = ["WorkCounter"]
 
 
 class WorkCounter:
-    """One member's access to the shared counter.
+    """One member's access to the shared counter that gives blocks of work to members.
 
     Args:
         address: Address of the counter, a 32-bit word that is 0 initially.

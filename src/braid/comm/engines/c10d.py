@@ -128,7 +128,7 @@ class C10dEngine:
     costs = ""
 
     def use_costs(self, costs: str) -> None:
-        """Do nothing; see `tune`."""
+        """Do nothing: the backend chooses its algorithms."""
 
     def explain(self) -> str:
         """Return a text: the backend chooses its algorithms."""

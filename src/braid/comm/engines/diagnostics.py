@@ -44,7 +44,7 @@ class MemberOperation(NamedTuple):
 
 
 def asked(pages: ControlPages, member: int, entry: Entry) -> MemberOperation:
-    """Return the operation that a member's line describes."""
+    """Return the operation that `member` has published in `entry`."""
     return MemberOperation(
         pages.ranks[member],
         pages.text_of(member, entry.digest) if entry.digest else "",

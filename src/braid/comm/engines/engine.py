@@ -49,7 +49,8 @@ class Capabilities(NamedTuple):
         """Raise if the engine does not support the named algorithm or wire format.
 
         Raises:
-            ConfigError: The engine does not have it, or does not support parts of these sizes.
+            ConfigError: The engine lacks the algorithm or format, or does not support parts of
+                these sizes.
         """
         name, possible = collective.algorithm, self.algorithms
         if name is not None and name not in possible:
@@ -170,7 +171,7 @@ class Engine(Protocol):
         ...
 
     def token(self) -> int:
-        """Return this rank's token for a new group; its members exchange their tokens."""
+        """Return this rank's token, a number for a new group, whose members exchange tokens."""
         ...
 
     def forget(self, token: int) -> None:

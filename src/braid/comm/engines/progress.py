@@ -263,7 +263,11 @@ class Progress:
             raise StaleError(msg)
 
     def check_caller(self, text: str) -> None:
-        """Raise StaleError in a forked child and in the progress thread."""
+        """Raise StaleError in a forked child and in the progress thread, which cannot wait.
+
+        Args:
+            text: Name of what the caller waits for, for the message.
+        """
         self.refuse_fork()
         if threading.current_thread() is self._thread:
             msg = (

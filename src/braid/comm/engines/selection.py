@@ -319,7 +319,7 @@ def measure(
 ) -> Steps:
     """Measure the primitives on all ranks together and append rank 0's figures to `results`.
 
-    Cost: some 50 ms of two ranks, once per job; on a network of 1 Gbit/s another 50 ms.
+    Cost: about 50 ms with two ranks, once per job; on a network of 1 Gbit/s another 50 ms.
     """
     # filled, since the kernel maps all pages that are only read to one page of zeros
     x, out = (

@@ -330,7 +330,7 @@ class SharedMemoryEngine:
         return view
 
     def algorithm(self, c: Collective) -> str:
-        """Return the algorithm that the caller named, or the fastest."""
+        """Return the algorithm's name for `c`: the one that the caller named, or the fastest."""
         if c.kind == "all_reduce" and c.wire and not self.shares:
             return "hierarchical"
         return c.algorithm or self.selection.choose(c.kind, c.nbytes)

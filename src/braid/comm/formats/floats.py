@@ -31,7 +31,7 @@ class FloatFormat:
     """A cast to `dtype`, rounded to nearest, ties to even.
 
     Attributes:
-        name: Name in the catalogue.
+        name: Name of the format, for `by_name`.
         dtype: Dtype of the numbers on the wire.
 
     Cost:

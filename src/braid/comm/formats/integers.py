@@ -68,12 +68,12 @@ class Int8:
 
     @property
     def name(self) -> str:
-        """Name in the catalogue."""
+        """Name of the format, for `by_name`."""
         return "int8:stochastic" if self.stochastic else "int8"
 
     @property
     def lossy(self) -> bool:
-        """True."""
+        """True: decoded numbers may differ from the encoded ones."""
         return True
 
     def nbytes(self, numel: int) -> int:

@@ -45,9 +45,9 @@ __all__ = ["LowRank"]
 class LowRank:
     """Low-rank compressor of one matrix of fixed shape, used at every step of training.
 
-    All ranks must begin with equal generators and make the same calls: then `q` is equal on all of
-    them. A sequence of calls without `finish` changes nothing. NaN or infinity in any rank's matrix
-    results in NaN on all ranks.
+    All ranks must begin with equal generators and make the same calls. Then the factor `q`, which
+    is kept between calls, is equal on all of them. A sequence of calls without `finish` changes
+    nothing. NaN or infinity in any rank's matrix results in NaN on all ranks.
 
     Args:
         rows: Number of rows of the matrix.
@@ -139,7 +139,7 @@ class LowRank:
         return {"q": self._q.clone()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore a warm start from `state_dict`.
+        """Restore a warm start (the `q` of the last call) from `state_dict`.
 
         Raises:
             ConfigError: The warm start is missing, or has another shape or dtype.

@@ -73,7 +73,7 @@ class TopKFormat:
 
     @property
     def name(self) -> str:
-        """Name in the catalogue."""
+        """Name of the format, for `by_name`."""
         return f"topk:{self.ratio}"
 
     @property

@@ -143,6 +143,8 @@ def chunks(flat: torch.Tensor) -> list[torch.Tensor]:
 def check_length(form: str, nbytes: int, expected: int, numel: int) -> None:
     """Raise if a message has `nbytes` bytes, but `numel` numbers need `expected`.
 
+    `form` is the name of the format, for the error message.
+
     Raises:
         CommError: The two differ.
     """

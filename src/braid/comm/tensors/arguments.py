@@ -160,7 +160,7 @@ def result(out: Data | None, shape: tuple[int, ...], x: torch.Tensor) -> torch.T
 
 
 def check_peer(peer: int, size: int, role: str) -> None:
-    """Raise if a number is not a group rank.
+    """Raise if `peer` is not a group rank; the message names its `role`, such as root.
 
     Raises:
         ConfigError: `peer` is out of range, or not an integer.
@@ -213,7 +213,9 @@ def check_movable(x: object) -> None:
 
 
 def check_parts(parts: Sequence[torch.Tensor], size: int, x: torch.Tensor, role: str) -> None:
-    """Raise unless a sequence has one tensor per member, all of one dtype and device.
+    """Raise unless a sequence has one tensor per member, all like `x` in dtype and device.
+
+    `role` is the text with which the error message begins.
 
     Raises:
         ConfigError: The number, a dtype or a device is wrong; the message names the parts.
@@ -236,6 +238,8 @@ def check_parts(parts: Sequence[torch.Tensor], size: int, x: torch.Tensor, role:
 
 def slice_shape(x: torch.Tensor, size: int, kind: str) -> tuple[int, ...]:
     """Return the shape of one of `size` equal slices of dim 0.
+
+    `kind` names the operation in the error message.
 
     Raises:
         ConfigError: dim 0 cannot be divided.

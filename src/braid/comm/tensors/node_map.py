@@ -48,7 +48,7 @@ class NodeMap(NamedTuple):
 
     @property
     def num_slices(self) -> int:
-        """Number of slices; on every host, this number of members has one slice each."""
+        """Number of slices of a tensor; on every host, as many members work on one slice each."""
         return self.fewest
 
     def local_peers(self, member: int) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ def combine(
 
 
 def early_factor(dtype: torch.dtype, op: str, scale: float | None, count: int) -> float | None:
-    """Return the factor to apply before a sum in several stages; None for no factor.
+    """Return the factor to apply before a sum of `count` numbers in stages; None for no factor.
 
     16-bit numbers that are rounded between stages are scaled first, so that no partial sum
     overflows.
@@ -106,7 +106,7 @@ def early_factor(dtype: torch.dtype, op: str, scale: float | None, count: int) -
 
 
 def finish(x: torch.Tensor, op: str, count: int, scale: float | None) -> None:
-    """Convert a sum to the result: divide once for `avg`, multiply once by `scale`."""
+    """Convert a sum to the result: divide by `count` for `avg`, multiply by `scale`."""
     if op == "avg" and count > 1:
         if x.is_floating_point() or x.is_complex():
             x.div_(count)

@@ -64,7 +64,7 @@ class ExplainedGroup:
 
 
 class Foreign:
-    """torch's ordinary process group inside one of braid's.
+    """torch's ordinary process group inside one of braid's process groups.
 
     Attributes:
         ranks: Global ranks of the members.

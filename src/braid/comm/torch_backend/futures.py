@@ -31,7 +31,7 @@ class WorkFuture(Future[Any]):
 
     Args:
         wait: Function that returns when the collective has ended, or raises its error.
-        value: Value after that.
+        value: Value of the future after the collective has ended.
     """
 
     def __init__(self, wait: Callable[[], object], value: Any) -> None:
