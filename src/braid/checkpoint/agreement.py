@@ -58,6 +58,12 @@ def problem_of(exc: Exception) -> str:
 def raise_problems(action: str, problems: list[str], *, size: int, remedy: str) -> None:
     """Raise the same error on all ranks if any rank has a problem.
 
+    Args:
+        action: What could not be done, with which the message begins.
+        problems: Problem of each rank; empty for a rank without one.
+        size: Number of ranks; with 1, the message does not name ranks.
+        remedy: Advice to the user, with which the message ends.
+
     Raises:
         CheckpointError: A rank has a problem; the message groups ranks by problem.
     """

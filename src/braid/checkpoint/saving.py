@@ -247,7 +247,10 @@ def _prepare(home: CheckpointDirectory, pieces: list[Slice], step: int, *, first
 def write_pieces(
     home: CheckpointDirectory, pieces: list[Slice], step: int, rank: int, writer: str = ""
 ) -> Written:
-    """Write a rank's file; return a report with the file's manifest entry, or the problem."""
+    """Write a rank's file; return a report with the file's manifest entry, or the problem.
+
+    `writer` is the process that began this save; the problem names other processes that save here.
+    """
     tensors = _named(pieces)
     name = f"rank-{rank:05d}.safetensors"
     try:

@@ -48,7 +48,7 @@ class StoredOptimizer(msgspec.Struct, frozen=True):
 
 
 def stored_optimizer(path: object, state: Mapping[str, Any]) -> StoredOptimizer:
-    """Return the validated `optimizer` entry of a checkpoint's `state`.
+    """Return the validated `optimizer` entry of the `state` of the checkpoint at `path`.
 
     Raises:
         CheckpointError: A field has the wrong type.
@@ -67,7 +67,7 @@ def stored_optimizer(path: object, state: Mapping[str, Any]) -> StoredOptimizer:
 def generator_states(
     path: object, state: Mapping[str, Any], generators: Mapping[str, torch.Generator]
 ) -> dict[str, torch.Tensor]:
-    """Return the state of each of `generators` in a checkpoint's `state`.
+    """Return the state of each of `generators` in the `state` of the checkpoint at `path`.
 
     Raises:
         CheckpointError: A generator's state is missing or invalid.
@@ -102,7 +102,7 @@ def require_like(path: object, field: str, stored: Any, current: Any) -> None:
 
 
 def unloadable(path: object, field: str, problem: str) -> CheckpointError:
-    """Return the error for a field of `state` that cannot be loaded."""
+    """Return the error for a `field` in the state of the checkpoint at `path`."""
     return CheckpointError(
         f"state.{field} of {path} cannot be loaded: {problem}. Use another checkpoint of this "
         "run; this one was altered, or not written by braid"

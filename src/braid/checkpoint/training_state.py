@@ -72,7 +72,7 @@ def training_tensors(
 
 
 def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers by name."""
+    """Return the model's persistent buffers (those in its state dict) by name."""
     kept = model.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 

@@ -255,7 +255,7 @@ class EventRing:
         self.header[_CLOCK_OFFSET] = value & ((1 << 64) - 1)
 
     def name(self, digest: int) -> str:
-        """Return the text of a kind or call site."""
+        """Return the text whose digest a record has as its kind or call site."""
         return self.names.lookup(digest)
 
     def tail(self, count: int | None = None) -> list[Event]:
@@ -361,14 +361,20 @@ class Recorder:
         nbytes: int = 0,
         site: int = 0,
     ) -> Span:
-        """Begin a span named `kind`; it ends with its `with` block or with `Span.end()`."""
+        """Begin a span named `kind`; it ends with its `with` block or with `Span.end()`.
+
+        The other arguments are fields of the record; see `Event`.
+        """
         if self.listener is not None:
             self.listener(kind, seq)
         t_ns = self.now_ns()
         return Span(self, self._write(t_ns, OPEN, kind, group, channel, seq, nbytes, site), t_ns)
 
     def instant(self, kind: str, *, seq: int = 0, nbytes: int = 0, site: int = 0) -> None:
-        """Record an event without duration."""
+        """Record an event named `kind`, without duration.
+
+        The other arguments are fields of the record; see `Event`.
+        """
         if self.listener is not None:
             self.listener(kind, seq)
         self._write(self.now_ns(), 0, kind, 0, 0, seq, nbytes, site)
@@ -385,7 +391,10 @@ class Recorder:
         nbytes: int = 0,
         site: int = 0,
     ) -> None:
-        """Record a span that has already ended."""
+        """Record a span named `kind` that has already ended.
+
+        The other arguments are fields of the record; see `Event`.
+        """
         self._write(t_ns, dur_ns, kind, group, channel, seq, nbytes, site)
 
     def tail(self, n: int) -> list[Event]:

@@ -188,7 +188,7 @@ class AsynchronousStages:
             return float(self._model(inputs, targets))
 
     def checkpoint(self, optimizer: torch.optim.Optimizer) -> tuple[Snapshot, dict[str, Any]]:
-        """Return the tensors of this rank's stage; see `Shards.checkpoint`."""
+        """Return the tensors of this rank's stage, and other values; see `Shards.checkpoint`."""
         tensors = training_tensors(self._model, optimizer)
         numbers = training_numbers(self._model, optimizer)
         if isinstance(self._pipeline, Emulation):

@@ -53,6 +53,8 @@ def ranking_here(
 ) -> tuple[Ranking, str]:
     """Profile a training's GPT on ranks of this host, and return its splits sorted by time.
 
+    `threads` is the number of threads of each rank; None for the launcher's choice.
+
     Returns:
         The splits, and a note if the profile came from the cache.
 
@@ -76,7 +78,7 @@ def mesh_here(
         config: The training.
         num_ranks: Number of ranks.
         shards: Number of micro-batches of a step.
-        threads: See `ranking_here`.
+        threads: Number of threads of each rank; None for the launcher's choice.
 
     Raises:
         ConfigError: The batch cannot be divided, or the model does not fit.

@@ -67,7 +67,7 @@ class TrainConsole:
         self._thread.start()
 
     def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:  # noqa: ARG002
-        """Show a line that a rank has printed."""
+        """Show a line that a rank has printed; see `braid.launch.Console`."""
         report = parse_report(text) if stream == 1 else None  # rank 0 writes reports to stdout
         if report is None:
             if stream == 2 and text.startswith(TRACEBACK):

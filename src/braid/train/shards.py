@@ -67,7 +67,7 @@ class Shards(Protocol):
         ...
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
-        """Compute the mean loss without gradients."""
+        """Compute the mean loss of the samples `indices` of `windows`, without gradients."""
         ...
 
     def clip(self, max_norm: float) -> float:
@@ -86,8 +86,9 @@ class Shards(Protocol):
 class ParallelShards:
     """Shards in parallel, one on each rank; a world of one rank is allowed.
 
-    The model and the optimizer are built and resumed unsharded; the engine is built before the
-    first step. A checkpoint can be resumed on another number of ranks, and with another `stage`.
+    The model and the optimizer are built and resumed unsharded; the engine that shards is built
+    before the first step. A checkpoint can be resumed on another number of ranks, and with another
+    `stage`.
 
     Args:
         model: The model, equal on all ranks.
@@ -158,7 +159,7 @@ class ParallelShards:
         return clip_whole(self._model, max_norm)
 
     def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
-        """Return the tensors that this rank writes; a collective if the model is sharded."""
+        """Return the tensors that this rank writes, and other values; see `Shards.checkpoint`."""
         if self._stage:
             self._make()
         if (sharding := self._sharding) is not None:

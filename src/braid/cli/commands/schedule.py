@@ -66,7 +66,7 @@ class ProgramOptions:
         return True
 
     def rounds(self, row: int | None) -> Rounds:
-        """Return the rounds of a collective."""
+        """Return the rounds of a collective; `row` is the number of ranks per host."""
         from braid.programs.schedule.collective import ALGORITHMS, algorithm
         from braid.programs.schedule.pipeline import ALL_SCHEDULES
 
@@ -82,7 +82,7 @@ class ProgramOptions:
         return algorithm(self.name, self.operation or main, self.ranks, root=self.root, row=row)
 
     def program(self, row: int | None) -> Program:
-        """Return the program of an algorithm."""
+        """Return the program of an algorithm; `row` is the number of ranks per host."""
         from braid.programs.schedule.collective import program
         from braid.programs.schedule.pipeline import find_schedule
 

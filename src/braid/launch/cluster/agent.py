@@ -79,8 +79,8 @@ class JoinRequest(NamedTuple):
         slots: Value of `-n`.
         command: Command of the ranks.
         secret: Secret of all nodes.
-        is_on_engine: Whether an engine has started the agent. An engine may send SIGTERM
-            repeatedly while ranks save, and it kills processes that take too long.
+        is_on_engine: Whether an engine (Ray, Slurm or MPI) has started the agent. It may
+            send SIGTERM repeatedly while ranks save, and kills processes that take too long.
     """
 
     node_rank: int | None
@@ -98,7 +98,7 @@ def serve(
     clock: Clock | None = None,
     notice: Callable[[str], None] = lambda _: None,
 ) -> AgentBye:
-    """Serve as the agent of this host until the launcher ends the run or is lost.
+    """Serve as this host's agent, which starts ranks, until the launcher ends the run or is lost.
 
     Args:
         stream: Stream to the launcher; owned and closed.

@@ -37,7 +37,7 @@ OnLost = Callable[["AgentHandle", str], None]
 
 
 class AgentHandle:
-    """One agent, as the launcher sees it.
+    """One agent (the process that starts the ranks of a host), as the launcher sees it.
 
     Args:
         node: Number of the agent's host.
@@ -54,8 +54,8 @@ class AgentHandle:
         alive: Whether the agent is not known to be lost.
         offset_ns: Difference of the launcher's clock and the agent's clock.
         hello: First message of the agent; None until it arrives.
-        explain: Function of the node's number and seconds that asks an engine why a node is gone;
-            None without an engine.
+        explain: Function of the node's number and seconds that asks an engine (a cluster
+            manager) why a node is gone; None without an engine.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ PATIENCE_NS = 10_000_000_000  # until the first notice about missing nodes; then
 
 
 class HostRendezvous(AbstractContextManager["HostRendezvous"]):
-    """Gathers hosts; a context manager that owns their agents.
+    """Gathers hosts; a context manager that owns their agents, which start the ranks.
 
     Args:
         job: Job that the hosts will run.
@@ -134,7 +134,7 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
         self._by_hand = by_hand
 
     def listen(self) -> JoinListener | None:
-        """Return a listener for agents that an engine starts; None if this launcher starts them."""
+        """Return a listener for agents that an engine (such as Slurm) starts, else None."""
         if not isinstance(self._where, EngineHosts):
             return None
         addresses = own_addresses(self._where.interfaces)

@@ -154,13 +154,13 @@ class HostRendezvousState:
         return [names for names in by_machine.values() if len(names) > 1]
 
     def hello_of(self, node: int) -> AgentHello | None:
-        """Return the hello of the agent of `node`; None if there is none yet."""
+        """Return the hello message of the agent of `node`; None if it has not come."""
         return self._ready.get(node)
 
     def on_hello(
         self, node: int, hello: AgentHello, now_ns: int, name: str = ""
     ) -> list[Instruction]:
-        """Process the hello of an agent; `name` replaces the name of its host."""
+        """Process the hello message of an agent; `name` replaces the name of its host."""
         self._ready[node] = hello
         self._names[node] = name or self._names.get(node, hello.hostname)
         if hello.version != self._version:

@@ -128,7 +128,9 @@ class Nodes:
 
 
 class AgentStarter(Protocol):
-    """Interface to start an agent on every node with one call; the agents join this launcher."""
+    """Interface to start an agent, which starts ranks, on every node with one call.
+
+    The agents join this launcher."""
 
     @property
     def has_ended(self) -> bool:
@@ -165,7 +167,7 @@ class AgentStarter(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineHosts(JobHosts):
-    """Nodes of a cluster with an engine that starts the agents; see `JobHosts`.
+    """Nodes of a cluster with an engine, such as Slurm, that starts the agents; see `JobHosts`.
 
     Attributes:
         starter: Starts the agents.

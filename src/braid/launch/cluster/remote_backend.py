@@ -102,7 +102,7 @@ class RemoteBackend:
 
     @property
     def is_on_engine(self) -> bool:
-        """Whether an engine has started the agents."""
+        """Whether an engine, such as Slurm, has started the agents."""
         return self._hosts_ready.starter is not None
 
     @property
@@ -127,7 +127,7 @@ class RemoteBackend:
 
     @property
     def deadline_ns(self) -> int | None:
-        """Time at which `poll` is due; None if it is not."""
+        """Time at which `poll` is due; None while there is no such time."""
         join_listener = self._hosts_ready.join_listener
         if self._asking():
             return 0
@@ -141,7 +141,7 @@ class RemoteBackend:
         on_signal: OnSignal,
         notice: Callable[[str], None],
     ) -> None:
-        """Report events of the ranks from now on."""
+        """Report events of the ranks from now on; see `RankBackend.attach`."""
         self._on_change, self._on_signal = on_change, on_signal
         registry, join_listener = self._hosts_ready.registry, self._hosts_ready.join_listener
         registry.register(selector)

@@ -35,7 +35,8 @@ class RemoteRank(Rank):
     """A rank that an agent starts.
 
     Args:
-        spec: Objects of the rank; its box becomes a copy of the black box on the rank's host.
+        spec: Objects of the rank; its box becomes a copy of the box (events and stacks) on the
+            rank's host.
         agent: Agent of the rank's host.
 
     Attributes:

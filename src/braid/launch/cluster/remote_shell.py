@@ -103,7 +103,7 @@ class Placed:
 
 
 class Placement(Protocol):
-    """A way to start an agent on a host."""
+    """A way to start an agent, the process that starts a host's ranks."""
 
     def start(self) -> Placed:
         """Start the agent.

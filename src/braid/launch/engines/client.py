@@ -47,7 +47,7 @@ NOTICE_S = 10.0  # until the first notice that nodes are not there yet
 
 
 class EngineSupervisor(HostsSupervisor):
-    """Runs jobs on nodes of an engine; see `HostsSupervisor`."""
+    """Runs jobs on nodes of an engine (Ray, Slurm or MPI); see `HostsSupervisor`."""
 
     def run_on(self, job: JobSpec, options: EngineOptions) -> Outcome:
         """Run a job to its end.

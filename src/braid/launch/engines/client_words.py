@@ -20,7 +20,7 @@ CANNOT_START = 2
 
 
 class FromClient(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Message of a client to its launcher, as a line of JSON on stdout.
+    """Message of an engine's client to its launcher, as a line of JSON on stdout.
 
     Attributes:
         hosts: Names of the allocated nodes, with their slots; empty in other messages.
@@ -38,7 +38,7 @@ class FromClient(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClientWords(dict[str, str]):
-    """Options of a client by name, without dashes.
+    """Options of an engine's client by name, without dashes.
 
     Attributes:
         num_ranks: Number of ranks; 0 for all that the allocation has.

@@ -17,7 +17,7 @@ CLIENTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """Options of a run on an engine.
+    """Options of a run on an engine, which owns the nodes of a cluster.
 
     Attributes:
         engine: Name of the engine: `ray`, `slurm` or `mpi`.

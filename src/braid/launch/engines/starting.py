@@ -29,13 +29,14 @@ KILL_LIMIT_S = 2.0
 
 
 class Command(NamedTuple):
-    """A command that starts agents.
+    """A command that starts agents, which start the ranks of their hosts.
 
     Attributes:
         argv: Program and arguments.
-        line: Invitation for its stdin.
+        line: Line to write to its stdin: the invitation with which its agents connect to the
+            launcher.
         lost: Function of a line of its stderr that returns the lost node and the reason, if the
-            line reports one.
+            line reports one; else None.
         node: Number of the agent's node; -1 if the command starts several agents.
     """
 

@@ -36,7 +36,7 @@ WARM_UP = 1  # number of averagings that are ignored if possible: the first one 
 
 
 class LateBucket(NamedTuple):
-    """Lateness of one bucket over all averagings.
+    """Lateness of one gradient bucket over all averagings of gradients.
 
     Attributes:
         name: Name of the bucket, such as `bucket 2 of 3`.

@@ -35,7 +35,15 @@ LEAST_LABEL = 3.5  # width in percent that a label such as F12 needs
 
 
 class TimeDivision(NamedTuple):
-    """Division of a rank's time in a pass, in nanoseconds; see the module."""
+    """Division of a rank's time in a pass of a pipeline, in nanoseconds.
+
+    Attributes:
+        work_ns: Time of forwards, backwards and recomputation.
+        transfer_ns: Time in sends and receives, without waiting for another rank.
+        warmup_ns: Idle time before the first backward.
+        steady_ns: Idle time between the first backward and the end of the last forward.
+        cooldown_ns: Idle time after the last forward.
+    """
 
     work_ns: float
     transfer_ns: float

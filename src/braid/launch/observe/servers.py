@@ -30,7 +30,7 @@ class ServerRow(NamedTuple):
         parked_ns: Time that they waited in all.
         p50_ns: Median of these waits.
         p95_ns: Wait that one in twenty exceeds.
-        late: Pushes that were dropped.
+        late: Number of pushes that were dropped because they came too late.
     """
 
     rank: int

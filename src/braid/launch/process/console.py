@@ -42,7 +42,7 @@ class QuietConsole:
 
     # the launcher passes whole lines only
     def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:  # noqa: ARG002
-        """Keep a line of a rank."""
+        """Keep a line of a rank; see `Console.line`."""
         self.lines.append((rank, stream, text))
 
     def notice(self, text: str) -> None:

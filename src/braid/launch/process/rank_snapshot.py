@@ -40,7 +40,7 @@ class RankObserver:
     Args:
         rank: Rank to observe.
         pid: Process id of the rank.
-        box: Black box of the rank; not owned.
+        box: Black box of the rank, with its events and stacks; not owned.
         clock: Clock of the rank's events.
         with_links: Whether to observe the rank's connections to other hosts, too.
     """

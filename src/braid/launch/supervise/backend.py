@@ -43,7 +43,7 @@ class RankSpec(NamedTuple):
 
     Attributes:
         environment: Settings of the rank, without descriptors.
-        box: Black box of the rank.
+        box: Black box of the rank: its events and stacks, in memory that outlives the rank.
         output: Destination of the rank's output.
         selector: Selector that polls the rank's pipes and connection.
         on_message: Called with each message from the rank.
@@ -87,7 +87,7 @@ class RankBackend(Protocol):
 
     @property
     def is_on_engine(self) -> bool:
-        """Whether an engine runs the nodes, which may repeat SIGTERM while ranks save."""
+        """Whether an engine (such as Slurm) runs the nodes; it may repeat SIGTERM."""
         ...
 
     @property

@@ -114,7 +114,10 @@ class RunJournal(AbstractContextManager["RunJournal"]):
         self._console.notice(text)
 
     def note(self, kind: str, **values: object) -> None:
-        """Append an event to the launcher's log of the run."""
+        """Append an event of `kind` to the launcher's log of the run.
+
+        `values` are the other fields of `RunEvent`.
+        """
         self.keep(partial(self._events.append, kind, **values))
 
     def note_end(self, end: RankEnd, facts: RankFacts) -> None:

@@ -156,7 +156,7 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
         on_signal: OnSignal,  # noqa: ARG002 - the launcher receives its own signals itself
         notice: Callable[[str], None],
     ) -> None:
-        """Report state changes of ranks from now on."""
+        """Report state changes of ranks from now on; see `RankBackend.attach`."""
         self._on_change = on_change
         if self._input is not None and self._input.is_terminal:
             notice(

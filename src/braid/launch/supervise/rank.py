@@ -35,7 +35,7 @@ class Rank(ABC):
 
     Args:
         rank: Number of the rank.
-        box: Black box of the rank; owned and closed by this object.
+        box: Black box of the rank (its events and stacks); owned and closed by this object.
         output: Destination of the rank's output; owned and closed by this object.
         selector: Selector that polls the rank's connection; the data of a key is the function to
             call.

@@ -32,7 +32,7 @@ class RankProcess(Rank):
         argv: Program and arguments.
         environ: Environment variables of the rank.
         pass_fds: Descriptors that the rank inherits, besides the black box's descriptors.
-        box: Black box of the rank; owned and closed by this object.
+        box: Black box of the rank (its events and stacks); owned and closed by this object.
         output: Destination of the rank's output; owned and closed by this object.
         selector: Selector that polls the rank's pipes and connection; the data of a key is the
             function to call.

@@ -97,7 +97,7 @@ class StopReport:
 
 
 def error_block(report: StopReport) -> list[tuple[str, str]]:
-    """Return the rows of the block as (label, text).
+    """Return the rows of a run's error block as (label, text).
 
     The first label is `braid:`; the label of a continuation is empty.
     """

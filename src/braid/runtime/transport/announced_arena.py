@@ -23,9 +23,9 @@ class AnnouncedArena(Arena):
 
     Args:
         rank: Rank that owns the arena.
-        root: Root of that rank.
+        root: Root of that rank: the memory in which peers find its other memory.
         peers: Mirrors of the peers' memory.
-        announce: Called with the number of a new extent, before any of its memory is used.
+        announce: Called with the number of a new memory file, before the file is used.
     """
 
     is_mirrored = True

@@ -44,8 +44,8 @@ class Block(NamedTuple):
     """A piece of one rank's shared memory.
 
     Attributes:
-        extent: Number of the extent, from 1.
-        offset: First byte in the extent, a multiple of 64.
+        extent: Number of the memory file that contains the piece, from 1.
+        offset: First byte in the memory file, a multiple of 64.
         nbytes: Length in bytes.
     """
 
@@ -118,7 +118,7 @@ class Arena:
 
     Args:
         rank: Rank that owns the arena.
-        root: Root of that rank; new extents are added to its directory.
+        root: Root of that rank: the memory whose directory leads peers to its memory files.
         peers: Access to the memory of peers.
 
     Attributes:
@@ -260,11 +260,11 @@ class Arena:
         return memoryview(extent_map)[start : start + nbytes]
 
     def fds(self) -> list[int]:
-        """Return the descriptors of the extents."""
+        """Return the descriptors of this arena's memory files."""
         return [extent.file.fd for extent in self._extents if extent.file.fd >= 0]
 
     def statistics(self) -> dict[str, int]:
-        """Return bytes reserved and in use, and numbers of this rank's and of peers' extents."""
+        """Return bytes reserved and in use, and numbers of files of this rank and of peers."""
         with self._lock:
             self._collect()
             total = sum(e.file.nbytes for e in self._extents if not e.vacated)

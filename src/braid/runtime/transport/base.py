@@ -71,8 +71,8 @@ class MemoryTransport:
     Args:
         rank: Global rank.
         world_size: Number of ranks.
-        root: Root of this rank, already visible to the peers.
-        bells: Doorbells of this rank.
+        root: Root of this rank: the memory in which peers find its other memory.
+        bells: Doorbells of this rank: pipes with which peers wake its threads.
         peers: Access to the memory of peers.
         clock: Time source of all waits.
         health: Registry of lost peers.

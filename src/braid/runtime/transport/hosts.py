@@ -70,7 +70,7 @@ class HostsMemory:
 
     Args:
         rank: This rank.
-        root: Root of this rank.
+        root: Root of this rank: the memory in which peers find its other memory.
         local: Peers of this host, with access to their memory.
         remote: Mirrors of the memory of the other peers.
     """
@@ -83,11 +83,11 @@ class HostsMemory:
         self._remote = remote
 
     def root(self, rank: int) -> Root:
-        """Return the root of `rank`, or its mirror."""
+        """Return the root of `rank`, which leads to its other memory, or the copy of that root."""
         return self._root if rank == self._rank else self._of(rank).root(rank)
 
     def extent(self, rank: int, extent_id: int) -> mmap.mmap:
-        """Return an extent of `rank`, or its mirror."""
+        """Return memory file `extent_id` of `rank`, or the copy of it."""
         return self._of(rank).extent(rank, extent_id)
 
     def forget(self, rank: int, extent_id: int) -> None:
@@ -95,7 +95,10 @@ class HostsMemory:
         self._of(rank).forget(rank, extent_id)
 
     def ring(self, rank: int, slots: int) -> None:
-        """Wake threads of a local rank; threads of remote ranks wake when data arrives."""
+        """Wake the threads of a local rank that have bits in `slots`.
+
+        Threads of ranks on other hosts wake when data arrives.
+        """
         self._of(rank).ring(rank, slots)
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:

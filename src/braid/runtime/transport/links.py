@@ -55,7 +55,7 @@ class Link:
     Args:
         rank: See the attribute.
         connection: Connection after its handshake; owned by this object.
-        root: Root of this rank; its name table is sent to the peer as it grows.
+        root: First memory of this rank; its name table is sent to the peer as it grows.
         memory: Mirrors into which received data is written.
         host: See the attribute.
         over_network: See the attribute.
@@ -134,13 +134,13 @@ class Link:
 
 
 class Links:
-    """All connections of a rank; owns the pump.
+    """All connections of a rank; owns the thread that receives in the background.
 
     Args:
         rank: This rank, for the name of the thread.
         links: Connections by rank of the peer.
         memory: Mirrors of the peers' memory, notified when a connection ends.
-        bells: Doorbells of this rank, rung when data has arrived.
+        bells: Doorbells of this rank, which wake its threads when data has arrived.
         health: Collector of lost peers.
         clock: Time source for the deadline of `close`.
     """
@@ -232,7 +232,7 @@ class Links:
             self._wake_pump()
 
     def close(self, linger_s: float) -> None:
-        """Send queued bytes, close all connections, and join the pump.
+        """Send queued bytes, close all connections, and end the background thread.
 
         Args:
             linger_s: Seconds to wait until the peers have received them.
@@ -311,7 +311,7 @@ class LinkWaiter(Waiter):
     """Waits for data from links, and receives it.
 
     Args:
-        bells: Doorbells of this rank.
+        bells: Doorbells (pipes) that wake this rank's threads.
         health: Collector of lost peers.
         clock: Clock for the durations of waits.
         links: Connections to all peers.

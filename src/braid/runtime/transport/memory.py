@@ -162,14 +162,16 @@ class Extent(NamedTuple):
 
 
 class RootAddress(NamedTuple):
-    """Location of a rank's root, which the rank publishes in the store.
+    """Location of a rank's root, the shared memory in which other ranks find its other memory.
+
+    The rank publishes the location in the store of the job.
 
     Attributes:
         pid: Process id.
         started: Start time of the process in clock ticks since boot. It shows whether the kernel
             has given the pid to another process since.
         fd: Descriptor of the root in that process.
-        bells: Descriptors of the write ends of its doorbells.
+        bells: Descriptors of the write ends of the pipes that wake the rank's threads.
     """
 
     pid: int
@@ -212,12 +214,12 @@ class Root:
         return root
 
     def publish(self, extent_id: int, extent: Extent) -> None:
-        """Add an extent to the directory; the length goes last, since peers read it first."""
+        """Add a memory file to the directory; its length goes last, since peers read that first."""
         self.directory[2 * extent_id] = extent.fd
         self.directory[2 * extent_id + 1] = extent.nbytes
 
     def extent(self, extent_id: int) -> Extent:
-        """Return an extent; its length is 0 if it does not exist."""
+        """Return the memory file of this number; its length is 0 if it does not exist."""
         return Extent(int(self.directory[2 * extent_id]), int(self.directory[2 * extent_id + 1]))
 
     def close(self) -> None:
@@ -233,15 +235,15 @@ class PeerMemory(Protocol):
     """Access of a rank to peers' memory; for processes, for threads, and through mirrors."""
 
     def root(self, rank: int) -> Root:
-        """Return the root of `rank`, which may be this rank."""
+        """Return the root of `rank` (maybe this one), which leads to the other memory of `rank`."""
         ...
 
     def extent(self, rank: int, extent_id: int) -> mmap.mmap:
-        """Return the mapping of an extent of `rank`."""
+        """Return the mapping of memory file `extent_id` of `rank`."""
         ...
 
     def forget(self, rank: int, extent_id: int) -> None:
-        """Unmap an extent that `rank` has freed, as soon as no tensor uses it."""
+        """Unmap memory file `extent_id`, which `rank` has freed, when no tensor uses it."""
         ...
 
     def ring(self, rank: int, slots: int) -> None:
@@ -277,7 +279,7 @@ class MappedMemory:
         self._bells: dict[tuple[int, int], int] = {}
 
     def root(self, rank: int) -> Root:
-        """Return the root of `rank`."""
+        """Return the root of `rank`, which leads to the other memory of `rank`."""
         root = self._roots.get(rank)
         if root is None:
             with self._lock:
@@ -288,7 +290,7 @@ class MappedMemory:
         return root
 
     def extent(self, rank: int, extent_id: int) -> mmap.mmap:
-        """Return the mapping of an extent of `rank`."""
+        """Return the mapping of memory file `extent_id` of `rank`."""
         extent = self.root(rank).extent(extent_id)
         if not extent.nbytes:
             msg = f"rank {rank} has no memory with id {extent_id}"
@@ -300,14 +302,14 @@ class MappedMemory:
         return file.map
 
     def forget(self, rank: int, extent_id: int) -> None:
-        """Unmap an extent that `rank` has freed, as soon as no tensor uses it."""
+        """Unmap memory file `extent_id`, which `rank` has freed, when no tensor uses it."""
         with self._lock:
             file = self._extents.pop((rank, extent_id), None)
         if file is not None:
             file.close()
 
     def ring(self, rank: int, slots: int) -> None:
-        """Write a byte into each doorbell of `rank` named by `slots`."""
+        """Write a byte into each doorbell (pipe) of `rank` that has its bit set in `slots`."""
         for slot, number in enumerate(self._addresses[rank].bells):
             if slots >> slot & 1:
                 # pipe full: the thread wakes anyway; broken or lost: its pidfd reports the end

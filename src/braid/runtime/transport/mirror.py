@@ -44,11 +44,11 @@ ARRIVAL_S = 60.0  # how long to wait until a peer announces an extent that is al
 
 
 class Writes(NamedTuple):
-    """The writes of a frame, without the data of the large ones.
+    """Writes to a rank's memory that one frame carries, without the data of the large writes.
 
     Attributes:
-        large: (extent, offset) of each.
-        small: (extent, offset, data) of each, in order.
+        large: (number of the memory file, offset) of each large write.
+        small: (number of the memory file, offset, data) of each small write, in order.
     """
 
     large: list[tuple[int, int]]
@@ -56,7 +56,7 @@ class Writes(NamedTuple):
 
 
 def pack_writes(writes: Writes) -> bytes:
-    """Return the metadata of a frame."""
+    """Return `writes` as the metadata of a frame."""
     parts = [_COUNT.pack(len(writes.large))]
     for extent, offset in writes.large:
         parts.append(_PLACE.pack(extent, offset))
@@ -107,15 +107,15 @@ class MirroredMemory(PeerMemory):
         self._news = threading.Condition()
 
     def root(self, rank: int) -> Root:
-        """Return the mirror of the root of `rank`."""
+        """Return the copy of the root of `rank`, which leads to the other memory of `rank`."""
         return self._roots[rank]
 
     def extent(self, rank: int, extent_id: int) -> mmap.mmap:
-        """Return the mirror of an extent of `rank`; waits until `rank` has announced it.
+        """Return the copy of memory file `extent_id` of `rank`, once `rank` has announced the file.
 
         Raises:
             PeerLostError: The connection ended first.
-            CommError: The extent was not announced within a minute.
+            CommError: The memory file was not announced within a minute.
         """
         file = self._extents.get((rank, extent_id))
         if file is not None:
@@ -145,7 +145,7 @@ class MirroredMemory(PeerMemory):
             return file.map
 
     def forget(self, rank: int, extent_id: int) -> None:
-        """Free the mirror of an extent that `rank` has freed."""
+        """Free the copy of memory file `extent_id`, which `rank` has freed."""
         file = self._extents.pop((rank, extent_id), None)
         if file is not None:
             file.close()

@@ -40,8 +40,8 @@ class Shared(NamedTuple):
     """Memory and doorbells that the ranks of one host share.
 
     Attributes:
-        root: This rank's root.
-        bells: This rank's doorbells.
+        root: This rank's root: the memory in which peers find its other memory.
+        bells: This rank's doorbells: pipes with which peers wake its threads.
         local: Peers of this host, with access to their memory.
     """
 

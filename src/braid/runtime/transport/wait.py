@@ -132,7 +132,7 @@ class Doorbells:
     """Pipes that wake this rank's sleeping threads, and the word with a bit for each of them.
 
     Args:
-        root: Root of this rank; peers read its `SLEEPERS` word.
+        root: Root of this rank, its first shared memory; peers read its `SLEEPERS` word.
 
     Attributes:
         device_waits: Keys of the operations of this rank that wait for a GPU.
@@ -218,7 +218,7 @@ class Waiter:
     """Waits for conditions on behalf of any thread of this rank.
 
     Args:
-        bells: Doorbells of this rank.
+        bells: Doorbells (pipes) that wake this rank's threads.
         health: Registry of lost peers; its descriptors are part of every sleep.
         clock: Clock for the yield phase and durations.
         crowded: Whether there are more ranks than cores, so that spinning is not useful.

@@ -118,7 +118,7 @@ class Where:
         hosts: Hosts as for `braid run -H`, such as a:2,b:2.
         rsh: Command that runs a program on a host; ssh if empty.
         remote_python: Interpreter on the hosts; the same path as on this host if empty.
-        inside: Words before the launcher's command.
+        inside: Words before the launcher's command, such as those of another program that runs it.
     """
 
     hosts: str
@@ -127,7 +127,7 @@ class Where:
     inside: tuple[str, ...] = ()
 
     def command(self, words: tuple[str, ...], log_dir: Path) -> list[str]:
-        """Return the launcher's command."""
+        """Return the launcher's command, which runs `words`: a module and its arguments."""
         options = {
             "-H": self.hosts,
             "--rsh": self.rsh,

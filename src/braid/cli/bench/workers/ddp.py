@@ -82,7 +82,8 @@ class MeasuredCase(msgspec.Struct, kw_only=True):
         gone_between: The 5th and 95th percentile of `gone` over rounds resampled with replacement,
             an uncertainty interval. Empty if Gloo's exposed communication is hardly more than
             noise.
-        exposed_s: Seconds that a variant takes longer than `silent`, mean of the rounds.
+        exposed_s: Seconds that a variant takes longer than `silent`, which sends nothing; mean of
+            the rounds.
         spread: Lowest and highest speed-up of the rounds.
         rounds_s: Seconds of every step, by variant, from which the other figures are computed.
     """
@@ -174,6 +175,8 @@ def _measure(
 
 def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
     """Compute the share of Gloo's extra time per step that each variant saves.
+
+    The extra time is that over the variant `silent`, which sends nothing.
 
     The share is computed from means, because the time of a run is the sum of its steps, slow ones
     included. So the saved and the remaining share add up to 1. In a single round noise would

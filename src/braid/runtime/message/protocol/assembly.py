@@ -138,7 +138,9 @@ class Inflow:
         self._greeted = False
 
     def allocate(self, meta: bytes, sizes: tuple[int, ...], now_ns: int) -> Sequence[memoryview]:
-        """Return the memory for the pieces of a frame `meta` that is being received.
+        """Return memory of `sizes` bytes for the pieces of a frame that is being received.
+
+        `meta` is the description of the frame, which has arrived already.
 
         Raises:
             CommError: The frame breaks the protocol; nothing was allocated.

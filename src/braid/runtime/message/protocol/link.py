@@ -20,19 +20,19 @@ HALF_CLOSED_S = 1.0  # read a peer that accepts nothing more until it is silent 
 
 
 class Carry(msgspec.Struct, frozen=True):
-    """Instruction to the driver: send the frames of a link that `VanState.next_frame` returns."""
+    """Instruction to the van: send the frames of a link that `VanState.next_frame` returns."""
 
     link: int
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Instruction to the driver: close the connection of a link that the state has removed."""
+    """Instruction to the van: close the connection of a link that the state has removed."""
 
     link: int
 
 
 class Read(msgspec.Struct, frozen=True):
-    """Instruction to the driver: read from a link again, since its peer's share has space."""
+    """Instruction to the van: read from a link again, since its peer's share has space."""
 
     link: int
 
@@ -45,7 +45,7 @@ class VanLink:
     """Connection to a peer.
 
     Attributes:
-        number: Number that the driver gave to the link.
+        number: Number that the van gave to the link.
         name: Name of the peer, proven by the handshake.
         outbox: Messages that wait to be sent.
         inflow: Message that is arriving.

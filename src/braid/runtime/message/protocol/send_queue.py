@@ -200,7 +200,7 @@ class Outbox:
         )
 
     def put(self, outgoing: Outgoing) -> None:
-        """Append a message to its lane."""
+        """Append a message to the queue of its priority."""
         priority = outgoing.head.priority
         self._lanes[priority].append(outgoing)
         self._busy |= 1 << priority

@@ -73,7 +73,7 @@ class VanState:
     """State machine of a van; see the module for the table of events.
 
     Attributes:
-        instructions: Instructions of the events so far, in order; the driver removes them.
+        instructions: Instructions of the events so far, in order; the van removes them.
         inbox: Deliveries that wait for `Van.recv`.
         allocators: Functions that choose memory, by type of message; see `Van.receive_into`.
 
@@ -273,7 +273,7 @@ class VanState:
         """Process a frame that has arrived completely on a link.
 
         Raises:
-            CommError: The frame breaks the protocol; the driver must then call `link_lost`.
+            CommError: The frame breaks the protocol; the caller must then call `link_lost`.
         """
         link = self._links.get(number)
         if link is None:

@@ -79,7 +79,7 @@ class LocalNetwork:
             return van
 
     def link(self, node: str, to: str) -> None:
-        """Link two nodes; both send Hello. The caller holds the guard.
+        """Link two nodes; both send Hello. The caller holds the network's lock.
 
         Raises:
             RendezvousError: The node `to` does not exist.
@@ -104,7 +104,7 @@ class LocalNetwork:
     def carry(self, state: VanState, link: int) -> None:
         """Transfer queued frames of `state` to the other end of `link` while that end reads.
 
-        The caller holds the guard.
+        The caller holds the network's lock.
         """
         end = self._peer_ends.get(link)
         now_ns = self.clock.now_ns()
@@ -121,14 +121,14 @@ class LocalNetwork:
             end = self._peer_ends.get(link)
 
     def read_again(self, link: int) -> None:
-        """Transfer frames of a link again: its receiver has space. The caller holds the guard."""
+        """Transfer frames of a link again: its receiver has space. The caller holds the lock."""
         end = self._peer_ends.get(link)
         if end is not None:
             self.carry(end.van.state, end.link)
             end.van.act()
 
     def cut(self, link: int) -> None:
-        """End both ends of a link that one end has removed. The caller holds the guard."""
+        """End both ends of a link that one end has removed. The caller holds the lock."""
         end = self._peer_ends.pop(link, None)
         if end is not None:
             self._peer_ends.pop(end.link, None)

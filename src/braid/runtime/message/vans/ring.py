@@ -82,7 +82,7 @@ class _MappedRing:
 
 
 class SendRing(_MappedRing):
-    """Writing end of a ring.
+    """Writing end of a ring, the shared memory through which one process sends frames to another.
 
     Raises:
         OSError: The system refuses anonymous memory.
@@ -103,12 +103,12 @@ class SendRing(_MappedRing):
 
     @property
     def offer(self) -> bytes:
-        """Bytes with which the receiver opens the file: process, descriptor and token."""
+        """Bytes with which the receiver opens the ring's file: process, descriptor and token."""
         return _OFFER.pack(os.getpid(), self._fd, self._token)
 
     @property
     def is_opened(self) -> bool:
-        """Whether the receiver has opened the file."""
+        """Whether the receiver has opened the ring's memory file."""
         return bool(self._words[_OPENED])
 
     def try_write(self, buffers: Sequence[memoryview], nbytes: int) -> bool:
@@ -137,7 +137,7 @@ class SendRing(_MappedRing):
 
 
 class ReceiveRing(_MappedRing):
-    """Reading end of a ring.
+    """Reading end of a ring, the shared memory through which one process sends frames to another.
 
     Args:
         offer: The sender's `SendRing.offer`, which may be wrong.

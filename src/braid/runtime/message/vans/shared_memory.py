@@ -43,12 +43,12 @@ _MOST_UNANSWERED = 64  # large frames until a ring is freed that the peer has no
 
 
 def has_rings() -> bool:
-    """Return whether this system supports rings."""
+    """Return whether this system supports rings, the shared memory for large frames."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 class SharedStream:
-    """Frame stream over a connection, with a ring for each direction if both ends support it.
+    """Frame stream over a connection, with a ring (shared memory) in each direction if possible.
 
     Args:
         connection: Connection after its handshake; owned and closed by this object.
