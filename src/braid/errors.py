@@ -110,7 +110,7 @@ def encodable(text: str) -> str:
 
 
 def raise_all(problems: Iterable[str], kind: type[BraidError] = ConfigError) -> None:
-    """Raise one error that lists all distinct problems; do nothing if there are none."""
+    """Raise one error of type `kind` that lists all distinct problems, if there are any."""
     if distinct := list(dict.fromkeys(problems)):
         raise kind("; ".join(distinct))
 

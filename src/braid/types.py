@@ -107,7 +107,7 @@ def text_digest(text: str) -> int:
 
 
 def first_few(items: Iterable[object], most: int = 8, separator: str = ", ") -> str:
-    """Return the first items as text, and the number of further ones.
+    """Return the first `most` items as text, joined by `separator`, and the number of the others.
 
     >>> first_few(range(4)), first_few("abcd", 2)
     ('0, 1, 2, 3', 'a, b and 2 more')

@@ -65,7 +65,7 @@ class Saving:
         return self._path
 
     def finish(self, path: Path | None, error: BaseException | None, write_s: float) -> None:
-        """Record the result and wake waiting threads; the thread that writes calls this."""
+        """Record the path or error of the save, and wake waiting threads; called by the writer."""
         self._path, self._error, self.write_s = path, error, write_s
         self._done.set()
 

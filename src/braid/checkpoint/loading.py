@@ -410,11 +410,11 @@ class Parts(Protocol):
     """Interface of engines that shard tensors: returns this rank's shard of a tensor."""
 
     def whole_shape(self, name: str, part: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a tensor's global shape from its name in the checkpoint and a shard's shape."""
+        """Return the global shape of the tensor `name`, whose shard here has the shape `part`."""
         ...
 
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a whole tensor."""
+        """Return this rank's shard of the tensor `name`, from the whole tensor `whole`."""
         ...
 
 

@@ -282,7 +282,18 @@ def publish(
     state: Mapping[str, Any],
     numerics: Mapping[str, Any],
 ) -> RankReport:
-    """Write the manifest for all ranks' files, and rename the directory."""
+    """Write the manifest for all ranks' files, and rename the directory to its final name.
+
+    Args:
+        home: Directory of the run's checkpoints.
+        written: Report of each rank on its file.
+        step: Number of completed steps.
+        state: As for `save`.
+        numerics: As for `save`.
+
+    Returns:
+        Report with the reason of a failure, if any.
+    """
     tensors: dict[str, TensorEntry] = {}
     files: dict[str, FileEntry] = {}
     for rank, part in enumerate(written):

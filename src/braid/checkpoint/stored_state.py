@@ -91,7 +91,7 @@ def generator_states(
 
 
 def require_like(path: object, field: str, stored: Any, current: Any) -> None:
-    """Check that a stored value is a number if the current value is a number.
+    """Check that the stored value of `field` is a number if its current value is a number.
 
     Raises:
         CheckpointError: The stored value has another type.
@@ -102,7 +102,7 @@ def require_like(path: object, field: str, stored: Any, current: Any) -> None:
 
 
 def unloadable(path: object, field: str, problem: str) -> CheckpointError:
-    """Return the error for a `field` in the state of the checkpoint at `path`."""
+    """Return the error that a `field` in the state of the checkpoint at `path` has a `problem`."""
     return CheckpointError(
         f"state.{field} of {path} cannot be loaded: {problem}. Use another checkpoint of this "
         "run; this one was altered, or not written by braid"

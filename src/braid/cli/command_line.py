@@ -145,7 +145,7 @@ def _check_command(first: str, rest: Sequence[str]) -> None:
 
 
 def joined(arguments: Sequence[str], option: str) -> list[str]:
-    """Join an option and its value with =, because the value may begin with dashes."""
+    """Join `option` and its value in `arguments` by =, since the value may begin with dashes."""
     words = list(arguments)
     if option in words[:-1]:
         index = words.index(option)

@@ -36,7 +36,7 @@ def complete(
 
 
 def metadata(kind: str, rank: int, track: int, **args: object) -> Event:
-    """Return an event that names or sorts a rank or a track, such as `thread_name`."""
+    """Return an event of `kind`, such as `thread_name`, that names or sorts a rank or a track."""
     return {"ph": "M", "pid": rank, "tid": track, "name": kind, "args": args}
 
 

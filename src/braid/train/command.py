@@ -118,7 +118,8 @@ def _check_resume(path: Path) -> None:
 def choose_log_dir(resume: str, prefix: str = "") -> str:
     """Choose a log directory for a run without `--log-dir`.
 
-    With `resume="auto"` return the directory of the last run, else a new one in ./runs.
+    With `resume="auto"` return the directory of the last run, else a new one in ./runs, whose
+    name begins with `prefix`.
     """
     if resume == "auto" and (last := last_run(Path("runs"))):
         return last

@@ -175,6 +175,10 @@ class Trainer:
     def run(self, *, resumed_from: str = "", notes: tuple[str, ...] = ()) -> int:
         """Train to the end, or until asked to stop.
 
+        Args:
+            resumed_from: Checkpoint from which the training continues, for the report; else empty.
+            notes: Texts for the report of the start.
+
         Returns:
             The signal that ended the training early, or 0.
 

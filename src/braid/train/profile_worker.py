@@ -74,7 +74,7 @@ def _with_times(layer: LayerProfile, other: LayerProfile) -> LayerProfile:
 
 
 def main(request: ProfileRequest) -> None:
-    """Run one rank."""
+    """Measure on this rank as `request` asks; rank 0 writes the profile to a file."""
     group, here = context.init(), context.membership().environment
     place = choose_device(request.device, here.local_rank, here.local_world_size)
     place.make_current()

@@ -248,7 +248,7 @@ def describe_start(start: TrainingStarted) -> list[str]:
 
 
 def describe_step(step: Stepped, left_s: float | None) -> str:
-    """Return loss, speed and time shares of a step as one short line."""
+    """Return loss, speed, remaining time and time shares of a step as one short line."""
     parts = [f"loss {step.loss:.3f}", f"{_count(step.tokens_per_s)} tok/s"]
     if left_s is not None:
         parts.append(f"{left_s:.0f} s left")

@@ -61,7 +61,7 @@ def measured(request: ProfileRequest, group: Group) -> Curve | None:
 
 
 def main(request: ProfileRequest) -> None:
-    """Run one rank."""
+    """Measure on this rank as `request` asks; the first worker writes the curve to a file."""
     curve = measured(request, context.init())
     if curve is not None:
         Path(request.out).write_bytes(msgspec.json.encode(curve))

@@ -30,7 +30,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank; return the exit code."""
+    """Run one rank of `braid train`; return the exit code.
+
+    `arguments` has one text: the configuration as JSON.
+    """
     if len(arguments) != 1:
         msg = (
             "a worker of `braid train` takes one argument, the configuration as JSON, got "

@@ -104,7 +104,7 @@ def _offered(
 
 
 def offers_first(ch: Channel, x: torch.Tensor, algorithm: str, *, forced: bool) -> bool:
-    """Return whether the first step only publishes the tensor's address."""
+    """Return whether the first step of `all_reduce` only publishes the address of `x`."""
     if algorithm in {"pulled", "registered"}:
         return True
     return not forced and ch.shares and x.numel() * x.element_size() >= LARGE_BYTES
@@ -113,7 +113,7 @@ def offers_first(ch: Channel, x: torch.Tensor, algorithm: str, *, forced: bool) 
 def direct(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
     """Copy `x` into this rank's shared-memory slot, then add all ranks' slots in rank order.
 
-    Takes one synchronisation per chunk.
+    Takes one synchronisation per chunk. For the arguments see `all_reduce`.
     """
     for part in pieces(x, ch.chunk_bytes):
         staged = ch.own.stage(part)
@@ -128,6 +128,7 @@ def two_phase(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Ste
     """Reduce-scatter and all-gather through the shared-memory slots of the ranks.
 
     Each rank sums one slice of all slots, then copies the other sums; two steps per chunk.
+    For the arguments see `all_reduce`.
     """
     for part in pieces(x, ch.chunk_bytes * ch.size // 2):
         numel, dtype = part.numel(), part.dtype
@@ -149,7 +150,8 @@ def two_phase(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Ste
 def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
     """Sum in place: all members' tensors are in shared memory, at addresses published before.
 
-    Each member sums blocks and writes each sum into all members' tensors.
+    Each member sums blocks and writes each sum into all members' tensors. For the
+    arguments see `all_reduce`.
     """
     numel, dtype = x.numel(), x.dtype
     tensors = ch.tensors(x)
@@ -169,7 +171,8 @@ def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> St
 def pulled(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
     """Sum one slice of all ranks' tensors, then copy the other slices from the other ranks.
 
-    Tensors may be in private memory, from which the kernel copies.
+    Tensors may be in private memory, from which the kernel copies. For the arguments see
+    `all_reduce`.
     """
     numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
     bounds = [numel * r // n for r in range(n + 1)]

@@ -163,7 +163,10 @@ def scatter(
     *,
     private: bool = False,
 ) -> Steps:
-    """Copy part r of the root's `x` to rank r; `private` permits reads of private memory."""
+    """Copy part r of the root's `x`, of `widths[r]` elements, into `out` of rank r.
+
+    `private` permits reads of private memory.
+    """
     sending = ch.rank == root
     sends = list(widths) if sending else [0] * ch.size
     expects = [out.numel() if r == root else 0 for r in range(ch.size)]
@@ -248,7 +251,10 @@ def chunk_of(nbytes: int, dtype: torch.dtype) -> int:
 def stage_rows(
     ch: Channel, x: torch.Tensor, offsets: Sequence[int], start: int, stride: int
 ) -> None:
-    """Copy elements `start` to `start + stride` of every part of `x` to shared memory."""
+    """Copy elements `start` to `start + stride` of each part of `x` to shared memory.
+
+    Part r begins at element `offsets[r]` of `x`.
+    """
     slot = ch.own.slot(stride * ch.size, x.dtype)
     for peer in ch.peers:
         low = offsets[peer] + start
@@ -258,6 +264,6 @@ def stage_rows(
 
 
 def staged_row(ch: Channel, peer: int, numel: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the `numel` elements that `peer` staged for this rank with `stage_rows`."""
+    """Return the `numel` elements that `peer` staged here by `stage_rows` with `stride`."""
     low = ch.rank * stride
     return ch.peek(peer, stride * ch.size, dtype)[low : low + numel]

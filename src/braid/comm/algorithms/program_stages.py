@@ -116,7 +116,7 @@ def stages(program: Program, rank: int, numel: int) -> tuple[ProgramStage, ...]:
 
 
 def apply_move(x: torch.Tensor, move: ProgramMove, data: torch.Tensor, op: str) -> None:
-    """Add or copy received or copied data to the destination slices of `x`."""
+    """Combine `data` by `op` with the slices of `x` that `move` names, or replace them by it."""
     start = 0
     for part in move.parts:
         end = start + part.stop - part.start

@@ -78,7 +78,10 @@ def reduce_scatter(
 def reduce(
     ch: Channel, out: torch.Tensor, x: torch.Tensor, op: str, root: int, *, private: bool = False
 ) -> Steps:
-    """Reduce `x` of all members into `out` of rank `root`; `out` may be its `x`."""
+    """Reduce `x` of all members into `out` of rank `root`; `out` may be its `x`.
+
+    `private` permits reads of private memory.
+    """
     numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
     if numel <= chunk_of(CHUNK_BYTES, dtype) // 2:
         ch.own.stage(x)

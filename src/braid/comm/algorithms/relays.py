@@ -94,7 +94,10 @@ class _Slots:
 
 
 def broadcast(ch: Channel, x: torch.Tensor, root: int, nodes: NodeMap) -> Steps:
-    """Copy the flat tensor `x` of `root` into `x` of every member."""
+    """Copy the flat tensor `x` of `root` into `x` of every member.
+
+    `nodes` has the members by host.
+    """
     me, local_peers = ch.rank, _without(nodes.local_peers(ch.rank), ch.rank)
     relays = nodes.relays(root)
     slots = _Slots(ch, x, 1, x.numel())
@@ -119,7 +122,10 @@ def broadcast(ch: Channel, x: torch.Tensor, root: int, nodes: NodeMap) -> Steps:
 
 
 def all_gather(ch: Channel, outs: Sequence[torch.Tensor], x: torch.Tensor, nodes: NodeMap) -> Steps:
-    """Copy the flat tensor `x` of each rank r into `outs[r]`; sizes may differ."""
+    """Copy the flat tensor `x` of each rank r into `outs[r]`; sizes may differ.
+
+    `nodes` has the members by host.
+    """
     me, local_peers = ch.rank, _without(nodes.local_peers(ch.rank), ch.rank)
     relays, relayed = nodes.relays(me), nodes.relayed(me)
     longest = max(out.numel() for out in outs)
@@ -167,7 +173,10 @@ def reduce_scatter(
     *,
     nodes: NodeMap,
 ) -> Steps:
-    """Reduce elements `offsets[r]` to `offsets[r + 1]` of all members' `x` into `out` of rank r."""
+    """Reduce elements `offsets[r]` to `offsets[r + 1]` of all members' `x` into `out` of rank r.
+
+    `op` is the reduction, `scale` a factor for the result, and `nodes` has the members by host.
+    """
     me, n = ch.rank, ch.size
     own_host = nodes.local_peers(me)
     local_peers, relayed = _without(own_host, me), nodes.relayed(me)

@@ -112,7 +112,9 @@ def collective(
     dual: Callable[[torch.Tensor], torch.Tensor],
     x: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply a linear map that moves data between ranks; its backward runs on every rank.
+    """Apply the linear map `run`, which moves data between ranks; `dual` computes its gradient.
+
+    Backward calls `dual` on every rank.
 
     For tensors of integers or bools, which have no gradients, this returns `run(x)`.
     """

@@ -104,7 +104,7 @@ class RecomputePlan(NamedTuple):
         return peak
 
     def recomputed_s(self, layers: Sequence[LayerCost]) -> float:
-        """Return the extra seconds in backward."""
+        """Return the extra seconds in backward, for layers with these costs."""
         return math.fsum(
             layer.forward_s
             for s in self.segments
@@ -237,7 +237,7 @@ def by_budget(
 
 
 def least_budget(layers: Sequence[LayerCost]) -> int:
-    """Return the smallest peak, in bytes, of any plan of one level.
+    """Return the smallest peak, in bytes, of any plan without nested segments.
 
     Cost: O(n^2 log(bytes)), by bisection; the least kept bytes of each prefix decide whether a
     budget suffices.

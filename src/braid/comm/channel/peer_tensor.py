@@ -85,7 +85,7 @@ class SharedRemote:
 
     # SharedRemote needs no `scratch`; other implementations do
     def block(self, start: int, end: int, scratch: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """Return elements `start` to `end`."""
+        """Return elements `start` to `end`, in place; `scratch` is not used."""
         return self._view[start:end]
 
 

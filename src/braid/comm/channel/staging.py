@@ -111,7 +111,10 @@ class Staging:
             self.parts = [(bounds[r] * size, bounds[r + 1] * size) for r in self._peers]
 
     def send_only_to(self, member: int, numel: int, dtype: torch.dtype) -> None:
-        """Send the current slot to `member` only, if memory is not shared."""
+        """Send the first `numel` elements of the current slot to `member` only.
+
+        Does nothing if memory is shared.
+        """
         if not self._shares:
             self.send_ranges([0] * (member + 1) + [numel] * (self._size - member), dtype)
 
@@ -126,7 +129,7 @@ class Staging:
         self.expose_address(self.locate(x, private=private))
 
     def locate(self, x: torch.Tensor, *, private: bool = False) -> int:
-        """Return an address of `x` that peers can read, or 0."""
+        """Return an address of `x` that peers can read, or 0; for `private` see `expose`."""
         if not self._shares:
             return 0
         address = self._arena.locate(x)

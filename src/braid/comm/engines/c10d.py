@@ -173,7 +173,7 @@ class C10dEngine:
         """Do nothing: tokens reserve no memory in this engine."""
 
     def subset(self, order: Sequence[int], tokens: Sequence[int]) -> C10dEngine:
-        """Return the engine of a new group of some members, with a new process group."""
+        """Return the engine of a new group, with a new process group; see `Engine.subset`."""
         return C10dEngine(
             self._context,
             tuple(self.ranks[member] for member in order),
@@ -411,7 +411,7 @@ class _Operation:
 
 
 def wait_for(work: Any, limit: float | None) -> None:
-    """Wait for a work of torch; None and zero both mean the work's default time-out."""
+    """Wait `limit` seconds for a work of torch; None and zero mean the work's default time-out."""
     if limit:
         work.wait(timedelta(seconds=limit))
     else:

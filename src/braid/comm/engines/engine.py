@@ -192,7 +192,7 @@ class Engine(Protocol):
         ...
 
     def stop(self, reason: str) -> None:
-        """Publish that this rank has left the group."""
+        """Publish that this rank has left the group for `reason`."""
         ...
 
     def close(self) -> None:

@@ -239,7 +239,7 @@ class SharedMemoryEngine:
         self.transport.arena.free(self._first_pages.pop(token))
 
     def subset(self, order: Sequence[int], tokens: Sequence[int]) -> SharedMemoryEngine:
-        """Return the engine of a new group of the members `order`."""
+        """Return the engine of a new group of the members `order`; see `Engine.subset`."""
         ranks = tuple(self.pages.ranks[member] for member in order)
         me = list(order).index(self.pages.rank)
         self._first_pages.pop(tokens[me], None)
@@ -259,7 +259,7 @@ class SharedMemoryEngine:
         engine._owns_progress, self._owns_progress = self._owns_progress, False
 
     def stop(self, reason: str) -> None:
-        """Publish that this rank has left the group."""
+        """Publish that this rank has left the group for `reason`."""
         self.pages.abort_reason = reason
         self.pages.stop(ABANDONED, reason=reason)
 
@@ -338,7 +338,7 @@ class SharedMemoryEngine:
     def steps(
         self, c: Collective, channel: Channel, scale: float | None, residuals: Residuals | None
     ) -> Steps:
-        """Return the generator of an algorithm; nothing runs before its first step."""
+        """Return the generator of the steps of `c`; nothing runs before the first step."""
         kind = c.kind
         if self.pages.size == 1 and c.algorithm is None and kind != "send":
             return alone(channel, c.kind, c.outs, c.ins, c.op, scale, exclusive=c.exclusive)

@@ -47,7 +47,7 @@ class FloatFormat:
         return self.dtype != torch.float32
 
     def nbytes(self, numel: int) -> int:
-        """Return the number of bytes that `encode` writes."""
+        """Return the number of bytes that `encode` writes for `numel` numbers."""
         return numel * self.dtype.itemsize
 
     def encode(self, x: torch.Tensor, into: torch.Tensor) -> int:

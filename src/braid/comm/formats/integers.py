@@ -77,7 +77,7 @@ class Int8:
         return True
 
     def nbytes(self, numel: int) -> int:
-        """Return the number of bytes that `encode` writes."""
+        """Return the number of bytes that `encode` writes for `numel` numbers."""
         return SCALE_BYTES * _num_blocks(numel) + numel
 
     def encode(self, x: torch.Tensor, into: torch.Tensor) -> int:

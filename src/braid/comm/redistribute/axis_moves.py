@@ -118,7 +118,7 @@ class Prices:
         self._local: dict[Dims, int] = {}
 
     def price(self, before: AxisState, move: AxisMove) -> tuple[int, float]:
-        """Return the bytes that the first rank receives, and the estimated seconds."""
+        """Return the bytes that the first rank receives in `move`, and the estimated seconds."""
         factor = FACTORS[move.kind]
         if not factor:
             return 0, 0.0

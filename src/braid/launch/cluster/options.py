@@ -130,7 +130,8 @@ class Nodes:
 class AgentStarter(Protocol):
     """Interface to start an agent, which starts ranks, on every node with one call.
 
-    The agents join this launcher."""
+    The agents join this launcher.
+    """
 
     @property
     def has_ended(self) -> bool:

@@ -87,7 +87,7 @@ class ClientWords(dict[str, str]):
         return made
 
     def numbers(self, name: str) -> dict[str, float]:
-        """Return an option such as `CPU=2,GPU=1` as numbers.
+        """Return the option `name`, such as `CPU=2,GPU=1`, as numbers.
 
         Raises:
             ConfigError: The option is not of this form, or a number is negative.
@@ -106,7 +106,7 @@ class ClientWords(dict[str, str]):
 
 
 def run_client(engine: str, main: Callable[[Sequence[str]], int]) -> int:
-    """Run the function `main` as a program; its last printed line describes an error."""
+    """Run `main` as the client of `engine`; its last printed line describes an error."""
     try:
         return main(sys.argv[1:])
     except ConfigError as exc:

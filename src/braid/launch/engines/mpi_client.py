@@ -108,7 +108,10 @@ def _used(hosts: Sequence[Host], num_ranks: int | None) -> tuple[Host, ...]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Find nodes, start agents, and wait for their end; return the exit code."""
+    """Find nodes, start agents, and wait for their end; return the exit code.
+
+    `words` are the arguments of this program.
+    """
     options = ClientWords.parse(words, {"hosts"}, others=True)
     program, whose = find_mpirun()
     os.environ.update(AS_ROOT if os.geteuid() == 0 else {})

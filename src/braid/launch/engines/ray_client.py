@@ -103,7 +103,10 @@ class AgentActor:
 
 
 def main(words: Sequence[str]) -> int:
-    """Allocate nodes, start agents, and wait for their end; return the exit code."""
+    """Allocate nodes, start agents, and wait for their end; return the exit code.
+
+    `words` are the arguments of this program.
+    """
     try:
         import ray  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as exc:

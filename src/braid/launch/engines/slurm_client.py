@@ -91,7 +91,10 @@ def lost_task(hosts: Sequence[Host], line: str) -> tuple[int, str] | None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Allocate nodes, start agents, and wait for their end; return the exit code."""
+    """Allocate nodes, start agents, and wait for their end; return the exit code.
+
+    `words` are the arguments of this program.
+    """
     options = ClientWords.parse(words, (), others=True)
     if "SLURM_JOB_ID" not in os.environ:
         _allocate(options.num_ranks or 1, options.rest)

@@ -109,7 +109,10 @@ def late_buckets(timelines: Iterable[RankTimeline]) -> list[LateBucket]:
 
 
 def more_often_than(count: int, num_trials: int, chance: float) -> float:
-    """Return the probability of `count` or more hits in independent trials (binomial tail)."""
+    """Return the probability of `count` or more hits in independent trials (binomial tail).
+
+    `chance` is the probability of a hit in one trial.
+    """
     log_chance, log_rest = math.log(chance), math.log1p(-chance) if chance < 1 else -math.inf
     total = 0.0
     for hits in range(count, num_trials + 1):

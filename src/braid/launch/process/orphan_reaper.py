@@ -42,7 +42,12 @@ def marked(marks: set[bytes]) -> list[int]:
 
 
 def main(limit_s: str, *names: str) -> None:
-    """Wait until stdin ends, wait for the run's processes, and kill the remaining ones."""
+    """Wait until stdin ends, wait for the run's processes, and kill the remaining ones.
+
+    Args:
+        limit_s: Seconds to wait for the processes.
+        names: Environment variables, as NAME=VALUE, that all processes of the run have.
+    """
     end_s = 0.0 if os.read(0, 1) else time.monotonic() + float(limit_s)
     marks = {os.fsencode(name) for name in names}
     while marks and (pids := marked(marks)):  # a process may fork between the listing and the kill

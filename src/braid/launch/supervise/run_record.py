@@ -61,7 +61,7 @@ def make_log_dir(job: JobSpec) -> str:
 
 
 def new_log_dir(prefix: str = "") -> str:
-    """Return a name for the directory of a run below ./runs that does not exist yet."""
+    """Return a new name for the directory of a run below ./runs; it begins with `prefix`."""
     today = datetime.now().astimezone().date()
     while True:
         name = f"./runs/{prefix}{today.isoformat()}_{secrets.token_hex(2)[:3]}"

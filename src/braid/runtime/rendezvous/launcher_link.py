@@ -64,7 +64,10 @@ class LauncherLink:
             self.control.send(RankHello(self._pid))
 
     def leave(self, missed: Iterable[int] = ()) -> None:
-        """Notify the launcher that the process has left; only the last user's call sends `Left`."""
+        """Notify the launcher that the process has left; only the last user's call sends `Left`.
+
+        `missed` are ranks that had left before, while this rank still needed them.
+        """
         self._num_here -= 1
         self._missed.update(missed)
         if self._num_here == 0 and os.getpid() == self._pid:

@@ -171,7 +171,7 @@ class MemoryTransport:
                 self._peers.ring(rank, slots)
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
-        """Fill the contiguous tensor `out` from private memory of `rank`; needs `may_pull`.
+        """Fill contiguous `out` from private memory of `rank` at `address`; needs `may_pull`.
 
         The peer must not free or change that memory meanwhile.
 

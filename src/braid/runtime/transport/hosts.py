@@ -91,7 +91,7 @@ class HostsMemory:
         return self._of(rank).extent(rank, extent_id)
 
     def forget(self, rank: int, extent_id: int) -> None:
-        """Release the memory that `extent` returned."""
+        """Release the mapping or the copy of memory file `extent_id` of `rank`."""
         self._of(rank).forget(rank, extent_id)
 
     def ring(self, rank: int, slots: int) -> None:
@@ -102,7 +102,7 @@ class HostsMemory:
         self._of(rank).ring(rank, slots)
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
-        """Fill `out` from private memory of a local rank."""
+        """Fill `out` from private memory of a local rank at `address`."""
         self._of(rank).pull(rank, address, out)
 
     def close(self) -> None:

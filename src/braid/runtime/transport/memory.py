@@ -206,7 +206,7 @@ class Root:
 
     @classmethod
     def create(cls, rank: int) -> Root:
-        """Make the root of this process."""
+        """Make the root of `rank`, this process: memory in which peers find its other memory."""
         root = cls(MemoryFile.create(ROOT_BYTES, f"braid-root-{rank}"))
         root.words[PID] = os.getpid()
         root.words[BASE] = ctypes.addressof(ctypes.c_char.from_buffer(root.file.map))
@@ -251,7 +251,7 @@ class PeerMemory(Protocol):
         ...
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
-        """Fill `out` from private memory of `rank`; only called where the kernel permits it."""
+        """Fill `out` from private memory of `rank` at `address`, if the kernel permits it."""
         ...
 
     def close(self) -> None:
@@ -317,7 +317,7 @@ class MappedMemory:
                     os.write(self._bell(rank, slot, number), b"!")
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
-        """Fill `out` from private memory of `rank`; only called where the kernel permits it."""
+        """Fill `out` from private memory of `rank` at `address`, if the kernel permits it."""
         pull(rank, self._addresses[rank].pid, address, out)
 
     def close(self) -> None:

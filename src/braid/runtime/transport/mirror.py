@@ -153,6 +153,8 @@ class MirroredMemory(PeerMemory):
     def targets(self, rank: int, meta: bytes, sizes: Sequence[int]) -> list[memoryview]:
         """Return the memory that receives the large writes of a frame of `rank`.
 
+        `meta` is the metadata of the frame, and `sizes` are the bytes of the writes.
+
         Raises:
             CommError: A write lies outside the memory of `rank`.
         """
@@ -166,7 +168,7 @@ class MirroredMemory(PeerMemory):
         ]
 
     def apply(self, rank: int, meta: bytes) -> None:
-        """Apply the small writes of a frame of `rank`, after its large writes have arrived.
+        """Apply the small writes in the metadata of a frame, after its large writes have arrived.
 
         Raises:
             CommError: A write lies outside the memory of `rank`.

@@ -91,7 +91,7 @@ def ulps_between(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def difference(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Difference | None:
-    """Return the largest difference of two tensors, or None if they are equal."""
+    """Return the largest difference of two values of parameter `name`; None if they are equal."""
     actual, expected = actual.detach().cpu(), expected.detach().cpu()
     if torch.equal(actual, expected):
         return None

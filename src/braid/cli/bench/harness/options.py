@@ -19,7 +19,7 @@ GBIT = 1e9
 
 
 def read_fields(kind: type[T], text: str) -> T:
-    """Parse text such as gpt:4, with fields separated by colons, as a struct.
+    """Parse text such as gpt:4, with fields separated by colons, as a struct of type `kind`.
 
     Raises:
         ConfigError: The text does not match the fields.
@@ -34,7 +34,7 @@ def read_fields(kind: type[T], text: str) -> T:
 
 
 def in_fields(kind: type[T]) -> tyro.constructors.PrimitiveConstructorSpec[T]:
-    """Return a tyro specification of a struct as fields separated by colons."""
+    """Return a tyro specification of the struct type `kind`: fields separated by colons."""
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=":".join(kind.__struct_fields__).upper(),

@@ -127,7 +127,7 @@ class Where:
     inside: tuple[str, ...] = ()
 
     def command(self, words: tuple[str, ...], log_dir: Path) -> list[str]:
-        """Return the launcher's command, which runs `words`: a module and its arguments."""
+        """Return the launcher's command that runs the module `words`, with logs in `log_dir`."""
         options = {
             "-H": self.hosts,
             "--rsh": self.rsh,

@@ -41,7 +41,7 @@ class Buffers(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor, out: torch.Tensor, size: int) -> Buffers:
-        """Make the buffers from a full input and output."""
+        """Make the buffers of one of `size` ranks from the full input `x` and output `out`."""
         width = x.numel() // size
         return cls(x, out, x[:width], out[:width])
 

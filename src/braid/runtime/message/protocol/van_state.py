@@ -154,7 +154,7 @@ class VanState:
     def link_lost(
         self, number: int, reason: str, *, silent: bool = False, bye: Bye | None = None
     ) -> None:
-        """Remove a link after its connection has ended; with its last link, the peer is lost."""
+        """Remove link `number`, whose connection has ended; a peer without a link is lost."""
         link = self._links.get(number)
         if link is None:
             return

@@ -28,11 +28,11 @@ class Poller:
         self._poll = select.epoll() if _HAS_EPOLL else select.poll()
 
     def register(self, fd: int, events: int) -> None:
-        """Add a descriptor."""
+        """Add the descriptor `fd`, to poll it for `events`."""
         self._poll.register(fd, events)
 
     def modify(self, fd: int, events: int) -> None:
-        """Change the events of a descriptor."""
+        """Change the events for which a descriptor is polled."""
         self._poll.modify(fd, events)
 
     def unregister(self, fd: int) -> None:
