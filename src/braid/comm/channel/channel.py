@@ -75,7 +75,7 @@ class Disagreement(Exception):
 
 
 class Entry(NamedTuple):
-    """Published line of a member for one step; all zero if the member has not published the step.
+    """Values that a member published for one step; all zero if it has not published the step.
 
     Attributes:
         value: Number of the last step that the member has published.
@@ -103,7 +103,7 @@ class Audience(NamedTuple):
 
 
 class Channel:
-    """Sequence of steps on one line per member; see the module for the rules.
+    """Sequence of steps, which each member publishes in its line of memory; see the module.
 
     Attributes:
         index: Number of the channel in its group.
@@ -197,9 +197,9 @@ class Channel:
         return line[0] if line is not None else 0
 
     def entry(self, peer: int, value: int) -> Entry:
-        """Return the line that `peer` published in step `value`.
+        """Return the values that `peer` published in step `value`.
 
-        The step must be one of the last two steps of the peer; older lines are overwritten.
+        The step must be one of the last two steps of the peer; older values are overwritten.
         """
         line = self._lines[peer] or self._find(peer)
         if line is None or line[0] < value:

@@ -77,7 +77,7 @@ class RetiredPages:
 
 
 class ControlPages:
-    """Pages of control lines of all members of a group, on the transport.
+    """Pages with the control lines in which the members of a group publish their steps.
 
     Channel 0 is for the group's collectives. It is followed by n channels for sending, n for
     acknowledging, and one for each persistent request.
@@ -172,7 +172,7 @@ class ControlPages:
         return channel
 
     def incoming(self) -> Channel:
-        """Return a new view of the lines on which members send to this rank."""
+        """Return a new view of the channel on which members send to this rank."""
         with self._making:
             return self.channel_type(self, self.sending_index(self.rank))
 
@@ -193,7 +193,10 @@ class ControlPages:
         return 0 < index <= 2 * self.size
 
     def own_address(self, index: int) -> int:
-        """Return the address of this rank's control line of a channel; adds a page if needed."""
+        """Return the address of the line in which this rank publishes its steps on a channel.
+
+        A page of lines is added if needed.
+        """
         page, line = _place(index)
         directory = self._directories[self.rank]
         if self._is_reclaimed:
@@ -207,7 +210,7 @@ class ControlPages:
         return directory[page] + line  # a line is 64 bytes and so is the unit of the address
 
     def audience(self, index: int) -> list[int]:
-        """Return the members that read this rank's line of a channel."""
+        """Return the members that read the steps of this rank on a channel."""
         if self.carries_messages(index):
             return [member for member in [(index - 1) % self.size] if member != self.rank]
         return [member for member in range(self.size) if member != self.rank]

@@ -156,7 +156,7 @@ class Operation:
         return not self._advancing and (self._wait is None or self.pages.reached(self._wait))
 
     def awaited_line(self) -> tuple[memoryview | None, int]:
-        """Return the control line that the operation waits for, and the value it must reach.
+        """Return the control line (memory) that the operation awaits, and the value it must reach.
 
         The line is None if the wait is for several lines, or for a line that does not exist yet.
         """

@@ -233,7 +233,7 @@ class Output(msgspec.Struct, tag=True, frozen=True):
 
 
 class FinalRecord(msgspec.Struct, tag=True, frozen=True):
-    """Contents of a rank's black box; buffers hold the pieces of its ring, then its stacks."""
+    """Recorded events and stacks of a rank; buffers hold pieces of its event ring, then stacks."""
 
     rank: int
     offsets: tuple[int, ...]
@@ -256,7 +256,7 @@ class OpenWaits(msgspec.Struct, tag=True, frozen=True):
 
 
 class RankSnapshot(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `StackRequest`, on the agent's clock."""
+    """Answer to `StackRequest`: views of the agent's ranks, with times on the agent's clock."""
 
     views: tuple[RankView, ...]
 

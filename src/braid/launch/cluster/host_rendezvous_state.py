@@ -56,7 +56,7 @@ class HostRendezvousPhase(Enum):
 
 
 class HostRendezvousLimits(NamedTuple):
-    """Time limits of the phases, in nanoseconds."""
+    """Time limits of the phases in which the hosts of a job meet, in nanoseconds."""
 
     gather_ns: int
     probe_ns: int = 8_000_000_000

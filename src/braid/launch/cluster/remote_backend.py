@@ -127,7 +127,7 @@ class RemoteBackend:
 
     @property
     def deadline_ns(self) -> int | None:
-        """Time at which `poll` is due; None while there is no such time."""
+        """Time at which `poll` is due; None while nothing is due."""
         join_listener = self._hosts_ready.join_listener
         if self._asking():
             return 0

@@ -49,7 +49,7 @@ MAX_ARGUMENT = 80  # characters of one argument in the title; the whole command 
 
 
 class RankRow(NamedTuple):
-    """Division of one rank's time."""
+    """Division of one rank's time into computation, waits and transfers."""
 
     rank: int
     shares: Shares

@@ -70,7 +70,7 @@ __all__ = ["HALF_CLOSED_S", "Carry", "Close", "Instruction", "Read", "VanState"]
 
 
 class VanState:
-    """State machine of a van; see the module for the table of events.
+    """State machine of a van (a node's connections); see the module for the table of events.
 
     Attributes:
         instructions: Instructions of the events so far, in order; the van removes them.

@@ -76,7 +76,7 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VanConfig:
-    """Limits and times of a van.
+    """Limits and times of a van, which holds the connections of a node.
 
     Attributes:
         chunk_bytes: Size of the chunks of larger messages; an urgent message waits for one chunk at

@@ -34,7 +34,9 @@ REST_S = 0.002  # longer than the usual time between two waits of a program
 
 
 class PollTurns:
-    """Scheduler of the thread that polls; every method is called with the van's lock held.
+    """Scheduler of the thread that polls a van's connections.
+
+    Every method is called with the van's lock held.
 
     Args:
         guard: Lock of the van, and condition on which threads wait for changes.
