@@ -71,7 +71,7 @@ class CheckpointDirectory:
         return None if match is None else int(match[1])
 
     def begin(self, step: int, writer: str = "") -> Path:
-        """Create the hidden directory of a new checkpoint; remove remains of crashes.
+        """Create and return the hidden directory of a new checkpoint; remove remains of crashes.
 
         Args:
             step: Step of the checkpoint.
@@ -108,7 +108,7 @@ class CheckpointDirectory:
         return writers
 
     def publish(self, step: int) -> Path:
-        """Rename the hidden directory to its final name, which makes the checkpoint visible.
+        """Rename the hidden directory to its final name, which makes it visible; return its path.
 
         Raises:
             OSError: The directory cannot be renamed.

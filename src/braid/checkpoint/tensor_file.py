@@ -52,7 +52,7 @@ def tensor_file_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 def write_tensor_file(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Write a new file and flush it to disk with fsync.
+    """Write a new file and flush it to disk with fsync; return its length and digest.
 
     Args:
         path: Path of the file, which must not exist.

@@ -23,7 +23,7 @@ class Clock(Protocol):
         ...
 
     def after_ns(self, duration_s: float) -> int:
-        """Return the time in `duration_s` seconds, such as a deadline."""
+        """Return the time `duration_s` seconds from now, such as a deadline."""
         ...
 
     def sleep(self, duration_s: float) -> None:
@@ -38,7 +38,7 @@ class MonotonicClock:
     sleep = staticmethod(time.sleep)
 
     def after_ns(self, duration_s: float) -> int:
-        """Return the time in `duration_s` seconds; see `Clock.after_ns`."""
+        """Return the time `duration_s` seconds from now; see `Clock.after_ns`."""
         return time.monotonic_ns() + round(duration_s * 1e9)
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class VirtualClock:
         return self._now_ns
 
     def after_ns(self, duration_s: float) -> int:
-        """Return the time in `duration_s` seconds; see `Clock.after_ns`."""
+        """Return the time `duration_s` seconds from now; see `Clock.after_ns`."""
         return self._now_ns + round(duration_s * 1e9)
 
     def sleep(self, duration_s: float) -> None:

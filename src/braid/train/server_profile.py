@@ -30,7 +30,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-6, fused=True)
 
 
 def measured(request: ProfileRequest, group: Group) -> Curve | None:
-    """Return seconds per step by bytes of parameters, on the first worker; a collective."""
+    """Return seconds per step by bytes of parameters (None except on the first worker)."""
     clock = group.context.clock
     torch.manual_seed(0)  # equal values on all nodes
     layers = [layer for _, layer in layers_of(request.target, request.model, request.context).named]

@@ -256,7 +256,7 @@ def _short(figure: float) -> str:
 
 
 def plot(report: CommReport, path: Path) -> Path:
-    """Plot time over size for every operation, both axes logarithmic."""
+    """Plot time over size for every operation, both axes logarithmic; return the path."""
     figure_type = importlib.import_module("matplotlib.figure").Figure
     names = list(dict.fromkeys(row.operation for row in report.rows if row.nbytes))
     figure = figure_type(figsize=(4.2 * min(3, len(names)), 3.4 * -(-len(names) // 3)))

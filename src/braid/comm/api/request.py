@@ -119,7 +119,7 @@ class Request:
         """Start the operation again; do not use its tensors until the Work is done.
 
         Args:
-            scale: Factor for the result, applied once while it is in the cache; the same on all
+            scale: Factor for the result, applied once while it is in the CPU cache; the same on all
                 members.
             steps_by: Thread that takes the steps. `StepsBy.WAITER` also publishes a tensor in
                 shared memory immediately, so that members that started earlier can do the work.

@@ -66,7 +66,7 @@ class BackgroundPoller:
             self._start_thread(hurry=not rarely)
 
     def release(self, work: Work | Works) -> None:
-        """Drop a work that has ended, so that its result can be freed before the next round."""
+        """Drop a work that has ended, so that its result can be freed before the next polls."""
         with self._lock:
             self._forget(work)
 

@@ -151,7 +151,7 @@ class Engine(Protocol):
         ...
 
     def start(self, collective: Collective, steps_by: StepsBy) -> Work:
-        """Start a collective; `steps_by` determines which thread takes its steps."""
+        """Start a collective and return its Work; `steps_by` selects the thread for its steps."""
         ...
 
     def request(self, collective: Collective, number: int) -> EngineRequest:

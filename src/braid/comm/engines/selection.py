@@ -58,7 +58,7 @@ Piecewise = tuple[tuple[int, float], ...]  # (from bytes, seconds per byte)
 
 
 class PrimitiveCosts(NamedTuple):
-    """Costs of the primitives on this machine.
+    """Costs of the basic steps of collectives on this machine.
 
     Attributes:
         sync_s: Seconds of one synchronisation of all ranks.
@@ -317,7 +317,7 @@ def measure(
     nodes: NodeMap | None = None,
     results: list[PrimitiveCosts],
 ) -> Steps:
-    """Measure the primitives on all ranks together and append rank 0's figures to `results`.
+    """Measure the steps of collectives on all ranks and append rank 0's figures to `results`.
 
     Cost: about 50 ms with two ranks, once per job; on a network of 1 Gbit/s another 50 ms.
     """

@@ -154,8 +154,9 @@ class Copies:
         """Add the copies of `other`.
 
         Args:
-            other: Copies to add. Stores are appended.
-            position: Number of the load before which the loads of `other` are inserted.
+            other: Copies to add. Its stores (copies after the last step) are appended.
+            position: Number of the load (copy before the first step) before which the loads of
+                `other` are inserted.
 
         Returns:
             Position after the inserted loads.

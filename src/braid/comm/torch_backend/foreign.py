@@ -91,7 +91,7 @@ class Foreign:
         """Return the process group for tensors on `device`.
 
         Raises:
-            ConfigError: torch has no backend for it.
+            ConfigError: torch has no backend for `device`.
         """
         if device.type not in self._backends:
             self._open(device.type)

@@ -60,7 +60,7 @@ def print_chaos(chaos: ChaosRun, console: Console, page: Path) -> None:
 
 
 def chaos_figures(chaos: ChaosRun) -> list[tuple[str, str]]:
-    """Return the names and texts of the figures."""
+    """Return the names and texts of the figures on a run under faults."""
     account = chaos.account
     times = account.recoveries_s
     recoveries = f"{len(times)}"
@@ -83,7 +83,7 @@ def chaos_figures(chaos: ChaosRun) -> list[tuple[str, str]]:
 
 
 def write_chaos_page(chaos: ChaosRun) -> Path:
-    """Write the page into the directory of the run, and return its path.
+    """Write the page on a run under faults into its directory, and return its path.
 
     Raises:
         OSError: The directory cannot be written.

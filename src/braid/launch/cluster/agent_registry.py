@@ -37,7 +37,7 @@ class AgentRegistry:
     def start(
         self, node: int, name: str, placement: Placement, on_message: OnMessage, on_lost: OnLost
     ) -> AgentHandle:
-        """Start an agent on a host.
+        """Start an agent on a host and return its handle.
 
         Args:
             node: Number of the host.

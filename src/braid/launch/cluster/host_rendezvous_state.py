@@ -160,7 +160,10 @@ class HostRendezvousState:
     def on_hello(
         self, node: int, hello: AgentHello, now_ns: int, name: str = ""
     ) -> list[Instruction]:
-        """Process the hello message of an agent; `name` replaces the name of its host."""
+        """Process the hello message of an agent; return the instructions that follow.
+
+        `name` replaces the name of its host.
+        """
         self._ready[node] = hello
         self._names[node] = name or self._names.get(node, hello.hostname)
         if hello.version != self._version:
@@ -177,7 +180,7 @@ class HostRendezvousState:
             known.pop(node, None)
 
     def on_addresses(self, node: int, addresses: HostAddresses, now_ns: int) -> list[Instruction]:
-        """Process the addresses of a host."""
+        """Process the addresses of a host; return the instructions that follow."""
         self._addresses[node] = addresses
         if addresses.problem:
             self._problems.setdefault(node, addresses.problem)
@@ -186,12 +189,12 @@ class HostRendezvousState:
     def on_probe_result(
         self, node: int, attempts: tuple[Attempt, ...], now_ns: int
     ) -> list[Instruction]:
-        """Process the results of a host's attempts to reach all other hosts."""
+        """Process a host's attempts to reach all other hosts; return the instructions."""
         self._attempts[node] = attempts
         return self._probed(now_ns)
 
     def on_prepared(self, node: int, prepared: Prepared) -> list[Instruction]:
-        """Process a host's answer that it is ready for ranks, or why not."""
+        """Process a host's answer that it is ready, or why not; return the instructions."""
         self._prepared[node] = prepared
         if prepared.problem:
             self._problems[node] = prepared.problem
@@ -203,7 +206,7 @@ class HostRendezvousState:
         return []
 
     def on_lost(self, node: int, reason: str, now_ns: int) -> list[Instruction]:
-        """Process the loss of a host, or another reason why it cannot take part."""
+        """Process the loss of a host, or why it cannot take part; return the instructions."""
         self._problems.setdefault(node, reason)
         if self.phase is HostRendezvousPhase.GATHERING:
             return self._gathered(now_ns)
@@ -211,7 +214,7 @@ class HostRendezvousState:
         return []
 
     def tick(self, now_ns: int) -> list[Instruction]:
-        """Advance to time `now_ns`."""
+        """Advance to time `now_ns`; return the instructions that are due."""
         if now_ns < self.deadline_ns or self.phase in {
             HostRendezvousPhase.READY,
             HostRendezvousPhase.FAILED,

@@ -116,7 +116,7 @@ class RemoteRank(Rank):
         return super().error()
 
     def ended(self, change: Change, facts: RankFacts) -> RankEnd:
-        """Record how the rank ended."""
+        """Record and return how the rank ended."""
         self._waits = []
         return super().ended(change, facts)
 

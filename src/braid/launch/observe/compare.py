@@ -92,10 +92,10 @@ def compare_runs(runs: Sequence[Run]) -> RunComparison:
 def publish_comparison(
     paths: Sequence[Path], out: Path | None = None
 ) -> tuple[RunComparison, Path]:
-    """Write a page that compares runs, and return its path.
+    """Write a page that compares runs; return the comparison and the path of the page.
 
     Args:
-        paths: Directories of the runs, the base first.
+        paths: Directories of the runs; all others are compared with the first.
         out: Path of the page; `compare.html` in the last run's directory when None.
 
     Raises:

@@ -81,7 +81,7 @@ def servers(timelines: Iterable[RankTimeline]) -> tuple[ServerRow, ...]:
 
 
 def servers_text(rows: Iterable[ServerRow]) -> list[str]:
-    """Return a line for each server, for the terminal."""
+    """Return a line of text on each parameter server, for the terminal."""
     lines = []
     for row in rows:
         lags = ", ".join(f"{name}: {percent_text(share)}" for name, share in row.bars)

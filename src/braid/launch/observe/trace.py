@@ -82,7 +82,7 @@ def write_trace(run: Run, path: Path) -> Path:
 
 
 def trace_events(timelines: Sequence[RankTimeline]) -> Iterator[Event]:
-    """Yield all events of the trace, in its format."""
+    """Yield the events of all ranks in the format of a trace."""
     meetings: dict[tuple[object, ...], list[tuple[int, int, int]]] = defaultdict(list)
     for timeline in timelines:
         rank = timeline.rank

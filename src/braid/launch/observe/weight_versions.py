@@ -69,7 +69,7 @@ def version_rows(timelines: Iterable[RankTimeline]) -> tuple[VersionRow, ...]:
 
 
 def versions_text(rows: Iterable[VersionRow]) -> list[str]:
-    """Return a line for each stage, for the terminal."""
+    """Return a line of text on each pipeline stage, for the terminal."""
     return [
         f"stage {row.stage} ({rank_list(row.ranks)}): age of gradients {row.mean_age:.2f} steps on "
         f"average, {row.max_age} at most; live versions of weights: {row.max_versions} at most"

@@ -121,7 +121,7 @@ class HangState:
         return self._next_ns if self._limit_ns else None
 
     def tick(self, now_ns: int, *, answered: bool = True) -> list[Instruction]:
-        """Advance to time `now_ns`.
+        """Advance to time `now_ns`; return the instructions that are due.
 
         Args:
             now_ns: Current time.
@@ -139,7 +139,7 @@ class HangState:
         return [Look()]
 
     def looked(self, waits: Iterable[OpenWait], now_ns: int) -> list[Instruction]:
-        """Process the collectives that any rank has begun and not ended: the result of a `Look`."""
+        """Process the collectives that a `Look` found in progress; return the instructions."""
         present = frozenset(waits)
         out = self._over() if not self._reported & present else []
         old = tuple(wait for wait in present if now_ns - wait.t_ns >= self._patience_ns(wait))
@@ -152,7 +152,7 @@ class HangState:
         return out
 
     def all_ended_well(self) -> list[Instruction]:
-        """End the reported waits because all ranks have ended well."""
+        """End the reported waits, since all ranks ended well; return the instructions."""
         return self._over()
 
     def reported(self, ranks: Iterable[int], now_ns: int) -> None:

@@ -59,7 +59,7 @@ class RankSpec(NamedTuple):
 
 
 class RankBackend(Protocol):
-    """Starts ranks and reports their state changes; owned by the caller of `carry_out`."""
+    """Starts ranks and reports their state changes; the caller of `carry_out` closes it."""
 
     @property
     def run_id(self) -> str:

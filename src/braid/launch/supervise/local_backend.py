@@ -84,7 +84,7 @@ class Supervisor:
 
         Args:
             job: Job to run.
-            slots: Source of the number of ranks of an elastic run; None if it stays.
+            slots: Source of the number of ranks of an elastic run; None if the number is fixed.
 
         Returns:
             Outcome of the run; failures of ranks are outcomes, not exceptions.

@@ -46,7 +46,7 @@ class ElasticRun(Protocol):
 
     @property
     def journal(self) -> RunJournal:
-        """Shows and logs changes of the members."""
+        """Journal that shows and logs changes of the members."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class MemberDriver:
         limits: Limits of the job.
         run: The run.
         clock: Time source.
-        slots: Source of the number of ranks; None if it stays.
+        slots: Source of the number of ranks; None if the number is fixed.
 
     Attributes:
         state: State machine that decides which ranks are members.

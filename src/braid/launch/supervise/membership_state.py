@@ -209,7 +209,7 @@ class MembershipState:
         return [GiveUp(tuple(sorted(self._alive)), reason)] if self._alive else []
 
     def slots(self, num_slots: int) -> list[Order]:
-        """Record the number of members that may run from now on, without spares."""
+        """Record how many members, without spares, may run; return the orders that follow."""
         limits = self._limits
         num_slots = min(num_slots, limits.max_ranks)
         self._num_wanted = num_slots + limits.spares
@@ -221,7 +221,10 @@ class MembershipState:
         return [Replace()] * missing + self._next()
 
     def finished(self, rank: int) -> list[Order]:
-        """Record that a process has ended with exit code 0; a member has then done its work."""
+        """Record that a process has ended with exit code 0; return the orders that follow.
+
+        A member has then done its work.
+        """
         was_member = rank in self.members
         self._remove(rank)
         self._has_finished |= was_member

@@ -173,7 +173,7 @@ class Rank(ABC):
             self._hang_up()
 
     def ended(self, change: Change, facts: RankFacts) -> RankEnd:
-        """Record how the rank ended, after it has been reaped.
+        """Record and return how the rank ended, after its process has been reaped.
 
         Args:
             change: Last state change of the process.

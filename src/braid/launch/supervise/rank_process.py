@@ -88,7 +88,7 @@ class RankProcess(Rank):
         self._child.drain()
 
     def ended(self, change: Change, facts: RankFacts) -> RankEnd:
-        """Record how the rank ended, after it has been reaped."""
+        """Record and return how the rank ended, after its process has been reaped."""
         self._child.reaped(change)
         return super().ended(change, facts)
 

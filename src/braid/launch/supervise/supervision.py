@@ -82,7 +82,7 @@ def carry_out(
         clock: Time source.
         inbox: Signals of this process.
         backend: Backend that starts the ranks; the caller closes it.
-        slots: Source of the number of ranks of an elastic run; None if it stays.
+        slots: Source of the number of ranks of an elastic run; None if the number is fixed.
 
     Raises:
         ConfigError: A rank cannot be started; no process is left running.

@@ -163,7 +163,7 @@ class PrefixStore(Store):
 
 
 def missing_keys_error(keys: Sequence[str], timeout_s: float, store: str) -> CommTimeout:
-    """Make the error that every store raises when `keys` were not set in time."""
+    """Make the error that every store raises when `keys` were not set in time; it names `store`."""
     shown = ", ".join(map(repr, keys[:_SHOWN_KEYS]))
     if len(keys) > _SHOWN_KEYS:
         shown += f" and {len(keys) - _SHOWN_KEYS} more"

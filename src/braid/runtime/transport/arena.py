@@ -349,7 +349,7 @@ def adoptable(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
     If the arena is closed, the next arena of this process can adopt it.
 
-    It needs no space in /dev/shm.
+    The tensor needs no space in /dev/shm.
 
     Raises:
         CommError: There is not enough memory.

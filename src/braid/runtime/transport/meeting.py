@@ -25,7 +25,7 @@ PARTING_S = 5.0
 
 
 class Meeting:
-    """One rank's part in the exchange of addresses at the start.
+    """One rank's part in the exchange of addresses at the start of a job.
 
     Args:
         rank: Global rank of this process.

@@ -89,7 +89,7 @@ class _Endpoint(NamedTuple):
 def call_all(
     meeting: Meeting, hosts: tuple[int, ...], secret: Secret | None, network: Network
 ) -> dict[int, PeerConnection]:
-    """Connect to all ranks of other hosts.
+    """Connect to all ranks of other hosts; return the connections by rank.
 
     Args:
         meeting: Meeting of all ranks in the store.

@@ -60,8 +60,8 @@ class MeasuredLevel(msgspec.Struct, kw_only=True):
     """Measured latency and bandwidth of one level of the cluster.
 
     Attributes:
-        name: Name of the level's unit.
-        size: Number of children of each unit.
+        name: Name of a unit of the level, such as a host.
+        size: Number of units of the next lower level in each unit.
         latency_s: Seconds of the smallest message.
         seconds: Seconds of a message, by its bytes.
         both_ways_s: Seconds of the largest message while another one is sent in the other

@@ -20,7 +20,7 @@ HALF_CLOSED_S = 1.0  # read a peer that accepts nothing more until it is silent 
 
 
 class Carry(msgspec.Struct, frozen=True):
-    """Instruction to the van: send the frames of a link that `VanState.next_frame` returns."""
+    """Instruction to the van: send the frames that `VanState.next_frame` returns for a link."""
 
     link: int
 
@@ -32,7 +32,7 @@ class Close(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, frozen=True):
-    """Instruction to the van: read from a link again, since its peer's share has space."""
+    """Instruction to the van: read from a link again, since the inbox has space for its peer."""
 
     link: int
 

@@ -50,7 +50,7 @@ class OutFrame(msgspec.Struct, frozen=True):
     """Frame to pass to the network.
 
     Attributes:
-        meta: Description.
+        meta: Description of the frame.
         pieces: Slices of the sender's memory.
     """
 
@@ -211,7 +211,10 @@ class Outbox:
             heapq.heappush(self._deadlines, entry)
 
     def send_control(self, head: Head) -> None:
-        """Queue a control head before all messages; dropped on a link that has failed."""
+        """Queue a control head (no part of a message) before all messages.
+
+        It is dropped on a link that has failed.
+        """
         if not self._has_failed:
             self._control.append(pack(head))
 

@@ -298,7 +298,7 @@ class VanState:
         return link is not None and not link.is_paused
 
     def next_delivery(self, now_ns: int) -> Delivery | None:
-        """Remove the most urgent message that has arrived, else the oldest; None if none has."""
+        """Remove and return the most urgent message, else the oldest; None if none has arrived."""
         entry = self.inbox.pop()
         if entry is None:
             return None

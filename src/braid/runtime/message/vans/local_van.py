@@ -190,7 +190,7 @@ class LocalVan(Van):
 
 
 def hand_over(frame: OutFrame, receiver: VanState, link: int, now_ns: int) -> None:
-    """Pass a frame to a state in the same process, with one copy of its pieces, as a kernel would.
+    """Pass a frame to the receiving van in this process, with one copy of its pieces.
 
     Raises:
         CommError: The receiver refuses the frame.
