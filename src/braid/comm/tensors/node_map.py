@@ -30,7 +30,7 @@ class NodeMap(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> NodeMap:
-        """Return the map for the number of each member's host."""
+        """Return the map for `numbers`, the number of each member's host."""
         members: dict[int, list[int]] = {}
         for member, number in enumerate(numbers):
             members.setdefault(number, []).append(member)

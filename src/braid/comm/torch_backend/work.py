@@ -54,7 +54,7 @@ class FinishedWork(TorchWork):
         self._outputs = outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's signature
-        """Return True."""
+        """Return True: the collective has ended."""
         return True
 
     def synchronize(self) -> None:
@@ -64,15 +64,15 @@ class FinishedWork(TorchWork):
         """Do nothing: results are in CPU memory."""
 
     def is_completed(self) -> bool:
-        """Return True."""
+        """Return True: the collective has ended."""
         return True
 
     def is_success(self) -> bool:
-        """Return True."""
+        """Return True: the collective has ended without an error."""
         return True
 
     def exception(self) -> BaseException | None:
-        """Return None."""
+        """Return None: the collective has no error."""
         return None
 
     def result(self) -> list[Any]:

@@ -85,7 +85,7 @@ class NamespaceHosts(AbstractContextManager["NamespaceHosts"]):
         return self.prefix + host
 
     def port(self, host: str) -> str:
-        """Return the name of the bridge's end of a host's cable."""
+        """Return the name of the bridge's end of a host's virtual cable (veth)."""
         return f"{self.prefix}p{self.names.index(host)}"
 
     def cut(self, host: str) -> None:

@@ -55,7 +55,7 @@ class Reserved(NamedTuple):
 
 
 def run_agent(line: bytes, payload: bytes) -> Ended:
-    """Run an agent to its end; the only method of an actor.
+    """Run an agent, which starts ranks, to its end; the only method of an actor of Ray.
 
     This function is pickled by value, so it also runs on a node without braid. The agent's output
     then shows the missing package.

@@ -21,7 +21,7 @@ _DECODER = msgspec.json.Decoder(dict[str, object])
 
 
 class MetricRows(NamedTuple):
-    """Contents of one file.
+    """Contents of one file of metrics: numbers that a rank has logged by step.
 
     Attributes:
         rows: Numbers of each step, in the order of steps; values that are not finite are NaN.

@@ -126,7 +126,7 @@ class Connection:
         """Make the system end this connection after `limit_s` without an answer of the peer's host.
 
         The host answers for its processes, so a stopped or busy process does not count as silent. A
-        host without power or network does, whether data is being sent or not. Without effect on
+        host without power or network counts as silent, also if no data is sent. Without effect on
         sockets other than TCP.
         """
         if self._socket.family == socket.AF_UNIX:
