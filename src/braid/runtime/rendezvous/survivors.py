@@ -108,7 +108,7 @@ class Survivor(NamedTuple):
         return prints, self._others() if prints else {}
 
     def linger(self) -> None:
-        """Keep rank 0 alive, which serves the store, until another rank has read how all ranks ended.
+        """Keep rank 0 alive, which serves the store, until another rank has read the end of every rank.
 
         Waits for `WAIT_S` at most.
         """
