@@ -108,7 +108,7 @@ class Survivor(NamedTuple):
         return prints, self._others() if prints else {}
 
     def linger(self) -> None:
-        """Keep rank 0 alive, which serves the store, until another rank has read the end of every rank.
+        """Keep rank 0 alive, which serves the store, until another rank has read how ranks ended.
 
         Waits for `WAIT_S` at most.
         """
