@@ -59,7 +59,7 @@ def raise_problems(action: str, problems: list[str], *, size: int, remedy: str) 
     """Raise the same error on all ranks if any rank has a problem.
 
     Args:
-        action: What could not be done, with which the message begins.
+        action: Beginning of the message: the action that failed.
         problems: Problem of each rank; empty for a rank without one.
         size: Number of ranks; with 1, the message does not name ranks.
         remedy: Advice to the user, with which the message ends.
