@@ -48,7 +48,7 @@ def ring_of(group: Group) -> list[int]:
 
 
 class Shadow:
-    """Copy of the previous rank's part of the training; its constructor is a collective.
+    """Copy of the previous rank's part of the training state; making one is a collective.
 
     Args:
         group: The members, at least two.

@@ -216,7 +216,7 @@ class ControlPages:
         return [member for member in range(self.size) if member != self.rank]
 
     def line_of(self, member: int, index: int) -> memoryview | None:
-        """Return the memory with a member's steps on channel `index`; None if not made yet."""
+        """Return the memory in which a member publishes its steps on channel `index`, or None."""
         page, line = _place(index)
         address = self._directories[member][page]
         return (

@@ -48,7 +48,7 @@ class NodeMap(NamedTuple):
 
     @property
     def num_slices(self) -> int:
-        """Number of slices of a tensor; on every host, as many members work on one slice each."""
+        """Number of slices of a tensor: the number of members of the smallest host."""
         return self.fewest
 
     def local_peers(self, member: int) -> tuple[int, ...]:

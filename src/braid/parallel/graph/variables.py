@@ -44,7 +44,7 @@ def with_rows(whole: CapturedGraph, part: CapturedGraph, rows: int) -> CapturedG
             return Scaled(factor, one - factor * rows)
         msg = (
             f"{node} at {node.where} has {_describe(one)} for {rows} rows and {other} for one "
-            "row less. Outside of submodules, only integers may depend on the number of rows: move "
+            "row less. Outside of submodules, only integers may depend on the batch size: move "
             "this computation into a submodule"
         )
         raise ConfigError(msg)

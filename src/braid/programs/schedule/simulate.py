@@ -353,7 +353,7 @@ class _Buckets:
         return link in self._tokens and link not in self._dry
 
     def empty_in_s(self, flows: Iterable[_SimulatedMessage]) -> float:
-        """Return the seconds until the next link's token bucket is empty, if `flows` go on."""
+        """Return the seconds until the first token bucket of a link is empty, if `flows` go on."""
         drains = ((link, -rate) for link, rate in self._fill_rates(flows).items() if rate < 0)
         return min(
             (self._tokens[link] / rate for link, rate in drains if link not in self._dry),

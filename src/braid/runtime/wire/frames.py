@@ -118,7 +118,7 @@ def encode(
     count = len(views)
     sizes = list(map(len, views))
     if violation := limits.violation(len(meta), count, sum(sizes)):
-        msg = f"a message to send is too large: {violation}; send it in pieces or raise FrameLimits"
+        msg = f"a message to send is too large: {violation}; send it in pieces"
         raise ConfigError(msg)
     head = _HEADER.pack(_MARK, count, len(meta)) + struct.pack(f"<{count}Q", *sizes)
     return [memoryview(head + meta), *filter(len, views)]
@@ -281,8 +281,8 @@ class FrameDecoder:
         violation = self._limits.violation(meta_bytes, count, buffer_bytes)
         if violation:
             msg = (
-                f"a received message is too large: {violation}; raise FrameLimits, and close "
-                "this connection"
+                f"a received message is too large: {violation}; close this connection, and "
+                "increase the limits in FrameLimits if such messages are right"
             )
             raise CommError(msg)
 

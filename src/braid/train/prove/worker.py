@@ -15,7 +15,7 @@ __all__ = ["ProofConfig", "ProofLine", "main"]
 
 
 class ProofConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The task to prove and the number of steps.
+    """The task that is trained in both ways and compared, and the number of steps.
 
     Attributes:
         file: Path of the task.
