@@ -14,8 +14,7 @@ they have added by the closure's number, so each update is added once.
     closures.py        what a worker does
     remote_value.py    the result of a closure
 
-Source: TensorFlow 2.21, `tf.distribute.coordinator.ClusterCoordinator`, which promises at least
-once.
+Source: TensorFlow 2.21, `tf.distribute.coordinator.ClusterCoordinator` (promises at least once).
 """
 
 from __future__ import annotations
@@ -207,8 +206,10 @@ class ClusterCoordinator:
         with self._office.lock:
             if self._queue.has_doomed:
                 return False  # closures that ran beside the failed one are not over
-        self._raise_failure()
-        return self._queue.is_done
+            is_done, failed = self._queue.is_done, self._queue.failed
+        if failed is not None or self._failure is not None:
+            self._raise_failure()
+        return is_done
 
     def fetch(self, value: Any) -> Any:
         """Return a copy of nested tuples, lists and dicts with the value of each RemoteValue."""
