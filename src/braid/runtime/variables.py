@@ -57,7 +57,7 @@ VARIABLES: Mapping[str, str] = {
     "BRAID_EVENTS_FD": "Descriptor of the memory for a rank's events.",
     "BRAID_STACKS_FD": "Descriptor to which a rank dumps its stacks.",
     "BRAID_DEBUGGED": "`1`: a person debugs a rank, and deadlines do not expire (`--stdin`).",
-    "BRAID_ELASTIC": "Role in a run with changing members: `founder` or `newcomer`.",
+    "BRAID_ELASTIC": "Role in a run with changing members: `founder` or `newcomer` (joined later).",
     "BRAID_PROCESS": "Number of a process that has the `RANK` of a lost process (`--restarts`).",
     FAULTS: "`1`: a rank flips bits in its gradients on SIGUSR2 (`braid chaos --kinds bitflip`).",
     "BRAID_LAUNCHER_PID": "Process that started a rank, to find orphans of a run.",
