@@ -44,11 +44,11 @@ CLUSTER = (
 
 SWITCH = flat(64, A, BYTES_PER_S)
 WHERE = (
-    f"One switch: each rank has a link with {A * 1e6:g} us and {BYTES_PER_S / 1e9:g} GB/s. The cluster: hosts of 8 ranks with 600 GB/s per rank, "
-    "50 GB/s per host, and racks of 8 hosts with 100 GB/s per rack. The times are computed from the formulas by `braid schedule compare`; "
+    f"One switch: each rank has a link with a latency of {A * 1e6:g} us and a rate of {BYTES_PER_S / 1e9:g} GB/s. The cluster has 4 racks of 8 hosts of 8 ranks. Inside a host, "
+    "a rank sends 600 GB/s with a latency of 2 us. Between hosts of a rack, a host sends 50 GB/s with 5 us; between racks, a rack sends 100 GB/s with 10 us. The times are computed from the formulas by `braid schedule compare`; "
     "measure on your machines."
 )
-READ = "Each row is an operation on one of two networks. A cell is `yes` if no other algorithm is faster for this size of the full buffer; otherwise the cell names the fastest algorithm."
+READ = "Each row is an operation on one of two networks, and each column is a size l. A cell is `yes` if no other algorithm is faster for this size; otherwise the cell has the fastest algorithm, by its name in `algorithm=\"...\"`."
 DRAWN = (
     "The picture shows the blocks of each rank before every round, and at the end. A block has the colours of the ranks whose data it "
     "contains; an arrow is a message of the round. `braid schedule show --svg FILE` draws other algorithms and numbers of ranks, and "
@@ -56,7 +56,7 @@ DRAWN = (
 )
 LETTERS = (
     "The table has the time of each operation. In a formula, a space between two factors is a multiplication. p is the number of ranks, here a power of two, and lg stands for lg p. "
-    "l is the size of the largest full buffer in bytes. a is the time of a message in seconds, b the seconds per byte sent, and c the seconds per byte added. `braid.programs.cost.form` computes the "
+    "l is the size in bytes of the input or output of a rank, whichever is larger. a is the time of a message in seconds, b the seconds per byte sent, and c the seconds per byte added. `braid.programs.cost.form` computes the "
     "time for other numbers of ranks. "
 )
 
@@ -105,6 +105,8 @@ OWN = (  # algorithms of the engine: names, what they do, file
 
 TWO_BUFFERS = " `4=0`: copy block 0 to block 4. Blocks 0 to 3 are the input of a rank, and blocks 4 to 7 its output. Round 0 has no messages."
 
+GRID = " The ranks are a grid with the rows 0, 1 and 2, 3, and the columns 0, 2 and 1, 3."
+
 
 class Subject(NamedTuple):
     """A page.
@@ -124,8 +126,8 @@ class Subject(NamedTuple):
 
 
 RAN = (
-    "`carried_out` runs an algorithm in one process, without messages. Here three ranks have three numbers each, and it returns the numbers of "
-    "each rank after the all-reduce:"
+    "`carried_out` runs an algorithm in one process, without messages. Here three ranks have three numbers each, and `carried_out` returns the numbers of "
+    "each rank after the all-reduce. The algorithms in the example are functions of the file that the end of this page names:"
 )
 CHAIN = "(p-1)*a + (p-1)/p*l*b"
 FOLDED = "If p is not a power of two, the remaining ranks send their buffer first and receive the result at the end: two more messages of l bytes."
@@ -179,13 +181,13 @@ SUBJECTS = {
         "2-D torus",
         "grid",
         {"all_reduce": "2*(r-1)*(a + l/r*b) + 2*(p/r-1)*(a + l/p*b) + (p-1)/p*l*c"},
-        "r is the length of a row; a square torus has r = sqrt(p).",
+        "r is the number of ranks in a row; a square torus has r = sqrt(p).",
     ),
     "hierarchical": Subject(
         "Hierarchical rings",
         "grid",
         {"all_reduce": "2*(r-1)*(a + l/r*b) + 2*(p/r-1)*(a + l/p*b) + (p-1)/p*l*c"},
-        "r is the number of ranks of a host. In the second term, a is the network's latency, and b is the time per byte of a rank's share of the network.",
+        "r is the number of ranks of a host, which are one row. In the second term (columns), a is the network's latency, and b is the time per byte of a rank's share of the network.",
     ),
     "naive": Subject(
         "One to all",
@@ -294,7 +296,8 @@ def _rounds(name: str, operation: str) -> list[str]:
             "A row is a rank, and a column is a round. A cell lists the actions of the rank in this round. `3>1`: send block 3 to rank 1. `3<0`: receive block 3 from rank 0. `+3<0`: receive "
             "block 3 from rank 0, and add it to the local block."
         )
-        + (TWO_BUFFERS if operation == "all_to_all" else ""),
+        + (TWO_BUFFERS if operation == "all_to_all" else "")
+        + (GRID if SUBJECTS[name].module == "grid" else ""),
         "",
         f"| {' | '.join(head)} |",
         f"|{'---|' * len(head)}",
@@ -307,7 +310,7 @@ def _on_tensors(name: str) -> list[str]:
     if name == "hierarchical":
         return [
             (
-                "Groups over several hosts choose a variant of this algorithm automatically. It uses shared memory inside a host instead of "
+                "Groups over several hosts choose a variant of this algorithm automatically. The variant uses shared memory inside a host instead of "
                 f"rows, and sends data in chunks, so that all phases overlap ([hierarchical.py]({comm}/hierarchical.py)). "
                 "See [which algorithm when](chosen.md)."
             )
@@ -319,8 +322,8 @@ def _on_tensors(name: str) -> list[str]:
     ]
     return [
         (
-            f"To use this algorithm, call {', '.join(calls)} ([programs.py]({comm}/programs.py)). No group chooses it automatically: "
-            "the algorithms of groups send data in overlapping chunks. See [which algorithm when](chosen.md)."
+            f"To use this algorithm, call {', '.join(calls)} ([programs.py]({comm}/programs.py)). No group chooses this algorithm automatically: "
+            "groups choose algorithms that send data in chunks, so that phases overlap. See [which algorithm when](chosen.md)."
         )
     ]
 
@@ -339,10 +342,10 @@ def chosen() -> str:
             "`print(group.engine.explain())` prints the table for your machines. The names in this table are:"
         ),
         "",
-        "* *staged*: each rank copies its data into slots of shared memory, from which the other ranks of the host read;",
+        "* *staged*: each rank copies its data into slots of shared memory, from which the other ranks of the host read; other hosts receive the data over the network;",
         "* *direct*: the same for an all-reduce, in which each rank adds up the slots of all ranks;",
         "* *two_phase*: an all-reduce in which each rank adds up a slice of all slots, and then reads the sums of the other slices;",
-        "* *pulled*: other ranks read the private memory of a rank through the kernel;",
+        "* *pulled*: other ranks read the private memory of a rank through the kernel of the operating system;",
         "* *registered*: the tensor itself is in shared memory;",
         "* *hierarchical*: hosts exchange slices over the network while their ranks add slices.",
         "",
@@ -350,7 +353,7 @@ def chosen() -> str:
             "The first table is for four ranks on one host with two cores, the second for two such hosts with two ranks each and a network of "
             "10 Gbit/s. Both use built-in costs instead of measurements. The first line of a table has the time of a synchronisation: all ranks wait until "
             "all of them have reached the same point. `copy`, `add` and `pull` are the rates at which a rank copies memory, adds to it, and reads the private "
-            "memory of another rank; `send` is the rate of a host on the network. The other lines have the algorithms of each operation. `direct, from 128 KiB two_phase (there "
+            "memory of another rank; `send` with a rate is the rate of a host on the network. `not permitted by the host` means that a rank cannot read the memory of other ranks. The other lines have the algorithms of each operation. `direct, from 128 KiB two_phase (there "
             "...)` means: *direct* below 128 KiB and *two_phase* from 128 KiB on; the times in brackets are predicted for 128 KiB."
         ),
         "",

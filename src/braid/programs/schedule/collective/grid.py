@@ -1,6 +1,6 @@
 """Rings in two dimensions: first along rows, then along columns, then along rows again.
 
-    rows (fast links, such as inside a host)         columns (slow ones, between hosts)
+    rows (fast links, such as inside a host)         columns (slow links, between hosts)
 
       0 - 1 - 2 - 3    reduce-scatter: each rank      0   1   2   3    all-reduce of that quarter
       4 - 5 - 6 - 7    holds a quarter of its         |   |   |   |
@@ -33,7 +33,7 @@ __all__ = ["all_reduce", "torus"]
 
 
 def all_reduce(num_ranks: int, row: int, name: str = "hierarchical") -> Rounds:
-    """Return the rounds of an all-reduce along rows of `row` consecutive ranks, then columns.
+    """Return the rounds of an all-reduce along rows of `row` ranks, then columns, then rows.
 
     Args:
         num_ranks: World size, a multiple of `row`.

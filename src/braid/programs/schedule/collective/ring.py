@@ -42,13 +42,13 @@ def all_reduce(num_ranks: int) -> Rounds:
 
 
 def reduce_scatter(num_ranks: int) -> Rounds:
-    """Return the `num_ranks - 1` rounds of a reduce-scatter: rank r ends with block r's sum."""
+    """Return the rounds of a reduce-scatter: rank r ends with the sum of block r."""
     steps = rings(np.arange(num_ranks)[None, :], _one_block, ahead=-1, adds=True)
     return Rounds("ring", "reduce_scatter", num_ranks, num_ranks, steps)
 
 
 def all_gather(num_ranks: int) -> Rounds:
-    """Return the `num_ranks - 1` rounds of an all-gather: every rank ends with all blocks."""
+    """Return the rounds of an all-gather: every rank ends with all blocks."""
     steps = rings(np.arange(num_ranks)[None, :], _one_block)
     return Rounds("ring", "all_gather", num_ranks, num_ranks, steps)
 

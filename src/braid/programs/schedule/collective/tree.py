@@ -1,13 +1,13 @@
-"""Binomial tree: all ranks that have the data send it, so their number doubles in every round.
+"""Binomial tree: ranks with the data send it, so the number of these ranks doubles in each round.
 
     round 0      0 ------------------------> 4
     round 1      0 ----------> 2             4 ----------> 6          ranks relative to the root
     round 2      0 --> 1       2 --> 3       4 --> 5       6 --> 7
 
-The picture is a broadcast. A reduce runs the same rounds in reverse, with sums. A scatter sends in
-each message the blocks of a whole subtree, and a gather is its reverse. No algorithm has fewer than
-lg p rounds, so the tree is fast for small messages. In a broadcast the root sends lg p l bytes,
-which is slow for large messages.
+The picture is a broadcast from the root to 8 ranks. A reduce runs the same rounds in reverse, with
+sums. A scatter sends in each message the blocks of a whole subtree, and a gather is the reverse of
+a scatter. No algorithm has fewer than lg p rounds, so the tree is fast for small messages. In a
+broadcast the root sends its buffer lg p times, which is slow for large messages.
 
     >>> from braid.programs.schedule.collective.rounds import carried_out
     >>> carried_out(all_reduce(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
