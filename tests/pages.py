@@ -48,7 +48,7 @@ WHERE = (
     "a rank sends 600 GB/s with a latency of 2 us. Between hosts of a rack, a host sends 50 GB/s with 5 us; between racks, a rack sends 100 GB/s with 10 us. The times are computed from the formulas by `braid schedule compare`; "
     "measure on your machines."
 )
-READ = "Each row is an operation on one of two networks, and each column is a size l. A cell is `yes` if no other algorithm is faster for this size; otherwise the cell has the fastest algorithm, by its name in `algorithm=\"...\"`."
+READ = 'Each row is an operation on one of two networks, and each column is a size l. A cell is `yes` if no other algorithm is faster for this size; otherwise the cell has the fastest algorithm, by its name in `algorithm="..."`.'
 DRAWN = (
     "The picture shows the blocks of each rank before every round, and at the end. A block has the colours of the ranks whose data it "
     "contains; an arrow is a message of the round. `braid schedule show --svg FILE` draws other algorithms and numbers of ranks, and "
