@@ -293,8 +293,8 @@ def _rounds(name: str, operation: str) -> list[str]:
     head, *rows = table(program(algorithm(name, operation, NUM_RANKS, row=2)))
     return [
         (
-            "A row is a rank, and a column is a round. A cell lists the actions of the rank in this round. `3>1`: send block 3 to rank 1. `3<0`: receive block 3 from rank 0. `+3<0`: receive "
-            "block 3 from rank 0, and add it to the local block."
+            "A row is a rank, and a column is a round. A cell lists the actions of the rank in this round. `3>1`: send block 3 to rank 1. `3<0`: receive a block from rank 0 into the "
+            "local block 3. `+3<0`: receive a block from rank 0, and add it to the local block 3."
         )
         + (TWO_BUFFERS if operation == "all_to_all" else "")
         + (GRID if SUBJECTS[name].module == "grid" else ""),

@@ -262,7 +262,7 @@ def test_all_values_that_are_wrong_are_said_at_once():
         ),
         (
             ["--min-np", "2", "-H", "localhost:2,far:2", "x.py"],
-            "members of an elastic run are on the launcher's host so far: leave out far",
+            "an elastic run of this launcher has members on its own host only: leave out far",
         ),
         (
             ["-H", "localhost:2", "--host-discovery-script", "./d.sh", "x.py"],

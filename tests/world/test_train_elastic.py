@@ -98,8 +98,8 @@ def test_options_that_do_not_fit_are_named(options, words):
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
-        ("dp=4; dp=9", "dp=9 is not for 2 to 3 ranks"),
-        ("dp=4; pp=2,dp=2", "pp=2,dp=2 is not for 2 to 3 ranks"),
+        ("dp=4; dp=9", "dp=9 must have 2 to 3 ranks"),
+        ("dp=4; pp=2,dp=2", "pp=2,dp=2 must have 2 to 3 ranks"),
         ("dp=4; ep=3", "ep is not supported"),
         ("dp=4; tp=3", "which cannot be divided over 3 ranks"),
     ],

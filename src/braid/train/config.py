@@ -360,7 +360,7 @@ class TrainConfig:
         for mesh in self.meshes[1:]:
             if not self.min_ranks <= mesh.size < num_ranks:
                 least = self.min_ranks
-                msg = f"--mesh {self.mesh}: {mesh} is not for {least} to {num_ranks - 1} ranks"
+                msg = f"--mesh {self.mesh}: {mesh} must have {least} to {num_ranks - 1} ranks"
                 raise ConfigError(msg)
             base = self if "pp" in mesh.axes else replace(self, schedule="1f1b")
             replace(base, mesh=str(mesh), batch=mesh.size).check_ranks(mesh.size)

@@ -189,7 +189,7 @@ class ControlPages:
         return 1 + 2 * self.size + number
 
     def carries_messages(self, index: int) -> bool:
-        """Return whether a channel connects two members, for sending or acknowledging."""
+        """Return whether channel `index` is for `send` and `recv`, or for acknowledging them."""
         return 0 < index <= 2 * self.size
 
     def own_address(self, index: int) -> int:

@@ -68,7 +68,7 @@ class Window:
         ch.windows.give_back(self._block, lambda: all(ch.has_published(m, value) for m in peers))
 
     def value_of(self, number: int) -> int:
-        """Return the value of step number `number` after `open`."""
+        """Return the counter that members publish in step `number`, counted from `open`."""
         return self._first + number
 
     def view(self, member: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

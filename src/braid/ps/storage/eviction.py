@@ -51,7 +51,7 @@ class Eviction:
             raise ConfigError(msg)
 
     def unused_since(self, update: int) -> int | None:
-        """Return the latest update for which a row is now too old; None if no check is due."""
+        """Return the last update that makes a row too old at `update`; None if no check is due."""
         if self.unused_updates is None or update % max(1, self.unused_updates // PARTS):
             return None
         return update - self.unused_updates

@@ -173,8 +173,8 @@ class Van(ABC):
                 until the sending is `done`.
             priority: Urgency, 0 to 15; more is more urgent.
             deadline_s: Seconds after which the message is dropped if it has not been sent, or if
-                its last byte has not arrived; None for no deadline. The time that it waits for
-                `recv` does not count, nor the transfer of its first chunk.
+                its last byte has not arrived; None for no deadline. The clock stops while the
+                message waits for the peer's `recv`, and while its first chunk is transferred.
             answers: Id of the message that this one answers.
             message_id: Number of the message, from `new_id`, or of the earlier message that this
                 one repeats; 0 for a new number.

@@ -460,7 +460,9 @@ class _JobEntrance(NamedTuple):
     def join_epoch(
         self, epoch: int, num_steps: int, limit_s: float | None = None
     ) -> tuple[NewEpoch, JoinedRank]:
-        """Join the epoch after `epoch`; if a member dies during this, join the next one.
+        """Join the epoch after `epoch`, with a state after `num_steps` steps.
+
+        If a member dies during this, join the next epoch.
 
         Send the launcher `Ready` before this call.
         """

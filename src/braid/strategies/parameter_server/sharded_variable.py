@@ -356,7 +356,7 @@ def variable_spec(
         rows: Number of rows of each shard.
         aggregation: Whether a change is the mean or the sum of all workers' changes.
         place: Server of the first shard.
-        has_first: Whether this node is a server.
+        has_first: Whether this node has the first value, as servers do.
 
     Raises:
         ConfigError: The aggregation is unknown.

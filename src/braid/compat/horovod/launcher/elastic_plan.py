@@ -162,7 +162,7 @@ def local_slots(hosts: Sequence[Host], is_here: Callable[[str], bool]) -> int:
     elsewhere = [host.name for host in hosts if host.slots and not is_here(host.name)]
     if elsewhere:
         msg = (
-            "members of an elastic run are on the launcher's host so far: leave out "
+            "an elastic run of this launcher has members on its own host only: leave out "
             f"{', '.join(elsewhere[:5])}, or start the script with `braid run -H --min-ranks`"
         )
         raise ConfigError(msg)

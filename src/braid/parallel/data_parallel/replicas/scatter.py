@@ -58,7 +58,7 @@ def num_samples(inputs: Any, dim: int = 0) -> int | None:
         msg = (
             f"tensors differ in the number of samples along dim {dim}, got shapes "
             f"{', '.join(map(str, shapes))}: register a tensor that all samples share as a "
-            "buffer, and give samples of several rows a separate dim"
+            "buffer; if a sample has several rows, make them another dim"
         )
         raise ConfigError(msg)
     return lengths.pop() if lengths else None

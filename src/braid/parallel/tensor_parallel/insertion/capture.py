@@ -98,7 +98,7 @@ def capture(
             cache = "; pass use_cache=False among the inputs" if "Cache" in str(exc) else ""
             msg = (
                 f"torch.export cannot capture {type(model).__name__}: {_first_line(exc)}{cache}; "
-                "or leave inputs out and pass a plan of its modules"
+                "change the forward, or leave inputs out and pass a plan of its modules"
             )
             raise ConfigError(msg) from exc
         module = exported.module()

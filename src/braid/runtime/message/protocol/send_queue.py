@@ -188,7 +188,7 @@ class Outbox:
 
     @property
     def has_control(self) -> bool:
-        """Whether a control head waits, so that another heartbeat is unnecessary."""
+        """Whether a control message waits to be sent; it then serves as the next heartbeat."""
         return bool(self._control)
 
     def has_room(self, nbytes: int) -> bool:
