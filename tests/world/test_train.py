@@ -315,7 +315,7 @@ def test_a_finished_training_has_nothing_to_resume(world, config):
 
 def test_a_context_longer_than_the_text_is_refused(world, config):
     with pytest.raises(
-        ConfigError, match=r"held-out text has, got 2000: choose a shorter --context"
+        ConfigError, match=r"for this held-out text of 1014, got 2000: choose a shorter --context"
     ):
         world(1, train, replace(config, context=2000))
 
