@@ -43,13 +43,25 @@ def programs_reduce(group: Group) -> None:
 
 @needs("programs")
 def programs_move(group: Group) -> None:
-    """Broadcast, all-gather and all-to-all work by every algorithm."""
+    """Broadcast, gather, scatter, all-gather and all-to-all work by every algorithm."""
     me = group.rank
     for width in WIDTHS:
         inputs = _inputs(group, width * group.size)
+        root = group.size - 1
         for name in names_for("broadcast"):
-            root = group.size - 1
             same(group.broadcast(inputs[me].clone(), root, algorithm=name), inputs[root])
+        for name in names_for("gather"):
+            gathered = group.gather(inputs[me], root, algorithm=name)
+            assert (gathered is None) == (me != root)
+            if gathered is not None:
+                same(gathered, torch.cat(inputs))
+        for name in names_for("scatter"):
+            parts = inputs[root].clone() if me == root else None
+            same(
+                group.scatter(parts, root, out=torch.empty(width), algorithm=name),
+                inputs[root][me * width : (me + 1) * width],
+            )
+            assert parts is None or torch.equal(parts, inputs[root])
         for name in names_for("all_gather"):
             same(group.all_gather(inputs[me], algorithm=name), torch.cat(inputs))
         for name in names_for("all_to_all"):

@@ -25,7 +25,7 @@ def bad_arguments_are_refused(group: Group) -> None:
         (lambda: group.all_reduce(x, "max", wire="bf16"), "max"),
         (lambda: group.all_reduce(x, wire="bf16", algorithm="direct"), "direct"),
         (lambda: group.persistent("broadcast", x, wire="bf16"), "bf16"),
-        (lambda: group.gather(x, algorithm="tree"), "tree"),
+        (lambda: group.gather(x, algorithm="ring"), "ring"),
         (
             lambda: group.all_to_all([x] * group.size, out=[x] * group.size, algorithm="pairwise"),
             "pairwise",

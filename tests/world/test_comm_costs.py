@@ -7,8 +7,11 @@ import torch
 
 from braid.comm.algorithms import broadcast_gather as move
 from braid.comm.algorithms.all_reduce import all_reduce, direct, two_phase
+from braid.comm.algorithms.programs import Programs, program_steps
 from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.staging import CHUNK_BYTES
+from braid.programs.cost.forms import FORMS
+from braid.programs.schedule.collective import algorithm, program
 from support.explorer import Acquire, Publish, record
 from support.virtual_time import run_on_virtual_clock
 
@@ -81,6 +84,23 @@ def test_broadcast_of_many_chunks_is_a_pipeline(size):
 def test_a_barrier_is_one_synchronisation(size):
     run = run_on_virtual_clock(_record(size, lambda _, ch: move.barrier(ch)), a_ns=A_NS)
     assert run.finished_ns == ((A_NS if size > 1 else 0),) * size
+
+
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize(("name", "operation"), sorted(FORMS))
+def test_a_program_on_tensors_sends_the_bytes_of_its_rounds(name, operation, size):
+    rounds = algorithm(name, operation, size)
+    numel = 60 * size * (2 if operation == "all_to_all" else 1)
+    written = program(rounds).ranks
+    slots = 2 * size if operation == "all_to_all" else rounds.num_blocks
+    sent = tuple(
+        sum(action.kind == "send" for action in rank) * numel * 4 // slots for rank in written
+    )
+
+    def make(port: ControlPages, ch):
+        return program_steps(ch, Programs(port.rank, size), name, operation, torch.ones(numel))
+
+    assert run_on_virtual_clock(_record(size, make), a_ns=A_NS).bytes_written == sent
 
 
 def test_bytes_take_their_time():

@@ -40,7 +40,6 @@ __all__ = [
 PIECE_BYTES = 4 << 20
 MAX_PARTS = 256  # parts cached for the next call of the same size
 PROGRAMS = tuple(dict.fromkeys(name for name, _ in ALGORITHMS if name != "hierarchical"))
-OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
 WHOLE = ("all_reduce", "broadcast", "reduce")  # not divided by rank: can be cut anywhere
 
 
@@ -99,8 +98,6 @@ class Programs:
 
 def names_for(operation: str) -> tuple[str, ...]:
     """Return the names of the programs that implement `operation` on any group."""
-    if operation not in OPERATIONS:
-        return ()
     return tuple(n for n, what in ALGORITHMS if what == operation and n in PROGRAMS)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
+from braid.comm.algorithms.programs import PROGRAMS
 from braid.comm.api.face import Face, is_sequence, nbytes_of
 from braid.comm.engines.collective import Collective
 from braid.comm.engines.work import Work
@@ -65,7 +66,8 @@ class Movements(Face):
             x: Tensor of the same shape and dtype on all members.
             root: Group rank.
             async_op: Whether to return a Work without waiting.
-            algorithm: staged or pulled; None to choose by size.
+            algorithm: staged, pulled, or the name of a program of `braid schedule` for this
+                operation, such as tree, which needs equal parts; None to choose by size.
             timeout_s: Seconds until CommTimeout.
 
         Cost: ceil(l / chunk) a + l b seconds: a per step, b per byte, l bytes.
@@ -236,6 +238,7 @@ class Movements(Face):
         nbytes = sum(nbytes_of(row) for row in rows) or nbytes_of(flat) * self.size
         collective = Collective(
             "gather",
+            shape=tuple(tensor.shape) if algorithm in PROGRAMS else None,
             dtype=tensor.dtype,
             peer=root,
             algorithm=algorithm,
@@ -244,6 +247,7 @@ class Movements(Face):
             outs=rows,
             copies=copies,
             nbytes=nbytes,
+            part_widths=tuple(row.numel() for row in rows) or None,
             timeout_s=timeout_s,
             async_op=async_op,
         )
@@ -302,6 +306,7 @@ class Movements(Face):
         nbytes = nbytes_of(flat) or nbytes_of(place) * self.size
         collective = Collective(
             "scatter",
+            shape=tuple(target.shape) if algorithm in PROGRAMS else None,
             dtype=target.dtype,
             peer=root,
             algorithm=algorithm,

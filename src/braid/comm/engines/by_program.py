@@ -29,10 +29,13 @@ def by_program(ch: Channel, programs: Programs, c: Collective, scale: float | No
     parts: Sequence[torch.Tensor] = ()
     if kind in {"all_reduce", "broadcast"}:
         buffer = outs[0]
-    elif kind == "all_gather":
-        buffer = x.new_empty(sum(out.numel() for out in outs))
-        parts = torch.split(buffer, [out.numel() for out in outs])
+    elif kind in {"all_gather", "gather"}:
+        buffer = x.new_empty(ch.size * x.numel())
+        parts = torch.split(buffer, [x.numel()] * ch.size)
         parts[me].copy_(x)
+    elif kind == "scatter":
+        width = outs[0].numel()
+        buffer = x if me == c.peer else outs[0].new_empty(ch.size * width)
     elif kind == "all_to_all":
         buffer = torch.cat([x, x])
         parts = torch.split(buffer[x.numel() :], [out.numel() for out in outs])
@@ -46,7 +49,7 @@ def by_program(ch: Channel, programs: Programs, c: Collective, scale: float | No
     yield from program_steps(ch, programs, name, kind, buffer, op=op, scale=scale, root=root)
     if kind == "reduce" and me == c.peer:
         outs[0].copy_(buffer)
-    elif kind == "reduce_scatter":
+    elif kind in {"reduce_scatter", "scatter"}:
         width = outs[0].numel()
         outs[0].copy_(buffer[me * width : (me + 1) * width])
     for out, part in zip(outs, parts, strict=False):

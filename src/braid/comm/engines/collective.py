@@ -53,8 +53,8 @@ class Collective:
         wire: Format of numbers on a network, None for the tensor's dtype.
         ins: Flat tensors to read; parts for several members are concatenated in one tensor.
         outs: Flat tensors to write: one, or one per member.
-        part_widths: Number of elements of each part of `ins[0]`; None if all are equal or there
-            are no parts.
+        part_widths: Number of elements of each part of `ins[0]`, or of `outs` on the root of a
+            gather; None if all are equal or there are no parts.
         nbytes: Size in bytes of the largest full buffer.
         tag: Tag of a message.
         source: List to which the sender's group rank is appended when a message from any member
