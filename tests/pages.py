@@ -61,7 +61,6 @@ LETTERS = (
 )
 
 
-CARRIED_OUT = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
 OWN = (  # algorithms of the engine: names, what they do, file
     (
         "all_reduce direct, two_phase",
@@ -318,7 +317,7 @@ def _on_tensors(name: str) -> list[str]:
     calls = [
         f'`group.{operation}(..., algorithm="{name}")`'
         for operation in SUBJECTS[name].formulas
-        if name in names_for(operation) and operation in CARRIED_OUT
+        if name in names_for(operation)
     ]
     return [
         (

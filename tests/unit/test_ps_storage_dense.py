@@ -176,7 +176,7 @@ class Unknown(torch.optim.SGD):
             "Unknown does not: it is not known to change each element separately. Use a class of torch.optim, such as SGD",
         ),
         (RowWiseAdagrad(0.1), "RowWiseAdagrad needs whole rows"),
-        (len, "which returned a int"),
+        (len, "returned a int, not an optimizer"),
         (
             lambda params: torch.optim.SGD([*params, nn.Parameter(torch.ones(2))]),
             "groups of \\[2\\]",

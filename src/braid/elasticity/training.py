@@ -490,7 +490,10 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
         if self._round or self._checks.checksum is not None:
-            msg = "a loop over batches() ended within a step: leave it when num_steps has grown"
+            msg = (
+                "a loop over batches() was left before its step was complete: break only after "
+                "num_steps has increased"
+            )
             raise ConfigError(msg)
         samples = self._samples
         if samples is None or samples.loader is not loader:

@@ -241,8 +241,8 @@ class NodeJoin(msgspec.Struct, tag="join", frozen=True):
         address: Address at which other nodes can reach it; empty for workers.
         start: First clock (number of a step) of a worker.
         tables: Form of each table; on servers also a checksum of its first values.
-        epoch: Number of the node's directory; -1 if it has none. A worker that was a member may
-            have been removed since.
+        epoch: Epoch of the node's list of members; -1 if it has none. A worker with a list may
+            have been removed from the members since.
     """
 
     address: str

@@ -370,8 +370,8 @@ def make_van(
         schema: Message types of the node.
         config: Limits and times.
         drop: Fraction of the arriving messages to drop, 0 to 1 (exclusive), for tests of programs.
-        listen_anywhere: Whether to allow an address that other hosts can reach; allowed for
-            addresses other than loopback when None.
+        listen_anywhere: Whether the node may listen on an address that other hosts can reach. If
+            None, it may if `place` has an address other than loopback.
 
     Raises:
         ConfigError: The fraction is out of range, or the address cannot be used.

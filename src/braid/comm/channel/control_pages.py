@@ -324,7 +324,7 @@ class ControlPages:
             self.retired.first_pages.append(Block.at(address, PAGE_LINES * LINE_WORDS * 8))
 
     def _publish_directory(self, page: Block | None = None) -> None:
-        """Publish the directory, and a new page before it, to all members."""
+        """Publish to all members a new page, if there is one, and then the directory."""
         others = [rank for rank in self.ranks if rank != self.transport.rank]
         address, nbytes = (page.address, page.nbytes) if page is not None else (0, 0)
         audience = self.transport.audience(others)

@@ -214,7 +214,7 @@ class RankOutput:
                 self._last.append((stream, Line(text, end)))
 
     def _show_dropped(self, num_shown: int = 0) -> None:
-        """Count the lines that were dropped, and show the last `num_shown` of them after all."""
+        """Show the last `num_shown` dropped lines, and the number of the other dropped lines."""
         shown = list(self._last)[-num_shown:] if num_shown else []
         omitted = self._num_dropped - len(shown)
         self._last.clear()

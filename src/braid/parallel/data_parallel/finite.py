@@ -210,8 +210,8 @@ class FiniteCheck:
         cause = f"{_cause(params, group)} in step {step} of {self._method}"
         if self.nonfinite == "raise":
             msg = (
-                f"{cause}. No parameter has been changed: they still differ between ranks. Look at "
-                "the batches of that rank, lower the learning rate or clip gradients"
+                f"{cause}. The parameters were not averaged: each rank still has its own values. "
+                "Look at the batches of that rank, lower the learning rate or clip gradients"
             )
             raise NonFiniteError(msg)
         if not self._warned:

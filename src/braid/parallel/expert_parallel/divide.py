@@ -52,9 +52,9 @@ def divide_experts(model: nn.Module, group: Group) -> list[str]:
     problems = []
     if not names:
         problems.append(
-            f"{type(model).__name__} has no module of experts, that is one with parameters of "
-            f"three dims, `num_experts` and forward({', '.join(ARGUMENTS)}): build its layers "
-            "with MixtureOfExperts"
+            f"{type(model).__name__} has no module of experts (a module with three-dimensional "
+            f"parameters, an attribute num_experts and forward({', '.join(ARGUMENTS)})): build "
+            "its layers with MixtureOfExperts"
         )
     for name in names:
         module = model.get_submodule(name)

@@ -412,7 +412,7 @@ class HybridParallel:
     def _along(self, axes: tuple[str, ...]) -> Group:
         """Return the group of ranks that differ from this rank along these axes only.
 
-        Axes with one rank are ignored, so several sets of axes share a group, on all ranks.
+        Sets of axes that differ only in axes of size 1 return the same group.
         """
         here = [axis for axis in self.mesh.axes if axis in axes]
         peers = tuple(self.mesh.peers(here, self._group.rank))
@@ -423,7 +423,7 @@ class HybridParallel:
         return self._groups_by_peers[peers]
 
     def _owners_of(self) -> dict[str, int]:
-        """Return the first rank of the pipeline with a stage that holds each tensor, by name."""
+        """Return by name of each tensor the first pipeline rank with a stage that holds it."""
         mine = {*self.pipeline.parameters(), *self.pipeline.buffers()}
         named = self._named()
         is_mine = torch.tensor([int(tensor in mine) for tensor in named.values()])

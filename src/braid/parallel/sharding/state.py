@@ -219,7 +219,7 @@ class _PiecesOf(Checkpoint):
 
 
 def _boxes(flat: FlatShard, index: int, name: str, values: torch.Tensor) -> Iterator[Slice]:
-    """Yield this rank's values as boxes of the whole tensor."""
+    """Yield `values`, this rank's flat range of a tensor, as rectangular slices of the tensor."""
     piece, shape = flat.pieces[index], tuple(flat.shapes[index])
     flat_values = values.reshape(-1)
     for box in boxes_of(shape, piece.begin, piece.end):

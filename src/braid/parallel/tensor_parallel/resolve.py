@@ -60,8 +60,8 @@ class LayerKind(NamedTuple):
             raise ConfigError(msg)
         if not isinstance(value, Layout):
             msg = (
-                f"{value} is an annotation of an operator, which needs a captured batch: pass "
-                "inputs="
+                f"{value} shards an operator, and operators are found by running the model once: "
+                "pass an example batch as inputs="
             )
             raise ConfigError(msg)
         split = [dim for dim, axes in enumerate(value.dims) if axes]

@@ -159,7 +159,7 @@ def _order(after: dict[frozenset[str], list[frozenset[str]]]) -> list[frozenset[
 
 
 def _handed_on(graph: ProfiledGraph, members: frozenset[str]) -> tuple[str, ...]:
-    """Return the members with an output that later nodes consume, or that is not consumed."""
+    """Return the members with an output that nodes outside use, or that the graph returns."""
     return tuple(
         name
         for name in graph.nodes

@@ -26,9 +26,9 @@ def fastest_mesh(
         costs: Costs of the model's layers.
         machines: Costs of the ranks.
         training: Dtype and optimizer states; its `batch` is the number of rows of a micro-batch.
-        wish: Split with the wanted sharding stage, schedule and number of micro-batches; its
-            numbers of ranks are replaced.
-        shards: Number of micro-batches of a step.
+        wish: Split with the wanted sharding stage, schedule and number of micro-batches of a
+            pipeline; its numbers of ranks are replaced.
+        shards: Number of micro-batches of a step, over all replicas.
 
     Raises:
         ConfigError: No mesh fits into the memory of the ranks.

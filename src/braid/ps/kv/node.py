@@ -156,7 +156,7 @@ class KVNode(BaseNode):
 
     @property
     def is_member(self) -> bool:
-        """Whether all nodes have joined, as far as this node knows."""
+        """Whether the node is a member: it has the list of members, so all nodes have joined."""
         return self.postoffice.directory is not None
 
     @property

@@ -132,7 +132,7 @@ class KeyLayout:
         return vals[self.indices(places)]
 
     def scatter(self, vals: torch.Tensor, places: Places, new_vals: torch.Tensor) -> None:
-        """Write the values of the keys at `places` into `vals`, unless they are there already.
+        """Copy `new_vals` to the keys at `places` in `vals`, unless it is that memory already.
 
         Raises:
             ConfigError: The number of new values does not fit the keys.

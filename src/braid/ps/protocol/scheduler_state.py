@@ -415,7 +415,7 @@ class SchedulerState(MembersState[str, int]):
         return [*self._vacate(worker), CallSpare(self._spares.pop(0), worker)]
 
     def _vacate(self, worker: int) -> list[Instruction]:
-        """Remove a worker's process, which servers then refuse, until another takes its place."""
+        """Remove the process of a worker: servers refuse it, and another may take its place."""
         self._lives.pop(worker, None)
         if self.directory is None:
             return []

@@ -111,7 +111,7 @@ def allocate(rule: Rule, shape: tuple[int, int], dtype: torch.dtype) -> State:
 
 
 class RuleStepper(Stepper):
-    """Steps a flat vector as one row.
+    """Applies a table's update rule to a flat vector, as if the vector were one row.
 
     Args:
         table: Name of the table, for messages.
@@ -184,7 +184,7 @@ class RuleStepper(Stepper):
         self._rule.with_learning_rate(lr)
 
     def _part(self, name: str) -> torch.Tensor:
-        """Return a view of a column: shape [n] for a value per element, [] for one per row."""
+        """Return a view of a named state: shape [n] with a value per element, else []."""
         column = self._state[name]
         return column[0] if self._rule.columns[name].per_element else column[0, 0]
 
@@ -210,8 +210,9 @@ class TorchStepper(Stepper):
         if not isinstance(optimizer, Optimizer):
             kind = type(optimizer).__name__
             msg = (
-                f"table {self._table!r}: the optimizer must be a rule of braid.ps.storage or a "
-                f"function such as partial(torch.optim.SGD, lr=0.1), which returned a {kind}"
+                f"table {self._table!r}: the given function returned a {kind}, not an optimizer: "
+                "pass a rule of braid.ps.storage, or a function such as "
+                "partial(torch.optim.SGD, lr=0.1)"
             )
             raise ConfigError(msg)
         name, kind = type(optimizer).__name__, kind_of_optimizer(optimizer)

@@ -136,7 +136,7 @@ class SelfPlay:
         return self._observation(), reward or 0.0, reward is not None, False, {}
 
     def _move(self, move: int) -> float | None:
-        """Return the outcome for the player to move then."""
+        """Make a move; return the outcome for the next player, None if the game goes on."""
         self._state = self._game.after(self._state, move)
         return self._game.outcome(self._state)
 

@@ -240,8 +240,8 @@ def _require_one_network(meeting: Meeting, ends: list[_Endpoint]) -> bool:
         table = "\n".join(f"  rank {r} on {one.host}: {one.address}" for r, one in enumerate(ends))
         msg = (
             "other hosts cannot reach some of the addresses on which ranks "
-            f"listen:\n{table}\nname a reachable one for ranks {inside} with BRAID_LISTEN, or "
-            "see why MASTER_ADDR means the host itself there (/etc/hosts)"
+            f"listen:\n{table}\nset BRAID_LISTEN to a reachable address on ranks {inside}, or "
+            "check in /etc/hosts why MASTER_ADDR resolves to a loopback address there"
         )
         raise ConfigError(msg)
     return not inside

@@ -78,9 +78,9 @@ class ParamSnapshot:
         if new:
             msg = (
                 "parameters have been replaced or added since the module was wrapped: "
-                f"{first_few(new, separator='; ')}. Load values into parameters (assign=False) "
-                "and add layers before wrapping, or wrap again; for one forward give "
-                "torch.func.functional_call tensors that are not nn.Parameters"
+                f"{first_few(new, separator='; ')}. Load with load_state_dict(assign=False). Add "
+                "layers before wrapping, or wrap again. To replace parameters in one forward only, "
+                "pass tensors that are not nn.Parameters to torch.func.functional_call"
             )
             raise ConfigError(msg)
         changed = [

@@ -83,7 +83,7 @@ def indivisible(
     forced: Mapping[int, tuple[str, ...]],
     mesh: Mesh,
 ) -> list[tuple[fx.Node, str]]:
-    """Return reasons why an operation cannot be split as its annotation demands, with its node.
+    """Return reasons why tensors of an operation cannot be split as its annotation demands.
 
     Args:
         call: The operation.
