@@ -19,7 +19,7 @@ from torch.nn import functional
 from braid.comm.autograd import checkpoint
 from braid.comm.tensors.reduction import combine
 from braid.errors import ConfigError
-from braid.parallel.data_parallel.replicas.data_parallel import DataParallel
+from braid.parallel.data_parallel.replicas.data_parallel import DataParallel, data_parallel
 from braid.parallel.data_parallel.replicas.parallel_apply import parallel_apply
 from braid.parallel.data_parallel.replicas.replicate import replicate, write_back
 from braid.parallel.data_parallel.replicas.scatter import share_sizes
@@ -119,6 +119,11 @@ def _loop(module: nn.Module, x: torch.Tensor, upstream: torch.Tensor, count: int
     return torch.cat(outputs).detach(), summed
 
 
+class _Scaling(nn.Linear):
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        return super().forward(x) * factor
+
+
 def _same(ours, theirs) -> bool:
     return all(
         (a is None and b is None) or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
@@ -139,6 +144,15 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_shares(make, count, num_
         y.backward(upstream)
         assert torch.equal(y, expected)
         assert _same([p.grad for p in module.parameters()], gradients)
+
+
+@pytest.mark.parametrize("inputs", [(torch.ones(5, 4), 2.0), (torch.ones(5, 4),)])
+def test_a_forward_without_a_wrapper_is_that_of_a_wrapper(inputs):
+    module = _Scaling(4, 4)
+    named = {} if len(inputs) == 2 else {"factor": 2.0}
+    whole = data_parallel(module, inputs, ["cpu"] * 2, module_kwargs=named)
+    assert torch.equal(whole, DataParallel(module, ["cpu"] * 2)(inputs[0], 2.0))
+    assert torch.equal(data_parallel(nn.ReLU(), inputs[0], ["cpu"] * 2), inputs[0])
 
 
 def test_training_is_that_of_one_process():

@@ -20,7 +20,7 @@ from braid.parallel.data_parallel.local_sgd.post_local import (
     PostLocalSGDHook,
     PostLocalSGDOptimizer,
 )
-from braid.parallel.data_parallel.replicas.data_parallel import DataParallel
+from braid.parallel.data_parallel.replicas.data_parallel import DataParallel, data_parallel
 from braid.parallel.data_parallel.replicas.gather import gather
 from braid.parallel.data_parallel.replicas.parallel_apply import parallel_apply
 from braid.parallel.data_parallel.replicas.replicate import replicate
@@ -53,6 +53,7 @@ __all__ = [
     "adasum_hook",
     "bf16_hook",
     "clip_grad_norm_",
+    "data_parallel",
     "fp16_hook",
     "gather",
     "grad_norm",

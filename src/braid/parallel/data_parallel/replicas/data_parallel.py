@@ -21,7 +21,7 @@ no warning if replicas return scalars.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from braid.parallel.data_parallel.replicas.replicate import refuse_compiled, rep
 from braid.parallel.data_parallel.replicas.scatter import num_samples, scatter
 from braid.parallel.data_parallel.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["DataParallel"]
+__all__ = ["DataParallel", "data_parallel"]
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -220,6 +220,35 @@ class DataParallel(nn.Module):
         for x in moved[1:]:
             total = total + x
         return total
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run one forward of `module` on several devices, without a wrapper.
+
+    Args:
+        module: Module; moved to the first device.
+        inputs: Positional arguments of the forward: a tuple, or one argument; None if there are
+            none.
+        device_ids: See `DataParallel`.
+        output_device: See `DataParallel`.
+        dim: See `DataParallel`.
+        module_kwargs: Keyword arguments of the forward.
+
+    Raises:
+        ConfigError: See `DataParallel`.
+
+    Source: torch's `torch.nn.parallel.data_parallel`, with the same signature.
+    """
+    arguments = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    wrapper = DataParallel(module, device_ids, output_device, dim)
+    return wrapper(*arguments, **(module_kwargs or {}))
 
 
 class _WithCriterion(nn.Module):
