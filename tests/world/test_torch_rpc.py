@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from braid.compat.torch_rpc import RemoteModule, dist_autograd, rpc
 from braid.errors import ConfigError
@@ -85,6 +86,29 @@ def test_a_program_that_spawns_its_nodes_runs():
         "module True worker1 {2}",
         "open 0",
     ]
+
+
+def test_calls_are_rows_of_the_profiler():
+    with first_of(2), torch.profiler.profile() as profile:
+        rpc.rpc_sync("w1", torch.add, args=(torch.ones(2), 1))
+        rpc.rpc_async("w1", same, args=(3,)).wait()
+        rpc.remote("w1", same, args=(4,)).confirmed_by_owner()
+        with pytest.raises(RuntimeError, match="cannot be called by name"):
+            rpc.rpc_sync("w1", same, args=(lambda: 0,))
+    rows = [event.name for event in profile.events() if "#" in event.name]
+    assert sorted(row.replace(f"{__name__}:", "") for row in rows) == [
+        "remote#same(w0 -> w1)",
+        "rpc_async#same(w0 -> w1)",
+        "rpc_sync#same(w0 -> w1)",
+        "rpc_sync#torch:add(w0 -> w1)",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*deprecated")
+def test_a_function_of_torchscript_is_refused():
+    scripted = torch.jit.script(functional.softsign)
+    with first_of(2), pytest.raises(RuntimeError, match="compiled by torch"):
+        rpc.rpc_sync("w1", scripted, args=(torch.ones(2),))
 
 
 def test_a_remote_module_is_used_as_a_module():

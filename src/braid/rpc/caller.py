@@ -18,6 +18,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.profiler import record_function
 
 from braid.errors import (
     CommError,
@@ -39,6 +40,7 @@ from braid.rpc.reference_table import References
 from braid.rpc.scope import CallSpans, current_scope, deadline_ns
 from braid.rpc.workers import To, WorkerInfo, WorkerRecord
 from braid.runtime.message import Delivery
+from braid.runtime.torch_internals import end_with_future, is_profiling
 
 __all__ = ["Caller", "OutgoingCall"]
 
@@ -251,10 +253,33 @@ class Caller:
         waiter: object = None,
     ) -> Callable[[], bool]:
         """Send a call; return a function that cancels it, see `cancel`."""
-        if creation is None and is_idempotent(asked.function):
-            return self._send_until_answered(asked, finish)
-        number = self._send_once(asked, finish, creation, waiter)
+        row: Future[None] | None = None
+        if is_profiling():
+            kind = "remote" if creation else "rpc_async" if waiter is None else "rpc_sync"
+            row = self._begin_profiler_row(kind, asked)
+            finish = partial(_end_profiler_row, row, finish)
+        try:
+            if creation is None and is_idempotent(asked.function):
+                return self._send_until_answered(asked, finish)
+            number = self._send_once(asked, finish, creation, waiter)
+        except BaseException:
+            if row is not None:
+                row.set_result(None)
+            raise
         return partial(self.cancel, number)
+
+    def _begin_profiler_row(self, kind: str, asked: OutgoingCall) -> Future[None]:
+        """Begin a row of `torch.profiler`; the row ends when the returned future has a result.
+
+        The answer may arrive in a thread without a profiler, so the row cannot simply be closed.
+        """
+        name = self.codec.names.name_of(asked.function)
+        callee = self.peers.directory.find(asked.to).name
+        row = record_function(f"{kind}#{name}({self.peers.info.name} -> {callee})")
+        row.__enter__()  # type: ignore[no-untyped-call]
+        is_over: Future[None] = Future()
+        end_with_future(row, is_over)
+        return is_over
 
     def _send_until_answered(self, asked: OutgoingCall, finish: Finish) -> Callable[[], bool]:
         """Send a call, and again when its node is lost, until its deadline.
@@ -345,3 +370,10 @@ class Caller:
                 "node. Wait for results, or raise max_unanswered"
             )
             raise CommTimeout(msg)
+
+
+def _end_profiler_row(
+    row: Future[None], finish: Finish, value: Any, error: BaseException | None
+) -> None:
+    row.set_result(None)
+    finish(value, error)

@@ -112,6 +112,12 @@ class Names:
         if isinstance(target, OpOverloadPacket):
             return f"{qualified_name(target).replace('::', ':')}"
         name = getattr(target, "__qualname__", "") or getattr(target, "__name__", "")
+        if isinstance(target, torch.jit.ScriptFunction):
+            msg = (
+                f"{target.name} is compiled by torch.jit.script, and remote calls do not run "
+                "TorchScript: pass the Python function before it is compiled"
+            )
+            raise RpcError(msg)
         module = _module_of(target)
         if (of_torch := _torch_name(target, name)) is not None:
             return of_torch

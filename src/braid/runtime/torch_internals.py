@@ -64,6 +64,7 @@ __all__ = [
     "default_store",
     "disable_dynamo",
     "end_coalescing",
+    "end_with_future",
     "flash_attention",
     "flash_attention_backward",
     "flash_attention_backward_on_cpu",
@@ -73,6 +74,7 @@ __all__ = [
     "function_modes",
     "functions_of_nn",
     "has_internal_overlap",
+    "is_profiling",
     "known_groups",
     "missing",
     "num_results",
@@ -277,6 +279,9 @@ def version_of(x: torch.Tensor) -> int:
 
 current_graph_task: Callable[[], int] = _value("torch._C._current_graph_task_id")  # -1 outside
 current_node: Callable[[], Node | None] = _value("torch._C._current_autograd_node")
+is_profiling: Callable[[], bool] = _value("torch._C._autograd._profiler_enabled")
+end_with_future: Callable[[Any, Any], object]
+end_with_future = _value("torch.autograd.profiler.record_function._call_end_callbacks_on_future")
 will_execute: Callable[[Node], bool] = _value("torch._C._will_engine_execute_node")
 backward_class: Callable[[Any], Any] = _attribute("torch.autograd.Function._backward_cls")
 _input_metadata = _attribute("torch._C._FunctionBase._input_metadata")
