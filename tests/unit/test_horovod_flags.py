@@ -13,11 +13,18 @@ from braid.compat.horovod.launcher.check_build import build_table
 from braid.compat.horovod.launcher.config_file import with_config
 from braid.compat.horovod.launcher.elastic_plan import hosts_of_script
 from braid.compat.horovod.launcher.flags import Flags, help_text, parse_flags
-from braid.compat.horovod.launcher.job_plan import Launch, plan, program, rsh_command
+from braid.compat.horovod.launcher.job_plan import (
+    Launch,
+    plan,
+    program,
+    rsh_command,
+    with_rank_variables,
+)
 from braid.compat.horovod.launcher.options import BY_NAME, GROUPS
 from braid.compat.horovod.variables import VARIABLES, WITHOUT_MEANING
 from braid.errors import ConfigError
-from braid.launch import Host, Hosts, JobSpec
+from braid.launch import RANK_VARIABLES, Host, Hosts, JobSpec
+from braid.launch.engines.options import EngineOptions
 from braid.launch.process.job import ElasticLimits
 
 TRAIN = ("python", "train.py", "--lr", "0.1")
@@ -210,14 +217,43 @@ def test_another_interpreter_is_told():
 
 def test_what_has_no_meaning_here_is_said_once():
     found = planned(
-        "-np", "2", "--mpi", "--mpi-args=-x A", "--start-timeout", "5", "--autotune", *TRAIN,
+        "-np", "2", "--gloo", "--tcp", "--mpi-args=-x A", "--start-timeout", "5", *TRAIN,
         environ={"HOROVOD_CYCEL_TIME": "1", "HOROVOD_CONTROLLER": "mpi"},
     )  # fmt: skip
     assert found.notes == (
-        "--mpi, --mpi-args: no effect here",
+        "--gloo, --tcp: no effect here",
         "--start-timeout: these options have no effect, as no hosts are named",
+        "--mpi-args: no effect without --mpi",
         "HOROVOD_CYCEL_TIME is not a variable of Horovod and has no effect: did you mean HOROVOD_CYCLE_TIME?",
     )
+
+
+def test_mpi_starts_the_ranks_with_its_options_and_the_variables_of_horovod():
+    found = with_rank_variables(
+        planned(
+            "-np", "3", "-H", "a:2,b:2", "--mpi", "--mpi-args=-x A --mca btl self", "--cycle-time-ms", "3",
+            "--nics", "eth0", "--start-timeout", "5", *TRAIN,
+        )
+    )  # fmt: skip
+    assert found.hosts is None
+    assert found.notes == ()
+    assert found.engine == EngineOptions(
+        engine="mpi",
+        num_ranks=3,
+        words=("--hosts=a:2,b:2", "-x", "A", "--mca", "btl", "self"),
+        interfaces=("eth0",),
+        environ=("HOROVOD_CYCLE_TIME", RANK_VARIABLES),
+        start_limit_s=5.0,
+    )
+    assert str(found) == (
+        "HOROVOD_CYCLE_TIME=3 braid run --on mpi --engine-options '-x A --mca btl self' -n 3 -H a:2,b:2 "
+        "--network-interface eth0 --env HOROVOD_CYCLE_TIME train.py --lr 0.1"
+    )
+
+
+def test_mpi_starts_no_elastic_ranks():
+    with pytest.raises(ConfigError, match="mpirun starts a fixed number of ranks: leave --mpi"):
+        planned("-np", "2", "--min-np", "1", "-H", "localhost:2", "--mpi", *TRAIN)
 
 
 def test_all_values_that_are_wrong_are_said_at_once():

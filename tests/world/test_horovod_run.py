@@ -21,6 +21,7 @@ from braid.errors import ConfigError
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOBS = str(Path(jobs.__file__))
+FAKES = Path(__file__).parents[1] / "fakes/bin"
 ALIAS = Path(__file__).parents[2] / "packages/horovod-alias"
 
 
@@ -94,6 +95,16 @@ def test_hosts_are_reached_through_ssh_with_its_port_and_key(ssh, capfd):
     assert [line.split()[-5:] for line in called] == [
         ["-p", "2222", "-i", "key", host] for host in ("a", "b")
     ]
+
+
+def test_mpirun_starts_ranks_with_their_variables(capfd, monkeypatch):
+    monkeypatch.setenv("PATH", f"{FAKES}:{os.environ['PATH']}")
+    options = ["-np", "2", "--mpi", "--mpi-args=--oversubscribe", "--cycle-time-ms", "3"]
+    assert main([*options, sys.executable, JOBS]) == 0
+    found = [
+        f"[rank {rank}] [] {{'HOROVOD_CYCLE_TIME': '3'}} {rank}/2/{rank}/2/0/1" for rank in (0, 1)
+    ]
+    assert lines(capfd.readouterr().out) == found
 
 
 def test_the_exit_code_is_that_of_the_causing_rank(capfd):

@@ -19,6 +19,7 @@ from braid.errors import ConfigError
 from braid.launch import Console, Outcome, Supervisor, TerminalConsole, parse_hostfile
 from braid.launch.cluster.remote_shell import is_here
 from braid.launch.cluster.several_hosts import HostsSupervisor
+from braid.launch.engines.client import EngineSupervisor
 from braid.runtime.last_words import drop_unwritten, ending_well, print_error
 
 __all__ = ["TimedConsole", "is_own_python", "job_of", "launch", "main"]
@@ -103,6 +104,8 @@ def launch(
         if wanted.elastic is not None:
             with HostSlots(wanted.elastic) as slots:
                 return Supervisor(console, owns_process=owns_process).run(wanted.job, slots)
+        if wanted.engine is not None:
+            return EngineSupervisor(console).run_on(wanted.job, wanted.engine)
         if wanted.hosts is None:
             return Supervisor(console, owns_process=owns_process).run(wanted.job)
         return HostsSupervisor(console).run(wanted.job, wanted.hosts)

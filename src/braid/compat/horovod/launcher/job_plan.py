@@ -24,6 +24,7 @@ from braid.compat.horovod.variables import PREFIX, VARIABLES, read_variables
 from braid.errors import ConfigError, raise_all
 from braid.launch import RANK_VARIABLES, Host, Hosts, JobSpec, parse_hosts
 from braid.launch.cluster.remote_shell import DEFAULT_RSH
+from braid.launch.engines.options import EngineOptions
 
 __all__ = ["OF_RANKS", "Launch", "plan", "program", "rsh_command", "with_rank_variables"]
 
@@ -53,6 +54,7 @@ class Launch:
         variables: HOROVOD_* variables that options have set.
         notes: Sentences for the user.
         elastic: Elastic part of the job; None if its ranks are fixed.
+        engine: Engine that starts the ranks; None without one.
     """
 
     job: JobSpec
@@ -60,6 +62,7 @@ class Launch:
     variables: Mapping[str, str]
     notes: tuple[str, ...]
     elastic: ElasticPlan | None = None
+    engine: EngineOptions | None = None
 
     def __str__(self) -> str:
         """Return the equivalent command of `braid run`."""
@@ -104,35 +107,43 @@ def plan(
         problems.append("the number of ranks is missing: add -np N")
     if not flags.command:
         problems.append("the command is missing: end with one such as `python train.py`")
+    if is_elastic and flags.is_on("mpi"):
+        problems.append("mpirun starts a fixed number of ranks: leave --mpi or --min-np out")
     raise_all(problems)
     kind, command = program(flags.command, is_own_python)
     environment = {**environ, **variables}
     variables_read = read_variables(environment)
     named = parse_hosts(flags["hosts"]) if flags["hosts"] else hosts
     elastic = elastic_plan(flags, named, is_here) if is_elastic else None
-    spans_hosts = bool(named) and elastic is None
+    engine = _mpi(flags, named, num_ranks, limit_s, environment) if flags.is_on("mpi") else None
+    spans_hosts = bool(named) and elastic is None and engine is None
     where = _where(flags, named, num_ranks, port, limit_s, environment) if spans_hosts else None
     job = JobSpec(
         command=command,
         kind=kind,
         num_ranks=elastic.num_ranks if elastic else num_ranks or sum(host.slots for host in named),
         log_dir=flags["output-filename"] or None,
-        where=elastic.where if elastic else _again(flags, where, num_ranks),
+        where=elastic.where if elastic else _again(flags, where or engine, num_ranks),
         environ=environment,
         elastic=elastic.limits if elastic else None,
     )
-    notes = (*_notes(flags, where is not None), *_other_python(flags, kind), *variables_read.notes)
-    return Launch(job=job, hosts=where, variables=variables, notes=notes, elastic=elastic)
+    spans_hosts = where is not None or engine is not None
+    notes = (*_notes(flags, spans_hosts), *_other_python(flags, kind), *variables_read.notes)
+    return Launch(
+        job=job, hosts=where, variables=variables, notes=notes, elastic=elastic, engine=engine
+    )
 
 
 def with_rank_variables(launch: Launch) -> Launch:
     """Return the launch with Horovod's variables of rank and host added for each rank."""
     pairs = " ".join(f"{name}={source}" for name, source in OF_RANKS.items())
     job = replace(launch.job, environ={**launch.job.environ, RANK_VARIABLES: pairs})
-    hosts = launch.hosts
+    hosts, engine = launch.hosts, launch.engine
     if hosts is not None:
         hosts = replace(hosts, environ=(*hosts.environ, RANK_VARIABLES))
-    return replace(launch, job=job, hosts=hosts)
+    if engine is not None:
+        engine = replace(engine, environ=(*engine.environ, RANK_VARIABLES))
+    return replace(launch, job=job, hosts=hosts, engine=engine)
 
 
 def program(
@@ -248,15 +259,44 @@ def _where(
     )
 
 
-def _again(flags: Flags, where: Hosts | None, num_ranks: int | None) -> tuple[str, ...]:
+def _mpi(
+    flags: Flags,
+    named: tuple[Host, ...],
+    num_ranks: int | None,
+    limit_s: float,
+    environ: Mapping[str, str],
+) -> EngineOptions:
+    """Return the engine options with which mpirun starts the ranks."""
+    hosts = (f"--hosts={','.join(map(str, named))}",) if named else ()
+    try:
+        words = (*hosts, *shlex.split(flags["mpi-args"]))
+    except ValueError as exc:
+        msg = f"--mpi-args cannot be split into words: {exc}, got {flags['mpi-args']!r}"
+        raise ConfigError(msg) from exc
+    return EngineOptions(
+        engine="mpi",
+        num_ranks=num_ranks,
+        words=words,
+        interfaces=tuple(filter(None, flags["network-interfaces"].split(","))),
+        environ=tuple(sorted(name for name in environ if name.startswith(PREFIX))),
+        start_limit_s=limit_s,
+    )
+
+
+def _again(
+    flags: Flags, where: Hosts | EngineOptions | None, num_ranks: int | None
+) -> tuple[str, ...]:
     """Return the equivalent options of `braid run`."""
     if where is None:
         return ()
+    by_mpi = isinstance(where, EngineOptions)
     options = {
+        "--on": "mpi" if by_mpi else "",
+        "--engine-options": flags["mpi-args"] if by_mpi else "",
         "-n": str(num_ranks or ""),
         "-H": flags["hosts"],
         "--hostfile": flags["hostfile"],
-        "--rsh": "" if where.rsh == DEFAULT_RSH else where.rsh,
+        "--rsh": where.rsh if isinstance(where, Hosts) and where.rsh != DEFAULT_RSH else "",
         "--network-interface": ",".join(where.interfaces),
         "--env": ",".join(where.environ),
     }
@@ -282,4 +322,6 @@ def _notes(flags: Flags, spans_hosts: bool) -> list[str]:
     needless = [f"--{name}" for name in names if flags[name]]
     if needless and not spans_hosts:
         notes.append(f"{', '.join(needless)}: these options have no effect, as no hosts are named")
+    if flags["mpi-args"] and not flags.is_on("mpi"):
+        notes.append("--mpi-args: no effect without --mpi")
     return notes

@@ -90,6 +90,8 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             "NAMES",
         ),
         Option(("--start-timeout",), "how long hosts may take to answer (default: 60)", "SECONDS"),
+        Option(("--mpi", "--use-mpi"), "start ranks with mpirun (Open MPI or MPICH)"),
+        Option(("--mpi-args",), "options of mpirun", "ARGS", section="library-options"),
         Option(("--disable-cache",), "check the hosts in each run, which is always done here"),
     ),
     "output": (
@@ -192,8 +194,6 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
     ),
     "accepted without effect": (
         Option(("--gloo", "--use-gloo"), "there is only one kind of connection", use="none"),
-        Option(("--mpi", "--use-mpi"), "MPI is not used", use="none"),
-        Option(("--mpi-args",), "options of mpirun", "ARGS", section="library-options", use="none"),
         Option(("--jsrun", "--use-jsrun"), "jsrun is not used", use="none"),
         Option(("--tcp",), "for MPI", section="library-options", use="none"),
         Option(

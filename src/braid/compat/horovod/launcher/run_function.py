@@ -129,8 +129,8 @@ def run(
         output_filename: Directory for logs and the record of the run.
         verbose: Whether to print the equivalent `braid run` command first.
         use_gloo: Without effect.
-        use_mpi: Without effect.
-        mpi_args: Without effect.
+        use_mpi: Whether mpirun starts the ranks.
+        mpi_args: Options of mpirun.
         network_interface: Interfaces or networks that ranks of several hosts may use, with commas.
         network_interfaces: As `network_interface`, or a list.
         executable: Python interpreter of the ranks, with braid installed.
