@@ -40,7 +40,7 @@ def test_the_fastest_split_is_shown_explained_and_written(
     failing = ("--steps", "1000", "--rank-mean-hours", "1000")
     assert main(["plan", *MODEL, "--cluster", cluster, "--batch", "16", *files, *failing]) == 0
     shown = capsys.readouterr().out
-    assert "mini, batch 16, 8 ranks: layers estimated, machines estimated" in shown
+    assert "mini, batch 16 in fp32, 8 ranks: layers estimated, machines estimated" in shown
     assert shown.count("why         ") >= 2
     assert "would flip  with " in shown
     assert "splits were considered" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -47,6 +48,27 @@ def test_bytes_operations_and_parameters_are_exact(profile):
     assert one.params == two.params == (2, 3)
     assert act.params == ()
     assert one.intensity(2) == pytest.approx(1024 / (1088 + 2 * 128))
+
+
+class _Steps:
+    """A clock with moments `ms` apart, in turn."""
+
+    def __init__(self, *ms: int) -> None:
+        self._now_ns, self._steps = 0, itertools.cycle(ms)
+
+    def now_ns(self) -> int:
+        self._now_ns += 1_000_000 * next(self._steps)
+        return self._now_ns
+
+
+@pytest.mark.parametrize(("ms", "least", "most"), [((2,), 0.0, 0.0), ((1, 1, 1, 1, 9), 0.2, 2.0)])
+def test_the_spread_of_times_is_part_of_a_profile(ms, least, most):
+    named = [("in", nn.Linear(8, 16)), ("act", nn.Tanh())]
+    clock = _Steps(*ms)
+    done = profile_layers(
+        named, lambda n: torch.ones(n, 8), model="", rows=(1, 2), seconds=1.0, clock=clock
+    )
+    assert least <= done.spread <= most
 
 
 class Loop(nn.Module):

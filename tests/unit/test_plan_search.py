@@ -55,6 +55,7 @@ class Layers:
     """A model of given layers, whose costs grow with the rows."""
 
     origin: Origin = "estimated"
+    spread: float = 0.0
     model = "layers"
     tensor_sizes = (1,)
 
@@ -308,6 +309,13 @@ def test_a_batch_that_cannot_be_divided_is_refused() -> None:
         find_splits(even(2), machines(7), Training(3))
 
 
+def test_a_table_from_a_busy_host_says_how_sure_it_is() -> None:
+    layers = even(4)
+    layers.spread = 0.3
+    caption = str(ranking_table(find_splits(layers, machines(2), Training(4)), 3).caption)
+    assert "varied by ±30% while they were measured" in caption
+
+
 def test_tables_and_pictures_show_each_kind_of_split() -> None:
     ranking = find_splits(even(8), machines(4, bytes_per_s=1e9), Training(16))
     kinds = best_of_kinds(ranking)
@@ -317,6 +325,7 @@ def test_tables_and_pictures_show_each_kind_of_split() -> None:
     assert drawn.startswith("<svg")
     assert all(kind in drawn for kind in kinds)
     assert len(ranking_table(ranking, 3, steps=100).columns) == 9
+    assert "not sure" not in str(ranking_table(ranking, 3).caption)
     estimator = ranking.estimator
     split = kinds["pipeline"].split
     assert timeline_of(estimator, split).seconds > 0

@@ -86,6 +86,11 @@ class ModelCosts(Protocol):
         ...
 
     @property
+    def spread(self) -> float:
+        """Relative spread of the measured times; 0 if they are estimated."""
+        ...
+
+    @property
     def num_layers(self) -> int:
         """Number of layers."""
         ...

@@ -18,6 +18,7 @@ __all__ = ["best_of_kinds", "comparison", "infeasible", "ranking_table"]
 
 DAY_S = 86400.0
 NEVER = Failures()
+BUSY = 0.15  # relative spread of times; a quiet host of two cores has 0.03 to 0.08
 
 
 def ranking_table(ranking: Ranking, top: int, steps: int = 0, failures: Failures = NEVER) -> Table:
@@ -32,9 +33,10 @@ def ranking_table(ranking: Ranking, top: int, steps: int = 0, failures: Failures
     """
     estimator = ranking.estimator
     model, machines = estimator.model, estimator.machines
+    training = estimator.training
     title = (
-        f"{model.model}, batch {estimator.training.batch}, {machines.num_ranks} ranks: layers "
-        f"{model.origin}, machines {machines.origin}"
+        f"{model.model}, batch {training.batch} in {training.dtype}, {machines.num_ranks} ranks: "
+        f"layers {model.origin}, machines {machines.origin}"
     )
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("split", overflow="fold")
@@ -63,6 +65,11 @@ def ranking_table(ranking: Ranking, top: int, steps: int = 0, failures: Failures
         "work, idle, sends: % of the step; GB of a rank; MB over a link of a step; * by closed "
         "forms, the rest simulated"
     )
+    if model.spread > BUSY:
+        table.caption += (
+            f". Times of layers varied by ±{model.spread:.0%} while they were measured, as this "
+            "host was busy: the order of splits is not sure where their times differ by less"
+        )
     return table
 
 

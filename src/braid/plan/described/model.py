@@ -29,6 +29,7 @@ class DescribedModel:
     """
 
     origin: Origin = "estimated"
+    spread = 0.0
 
     def __init__(
         self,

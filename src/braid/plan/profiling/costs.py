@@ -21,7 +21,7 @@ class MeasuredModel:
     origin: Origin = "measured"
 
     def __init__(self, profile: Profile) -> None:
-        self.model = profile.model
+        self.model, self.spread = profile.model, profile.spread
         self._layers: dict[int, tuple[LayerProfile, ...]] = {1: profile.layers, **profile.shared}
         self._costs: dict[tuple[int, int], Sequence[MicrobatchCost]] = {}
 

@@ -88,6 +88,7 @@ def profile_layers(
     layers = [layer for _, layer in named]
     sizes: list[list[_Sizes]] = []
     times: list[list[_Times]] = []
+    spread = 0.0
     for number, count in enumerate(rows):
         x = sample(count)
         assert num_rows(x) == count, "a sample has the requested number of rows"
@@ -111,6 +112,8 @@ def profile_layers(
                     break
         sizes.append(own_sizes)
         times.append([_typical(rounds[kind]) for kind in kinds])
+        turns = zip(*rounds.values(), strict=True)  # one time of each kind of layer
+        spread = max(spread, _spread([sum(map(sum, turn)) for turn in turns]))
     numbers = {p: n for n, p in enumerate(dict.fromkeys(p for m in layers for p in m.parameters()))}
     return Profile(
         model=model,
@@ -122,6 +125,7 @@ def profile_layers(
             _layer(name, layer, rows, [s[i] for s in sizes], [t[i] for t in times], numbers)
             for i, (name, layer) in enumerate(named)
         ),
+        spread=spread,
     )
 
 
@@ -157,9 +161,19 @@ def _layer(
 
 def _typical(rounds: Sequence[_Times]) -> _Times:
     """Return means without the shortest and longest times: a step adds up many of them."""
-    cut = int(OUTER * len(rounds))
-    kept = (sorted(values)[cut : len(rounds) - cut] for values in zip(*rounds, strict=True))
-    return _Times(*map(statistics.fmean, kept))
+    return _Times(*(statistics.fmean(_middle(values)) for values in zip(*rounds, strict=True)))
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    """Return half of the range of the middle 80 % of times, relative to their mean."""
+    kept = _middle(seconds)
+    mean_s = statistics.fmean(kept) if kept else 0.0
+    return (kept[-1] - kept[0]) / 2 / mean_s if mean_s else 0.0
+
+
+def _middle(values: Sequence[float]) -> Sequence[float]:
+    cut = int(OUTER * len(values))
+    return sorted(values)[cut : len(values) - cut]
 
 
 def _sized(

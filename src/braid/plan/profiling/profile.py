@@ -159,6 +159,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         shared: Costs on one rank of layers that are sharded, by the number of ranks.
         host: Costs of this host with all ranks at work; None if they were not measured.
         dtype: Dtype of a GPT's matrix products; `bf16` is autocast.
+        spread: Half of the range of the middle 80 % of the measured times of all layers together,
+            relative to their mean; large on a busy host.
     """
 
     braid: Literal[1] = 1
@@ -172,6 +174,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     shared: dict[int, tuple[LayerProfile, ...]] = {}
     host: HostProfile | None = None
     dtype: str = "fp32"
+    spread: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     def write(self, path: str | Path) -> None:
         """Write the profile as JSON."""

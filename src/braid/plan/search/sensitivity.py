@@ -116,7 +116,7 @@ class _ScaledModel:
 
     def __init__(self, model: ModelCosts, factor: float) -> None:
         self._model, self._factor = model, factor
-        self.model, self.origin = model.model, model.origin
+        self.model, self.origin, self.spread = model.model, model.origin, model.spread
         self.num_layers, self.tensor_sizes = model.num_layers, model.tensor_sizes
 
     def layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
