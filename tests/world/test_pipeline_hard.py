@@ -267,11 +267,11 @@ def test_pairs_that_do_not_match_and_unknown_modes_are_refused(world):
     first, second = world(2, _refusals)
     assert first == second
     never, missing, twice, late, mode, zero = first
-    assert "'early' is stashed, but never popped" in never
-    assert "'early' is popped by layer 3, but not stashed before" in missing
-    assert "'early' is stashed a second time by layer 1" in twice
-    assert "'early' is popped a second time by layer 3" in twice
-    assert "'early' is popped by layer 0, but not stashed before" in late
+    assert "no module declared 'early' as poppable but stashed" in never
+    assert "'3' declared 'early' as poppable but it was not stashed" in missing
+    assert "'1' redeclared 'early' as stashable but not isolated by namespace" in twice
+    assert "'3' redeclared 'early' as poppable but not isolated by namespace" in twice
+    assert "'0' declared 'early' as poppable but it was not stashed" in late
     assert "recompute must be one of always, except_last, never" in mode
     assert "got 0" in zero
 
@@ -289,10 +289,10 @@ class Yields(nn.Module):
 @pytest.mark.parametrize(
     ("declared", "commands", "text"),
     [
-        (((), ()), [stash("a", torch.ones(1))], "stashes 'a', which is not declared"),
-        (((), ()), [pop("a")], "pops 'a', which is not declared"),
-        (((), ["a"]), [pop("a")], "pops 'a', which no earlier layer has stashed"),
-        ((["a"], ["b"]), [], "'a' has not been stashed; 'b' has not been popped"),
+        (((), ()), [stash("a", torch.ones(1))], "'a' has not been declared as stashable"),
+        (((), ()), [pop("a")], "'a' has not been declared as poppable"),
+        (((), ["a"]), [pop("a")], "'a' has not been stashed"),
+        ((["a"], ["b"]), [], "'a' must be stashed but have not; 'b' must be popped but have not"),
         (((), ()), ["a"], "yields 'a': yield stash"),
     ],
 )

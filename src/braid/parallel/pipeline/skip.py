@@ -129,8 +129,8 @@ class Skippable(nn.Module):
         if isinstance(command, stash):
             if command.name not in self._stash:
                 msg = (
-                    f"{kind} stashes {command.name!r}, which is not declared: list it in stash= "
-                    "of @skippable"
+                    f"{kind} stashes a name, but {command.name!r} has not been declared as "
+                    "stashable: list it in stash= of @skippable"
                 )
                 raise SkipError(msg)
             skips[self._key(command.name)] = command.tensor
@@ -139,15 +139,15 @@ class Skippable(nn.Module):
         if isinstance(command, pop):
             if command.name not in self._pop:
                 msg = (
-                    f"{kind} pops {command.name!r}, which is not declared: list it in pop= of "
-                    "@skippable"
+                    f"{kind} pops a name, but {command.name!r} has not been declared as "
+                    "poppable: list it in pop= of @skippable"
                 )
                 raise SkipError(msg)
             key = self._key(command.name)
             if key not in skips:
                 msg = (
-                    f"{kind} pops {command.name!r}, which no earlier layer has stashed: stash it "
-                    "first"
+                    f"{kind} pops a name, but {command.name!r} has not been stashed: stash it in "
+                    "an earlier layer"
                 )
                 raise SkipError(msg)
             popped.add(command.name)
@@ -156,21 +156,24 @@ class Skippable(nn.Module):
         raise SkipError(msg)
 
     def _check_done(self, stashed: set[str], popped: set[str]) -> None:
-        problems = [f"{name!r} has not been stashed" for name in self._stash if name not in stashed]
-        problems += [f"{name!r} has not been popped" for name in self._pop if name not in popped]
+        missing = {
+            "stashed": [name for name in self._stash if name not in stashed],
+            "popped": [name for name in self._pop if name not in popped],
+        }
+        problems = [  # in the words of torchgpipe, which programs match
+            f"{', '.join(map(repr, names))} must be {action} but have not"
+            for action, names in missing.items()
+            if names
+        ]
         if problems:
             msg = (
-                f"{type(self.module).__name__} declares names that its forward does not stash or "
-                f"pop, remove them from @skippable: {'; '.join(problems)}"
+                f"{type(self.module).__name__} declares names that its forward does not use: "
+                f"{'; '.join(problems)}. Remove them from @skippable, or use them"
             )
             raise SkipError(msg)
 
-    def extra_repr(self) -> str:
-        """Return the stashed and popped names, for `repr`."""
-        parts = [f"stash={self._stash}"] * bool(self._stash) + [f"pop={self._pop}"] * bool(
-            self._pop
-        )
-        return ", ".join(parts)
+    def __repr__(self) -> str:
+        return f"@skippable({self.module})"
 
 
 def skippable(
@@ -209,26 +212,33 @@ def verify_skippables(layers: Iterable[nn.Module]) -> None:
     Raises:
         TypeError: Names do not match; the message lists all problems.
     """
-    problems: list[str] = []
+    problems: list[str] = []  # in the words of torchgpipe, which programs match
     stashed: set[SkipKey] = set()
     popped: set[SkipKey] = set()
     for number, layer in enumerate(layers):
-        stashes, pops = skips_of(layer)
-        for key in pops:
-            if key in popped:
-                problems.append(f"{key.name!r} is popped a second time by layer {number}")
-            elif key not in stashed | set(stashes):
-                problems.append(f"{key.name!r} is popped by layer {number}, but not stashed before")
-            popped.add(key)
-        for key in stashes:
-            if key in stashed:
-                problems.append(f"{key.name!r} is stashed a second time by layer {number}")
-            stashed.add(key)
-    never = stashed - popped
-    problems += [f"{key.name!r} is stashed, but never popped" for key in stashed if key in never]
+        stashes, pops = map(set, skips_of(layer))
+        problems += [
+            f"'{number}' declared {key.name!r} both as stashable and as poppable"
+            for key in stashes & pops
+        ]
+        stashes, pops = stashes - pops, pops - stashes
+        for word, again in (("stashable", stashes & stashed), ("poppable", pops & popped)):
+            problems += [
+                f"'{number}' redeclared {key.name!r} as {word} but not isolated by namespace"
+                for key in again
+            ]
+        problems += [
+            f"'{number}' declared {key.name!r} as poppable but it was not stashed"
+            for key in pops - popped - stashed
+        ]
+        stashed |= stashes
+        popped |= pops
+    problems += [
+        f"no module declared {key.name!r} as poppable but stashed" for key in stashed - popped
+    ]
     if problems:
         msg = (
-            "each name must be stashed once and popped once by a later layer: "
-            f"{'; '.join(problems)}"
+            f"one or more pairs of stash and pop do not match: {'; '.join(problems)}. Stash each "
+            "name once, and pop it once in a later layer"
         )
         raise TypeError(msg)
