@@ -93,6 +93,16 @@ def test_interleaved_holds_what_its_first_rank_needs_and_breadth_first_everythin
         assert most_held(breadth_first(p, m, v)) == [v * m] * p
 
 
+def test_interleaved_may_have_longer_rounds_than_ranks():
+    for p, m, v, n in [(2, 4, 2, 4), (2, 7, 3, 5), (3, 10, 2, 4), (4, 12, 2, 6)]:
+        program = interleaved(p, m, v, round_size=n)
+        assert validate(program, RULES) == []
+        assert most_held(program)[0] == min((v - 1) * n + 2 * (p - 1) + 1, v * m)
+    assert interleaved(2, 6, 2, round_size=2) == interleaved(2, 6, 2)
+    with pytest.raises(ConfigError, match="at least the number of ranks, 3, got 2"):
+        interleaved(3, 6, 2, round_size=2)
+
+
 def test_zb_h1_has_a_third_of_the_bubble_for_the_memory_of_the_first_rank():
     for p, m in [(2, 4), (3, 6), (4, 8), (5, 12)]:
         assert overhead(zb_h1(p, m)) == pytest.approx(overhead(one_f_one_b(p, m)) / 3)

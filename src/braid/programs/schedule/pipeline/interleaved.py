@@ -15,6 +15,7 @@ Efficient large-scale language model training on GPU clusters, SC 2021, section 
 
 from __future__ import annotations
 
+from braid.errors import ConfigError
 from braid.programs.schedule.pipeline.linear import StageWork, check_size, looped, pipeline_program
 from braid.programs.schedule.program import Program
 
@@ -39,15 +40,31 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
     return pipeline_program("breadth_first", work, placement, num_microbatches)
 
 
-def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Program:
+def interleaved(
+    num_ranks: int, num_microbatches: int, num_chunks: int = 2, round_size: int | None = None
+) -> Program:
     """Make an interleaved 1F1B program with `num_chunks` stages per rank.
 
-    If the number of micro-batches is not a multiple of the number of ranks, the last round omits
-    the missing micro-batches. The order stays valid when work is omitted.
+    If the number of micro-batches is not a multiple of `round_size`, the last round omits the
+    missing micro-batches. The order stays valid when work is omitted.
+
+    Args:
+        num_ranks: Number of ranks.
+        num_microbatches: Number of micro-batches.
+        num_chunks: Number of stages of each rank.
+        round_size: Number of micro-batches that a rank runs on one stage before its next stage; at
+            least the number of ranks, which is the default.
+
+    Raises:
+        ConfigError: A number is too small.
     """
     check_size(num_ranks, num_microbatches, num_chunks)
-    whole = -(-num_microbatches // num_ranks) * num_ranks
-    rounds = [range(first, first + num_ranks) for first in range(0, whole, num_ranks)]
+    per_round = num_ranks if round_size is None else round_size
+    if per_round < num_ranks:
+        msg = f"round_size must be at least the number of ranks, {num_ranks}, got {per_round}"
+        raise ConfigError(msg)
+    whole = -(-num_microbatches // per_round) * per_round
+    rounds = [range(first, first + per_round) for first in range(0, whole, per_round)]
     chunks = range(num_chunks)
     turns = [(chunk, i) for group in rounds for chunk in chunks for i in group]
     back = [(chunk, i) for group in rounds for chunk in reversed(chunks) for i in group]
@@ -55,7 +72,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> P
     for rank in range(num_ranks):
         forwards = [StageWork("F", chunk * num_ranks + rank, i) for chunk, i in turns]
         backwards = [StageWork("B", chunk * num_ranks + rank, i) for chunk, i in back]
-        ahead = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks
+        ahead = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * per_round
         items = _in_turns(forwards, backwards, min(ahead, len(forwards)))
         work.append([item for item in items if item.microbatch < num_microbatches])
     placement = looped(num_ranks, num_chunks)
