@@ -49,6 +49,8 @@ PACKAGES = (
     "braid.compat.torchgpipe",
     "braid.compat.megatron",
     "braid.compat.megatron.tensor_parallel",
+    "braid.compat.megatron.pipeline_parallel",
+    "braid.compat.megatron.distributed",
     "braid.compat.pslite",
     "braid.compat.torch_rpc.rpc",
     "braid.checkpoint",

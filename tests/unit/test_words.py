@@ -30,6 +30,10 @@ OTHER_SYSTEMS = {  # classes whose name may equal that of another class, and the
     ("braid/compat/horovod/fusion/timeline.py", "Timeline"): "Horovod's timeline.h",
     ("braid/compat/horovod/torch/compression.py", "Compression"): "horovod.torch",
     ("braid/compat/horovod/torch/sync_batch_norm.py", "SyncBatchNorm"): "horovod.torch",
+    (
+        "braid/compat/megatron/distributed/distributed_data_parallel.py",
+        "DistributedDataParallel",
+    ): "Megatron",
     ("braid/compat/megatron/tensor_parallel/embedding.py", "VocabParallelEmbedding"): "Megatron",
     ("braid/compat/megatron/tensor_parallel/layers.py", "ColumnParallelLinear"): "Megatron",
     ("braid/compat/megatron/tensor_parallel/layers.py", "RowParallelLinear"): "Megatron",

@@ -1,13 +1,13 @@
 """`megatron.core.ModelParallelConfig`: sizes of parallelism, dtypes and options of layers.
 
 It has all fields of Megatron's class, so that programs can set them. Fields for speed on GPUs have
-no effect; options that need an NVIDIA library or a pipeline schedule are refused by name.
+no effect; options that need an NVIDIA library are refused by name.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,8 @@ REFUSED = {  # option -> advice
     "tp_comm_overlap": "leave it False: the overlap of input gradients is always on",
     "overlap_moe_expert_parallel_comm": "leave it False",
     "cpu_offloading": "leave it False, and recompute with tensor_parallel.checkpoint",
+    "use_ring_exchange_p2p": "leave it False: braid has no ring exchange",
+    "mtp_standalone": "leave it False: there is no multi-token prediction",
 }
 
 
@@ -146,11 +148,16 @@ class ModelParallelConfig:
             warnings.warn(msg, stacklevel=3)
 
 
-def check_served(config: Any) -> None:
-    """Raise UnsupportedError if unsupported options are set; all are named."""
+def check_served(config: Any, refused: Mapping[str, str] = REFUSED) -> None:
+    """Raise UnsupportedError if unsupported options are set; all are named.
+
+    Args:
+        config: Object with the options.
+        refused: Advice for each unsupported option.
+    """
     set_options = [
         f"{name}={value!r}: {instead}"
-        for name, instead in REFUSED.items()
+        for name, instead in refused.items()
         if (value := getattr(config, name, False))
     ]
     if set_options:

@@ -1,9 +1,12 @@
-"""`megatron.core.utils`: division without remainder, and size and rank of a group."""
+"""`megatron.core.utils`: exact division, ranks of groups, attributes of wrapped models."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from braid.comm import Group
@@ -15,13 +18,17 @@ from braid.compat.megatron.parallel_state import (
 )
 
 __all__ = [
+    "current_device",
     "divide",
     "ensure_divisibility",
+    "get_attr_wrapped_model",
+    "get_model_config",
     "get_pg_rank",
     "get_pg_size",
     "get_tensor_model_parallel_group_if_none",
     "part_size",
     "tensor_group",
+    "timed",
 ]
 
 
@@ -91,3 +98,54 @@ def tensor_group(tp_group: Any = None, *, is_expert: bool = False) -> Group:
         is_expert: Whether to use the group of experts when `tp_group` is None.
     """
     return braid_group(get_tensor_model_parallel_group_if_none(tp_group, is_expert))
+
+
+def get_attr_wrapped_model(
+    model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False
+) -> Any:
+    """Return an attribute of a model, or of the module that the model wraps.
+
+    Args:
+        model: Model, whose `module` is a wrapped model, if there is one.
+        attr: Name of the attribute.
+        allow_none: Whether None counts as a value.
+        return_model_obj: Whether to return the module that has the attribute.
+
+    Raises:
+        UsageError: No module has the attribute.
+    """
+    module = model
+    while not hasattr(module, attr) or not (allow_none or getattr(module, attr) is not None):
+        if not hasattr(module, "module"):
+            msg = (
+                f"_get_attr_wrapped_model couldn't find attribute {attr}: define it in "
+                f"{type(module).__name__}"
+            )
+            raise UsageError(msg)
+        module = module.module
+    return module if return_model_obj else getattr(module, attr)
+
+
+def get_model_config(model: Any) -> Any:
+    """Return the attribute `config` of a model or of the module that it wraps."""
+    return get_attr_wrapped_model(model, "config", allow_none=False)
+
+
+def current_device() -> torch.device:
+    """Return the current GPU; the CPU if there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@contextmanager
+def timed(config: Any, name: str, log_level: int = 2) -> Iterator[None]:
+    """Start and stop the timer `name` of `config.timers`, if there are timers."""
+    timers = getattr(config, "timers", None)
+    if timers is None:
+        yield
+        return
+    options = {"barrier": config.barrier_with_L1_time} if log_level == 1 else {}
+    timers(name, log_level=log_level).start(**options)
+    yield
+    timers(name).stop()
