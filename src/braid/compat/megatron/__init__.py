@@ -6,6 +6,7 @@ groups, tensor parallel layers, pipeline schedules and data parallelism.
 
 from braid.compat.megatron import (
     distributed,
+    num_microbatches_calculator,
     parallel_state,
     pipeline_parallel,
     tensor_parallel,
@@ -20,6 +21,7 @@ __all__ = [
     "ModelParallelConfig",
     "distributed",
     "mpu",
+    "num_microbatches_calculator",
     "parallel_state",
     "pipeline_parallel",
     "tensor_parallel",

@@ -80,6 +80,7 @@ class ParallelState:
         virtual_rank: Current stage of this rank.
         with_gloo: Whether the functions for Gloo groups work.
         buffer: Temporary buffers for programs.
+        microbatches: Calculator of the number of micro-batches.
     """
 
     def __init__(self) -> None:
@@ -90,6 +91,7 @@ class ParallelState:
         self.virtual_rank: int | None = None
         self.with_gloo = False
         self.buffer: GlobalMemoryBuffer | None = None
+        self.microbatches: object = None
 
     @property
     def initialized(self) -> bool:
