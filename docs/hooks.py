@@ -51,6 +51,7 @@ PACKAGES = (
     "braid.compat.megatron.tensor_parallel",
     "braid.compat.megatron.pipeline_parallel",
     "braid.compat.megatron.distributed",
+    "braid.compat.megatron.optimizer",
     "braid.compat.pslite",
     "braid.compat.torch_rpc.rpc",
     "braid.checkpoint",

@@ -1,12 +1,13 @@
 """Megatron's API: `from braid.compat.megatron import parallel_state, tensor_parallel`.
 
 Programs for `megatron.core` 0.16 run after changing the import, also on CPUs, if they use its
-groups, tensor parallel layers, pipeline schedules and data parallelism.
+groups, tensor parallel layers, pipeline schedules, data parallelism and optimizer.
 """
 
 from braid.compat.megatron import (
     distributed,
     num_microbatches_calculator,
+    optimizer,
     parallel_state,
     pipeline_parallel,
     tensor_parallel,
@@ -22,6 +23,7 @@ __all__ = [
     "distributed",
     "mpu",
     "num_microbatches_calculator",
+    "optimizer",
     "parallel_state",
     "pipeline_parallel",
     "tensor_parallel",
