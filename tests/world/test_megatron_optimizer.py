@@ -84,6 +84,8 @@ def trained(
         )
 
     optimizer, results = made(model), []
+    for group in optimizer.param_groups:  # as Megatron's scheduler does
+        group["weight_decay"] *= group["wd_mult"]
     for step in range(len(STEPS)):
         if resumed and step:
             states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))

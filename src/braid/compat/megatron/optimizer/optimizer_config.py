@@ -27,14 +27,17 @@ REFUSED = {  # option -> advice
 class OptimizerConfig:
     """Options of an optimizer, with Megatron's names and defaults.
 
-    Options of loss scales, Muon, fp8 and offloading have no effect or are refused.
+    Options of loss scales, Muon, fp8 and offloading have no effect or are refused. As in Megatron,
+    some options are entries of parameter groups, which only the program's scheduler uses.
 
     Attributes:
         optimizer: adam or sgd.
         lr: Learning rate.
-        min_lr: Entry `min_lr` of parameter groups, for learning rate schedulers.
-        decoupled_lr: Learning rate of parameters with `is_embedding_or_output_parameter`.
-        weight_decay: Weight decay; zero for biases and parameters with one dim.
+        min_lr: Entry `min_lr` for schedulers.
+        decoupled_lr: Entry `max_lr` for schedulers, in the group of parameters with
+            `is_embedding_or_output_parameter`.
+        weight_decay: Weight decay of all parameters; schedulers multiply it by the entry `wd_mult`,
+            which is 0 for biases and parameters with one dim.
         clip_grad: Largest norm of all gradients; 0 for no limit.
         use_distributed_optimizer: Whether each data parallel rank updates a shard (ZeRO stage 1).
         log_num_zeros_in_grad: Whether `step` counts the zeros in all gradients.

@@ -59,7 +59,7 @@ def get_megatron_optimizer(
         names = {param: name for name, param in chunk.named_parameters()}
         for main in _mains_of(chunk, sharded=config.use_distributed_optimizer):
             mains.append(main)
-            decays = config_overrides is not None or not _is_bias(names[main.param], main.param)
+            decays = config_overrides is not None or _decays(config, names[main.param], main.param)
             decoupled = config.decoupled_lr is not None and getattr(
                 main.param, "is_embedding_or_output_parameter", False
             )
@@ -122,27 +122,29 @@ def _copy_of(value: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(value.detach().float().clone())
 
 
-def _is_bias(name: str, param: nn.Parameter) -> bool:
-    return name.endswith(".bias") or param.dim() == 1
+def _decays(config: OptimizerConfig, name: str, param: nn.Parameter) -> bool:
+    """Return whether schedulers of Megatron decay a parameter."""
+    if config.apply_wd_to_qk_layernorm and ("q_layernorm." in name or "k_layernorm." in name):
+        return True
+    return not name.endswith(".bias") and param.dim() != 1
 
 
 def _param_group(
     config: OptimizerConfig, params: list[nn.Parameter], *, decays: bool, decoupled: bool
 ) -> dict[str, Any]:
-    """Return a parameter group, with Megatron's entries for learning rate schedulers."""
-    lr = config.decoupled_lr if decoupled else config.lr
-    min_lr = config.decoupled_min_lr if decoupled else config.min_lr
+    """Return a parameter group, with Megatron's entries for schedulers of its options."""
+    min_lr = config.decoupled_min_lr if decoupled else None
     return {
         "params": params,
-        "lr": lr,
-        "weight_decay": config.weight_decay if decays else 0.0,
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
         "wd_mult": 1.0 if decays else 0.0,
         "lr_mult": 1.0,
         "is_expert_parallel": False,
         "is_decoupled_lr": decoupled,
         "default_config": not decoupled,
-        "max_lr": lr,
-        "min_lr": min_lr,
+        "max_lr": config.decoupled_lr if decoupled else config.lr,
+        "min_lr": config.min_lr if min_lr is None else min_lr,
     }
 
 
