@@ -16,6 +16,7 @@ from braid.compat.megatron.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from braid.compat.megatron.pipeline_parallel import P2PCommunicator
 
 NUMBERS = list(range(4))
 Grads = dict[str, torch.Tensor]
@@ -212,3 +213,119 @@ def test_a_wrong_call_has_an_error_of_megatrons_types_on_every_rank(pool, tmp_pa
         assert words in text
         assert "RuntimeError" in kinds
     assert {"AssertionError", "ValueError"} <= set(errors[0])
+
+
+class Timers:
+    """Megatron's timers: records levels and barriers of timers that are started and stopped."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.levels: dict[str, tuple[int | None, bool]] = {}
+
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        self.name, self.level = name, log_level
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        self.running.append(self.name)
+        self.levels[self.name] = self.level, barrier
+
+    def stop(self) -> None:
+        self.running.remove(self.name)
+
+
+def _functions(vp: int | None) -> Any:
+    """What the functions of a configuration are called with, and gradients with a scaled loss."""
+    timers = Timers()
+    config = config_of(
+        1, 2, vp, timers=timers, num_microbatches_with_partial_activation_checkpoints=1
+    )
+    config.grad_scale_func = lambda loss: 4 * loss
+    chunks = gpt.parts(config, vp or 1)
+    started: list[int] = []
+    if vp:
+        config.param_sync_func = [lambda _, i=i: started.append(i) for i in range(vp)]
+    recomputed: list[bool] = []
+
+    def step(data_iterator: Any, model: Any, recompute: bool) -> Any:
+        recomputed.append(recompute)
+        return gpt.forward_step(data_iterator, model)
+
+    gpt.run_schedule(chunks, NUMBERS, forward_step_func=step)
+    assert not timers.running
+    grads = {name: p.grad.clone() for chunk in chunks for name, p in chunk.named_parameters()}
+    config.enable_autocast, config.autocast_dtype = True, torch.bfloat16
+    types: list[torch.dtype] = []
+
+    def cast(data_iterator: Any, model: Any, recompute: bool) -> Any:
+        types.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        return step(data_iterator, model, recompute)
+
+    gpt.run_schedule(chunks, NUMBERS, forward_step_func=cast)
+    parallel_state.destroy_model_parallel()
+    return timers.levels, started, recomputed[: len(NUMBERS) * len(chunks)], set(types), grads
+
+
+@pytest.mark.procs
+def test_functions_of_the_configuration_are_called(pool, tmp_path):
+    ((_, expected),) = run(pool, tmp_path, 1, by_hand)
+    # the window of forwards before their backwards: 2 and 1 without chunks, 5 and 3 with chunks
+    windows = {None: (2, 1), 2: (5, 3)}
+    for vp, sizes in windows.items():
+        for size, result in zip(sizes, run(pool, tmp_path, 2, _functions, vp), strict=True):
+            levels, started, recomputed, types, grads = result
+            assert levels["forward-backward"] == (1, True)
+            assert levels["forward-compute"] == levels["backward-compute"] == (2, False)
+            assert started == ([0, 1, 0, 1] if vp else [])
+            assert recomputed == [n % size >= 1 for n in range(len(recomputed))]
+            assert types == {torch.bfloat16}
+            for name in set(grads) - {"word_embeddings.weight"}:
+                assert torch.equal(grads[name], 4 * expected[name])
+
+
+def _messages() -> list[Any]:
+    """Everything that a rank of two receives; each call has a counterpart on the other rank."""
+    config = config_of(1, 2)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    p2p, rank = P2PCommunicator(group, config), group.rank()
+    assert (p2p.next_rank, p2p.prev_rank) == (1 - rank, 1 - rank)
+    shape, received = (2, 300, 100), []  # more than a message that is sent without a receiver
+    x, y = (torch.full(shape, n + 10.0 * rank, dtype=torch.float64) for n in (1, 2))
+    if rank == 0:
+        p2p.send_forward(x, is_last_stage=False)
+        received += [p2p.recv_backward(shape, is_last_stage=False)]
+        received += p2p.send_forward_recv_backward([x], [shape], is_last_stage=False)
+        assert p2p.recv_forward([shape], is_first_stage=True) == [None]
+    else:
+        received += p2p.recv_forward([shape], is_first_stage=False)
+        p2p.send_backward(y, is_first_stage=False)
+        received += [p2p.send_backward_recv_forward(y, shape, is_first_stage=False)]
+        assert p2p.send_forward_recv_backward(x, shape, is_last_stage=True) is None
+    received += [p2p.send_forward_recv_forward(x, True, shape)]
+    tensor, works = p2p.send_backward_recv_backward(y, True, shape, overlap_p2p_comm=True)
+    for work in works:
+        work.wait()
+    received += [tensor, *p2p.send_forward_backward_recv_forward_backward(x, y, True, True, shape)]
+    config.variable_seq_lengths = True
+    received += [p2p.send_forward_recv_forward(x[:, : 3 + rank], True, None)]
+    config.variable_seq_lengths, config.pipeline_dtype = False, None
+    for dtype, words in ((None, "pipeline_dtype must be"), (torch.float64, "tensor_shape must be")):
+        config.pipeline_dtype = dtype
+        with pytest.raises(RuntimeError, match=words):
+            p2p.recv_forward([None], is_first_stage=False)
+    parallel_state.destroy_model_parallel()
+    return [(tuple(t.shape), t.unique().tolist(), t.requires_grad) for t in received]
+
+
+@pytest.mark.procs
+def test_neighbors_exchange_outputs_and_gradients(pool, tmp_path):
+    first, second = run(pool, tmp_path, 2, _messages)
+    shape = (2, 300, 100)
+    assert first == [
+        *((shape, [n], True) for n in (12.0, 12.0, 11.0, 12.0, 11.0, 12.0)),
+        ((2, 4, 100), [11.0], True),
+    ]
+    assert second == [
+        *((shape, [n], True) for n in (1.0, 1.0, 1.0, 2.0, 1.0, 2.0)),
+        ((2, 3, 100), [1.0], True),
+    ]
