@@ -51,7 +51,7 @@ BUDGETS_S = {
     "world/test_hosts": 18,
     "world/test_launch": 225,
     "world/test_leave_horovod": 23,
-    "world/test_megatron": 25,
+    "world/test_megatron": 30,
     "world/test_membership": 100,
     "world/test_hybrid": 23,
     "world/test_insertion": 42,
