@@ -215,6 +215,28 @@ def test_a_wrong_call_has_an_error_of_megatrons_types_on_every_rank(pool, tmp_pa
     assert {"AssertionError", "ValueError"} <= set(errors[0])
 
 
+def _fails_on_rank_0() -> str:
+    config = config_of(2, 2)
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        if torch.distributed.get_rank() == 0:
+            raise LookupError("bad sample")
+        return gpt.forward_step(data_iterator, model)
+
+    with pytest.raises((LookupError, RuntimeError)) as error:
+        gpt.run_schedule(gpt.parts(config), NUMBERS, forward_step_func=step)
+    parallel_state.destroy_model_parallel()
+    return str(error.value)
+
+
+@pytest.mark.procs
+def test_the_error_of_a_rank_ends_the_step_on_all_ranks(pool, tmp_path):
+    first, *others = run(pool, tmp_path, 4, _fails_on_rank_0)
+    assert first == "bad sample"
+    words = "rank 0 stopped in a pipeline schedule: LookupError: bad sample"
+    assert all(words in text for text in others)
+
+
 class Timers:
     """Megatron's timers: records levels and barriers of timers that are started and stopped."""
 

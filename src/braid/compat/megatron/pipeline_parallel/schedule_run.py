@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from braid.comm import Group
 from braid.compat.megatron.failure import UsageError
 from braid.compat.megatron.pipeline_parallel.p2p_communication import (
     BACKWARD,
@@ -68,14 +69,21 @@ class ScheduleRun:
         program: Order of actions of all ranks.
         call: Arguments of the schedule.
         communicator: Messages to the neighboring ranks.
+        groups: Groups that are aborted if this rank fails: pipeline, tensor and data parallel.
 
     Attributes:
         collected: Data of the losses, on the rank with the last stage.
         num_tokens: Sum of the numbers of tokens that loss functions returned.
     """
 
-    def __init__(self, program: Program, call: ScheduleCall, communicator: P2PCommunicator) -> None:
-        self._call, self._communicator = call, communicator
+    def __init__(
+        self,
+        program: Program,
+        call: ScheduleCall,
+        communicator: P2PCommunicator,
+        groups: Sequence[Group],
+    ) -> None:
+        self._call, self._communicator, self._groups = call, communicator, groups
         self._rank, self._size = communicator.group.rank, communicator.group.size
         self._last = program.header.num_units - 1
         self._actions = program.ranks[self._rank]
@@ -100,17 +108,18 @@ class ScheduleRun:
         }
 
     def run(self) -> None:
-        """Run all actions; an error here ends the step on the other ranks of the pipeline, too."""
+        """Run all actions; an error here also ends the step on the ranks that wait for this one."""
         try:
             for action in self._actions:
                 self._table[action.kind](action, (action.unit, action.index))
             self._communicator.finish()
-        except CommError:
-            raise
         except BaseException as error:
-            text = f"stopped in a pipeline schedule: {type(error).__name__}: {error}"
-            group = self._communicator.group
-            group.abort(f"rank {group.ranks[group.rank]} {text}")
+            group, text = self._communicator.group, str(error)
+            if not isinstance(error, CommError):  # which names the first rank that failed
+                where = f"rank {group.ranks[group.rank]} stopped in a pipeline schedule"
+                text = f"{where}: {type(error).__name__}: {text}"
+            for waiting in self._groups:
+                waiting.abort(text)
             raise
         config, chunks = self._call.config, self._call.chunks
         if not self._call.forward_only and not self._sync_grads and len(chunks) == 1:

@@ -10,6 +10,7 @@ from torch import nn
 
 from braid.compat.megatron import parallel_state
 from braid.compat.megatron.failure import UnsupportedError, UsageError
+from braid.compat.megatron.groups import braid_group
 from braid.compat.megatron.model_parallel_config import check_served
 from braid.compat.megatron.pipeline_parallel.p2p_communication import (
     P2PCommunicator,
@@ -307,7 +308,8 @@ def _run(
         step, iterators, chunks, config, options, forward_only, first_val_step, *shapes
     )
     with timed(config, "forward-backward", log_level=1):
-        run = ScheduleRun(program, call, communicator)
+        waiting = [braid_group(group) for group in (groups.pp, groups.tp, groups.dp_cp)]
+        run = ScheduleRun(program, call, communicator, waiting)
         run.run()
         if config.finalize_model_grads_func is not None and not forward_only:
             per_token = getattr(config, "calculate_per_token_loss", False)
