@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -268,10 +269,14 @@ def _functions(vp: int | None) -> Any:
     if vp:
         config.param_sync_func = [lambda _, i=i: started.append(i) for i in range(vp)]
     recomputed: list[bool] = []
+    outputs: list[weakref.ref[torch.Tensor]] = []
 
     def step(data_iterator: Any, model: Any, recompute: bool) -> Any:
+        assert all(output() is None for output in outputs)  # freed, as they have been sent
         recomputed.append(recompute)
-        return gpt.forward_step(data_iterator, model)
+        output, loss = gpt.forward_step(data_iterator, model)
+        outputs.append(weakref.ref(output))
+        return output, loss
 
     gpt.run_schedule(chunks, NUMBERS, forward_step_func=step)
     assert not timers.running
