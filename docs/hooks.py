@@ -47,6 +47,7 @@ PACKAGES = (
     "braid.compat.horovod.torch.elastic",
     "braid.compat.horovod.fusion",
     "braid.compat.torchgpipe",
+    "braid.compat.torch_pipe",
     "braid.compat.megatron",
     "braid.compat.megatron.tensor_parallel",
     "braid.compat.megatron.pipeline_parallel",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from braid.compat import torchgpipe
+from braid.compat.torch_pipe import Pipe
 from braid.compat.torchgpipe import GPipe, is_checkpointing, is_recomputing
 from braid.compat.torchgpipe.balance import balance_by_size, balance_by_time
 from braid.compat.torchgpipe.balance.blockpartition import solve
@@ -98,6 +99,11 @@ def test_moving_is_denied_and_dtypes_change():
 def test_mistakes_have_the_exceptions_of_torchgpipe(make, error, text):
     with pytest.raises(error, match=text):
         make(nn.Sequential(nn.Linear(1, 1), nn.ReLU()))
+
+
+def test_torchs_pipe_without_rpc_names_the_missing_call():
+    with pytest.raises(RuntimeError, match=r"Please initialize RPC framework.*rpc.init_rpc\("):
+        Pipe(nn.Sequential(nn.Linear(1, 1)))
 
 
 def test_tuples_pass_and_shared_parameters_are_one_parameter():

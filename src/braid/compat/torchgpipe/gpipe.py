@@ -15,10 +15,6 @@ from braid.runtime.torch_internals import own_modules
 
 __all__ = ["BalanceError", "GPipe"]
 
-MOVING_DENIED = (
-    "a GPipe places its layers on its devices itself: move the module before you wrap it, or pass "
-    "devices="
-)
 CHECKPOINTS = ("always", "except_last", "never")
 
 
@@ -130,19 +126,25 @@ class GPipe(DevicePipeline):
         yield from chain.from_iterable(own_modules(part).values() for part in self.partitions)
 
     def cuda(self, device: Any = None) -> GPipe:  # noqa: ARG002 - the signature of modules
-        """Raise TypeError: a GPipe cannot be moved, since its stages are on different devices."""
-        raise TypeError(MOVING_DENIED)
+        """Raise TypeError: the model cannot be moved, since its stages are on different devices."""
+        raise self._moving_denied()
 
     def cpu(self) -> GPipe:
-        """Raise TypeError: a GPipe cannot be moved, since its stages are on different devices."""
-        raise TypeError(MOVING_DENIED)
+        """Raise TypeError: the model cannot be moved, since its stages are on different devices."""
+        raise self._moving_denied()
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
         """Change the dtype; raise TypeError for a device, since stages are on different devices."""
         moves = {"device", "tensor"} & set(kwargs)
         if moves or (args and isinstance(args[0], torch.device | int | str | torch.Tensor)):
-            raise TypeError(MOVING_DENIED)
+            raise self._moving_denied()
         return super().to(*args, **kwargs)
+
+    def _moving_denied(self) -> TypeError:
+        name = type(self).__name__
+        return TypeError(
+            f"a {name} places its layers on its devices itself: move the module before you wrap it"
+        )
 
 
 def _check_balance(balance: Sequence[int], num_layers: int) -> None:

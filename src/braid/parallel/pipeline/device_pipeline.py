@@ -120,13 +120,13 @@ class DevicePipeline(nn.Module):
         if not self.balance:
             return batch
         batch = map_tensors(batch, lambda x: x.to(self.devices[0]))
-        sizes = self._sizes_of(num_rows(batch))
+        sizes, batches = self._scatter(batch)
         if not sizes:
             msg = "a batch of 0 rows cannot be split into micro-batches: leave it out"
             raise ConfigError(msg)
         trains = torch.is_grad_enabled()
         run = _BatchRun(self, sizes, trains=trains)
-        pairs = [flatten(part) for part in scatter(batch, sizes)]
+        pairs = [flatten(part) for part in batches]
         tensors = [x for _, part_tensors in pairs for x in part_tensors]
         run.trees = [tree for tree, _ in pairs]
         run.counts = [len(part_tensors) for _, part_tensors in pairs]
@@ -138,7 +138,16 @@ class DevicePipeline(nn.Module):
         commit_batch_norms(self)
         rest = iter(outputs)
         parts = [unflatten(tree, [next(rest) for _ in range(count)]) for tree, count in run.results]
-        return gather(parts)
+        return self._gather(parts)
+
+    def _scatter(self, batch: Any) -> tuple[list[int], list[Any]]:
+        """Return the numbers of rows of the micro-batches, and the micro-batches."""
+        sizes = self._sizes_of(num_rows(batch))
+        return sizes, scatter(batch, sizes)
+
+    def _gather(self, outputs: list[Any]) -> Any:
+        """Return the outputs of micro-batches as the output of the batch."""
+        return gather(outputs)
 
     def _sizes_of(self, rows: int) -> list[int]:
         """Return the sizes of micro-batches."""
