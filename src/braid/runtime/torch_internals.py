@@ -11,7 +11,7 @@ error with the name, the version of torch, and the versions that have it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
@@ -58,11 +58,13 @@ __all__ = [
     "backward_hooks",
     "call_replaced",
     "call_with_hooks",
+    "changes_arguments",
     "compile_nothing",
     "current_graph_task",
     "current_node",
     "default_store",
     "disable_dynamo",
+    "draws_numbers",
     "end_coalescing",
     "end_with_future",
     "flash_attention",
@@ -310,6 +312,24 @@ active_ddp = _value("torch.nn.parallel.DistributedDataParallel._get_active_ddp_m
 # Functions and operators.
 
 Future: Any = _value("torch._C.Future")  # `then` makes it, not the subclass in torch.futures
+schema_of: Callable[[OpOverload], Any] = _attribute("torch.ops.aten.mm.default._schema")
+
+
+def changes_arguments(op: OpOverload) -> bool:
+    """Return whether an operator changes an argument in place."""
+    return bool(schema_of(op).is_mutable)
+
+
+def draws_numbers(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an operator draws random numbers (attention only for dropout)."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    known = schema_of(op).arguments
+    values = {argument.name: argument.default_value for argument in known}
+    values |= {argument.name: x for argument, x in zip(known, args, strict=False)} | dict(kwargs)
+    return values.get("dropout_p") != 0.0
+
+
 set_unwrap_function: Callable[[Any], Callable[[Callable[[Any], None]], None]]
 set_unwrap_function = _attribute("torch.futures.Future._set_unwrap_func")
 functions_of_nn: Any = _value("torch._C._nn")

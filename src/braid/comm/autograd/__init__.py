@@ -23,6 +23,7 @@ from braid.comm.autograd.recompute_plan import (
     least_budget,
     sqrt_segments,
 )
+from braid.comm.autograd.recompute_policy import MATMULS, CheckpointPolicy, RecomputePolicy
 from braid.comm.autograd.reductions import all_reduce, scan
 from braid.comm.autograd.rooted import broadcast, gather, reduce, scatter
 from braid.comm.autograd.sequential import checkpoint_sequential
@@ -31,11 +32,14 @@ from braid.comm.autograd.transfer import copy, wait
 
 __all__ = [
     "CPU_STREAM",
+    "MATMULS",
     "CPUStream",
+    "CheckpointPolicy",
     "LayerCost",
     "LiveTensors",
     "RecomputeError",
     "RecomputePlan",
+    "RecomputePolicy",
     "Segment",
     "Stream",
     "all_gather",

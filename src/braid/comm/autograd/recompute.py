@@ -29,7 +29,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import CodeType
@@ -41,6 +41,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from braid.comm.autograd.nested import flatten, unflatten
 from braid.comm.autograd.phony import phony
+from braid.comm.autograd.recompute_policy import RecomputePolicy, contexts_of
 from braid.comm.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import BraidError
 from braid.runtime import seeding
@@ -67,6 +68,7 @@ def checkpoint(
     preserve_rng_state: bool | Sequence[torch.Generator] = True,
     early_stop: bool = True,
     around: Around | None = None,
+    policy: RecomputePolicy | None = None,
     **kwargs: Any,
 ) -> Result:
     """Call `function` and save only its arguments for backward, which calls it again.
@@ -88,12 +90,15 @@ def checkpoint(
             release resources.
         around: Function `around(again)` that returns a context manager for each run; `again` is
             False in forward.
+        policy: Policy of results that are kept as well, or a list of operators with kept results;
+            see `recompute_policy`. Then only one backward can run through the result.
         kwargs: Keyword arguments, as args.
 
     Returns:
         The result of `function`. Without grad mode this is an ordinary call.
 
     Raises:
+        ConfigError: The policy is neither a function nor a list of operators.
         RecomputeError: In backward: the function saved other tensors, or a parameter was changed in
             place.
 
@@ -106,6 +111,8 @@ def checkpoint(
         generators = generators_of(tensors) if preserve_rng_state else []
     else:
         generators = list(preserve_rng_state)
+    if policy is not None:
+        around = _with_policy(around, policy)
     call = _CheckpointedCall(
         function, tree, tensors, RngAndAutocast(generators), around, early_stop=early_stop
     )
@@ -113,6 +120,19 @@ def checkpoint(
         result = function(*args, **kwargs)
     call.complete = True
     return result
+
+
+def _with_policy(around: Around | None, policy: RecomputePolicy) -> Around:
+    """Return `around` with the contexts of a policy inside."""
+    contexts = contexts_of(policy)
+
+    @contextlib.contextmanager
+    def both(again: bool) -> Iterator[None]:
+        outer = contextlib.nullcontext() if around is None else around(again)
+        with outer, contexts[again]:
+            yield
+
+    return both
 
 
 class _Stop(BaseException):

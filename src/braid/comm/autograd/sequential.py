@@ -10,6 +10,7 @@ from torch import nn
 
 from braid.comm.autograd.recompute import Around, checkpoint
 from braid.comm.autograd.recompute_plan import RecomputePlan, equal_segments
+from braid.comm.autograd.recompute_policy import RecomputePolicy
 
 __all__ = ["checkpoint_sequential"]
 
@@ -22,6 +23,7 @@ def checkpoint_sequential(
     preserve_rng_state: bool | Sequence[torch.Generator] = True,
     early_stop: bool = True,
     around: Around | None = None,
+    policy: RecomputePolicy | None = None,
 ) -> Any:
     """Call `functions` in sequence, recomputing the segments that `plan` selects.
 
@@ -33,6 +35,7 @@ def checkpoint_sequential(
         preserve_rng_state: As for `checkpoint`.
         early_stop: As for `checkpoint`.
         around: As for `checkpoint`.
+        policy: As for `checkpoint`, for each recomputed segment.
 
     Returns:
         The result of the last layer.
@@ -55,6 +58,7 @@ def checkpoint_sequential(
                 preserve_rng_state=preserve_rng_state,
                 early_stop=early_stop,
                 around=around,
+                policy=policy,
             )
         else:
             x = segment(x)

@@ -35,13 +35,15 @@ from torch import nn
 
 from braid.comm.autograd import phony
 from braid.comm.autograd.nested import flatten, map_tensors, unflatten
+from braid.comm.autograd.recompute_policy import RecomputePolicy
 from braid.comm.autograd.streams import Stream, current_stream, default_stream, wait_stream
 from braid.errors import ConfigError, raise_all
-from braid.parallel.pipeline.cutting import edges_of, layers_of
+from braid.parallel.pipeline.cutting import edges_of, layers_of, noting
 from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_norms
 from braid.parallel.pipeline.executor import Executor
 from braid.parallel.pipeline.local_carrier import ActionSpan, LocalCarrier, LocalWire
 from braid.parallel.pipeline.microbatches import gather, num_rows, scatter, sizes_of
+from braid.parallel.pipeline.recomputing import check_recompute_policy
 from braid.parallel.pipeline.stage import Layer, Stage
 from braid.parallel.pipeline.workers import Workers
 from braid.programs.schedule.pipeline import RECOMPUTE_MODES, forward_only, gpipe, with_recompute
@@ -64,13 +66,17 @@ class DevicePipeline(nn.Module):
         num_microbatches: Number of micro-batches of a batch; fewer if it has fewer rows.
         recompute: Micro-batches whose layers run again in backward: `always`, `except_last` or
             `never`.
+        recompute_policy: Policy of results that are kept and not computed again, or a list of
+            operators with kept results, such as matrix products; see
+            `braid.comm.autograd.recompute_policy`.
         deferred_batch_norm: Whether running statistics are updated once per batch; see
             `DeferredBatchNorm`.
 
     Attributes:
         partitions: Layers of each stage, under their names.
         balance, devices: Arguments.
-        num_microbatches, recompute: Arguments; they may be changed between batches.
+        num_microbatches, recompute, recompute_policy: Arguments; they may be changed between
+            batches.
         spans: List to which the next forward and backward add an `ActionSpan` per action; None to
             record nothing.
 
@@ -87,12 +93,13 @@ class DevicePipeline(nn.Module):
         balance: Sequence[int],
         num_microbatches: int = 1,
         recompute: str = "except_last",
+        recompute_policy: RecomputePolicy | None = None,
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
         self.balance = list(balance)
         self.num_microbatches = num_microbatches
-        self.recompute = recompute
+        self.recompute, self.recompute_policy = recompute, recompute_policy
         self.spans: list[ActionSpan] | None = None
         self.devices = [_device_of(device) for device in devices][: len(self.balance)]
         self._check(len(layers))
@@ -173,6 +180,8 @@ class DevicePipeline(nn.Module):
             problems.append(
                 f"recompute must be one of {', '.join(RECOMPUTE_MODES)}, got {self.recompute!r}"
             )
+        with noting(problems):
+            check_recompute_policy(self.recompute_policy, self.recompute)
         raise_all(problems)
 
     def _parts(self) -> list[list[Layer]]:
@@ -225,8 +234,11 @@ class _BatchRun:
         seed = int(torch.randint(2**62, (), device="cpu")) if owner.training else 0
         ends = accumulate(sizes, initial=0)
         self._draws = [Draws(seed, 0, range(*pair)) for pair in pairwise(ends)]
+        edges, policy = owner._edges, owner.recompute_policy  # noqa: SLF001
         self._executors = [
-            Executor(program, LocalCarrier(wire, rank), {rank: Stage(rank, part, owner._edges)})  # noqa: SLF001
+            Executor(
+                program, LocalCarrier(wire, rank), {rank: Stage(rank, part, edges, policy=policy)}
+            )
             for rank, part in enumerate(owner._parts())  # noqa: SLF001
         ]
 

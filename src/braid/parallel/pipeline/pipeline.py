@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.comm import Group
+from braid.comm.autograd.recompute_policy import RecomputePolicy
 from braid.errors import CommError, ConfigError, raise_all
 from braid.parallel.gradients.exact_norm import clip_counted_
 from braid.parallel.graph import CapturedGraph
@@ -42,6 +43,7 @@ from braid.parallel.pipeline.deferred_batch_norm import commit_batch_norms
 from braid.parallel.pipeline.executor import Executor
 from braid.parallel.pipeline.messages import Messages
 from braid.parallel.pipeline.microbatches import gather, num_rows, scatter, sizes_of
+from braid.parallel.pipeline.recomputing import check_recompute_policy
 from braid.parallel.pipeline.replicas import Replicas
 from braid.parallel.pipeline.stage import Stage
 from braid.parallel.pipeline.tied import TiedParams
@@ -89,6 +91,9 @@ class Pipeline(nn.Module):
         recompute: Micro-batches whose layers run again in backward, so that a stage keeps their
             inputs only: `always`, `except_last` or `never`. An integer k checkpoints every k
             layers.
+        recompute_policy: Policy of results that are kept and not computed again, or a list of
+            operators with kept results, such as matrix products; see
+            `braid.comm.autograd.recompute_policy`.
         deferred_batch_norm: Whether running statistics of BatchNorm are updated once per batch
             instead of once per micro-batch; see `DeferredBatchNorm`.
         seed: Seed of the layers' random numbers, such as dropout. They depend on the seed, the
@@ -117,6 +122,7 @@ class Pipeline(nn.Module):
         group: Group,
         replicas: Group | None = None,
         recompute: str | int = "never",
+        recompute_policy: RecomputePolicy | None = None,
         deferred_batch_norm: bool = False,
         seed: int = 0,
     ) -> None:
@@ -134,6 +140,8 @@ class Pipeline(nn.Module):
         with noting(problems):
             self._recompute, every = _recompute_of(recompute)
         with noting(problems):
+            check_recompute_policy(recompute_policy, recompute)
+        with noting(problems):
             self._homes = stage_ranks(self._make(group.size, num_microbatches))
         with noting(problems):
             num_stages = max(len(self._homes), 1)
@@ -147,7 +155,7 @@ class Pipeline(nn.Module):
         table.compare(group, arguments)
         self._tied = TiedParams(parts, self._homes, group)
         self.stages = {
-            stage: Stage(stage, part, edges, every=every)
+            stage: Stage(stage, part, edges, every=every, policy=recompute_policy)
             for stage, part in enumerate(parts)
             if self._homes[stage] == group.rank
         }

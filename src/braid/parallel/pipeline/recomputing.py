@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-__all__ = ["CHECKPOINTING", "RECOMPUTING", "is_checkpointing", "is_recomputing"]
+from braid.comm.autograd.recompute_policy import RecomputePolicy, check_policy
+from braid.errors import ConfigError
+
+__all__ = [
+    "CHECKPOINTING",
+    "RECOMPUTING",
+    "check_recompute_policy",
+    "is_checkpointing",
+    "is_recomputing",
+]
 
 CHECKPOINTING: ContextVar[bool] = ContextVar("braid_checkpointing", default=False)
 RECOMPUTING: ContextVar[bool] = ContextVar("braid_recomputing", default=False)
@@ -21,3 +30,20 @@ def is_checkpointing() -> bool:
 def is_recomputing() -> bool:
     """Return whether the running forward recomputes an earlier one."""
     return RECOMPUTING.get()
+
+
+def check_recompute_policy(policy: RecomputePolicy | None, recompute: str | int) -> None:
+    """Check a pipeline's policy of recomputation.
+
+    Raises:
+        ConfigError: The policy is not one, or nothing is recomputed.
+    """
+    if policy is None:
+        return
+    check_policy(policy)
+    if recompute == "never":
+        msg = (
+            'recompute_policy has no effect with recompute="never": pass recompute="always", '
+            '"except_last" or a number of layers'
+        )
+        raise ConfigError(msg)

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from braid.comm.autograd import checkpoint
 from braid.comm.autograd.nested import map_tensors, tensors_in
+from braid.comm.autograd.recompute_policy import RecomputePolicy, contexts_of
 from braid.comm.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import ConfigError, InternalError
 from braid.parallel.gradients.weight_versions import WeightVersion, WeightVersions
@@ -82,6 +83,7 @@ class _ForwardArguments(NamedTuple):
     draws: Draws | None
     generators: RngAndAutocast | None
     buffers: Mapping[tuple[nn.Module, str], torch.Tensor]
+    kept: AbstractContextManager[Any] = nullcontext()  # of the recomputation, with kept results
 
 
 class _Pass(NamedTuple):
@@ -111,6 +113,8 @@ class Stage:
         edges: Skip connections of the model that begin or end at this stage.
         every: Number of layers per checkpoint, which are recomputed in backward; 0 to save all
             tensors.
+        policy: Policy of results that are kept and not computed again; see
+            `braid.comm.autograd.recompute_policy`.
         versions: Versions of the weights, for asynchronous pipelines; None for one version.
     """
 
@@ -121,13 +125,14 @@ class Stage:
         edges: Sequence[Edge] = (),
         *,
         every: int = 0,
+        policy: RecomputePolicy | None = None,
         versions: WeightVersions | None = None,
     ) -> None:
         self.index = index
         self.layers = tuple(layers)
         self.stashes = tuple(edge for edge in edges if edge.source == index)
         self.pops = tuple(edge for edge in edges if edge.target == index)
-        self._every = every
+        self._every, self._policy = every, policy
         self._versions = versions
         self._changes_input = _begins_in_place(self.layers)
         self._passes: dict[int, _Pass] = {}
@@ -171,13 +176,17 @@ class Stage:
         value = map_tensors(value, _cut_off)
         generators = RngAndAutocast(generators_of(list(tensors_in(value)))) if drops else None
         weights = self._versions.use(version) if self._versions and version >= 0 else None
+        keeping: AbstractContextManager[Any] = nullcontext()
         arguments = _ForwardArguments(weights, value, popped, draws, generators, {})
+        if drops and self._policy is not None:
+            keeping, kept = contexts_of(self._policy)
+            arguments = arguments._replace(kept=kept)
         again = drops or (keeps and self._every)
         if again:
             arguments = arguments._replace(buffers=self._copies_of_buffers())
         versions = [version_of(x) for x in tensors_in((arguments.value, popped))]
         noting = self._noting_buffers() if again else nullcontext()
-        with torch.set_grad_enabled(keeps), noting, _dropping(drops=drops):
+        with torch.set_grad_enabled(keeps), noting, _dropping(drops=drops), keeping:
             value, stashed = self._run(arguments)
         if again and versions != [version_of(x) for x in tensors_in((arguments.value, popped))]:
             msg = (
@@ -202,7 +211,8 @@ class Stage:
         """
         arguments = self._passes[microbatch].arguments
         assert arguments.generators is not None, "its forward has dropped what it saved"
-        with torch.enable_grad(), self._recomputing(arguments), arguments.generators.again():
+        again = self._recomputing(arguments)
+        with torch.enable_grad(), again, arguments.generators.again(), arguments.kept:
             value, stashed = self._run(arguments)
         self._passes[microbatch] = self._pass_of(arguments, value, stashed)
         return value
@@ -299,7 +309,7 @@ class Stage:
             with self._recomputing(arguments) if again else nullcontext(), use_skips(skips):
                 yield
 
-        return checkpoint(block, value, around=around)
+        return checkpoint(block, value, around=around, policy=self._policy)
 
     def _blocks(self) -> Iterator[tuple[Layer, ...]]:
         layers = iter(self.layers)

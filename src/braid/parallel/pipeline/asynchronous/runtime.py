@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.comm import Group
+from braid.comm.autograd.recompute_policy import RecomputePolicy
 from braid.errors import CommError, ConfigError
 from braid.parallel.gradients.weight_versions import WeightVersions
 from braid.parallel.graph import CapturedGraph
@@ -48,6 +49,7 @@ from braid.parallel.pipeline.cutting import (
 from braid.parallel.pipeline.executor import Executor
 from braid.parallel.pipeline.messages import Messages
 from braid.parallel.pipeline.microbatches import num_rows, scatter, sizes_of
+from braid.parallel.pipeline.recomputing import check_recompute_policy
 from braid.parallel.pipeline.replicas import Replicas
 from braid.parallel.pipeline.stage import Stage
 from braid.parallel.pipeline.wired import Wire
@@ -88,6 +90,7 @@ class AsynchronousPipeline(nn.Module):
             For 2bw, at least the number of stages.
         balance: Number of layers of each stage; None for a partition of equal sizes.
         recompute: Micro-batches whose layers run again in backward; see `braid.Pipeline`.
+        recompute_policy: Policy of operators that do not run again; see `braid.Pipeline`.
         seed: Seed of the layers' random numbers.
 
     Attributes:
@@ -118,6 +121,7 @@ class AsynchronousPipeline(nn.Module):
         every: int = 1,
         balance: Sequence[int] | None = None,
         recompute: str = "never",
+        recompute_policy: RecomputePolicy | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -133,6 +137,7 @@ class AsynchronousPipeline(nn.Module):
             raise ConfigError(msg)
         self._counts, self._rule, self._every = counts, versions, every
         self._recompute, self._seed = recompute, seed
+        check_recompute_policy(recompute_policy, recompute)
         self.program(1)  # raises for invalid arguments
         parts = parts_of(self, layers, len(counts), balance)
         refuse_shared(parts)
@@ -161,7 +166,13 @@ class AsynchronousPipeline(nn.Module):
         params = dict.fromkeys(p for layer in own_layers for p in layer.module.parameters())
         self._params = trained_params(own_layers)
         self._versions = WeightVersions(params)
-        stage = Stage(self.stage, own_layers, edges_of(parts), versions=self._versions)
+        stage = Stage(
+            self.stage,
+            own_layers,
+            edges_of(parts),
+            policy=recompute_policy,
+            versions=self._versions,
+        )
         self._stages = {self.stage: stage}
         self._messages = Messages(group, next((p.device for p in params), torch.device("cpu")))
         alike = group.split(self.stage) if max(counts) > 1 else None
