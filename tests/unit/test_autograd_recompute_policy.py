@@ -13,22 +13,10 @@ from torch.nn import functional
 from braid.comm.autograd import MATMULS, CheckpointPolicy, checkpoint, checkpoint_sequential
 from braid.errors import ConfigError
 from braid.parallel.pipeline import DevicePipeline
-from braid.runtime.torch_internals import TorchDispatchMode
+from operators import Operators
 
 ADDMM = torch.ops.aten.addmm.default
 TANH = torch.ops.aten.tanh.default
-
-
-class Operators(TorchDispatchMode):
-    """Counts the operators that are executed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Block(nn.Module):

@@ -72,6 +72,7 @@ __all__ = [
     "flash_attention_backward_on_cpu",
     "flash_attention_on_cpu",
     "foreach_copy_",
+    "forward_hooks",
     "forward_pre_hooks",
     "function_modes",
     "functions_of_nn",
@@ -224,6 +225,8 @@ transient_buffers: Callable[[nn.Module], set[str]]
 transient_buffers = _attribute("torch.nn.Module._non_persistent_buffers_set")
 forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]]
 forward_pre_hooks = _attribute("torch.nn.Module._forward_pre_hooks")
+forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]]
+forward_hooks = _attribute("torch.nn.Module._forward_hooks")
 replica_of: Callable[[nn.Module], nn.Module]
 replica_of = _method("torch.nn.Module._replicate_for_data_parallel")
 call_with_hooks: Callable[[nn.Module], Callable[..., Any]]

@@ -12,6 +12,7 @@ from braid.comm.autograd.messages import exchange, recv, send
 from braid.comm.autograd.parts import all_gather, all_to_all, reduce_scatter
 from braid.comm.autograd.phony import phony
 from braid.comm.autograd.recompute import RecomputeError, checkpoint
+from braid.comm.autograd.recompute_layers import RecomputedLayers, recompute_layers
 from braid.comm.autograd.recompute_plan import (
     LayerCost,
     RecomputePlan,
@@ -40,6 +41,7 @@ __all__ = [
     "RecomputeError",
     "RecomputePlan",
     "RecomputePolicy",
+    "RecomputedLayers",
     "Segment",
     "Stream",
     "all_gather",
@@ -64,6 +66,7 @@ __all__ = [
     "least_budget",
     "measure",
     "phony",
+    "recompute_layers",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -113,7 +113,7 @@ def checkpoint(
         generators = list(preserve_rng_state)
     if policy is not None:
         around = _with_policy(around, policy)
-    call = _CheckpointedCall(
+    call = CheckpointedCall(
         function, tree, tensors, RngAndAutocast(generators), around, early_stop=early_stop
     )
     with saved_tensors_hooks(call.save, call.load), call.around(again=False):
@@ -161,7 +161,7 @@ class _Note(NamedTuple):
         return f"{name}{list(self.shape)} on {self.device} at {site}"
 
 
-class _Keep(torch.autograd.Function):
+class KeptTensors(torch.autograd.Function):
     """Autograd function that saves tensors through the hooks around it, with version checks."""
 
     @staticmethod
@@ -175,8 +175,17 @@ class _Keep(torch.autograd.Function):
         raise AssertionError
 
 
-class _CheckpointedCall:
-    """One checkpointed call, kept alive by the hooks of the graph's saved tensors."""
+class CheckpointedCall:
+    """One checkpointed call, kept alive by the hooks of the graph's saved tensors.
+
+    Args:
+        function: Function that runs again in backward.
+        tree: Its arguments, with placeholders instead of tensors.
+        tensors: Tensors of its arguments.
+        state: State of random generators and autocast.
+        around: See `checkpoint`.
+        early_stop: See `checkpoint`.
+    """
 
     def __init__(
         self,
@@ -191,32 +200,43 @@ class _CheckpointedCall:
         self.complete = False
         self._function = function
         self._tree = tree
-        named = function.named_parameters() if isinstance(function, nn.Module) else ()
-        self._parameters = [(name, parameter, _version(parameter)) for name, parameter in named]
+        self._parameters: list[tuple[str, nn.Parameter, int]] = []
+        if isinstance(function, nn.Module):
+            self.watch(function)
         self._requires_grad = [x.requires_grad for x in tensors]
         # keep the tensor: torch 2.10 frees a node's saved tensors if only the node itself is left
-        self._kept = _Keep.apply(phony(CPU, True), *[x.detach() for x in tensors])  # type: ignore[no-untyped-call]
+        self._kept = KeptTensors.apply(phony(CPU, True), *[x.detach() for x in tensors])  # type: ignore[no-untyped-call]
         self._state = state
         self._around = around
-        self._early_stop = early_stop
+        self.early_stop = early_stop
         self._slots: list[weakref.ref[_Slot]] = []
         self._notes: list[_Note] = []
+        self._num_again = self._last = 0  # of the running recomputation
         self._lock = threading.RLock()  # one backward may run on a thread per device
         self._pass = NO_PASS
         self._recomputed: weakref.WeakKeyDictionary[_Slot, torch.Tensor] = (
             weakref.WeakKeyDictionary()
         )
 
+    def watch(self, module: nn.Module) -> None:
+        """Refuse recomputation if parameters of a module are changed in place from now on."""
+        for name, parameter in module.named_parameters():
+            text = f"parameter {name} of {type(module).__name__}"
+            self._parameters.append((text, parameter, _version(parameter)))
+
     def around(self, *, again: bool) -> AbstractContextManager[object]:
+        """Return the context of a run."""
         return contextlib.nullcontext() if self._around is None else self._around(again)
 
     def save(self, x: torch.Tensor) -> _Slot:
+        """Return a slot for a tensor that the first run saves."""
         slot = _Slot()
         self._slots.append(weakref.ref(slot))
         self._notes.append(_note(x))
         return slot
 
     def load(self, slot: _Slot) -> torch.Tensor:
+        """Return the tensor of a slot; run the function again if it is empty."""
         with self._lock:
             # discard leftovers of another pass, which may have used other parameters
             # only this number identifies a backward pass
@@ -231,31 +251,32 @@ class _CheckpointedCall:
     def _run_again(self) -> None:
         for name, parameter, version in self._parameters:
             if _version(parameter) != version:
-                changed = f"parameter {name} of {type(self._function).__name__}"
-                raise RecomputeError(_changed(changed, version, _version(parameter)))
-        last = max(index for index, slot in enumerate(self._slots) if slot() is not None)
-        num_saved = 0
-
-        def save(x: torch.Tensor) -> torch.Tensor:
-            nonlocal num_saved
-            index, num_saved = num_saved, num_saved + 1
-            if index < len(self._notes):
-                self._fill(index, x)
-            if index == last and self._early_stop:
-                raise _Stop
-            return x.detach()
-
-        kept = zip(self._kept.grad_fn.saved_tensors, self._requires_grad, strict=True)
-        args, kwargs = unflatten(self._tree, [x.detach().requires_grad_(g) for x, g in kept])
+                raise RecomputeError(_changed(name, version, _version(parameter)))
+        self._last = max(index for index, slot in enumerate(self._slots) if slot() is not None)
+        self._num_again = 0
         with (
             contextlib.suppress(_Stop),
             self._state.again(),
             torch.enable_grad(),
-            saved_tensors_hooks(save, lambda x: x),
+            saved_tensors_hooks(self.save_again, lambda x: x),
             self.around(again=True),
         ):
-            self._function(*args, **kwargs)
-        self._check_count(num_saved, last)
+            self._call_again()
+        self._check_count(self._num_again, self._last)
+
+    def _call_again(self) -> None:
+        kept = zip(self._kept.grad_fn.saved_tensors, self._requires_grad, strict=True)
+        args, kwargs = unflatten(self._tree, [x.detach().requires_grad_(g) for x, g in kept])
+        self._function(*args, **kwargs)
+
+    def save_again(self, x: torch.Tensor) -> torch.Tensor:
+        """Fill the next slot with a tensor that the recomputation saves."""
+        index, self._num_again = self._num_again, self._num_again + 1
+        if index < len(self._notes):
+            self._fill(index, x)
+        if index == self._last and self.early_stop:
+            raise _Stop
+        return x.detach()
 
     def _fill(self, index: int, x: torch.Tensor) -> None:
         before = self._notes[index]
@@ -276,7 +297,7 @@ class _CheckpointedCall:
     def _check_count(self, num_saved: int, last: int) -> None:
         expected = len(self._notes)
         # if a gradient is computed inside the function, only a part of it runs again
-        part = self._early_stop or not self.complete
+        part = self.early_stop or not self.complete
         if num_saved > last if part else num_saved == expected:
             return
         missing = (
