@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from braid.comm.autograd import checkpoint, recompute_layers
 from braid.errors import BraidError, ConfigError
 from braid.parallel.pipeline import DevicePipeline
 from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm
@@ -226,6 +228,49 @@ def test_dropout_follows_the_seed_and_not_the_micro_batches():
     with torch.random.fork_rng():
         assert torch.equal(output(4, 0), output(3, 0))
         assert not torch.equal(output(4, 0), output(4, 1))
+
+
+class Checkpoints(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+
+    def drop(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(torch.tanh(self.linear(x)), 0.5)
+        return x * torch.rand_like(x).sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(x, 0.2)
+        if self.how == "torch":
+            return torch_checkpoint(self.drop, x, use_reentrant=False)
+        return checkpoint(self.drop, x) if self.how == "braid" else self.drop(x)
+
+
+def gradients_with(how: str, recompute: str = "never") -> list[torch.Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Checkpoints(how) for _ in range(4)))
+        if how == "layers":
+            recompute_layers(model, 4)
+        pipeline = DevicePipeline(
+            model, ["cpu"] * 2, balance=[2, 2], num_microbatches=2, recompute=recompute
+        )
+        pipeline(batch()).sum().backward()
+    return [param.grad for param in pipeline.parameters()]
+
+
+@pytest.mark.parametrize("how", ["braid", "layers"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_checkpoint_inside_of_a_layer_repeats_the_random_numbers(how, recompute):
+    found = gradients_with(how, recompute)
+    assert all(map(torch.equal, found, gradients_with("plain")))
+
+
+def test_torchs_checkpoint_with_dropout_inside_of_a_layer_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"use braid.comm.autograd.checkpoint there, or recompute="
+    ):
+        gradients_with("torch")
 
 
 def test_stages_work_at_the_same_time_and_in_the_order_of_micro_batches():

@@ -1,7 +1,8 @@
-"""Save and restore the random generators and the autocast state that a function depends on.
+"""Save and restore the random numbers and the autocast state that a function depends on.
 
 A function that runs a second time computes the same only if it draws the same random numbers and
-uses the same autocast settings.
+uses the same autocast settings. In a layer of a pipeline, random numbers do not come from
+generators (`braid.runtime.seeding`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from braid.runtime.seeding.keyed import numbers_from_now
+
 __all__ = ["RngAndAutocast", "generators_of"]
 
 
 class RngAndAutocast:
-    """State of random generators and autocast at the time of construction.
+    """State of random numbers and autocast at the time of construction.
 
     Args:
         generators: Generators to save.
@@ -23,6 +26,7 @@ class RngAndAutocast:
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self._generators = generators
+        self._numbers = numbers_from_now()
         self._states = [generator.get_state() for generator in generators]
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -38,6 +42,7 @@ class RngAndAutocast:
             for generator, state in zip(self._generators, self._states, strict=True):
                 generator.set_state(state)
             with contextlib.ExitStack() as stack:
+                stack.enter_context(self._numbers())
                 for kind, enabled, dtype in self._autocast:
                     cast = torch.autocast(
                         kind, dtype=dtype, enabled=enabled, cache_enabled=self._cached

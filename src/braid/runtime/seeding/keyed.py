@@ -14,20 +14,25 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FunctionType
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as _torch_checkpoint
 
+from braid.errors import ConfigError
 from braid.runtime.seeding.philox import uniform
+from braid.runtime.torch_internals import function_modes
 
-__all__ = ["Draws", "key_of"]
+__all__ = ["Draws", "key_of", "numbers_from_now"]
 
 Tensor = torch.Tensor
+CHECKPOINT_FILE = _torch_checkpoint.__file__
 # torch's functions, with the number of last dimensions whose elements are dropped together
 DROPOUT: dict[Callable[..., Any], int] = {
     functional.dropout: 0,
@@ -110,6 +115,29 @@ class Draws:
             yield
 
 
+def numbers_from_now() -> Callable[[], AbstractContextManager[Any]]:
+    """Return a function that returns contexts, in which the random numbers from now are repeated.
+
+    Outside of `Draws.layer` the contexts do nothing.
+    """
+    current = next((mode for mode in reversed(function_modes()) if type(mode) is _LayerDraws), None)
+    return nullcontext if current is None else current.copy().copy
+
+
+def _refuse_checkpoint() -> None:
+    """Raise inside of torch's checkpoint, which calls layers again without their mode."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to see the callers
+    while frame is not None:
+        if frame.f_code.co_filename == CHECKPOINT_FILE:
+            msg = (
+                "a layer draws random numbers, such as dropout, inside of torch.utils.checkpoint, "
+                "which would draw other numbers in backward: use braid.comm.autograd.checkpoint "
+                "there, or recompute= of the pipeline"
+            )
+            raise ConfigError(msg)
+        frame = frame.f_back
+
+
 class _LayerDraws(TorchFunctionMode):
     def __init__(self, key: tuple[int, int, str], samples: range) -> None:
         super().__init__()
@@ -117,6 +145,13 @@ class _LayerDraws(TorchFunctionMode):
         self._samples = samples
         self._num_drops = 0
         self._generators: dict[torch.device, torch.Generator] = {}
+
+    def copy(self) -> _LayerDraws:
+        """Return a mode that draws the same numbers from now on."""
+        twin = _LayerDraws(self._key, self._samples)
+        twin._num_drops = self._num_drops
+        twin._generators = {device: g.clone_state() for device, g in self._generators.items()}
+        return twin
 
     def __torch_function__(
         self,
@@ -144,6 +179,7 @@ class _LayerDraws(TorchFunctionMode):
 
     def _generator(self, device: torch.device | str | None) -> torch.Generator:
         device = torch.get_default_device() if device is None else torch.device(device)
+        _refuse_checkpoint()
         if device not in self._generators:
             first = self._samples.start
             generator = torch.Generator(device).manual_seed(key_of(*self._key, first) >> 1)
@@ -171,6 +207,7 @@ class _LayerDraws(TorchFunctionMode):
 
         Rows are samples; if the elements cannot be divided evenly, all belong to the first sample.
         """
+        _refuse_checkpoint()
         self._num_drops += 1
         key, samples = key_of(*self._key, self._num_drops), self._samples
         if not samples or shape.numel() % len(samples):
