@@ -133,7 +133,8 @@ def test_a_pipeline_trains_like_one_process_and_is_resumed_without_one(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "recompute"), [("pp=2,dp=2", "never"), ("dp=2,pp=1", "never"), ("pp=2,dp=1", "2")]
+    ("mesh", "recompute"),
+    [("pp=2,dp=2", "never"), ("dp=2,pp=1", "never"), ("pp=2,dp=1", "2"), ("pp=2,dp=1", "speed")],
 )
 def test_replicas_of_a_pipeline_train_like_one_process(world, config, mesh, recompute):
     piped = replace(config, mesh=mesh, recompute=recompute, model="mini", steps=3, microbatches=2)
@@ -145,6 +146,16 @@ def test_replicas_of_a_pipeline_train_like_one_process(world, config, mesh, reco
     losses = [loss for _, loss in expected.losses]
     assert [loss for _, loss in curves[0].losses] == pytest.approx(losses, rel=1e-4)
     assert curves[0].kinds == ["start", "eval", "checkpoint", "sample", "end"]
+
+
+@pytest.mark.parametrize(("recompute", "shard"), [("memory", 0), ("memory", 3), ("speed", 0)])
+def test_recomputed_blocks_train_with_the_bits_of_a_plain_run(world, config, recompute, shard):
+    plain = replace(config, model="mini", steps=3, shard=shard)
+    expected, *_ = world(2, train, plain)
+    again = replace(plain, recompute=recompute, log_dir=config.log_dir + "-again")
+    found, *_ = world(2, train, again)
+    assert found.losses == expected.losses
+    assert found.kinds == expected.kinds
 
 
 @pytest.mark.parametrize(
@@ -193,8 +204,18 @@ def test_a_mesh_that_cannot_be_trained_on_is_refused(config, mesh, ranks, text, 
         replace(config, schedule="zbv").check_ranks(2)
     with pytest.raises(ConfigError, match="--recompute always needs a pipeline"):
         replace(config, recompute="always").check_ranks(2)
-    with pytest.raises(ConfigError, match="recompute must be one of always"):
+    with pytest.raises(ConfigError, match=r"recompute must be one of always.*, memory, speed or a"):
         replace(config, recompute="often")
+    with pytest.raises(ConfigError, match="--recompute memory is for training without --mesh"):
+        replace(config, recompute="memory", mesh="pp=2").check_ranks(2)
+    with pytest.raises(ConfigError, match="--recompute speed needs a pipeline"):
+        replace(config, recompute="speed", mesh="tp=2").check_ranks(2)
+    with pytest.raises(
+        ConfigError, match=r"--versions stash needs --recompute always.*, got memory"
+    ):
+        replace(config, recompute="memory", versions="stash")
+    with pytest.raises(ConfigError, match="--strategy ps does not go together with --recompute"):
+        replace(config, recompute="memory", strategy="ps")
     with pytest.raises(ConfigError, match="zbv on 4 ranks has 8 stages, and tiny has 4 layers"):
         replace(config, schedule="zbv", mesh="pp=4").check_ranks(4)
     with pytest.raises(ConfigError, match="choose one of gpipe, 1f1b"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple, get_args
+from typing import Annotated, get_args
 
 import msgspec
 
@@ -18,37 +18,12 @@ from braid.programs.sampling import share_of
 from braid.programs.schedule.files import check_schedule, schedule_named
 from braid.programs.schedule.pipeline import RECOMPUTE_MODES, VersionRule
 from braid.runtime.option_types import DeviceName, DtypeName, Number, RateRuleName, shown_as
+from braid.train.model_sizes import MODELS, ModelSize
 
 __all__ = ["MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
 
 
-class ModelSize(NamedTuple):
-    """Size of a GPT.
-
-    Attributes:
-        layers: Number of blocks.
-        width: Width of the residual stream.
-        heads: Number of attention heads; divides the width.
-    """
-
-    layers: int
-    width: int
-    heads: int
-
-
-# The tables of GPT-2 (Radford et al., 2019), and smaller ones that a laptop trains in
-# minutes. The vocabulary is bytes, so the embedding has 256 rows and "gpt2" has 86 million
-# parameters instead of 124.
-MODELS = {
-    "tiny": ModelSize(2, 64, 4),
-    "mini": ModelSize(4, 128, 4),
-    "small": ModelSize(6, 256, 8),
-    "medium": ModelSize(8, 512, 8),
-    "gpt2": ModelSize(12, 768, 12),
-    "gpt2-medium": ModelSize(24, 1024, 16),
-    "gpt2-large": ModelSize(36, 1280, 20),
-}
-
+RECOMPUTES = (*RECOMPUTE_MODES, "memory", "speed")
 MEASURED = ("time", "size")  # measured costs that can balance the stages
 
 
@@ -85,7 +60,8 @@ class TrainConfig:
         balance: Division of the layers over the stages of a pipeline: time or size (measured), or
             the number of layers of each stage, such as 3,4,3 (default: as even as possible).
         recompute: Micro-batches that recompute activations in backward to save memory: always,
-            except_last, never, or the number of layers between two stored activations.
+            except_last, never, or the number of layers between two stored activations; speed keeps
+            results of matrix products. Without --mesh memory or speed, for segments of blocks.
         versions: Train on an asynchronous pipeline, which steps without waiting: stash,
             vertical_sync or 2bw (PipeDream) chooses the weight versions. Without --mesh, each of
             -n ranks (default: 2) is a stage.
@@ -187,9 +163,9 @@ class TrainConfig:
                 f"{self.balance!r}"
             )
         is_number = self.recompute.isdecimal() and int(self.recompute) > 0
-        if self.recompute not in RECOMPUTE_MODES and not is_number:
+        if self.recompute not in RECOMPUTES and not is_number:
             problems.append(
-                f"recompute must be one of {', '.join(RECOMPUTE_MODES)} or a number of layers > 0, "
+                f"recompute must be one of {', '.join(RECOMPUTES)} or a number of layers > 0, "
                 f"got {self.recompute!r}"
             )
         if self.shard not in {0, 1, 2, 3}:
@@ -213,7 +189,7 @@ class TrainConfig:
                 for name, default in options.items()
                 if getattr(self, name) != default
             ]
-        others = {"mesh": "", "shard": 0, "reference_shards": 0}
+        others = {"mesh": "", "shard": 0, "reference_shards": 0, "recompute": "never"}
         problems = [
             f"--strategy ps does not go together with --{name.replace('_', '-')}"
             for name, default in others.items()
@@ -266,7 +242,10 @@ class TrainConfig:
             if getattr(self, name) != default
         ]
         if self.recompute not in RECOMPUTE_MODES:
-            problems.append(f"--versions {self.versions} needs a mode of --recompute, not a number")
+            problems.append(
+                f"--versions {self.versions} needs --recompute {', '.join(RECOMPUTE_MODES)}, got "
+                f"{self.recompute}"
+            )
         return problems
 
     @property
@@ -328,6 +307,11 @@ class TrainConfig:
     def is_on_mesh(self) -> bool:
         """Whether several ranks form a replica, or a one-stage pipeline accumulates gradients."""
         return "pp" in self._axes or self.num_tensor_ranks * self.num_sequence_ranks > 1
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether segments of the blocks are recomputed in a model that no mesh divides."""
+        return self.recompute in {"memory", "speed"} and not self.is_on_mesh
 
     @property
     def num_tensor_ranks(self) -> int:
@@ -397,6 +381,9 @@ class TrainConfig:
     def _check_stages(self) -> None:
         """Check that every stage has a layer, and that pipeline options have a pipeline."""
         num_ranks = self.num_stage_ranks
+        if self.recompute == "memory" and "pp" in self.mesh:
+            msg = "--recompute memory is for training without --mesh: use a number of layers"
+            raise ConfigError(msg)
         if self.versions:
             self._check_versions()
         if num_ranks == 1 and len(self.meshes) > 1 and "pp" in self.mesh:
@@ -404,7 +391,7 @@ class TrainConfig:
         if num_ranks == 1:
             is_row = self.reference_shards or "pp" in self.mesh  # perhaps of one stage
             alone = () if is_row else (("versions", ""), ("balance", ""))
-            whole = () if "pp" in self.mesh else (("recompute", "never"),)
+            whole = () if "pp" in self.mesh or self.has_segments else (("recompute", "never"),)
             for name, default in (("schedule", "1f1b"), *whole, *alone):
                 value = getattr(self, name)
                 if value != default:

@@ -25,6 +25,7 @@ from braid.checkpoint import (
     restore_training,
 )
 from braid.comm import Group
+from braid.comm.autograd import recompute_layers
 from braid.comm.autograd.streams import current_stream, synchronize
 from braid.errors import BraidError, CheckpointError, ConfigError
 from braid.programs.sampling import OrderedSampler, SampleOrder
@@ -134,6 +135,9 @@ class Trainer:
             self._notes += (f"asynchronous pipeline ({config.versions}): {note}", *stages.ages)
             self._notes += (stages.note,) if stages.note else ()
             return stages
+        if config.has_segments:
+            layers = recompute_layers(self._model, config.recompute)
+            self._notes += (f"blocks in parentheses run again in backward: {layers.plan}",)
         if config.reference_shards:
             return ReferenceShards(self._model, windows, self._group, self._num_shards)
         if not config.is_on_mesh:

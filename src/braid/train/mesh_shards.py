@@ -14,6 +14,7 @@ import torch
 
 from braid.checkpoint import Snapshot
 from braid.comm import Group
+from braid.comm.autograd import MATMULS
 from braid.parallel.hybrid import HybridParallel
 from braid.train.config import TrainConfig
 from braid.train.gpt import GPT, mean_loss
@@ -86,6 +87,8 @@ class MeshShards:
         """Return the model on the mesh, built at the first call, after a possible resume."""
         if self._made is None:
             config, every = self._config, self._config.recompute
+            policy = MATMULS if every == "speed" else None
+            every = "always" if every == "speed" else every
             is_piped = "pp" in config.meshes[0].axes
             self._made = HybridParallel(
                 self._model,
@@ -96,6 +99,7 @@ class MeshShards:
                 schedule=config.schedule,
                 balance=self._balance,
                 recompute=int(every) if every.isdecimal() else every,
+                recompute_policy=policy,
                 seed=config.seed,
                 shard=config.shard,
             )
