@@ -15,6 +15,7 @@ from braid.compat.torch_pipe.checkpoint import is_recomputing
 from braid.compat.torch_pipe.pipe import PipeSequential
 from braid.compat.torch_pipe.skip import pop, skippable, stash
 from braid.compat.torch_pipe.utils import partition_model
+from braid.compat.torch_rpc import dist_autograd
 from rpc_nodes import first_of
 
 
@@ -173,11 +174,23 @@ def test_evaluation_and_an_empty_model_return_references():
     assert Pipe(nn.Sequential())(found).to_here() is found
 
 
-class Text(nn.Module):
+class Returns(nn.Module):
+    """Returns other things for the micro-batches 0 and 1."""
+
+    def __init__(self, *values: Any) -> None:
+        super().__init__()
+        self.values = values
+
     def forward(self, x: torch.Tensor) -> Any:
-        return x if x[0, 0] else "zero"
+        return self.values[int(x[0, 0])]
 
 
+def returned(*values: Any) -> Any:
+    pipe = Pipe(nn.Sequential(Returns(*values)), 2, "never")
+    return pipe(torch.arange(2.0).view(2, 1)).local_value()
+
+
+ONE = torch.ones(1, 1)
 TWICE = nn.Linear(1, 1)
 SPLIT = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
 
@@ -195,11 +208,9 @@ SPLIT = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
         (lambda: Pipe(layers())(batch().to("meta")), ValueError, "first partition, cpu, got meta"),
         (lambda: Pipe(layers(), 4)(batch(4), batch(3)), RuntimeError, "inputs: 3 and 4: .*NoChunk"),
         (lambda: Pipe(layers(), 2)(batch(0)), ValueError, "a batch of 0 rows"),
-        (
-            lambda: Pipe(nn.Sequential(Text()), 2, "never")(torch.arange(2.0).view(2, 1)),
-            TypeError,
-            "outputs do not match, found: <class 'str'> and <class 'torch.Tensor'>",
-        ),
+        (lambda: returned("a", ONE), TypeError, "No tensors found in batch: 'a': return a tensor"),
+        (lambda: returned((ONE, 1), (ONE, "b")), TypeError, "found: <class 'int'> and <class 'str'>"),
+        (lambda: returned((ONE, 1), (ONE,)), TypeError, r"tuples of different lengths, \[2, 1\]"),
         (lambda: partition_model(layers(), [1, 1]), ValueError, r"\[1, 1\] must add up to the 4"),
     ],
 )  # fmt: skip
@@ -212,3 +223,13 @@ def test_partition_model_makes_stages_by_balance():
     model = partition_model(layers(), [1, 3], ["cpu", "cpu"])
     assert [len(part) for part in model] == [1, 3]
     assert [len(part) for part in Pipe(model).partitions] == [1, 3]
+
+
+def test_a_distributed_backward_adds_to_the_gradients_of_the_parameters():
+    model, plain = Pipe(layers(), chunks=2), Pipe(layers(), chunks=2)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [model(batch()).to_here().sum()])
+        assert dist_autograd.get_gradients(context_id) == {}
+    plain(batch()).to_here().sum().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(param.grad, expected.grad) for param, expected in pairs)

@@ -90,21 +90,32 @@ def gather(outputs: Sequence[Any]) -> Any:
         A tensor or a tuple; other values than tensors become lists with a value per micro-batch.
 
     Raises:
-        TypeError: The micro-batches have outputs of different types.
+        TypeError: An output has no tensors, or the micro-batches have outputs of different types.
     """
-    kinds = list(dict.fromkeys(type(output) for output in outputs))
+    if all(isinstance(output, torch.Tensor) for output in outputs):
+        return _joined(outputs)
+    for output in outputs:
+        values = output if isinstance(output, tuple | list) else ()
+        if not any(isinstance(x, torch.Tensor) for x in values):
+            msg = (
+                f"No tensors found in batch: {output!r}: return a tensor, or a tuple with tensors, "
+                "for every micro-batch"
+            )
+            raise TypeError(msg)
+    lengths = [len(output) for output in outputs]
+    if len(set(lengths)) > 1:
+        msg = f"micro-batches returned tuples of different lengths, {lengths}: return equal lengths"
+        raise TypeError(msg)
+    return tuple(_joined(values) for values in zip(*outputs, strict=True))
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """Return one value of all micro-batches: a tensor, or a list."""
+    kinds = list(dict.fromkeys(map(type, values)))
     if len(kinds) > 1:
         msg = (
             "Types for microbatch outputs do not match, found: "
-            f"{' and '.join(str(kind) for kind in kinds)}"
+            f"{' and '.join(map(str, kinds))}: return the same type for every micro-batch"
         )
         raise TypeError(msg)
-    if isinstance(outputs[0], torch.Tensor):
-        return torch.cat(list(outputs))
-    if not isinstance(outputs[0], tuple):
-        return list(outputs)
-    if len({len(output) for output in outputs}) > 1:
-        lengths = [len(output) for output in outputs]
-        msg = f"micro-batches returned tuples of different lengths: {lengths}"
-        raise TypeError(msg)
-    return tuple(gather(values) for values in zip(*outputs, strict=True))
+    return torch.cat(list(values)) if isinstance(values[0], torch.Tensor) else list(values)
