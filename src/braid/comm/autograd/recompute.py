@@ -202,7 +202,7 @@ class CheckpointedCall:
         self._tree = tree
         self._parameters: list[tuple[str, nn.Parameter, int]] = []
         if isinstance(function, nn.Module):
-            self.watch(function)
+            self.register_parameters(function)
         self._requires_grad = [x.requires_grad for x in tensors]
         # keep the tensor: torch 2.10 frees a node's saved tensors if only the node itself is left
         self._kept = KeptTensors.apply(phony(CPU, True), *[x.detach() for x in tensors])  # type: ignore[no-untyped-call]
@@ -218,8 +218,8 @@ class CheckpointedCall:
             weakref.WeakKeyDictionary()
         )
 
-    def watch(self, module: nn.Module) -> None:
-        """Refuse recomputation if parameters of a module are changed in place from now on."""
+    def register_parameters(self, module: nn.Module) -> None:
+        """Register the parameters of a module, which must not change in place until backward."""
         for name, parameter in module.named_parameters():
             text = f"parameter {name} of {type(module).__name__}"
             self._parameters.append((text, parameter, _version(parameter)))

@@ -300,7 +300,7 @@ class _OpenSegment(CheckpointedCall):
             _RecordedCall(forward, tree, places, requires_grad, kept, state, loading)
         )
         self.early_stop &= not forward_hooks(forward.layer)  # they may have to end a call
-        self.watch(forward.layer)
+        self.register_parameters(forward.layer)
         self.complete = False
         with saved_tensors_hooks(self.save, self.load), saving:
             result = forward.plain(*args, **kwargs)
