@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
+from braid.comm.autograd import MATMULS
 from braid.errors import CommError, ConfigError
 from braid.launch.observe.timeline import read_timelines
 from braid.launch.observe.weight_versions import version_rows
@@ -82,7 +83,8 @@ def _train(group: Group, counts, rounds, options):
 def emulated(counts, rounds, options):
     model = layers()
     options = {"make_optimizer": SGD, **options}
-    options.pop("recompute", None)
+    for name in ("recompute", "recompute_policy"):
+        options.pop(name, None)
     emulation = Emulation(model, replicas=counts, **options)
     before_step = lower(emulation)
     losses = [
@@ -101,6 +103,7 @@ def emulated(counts, rounds, options):
         ((1, 1), [6, 1, 3], {}),
         ((1, 1), [6], {"make_optimizer": ADAMW}),
         ((1, 1), [5, 4], {"recompute": "always"}),
+        ((1, 1), [5, 4], {"recompute": "always", "recompute_policy": MATMULS}),
         ((1, 1, 1), [7], {}),
         ((1, 1, 1), [7, 2], {"versions": "vertical_sync"}),
         ((1, 1, 1), [9, 4], {"versions": "2bw", "every": 3}),
