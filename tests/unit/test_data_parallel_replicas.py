@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from braid.comm.autograd import checkpoint
+from braid.comm.autograd import checkpoint, recompute_layers
 from braid.comm.tensors.reduction import combine
 from braid.errors import ConfigError
 from braid.parallel.data_parallel.replicas.data_parallel import DataParallel, data_parallel
@@ -90,11 +90,18 @@ def _replaced_forward() -> nn.Module:
     return module
 
 
+def _recomputed() -> nn.Module:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(9)))
+    recompute_layers(module)
+    return module
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "branching": Branching,
     "recurrent": Recurrent,
     "parametrised": _spectral,
     "replaced forward": _replaced_forward,
+    "recomputed layers": _recomputed,
     "attention": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True),
     "bfloat16": lambda: Branching().bfloat16(),
 }
@@ -229,6 +236,8 @@ def test_replicas_use_their_own_parameters_by_whichever_way_they_are_reached():
     for replica in replicate(module, ["cpu", "cpu"]):
         assert replica.main is replica[0]
         assert replica[0].forward.__self__ is replica[0]
+    for replica in replicate(_recomputed(), ["cpu", "cpu"]):
+        assert all(layer.forward.layer is layer for layer in replica)
 
 
 def test_writing_back_leaves_a_module_alone_that_was_not_replicated():

@@ -20,6 +20,7 @@ the strategies; Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Me
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,7 @@ from braid.comm.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import ConfigError
 from braid.runtime.torch_internals import forward_hooks, own_modules, version_of
 
-__all__ = ["RecomputedLayers", "recompute_layers"]
+__all__ = ["LayerForward", "RecomputedLayers", "recompute_layers"]
 
 LISTS = nn.Sequential | nn.ModuleList
 
@@ -159,7 +160,7 @@ class RecomputedLayers:
     def __init__(
         self, layers: dict[str, nn.Module], plan: RecomputePlan, policy: RecomputePolicy | None
     ) -> None:
-        taken = [name for name, layer in layers.items() if isinstance(layer.forward, _LayerForward)]
+        taken = [name for name, layer in layers.items() if isinstance(layer.forward, LayerForward)]
         if taken:
             msg = (
                 f"layers {', '.join(taken)} are recomputed already: call remove() of the earlier "
@@ -178,9 +179,9 @@ class RecomputedLayers:
         self._forwards = []
         self._open: dict[int, _OpenSegment] = {}  # by thread
         for index, layer in enumerate(layers.values()):
-            if isinstance(layer.forward, _LayerForward):
+            if isinstance(layer.forward, LayerForward):
                 continue  # this layer occurs twice
-            self._forwards.append(_LayerForward(self, index, layer))
+            self._forwards.append(LayerForward(self, index, layer))
             layer.forward = self._forwards[-1]
 
     def remove(self) -> None:
@@ -190,7 +191,7 @@ class RecomputedLayers:
         self._forwards.clear()
         self._open.clear()
 
-    def call(self, forward: _LayerForward, args: Any, kwargs: Any) -> Any:
+    def call(self, forward: LayerForward, args: Any, kwargs: Any) -> Any:
         """Run the forward of a layer, and save its inputs at most."""
         again = _AGAIN.get()
         if again is not None and again.owner is self:
@@ -214,37 +215,47 @@ class RecomputedLayers:
         return f"RecomputedLayers({self.plan})"
 
 
-class _LayerForward:
+class LayerForward:
     """Replacement of a layer's forward; copies of the layer get a copy.
 
     Args:
         owner: Layers of the model.
         index: Number of the layer.
         layer: The layer.
+
+    Attributes:
+        replaced: Attribute `forward` of the layer before; None for the method of its class.
     """
 
     def __init__(self, owner: RecomputedLayers, index: int, layer: nn.Module) -> None:
         self.owner, self.index, self.layer = owner, index, layer
-        self._replaced = vars(layer).get("forward")  # not a method, which pickle finds by name
+        self.replaced = vars(layer).get("forward")  # not a method, which pickle finds by name
 
     @property
     def plain(self) -> Callable[..., Any]:
         """Forward of the layer without recomputation."""
-        return self._replaced or partial(type(self.layer).forward, self.layer)
+        return self.replaced or partial(type(self.layer).forward, self.layer)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """Function with the signature of the forward."""
         return self.plain
 
+    def with_copies(self, copy_of: Callable[[Any], Any]) -> LayerForward:
+        """Return the forward of a replica; `copy_of` returns the replica's copy of an attribute."""
+        twin = copy.copy(self)
+        twin.layer, twin.replaced = copy_of(self.layer), copy_of(self.replaced)
+        return twin
+
     def remove(self) -> None:
         """Undo the replacement."""
-        if self._replaced is None:
+        if self.replaced is None:
             del self.layer.forward
         else:
-            self.layer.forward = self._replaced
+            self.layer.forward = self.replaced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the layer."""
         return self.owner.call(self, args, kwargs)
 
 
@@ -261,7 +272,7 @@ class _RecordedCall(NamedTuple):
         loading: Context of the recomputation, with the kept results of operators.
     """
 
-    forward: _LayerForward
+    forward: LayerForward
     tree: Any
     places: list[int]
     requires_grad: list[bool]
@@ -286,7 +297,7 @@ class _OpenSegment(CheckpointedCall):
         """Return whether a layer of a segment comes after the last call."""
         return (number, index) == (self._number, self._calls[-1].forward.index + 1)
 
-    def run(self, forward: _LayerForward, args: Any, kwargs: Any) -> Any:
+    def run(self, forward: LayerForward, args: Any, kwargs: Any) -> Any:
         """Run a layer for the first time."""
         tree, tensors = flatten((args, kwargs))
         places = [self._place_of(x) for x in tensors]
@@ -308,7 +319,7 @@ class _OpenSegment(CheckpointedCall):
         self._outputs = [(weakref.ref(x), version_of(x)) for x in flatten(result)[1]]
         return result
 
-    def run_again(self, forward: _LayerForward, args: Any, kwargs: Any) -> Any:
+    def run_again(self, forward: LayerForward, args: Any, kwargs: Any) -> Any:
         """Run a layer for the second time, inside of `_call_again`."""
         call = next(call for call in self._calls if call.forward is forward)
         hooks = saved_tensors_hooks(self.save_again, _same)

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from braid.comm.autograd.recompute_layers import LayerForward
 from braid.comm.tensors.reduction import combine
 from braid.errors import ConfigError
 from braid.parallel.data_parallel.devices import DeviceLike, as_device
@@ -207,6 +208,8 @@ def _with_copies(value: Any, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     if isinstance(value, MethodType) and id(value.__self__) in memo:
         return MethodType(value.__func__, memo[id(value.__self__)])
+    if isinstance(value, LayerForward):
+        return value.with_copies(lambda attribute: _with_copies(attribute, memo))
     if type(value) is list and any(id(item) in memo for item in value):
         return [memo.get(id(item), item) for item in value]
     return value
