@@ -454,9 +454,7 @@ def test_a_turn_accepts_a_bounded_number_of_clients(monkeypatch):
     """Clients that come faster than they are refused keep nobody's event loop busy for ever."""
     with Listener("tcp://127.0.0.1:0", SECRET, SERVER) as listener:
         crowd = [raw_client(listener) for _ in range(MAX_ACCEPTS + 1)]
-        monkeypatch.setattr(
-            "braid.runtime.wire.listener._same_user_problem", lambda _: "a stranger"
-        )
+        monkeypatch.setattr("braid.runtime.wire.listener.same_user_problem", lambda _: "a stranger")
         listener.accept_ready()
         assert [ended(each) for each in crowd] == [True] * MAX_ACCEPTS + [False]
         assert is_readable(listener)

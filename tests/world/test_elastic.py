@@ -534,7 +534,7 @@ def test_a_loop_that_is_left_inside_of_a_step_is_refused():
                         model(x).sum().backward()
                     break
 
-    assert "before its step was complete" in _refusal(run)
+    assert "left within a step" in _refusal(run)
 
 
 def test_models_and_objects_that_cannot_take_part_are_refused():

@@ -490,10 +490,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
         if self._round or self._checks.checksum is not None:
-            msg = (
-                "a loop over batches() was left before its step was complete: break only after "
-                "num_steps has increased"
-            )
+            msg = "batches() was left within a step: break only after num_steps has increased"
             raise ConfigError(msg)
         samples = self._samples
         if samples is None or samples.loader is not loader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from braid.runtime.wire.address import Address, local_address
+from braid.runtime.wire.connect import connect
 from braid.runtime.wire.connection import DEFAULT_TIMEOUT_S, Connection
 from braid.runtime.wire.frames import (
     MAX_META_BYTES,
@@ -21,7 +22,7 @@ from braid.runtime.wire.handshake import (
     Refused,
     SendBytes,
 )
-from braid.runtime.wire.listener import Listener, connect
+from braid.runtime.wire.listener import Listener
 from braid.runtime.wire.secret import SECRET_BYTES, Secret
 from braid.runtime.wire.unsent import Unsent
 

@@ -1,4 +1,4 @@
-"""Connecting and accepting: sockets become connections once both ends have proven their identity.
+"""Accepting: sockets become connections once both ends have proven their identity.
 
 Problem: with `accept()` followed by a blocking handshake, one silent client blocks all others, and
 a server that listens on all interfaces is found by port scanners.
@@ -19,12 +19,11 @@ import errno
 import os
 import selectors
 import socket
-import struct
 from collections import Counter, deque
 from pathlib import Path
 from typing import NamedTuple
 
-from braid.errors import CommTimeout, ConfigError, RendezvousError, StaleError
+from braid.errors import CommTimeout, ConfigError, StaleError
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.wire.address import Address
 from braid.runtime.wire.connection import Connection, is_inside_host
@@ -34,10 +33,9 @@ from braid.runtime.wire.handshake import (
     Established,
     Handshake,
     Identity,
-    Refused,
     SendBytes,
 )
-from braid.runtime.wire.secret import Secret
+from braid.runtime.wire.secret import Secret, one_user_problem, same_user_problem
 
 __all__ = [
     "HANDSHAKE_LIMIT_S",
@@ -45,7 +43,6 @@ __all__ = [
     "MAX_HALF_OPEN",
     "MAX_SILENT",
     "Listener",
-    "connect",
 ]
 
 HANDSHAKE_LIMIT_S = 5.0
@@ -55,8 +52,6 @@ MAX_ACCEPTS = 64  # in one turn of an event loop: about a millisecond
 _BACKLOG = 4096  # all hosts of a job may connect together; the system may allow less
 _PAUSE_NS = 100_000_000  # if no descriptor is free; clients wait in the backlog meanwhile
 _KEPT_REFUSALS = 16
-_RETRY_FIRST_S = 0.005
-_RETRY_MOST_S = 0.2
 
 
 class _HalfOpen(NamedTuple):
@@ -102,7 +97,7 @@ class Listener:
                 "listen_anywhere=True (`--listen ADDR`) to allow it"
             )
             raise ConfigError(msg)
-        if problem := _one_user_problem(secret, wanted):
+        if problem := one_user_problem(secret, wanted):
             msg = f"cannot listen on {address}: {problem}"
             raise ConfigError(msg)
         Handshake("server", secret, identity, bytes(NONCE_BYTES))  # raises if `identity` is invalid
@@ -227,7 +222,7 @@ class Listener:
                 self._pause(exc)
                 return
             where = str(origin or "this host")
-            problem = _same_user_problem(sock)
+            problem = same_user_problem(sock)
             if problem is not None:
                 self._refusals.append(f"{where}: {problem}")
                 sock.close()
@@ -330,109 +325,6 @@ class Listener:
             self._refusals.append(f"{half.origin}: {why}")
 
 
-def connect(
-    address: str,
-    secret: Secret,
-    identity: Identity,
-    *,
-    timeout_s: float,
-    limits: FrameLimits | None = None,
-    clock: Clock | None = None,
-) -> Connection:
-    """Connect to a `Listener`, with the handshake; tries again while no process listens.
-
-    Args:
-        address: Address of the listener.
-        secret: The job's secret.
-        identity: Identity of this process; its role is the purpose of the connection.
-        timeout_s: Deadline for the connection and the handshake.
-        limits: Limits of the frames of the connection.
-        clock: Clock for the deadline and the pauses; the host's when None.
-
-    Raises:
-        RendezvousError: No process listened until the deadline, or one end refused the other (then
-            without a retry).
-        ConfigError: `address` or `identity` is invalid.
-    """
-    where = Address.parse(address)
-    if problem := _one_user_problem(secret, where):
-        msg = f"refused the listener at {address}: {problem}"
-        raise RendezvousError(msg)
-    clock = clock or MonotonicClock()
-    deadline_ns = clock.after_ns(timeout_s)
-    pause_s = _RETRY_FIRST_S
-    while True:
-        try:
-            sock = _open(where, deadline_ns, clock)
-            try:
-                handshake = Handshake(
-                    "client",
-                    secret,
-                    identity,
-                    os.urandom(NONCE_BYTES),
-                    seals_frames=secret.seals_frames and not is_inside_host(sock),
-                )
-                peer, keys = _prove(sock, handshake, address, deadline_ns, clock)
-                return Connection(sock, peer, limits=limits, keys=keys, clock=clock)
-            except BaseException:
-                sock.close()
-                raise
-        except OSError as exc:
-            problem = exc.strerror or str(exc) or type(exc).__name__
-            if clock.after_ns(pause_s) >= deadline_ns:
-                msg = (
-                    f"no braid process answered at {address} within {timeout_s:g} s: {problem}; "
-                    f"check that it runs and that {identity} can reach it"
-                )
-                raise RendezvousError(msg) from exc
-        clock.sleep(pause_s)
-        pause_s = min(2 * pause_s, _RETRY_MOST_S)
-
-
-def _open(where: Address, deadline_ns: int, clock: Clock) -> socket.socket:
-    family, target = where.resolve()
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(_remaining_s(deadline_ns, clock))
-        sock.connect(target)
-        if not where.is_unix and sock.getsockname() == sock.getpeername():
-            # Linux may connect a loopback port to itself, if the system chose the same port.
-            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-        problem = _same_user_problem(sock)
-        if problem is not None:
-            msg = f"refused the listener at {where}: {problem}"
-            raise RendezvousError(msg)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _prove(
-    sock: socket.socket, handshake: Handshake, address: str, deadline_ns: int, clock: Clock
-) -> Established:
-    """Run the client's side of a handshake; raises OSError if another attempt may succeed."""
-    instructions = handshake.start()
-    established: Established | None = None
-    while True:
-        for instruction in instructions:
-            if isinstance(instruction, SendBytes):
-                sock.sendall(instruction.data)
-            elif isinstance(instruction, Refused):
-                msg = f"handshake with {address} failed: {instruction.reason}"
-                raise RendezvousError(msg)
-            else:
-                established = instruction
-        if established is not None:
-            return established
-        sock.settimeout(_remaining_s(deadline_ns, clock))
-        data = sock.recv(handshake.needs)
-        if not data:
-            reason = "the listener closed the connection during the handshake"
-            raise ConnectionResetError(errno.ECONNRESET, reason)
-        instructions = handshake.feed(data)
-
-
 def _bind(address: Address) -> socket.socket:
     try:
         family, where = address.resolve()
@@ -471,30 +363,3 @@ def _remove_stale(address: Address) -> None:
             probe.connect(address.path)
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
-
-
-def _one_user_problem(secret: Secret, address: Address) -> str | None:
-    """Return why no peer can be trusted at an address; None if one can."""
-    if not secret.for_one_user or (address.is_unix and hasattr(socket, "SO_PEERCRED")):
-        return None
-    return (
-        "the job has no secret of its own, and the system does not identify the user of a peer "
-        "there: set BRAID_SECRET_FILE to a file with 32 random bytes (mode 0600)"
-    )
-
-
-def _same_user_problem(sock: socket.socket) -> str | None:
-    """Return why the process at the other end of a unix socket is not of this user, or None."""
-    option = getattr(socket, "SO_PEERCRED", None)  # not on macOS: there only file mode and secret
-    if sock.family != socket.AF_UNIX or option is None:
-        return None
-    credentials = struct.Struct("3i")
-    _, uid, _ = credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, option, credentials.size))
-    if uid == os.geteuid():
-        return None
-    return f"expected a process of user {os.geteuid()}, got one of user {uid}: run all as one user"
-
-
-def _remaining_s(deadline_ns: int, clock: Clock) -> float:
-    """Return the seconds until the deadline; never 0, which would mean non-blocking."""
-    return max(1e-3, (deadline_ns - clock.now_ns()) / 1e9)

@@ -17,13 +17,16 @@ import errno
 import fcntl
 import hmac
 import os
+import socket
 import stat
+import struct
 from pathlib import Path
 from typing import NoReturn
 
 from braid.errors import ConfigError
+from braid.runtime.wire.address import Address
 
-__all__ = ["SECRET_BYTES", "Secret"]
+__all__ = ["SECRET_BYTES", "Secret", "one_user_problem", "same_user_problem"]
 
 SECRET_BYTES = 32  # the output size of HMAC-SHA256; a longer key would not be safer
 _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
@@ -174,3 +177,25 @@ def _read_all(fd: int) -> bytes:
     while len(data) <= SECRET_BYTES and (piece := os.read(fd, SECRET_BYTES + 1 - len(data))):
         data += piece
     return data
+
+
+def one_user_problem(secret: Secret, address: Address) -> str | None:
+    """Return why no peer can be trusted at an address; None if one can."""
+    if not secret.for_one_user or (address.is_unix and hasattr(socket, "SO_PEERCRED")):
+        return None
+    return (
+        "the job has no secret of its own, and the system does not identify the user of a peer "
+        "there: set BRAID_SECRET_FILE to a file with 32 random bytes (mode 0600)"
+    )
+
+
+def same_user_problem(sock: socket.socket) -> str | None:
+    """Return why the process at the other end of a unix socket is not of this user, or None."""
+    option = getattr(socket, "SO_PEERCRED", None)  # not on macOS: there only file mode and secret
+    if sock.family != socket.AF_UNIX or option is None:
+        return None
+    credentials = struct.Struct("3i")
+    _, uid, _ = credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, option, credentials.size))
+    if uid == os.geteuid():
+        return None
+    return f"expected a process of user {os.geteuid()}, got one of user {uid}: run all as one user"
