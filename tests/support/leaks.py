@@ -59,17 +59,22 @@ def left_since(before: Belongings, allowed: Callable[[], Belongings] | None = No
         allowed: Returns belongings that may have appeared.
     """
     left = _new(before, allowed)
-    for thread in threading.enumerate():
-        if thread.name in left.threads:
-            thread.join(GRACE_S)
+    _join(left)
     if left.children:
         known = [psutil.Process(p) for p in left.children if psutil.pid_exists(p)]
         psutil.wait_procs(known, GRACE_S)
     for _ in range(2):  # what the first round frees may have held the rest from outside of Python
         if any(left):
             gc.collect()
+            _join(left)  # an executor without an owner ends its threads
             left = _new(before, allowed)
     return left
+
+
+def _join(left: Belongings) -> None:
+    for thread in threading.enumerate():
+        if thread.name in left.threads:
+            thread.join(GRACE_S)
 
 
 def described(left: Belongings) -> str:

@@ -331,7 +331,7 @@ def test_bad_arguments_are_all_named_at_once():
     assert "recompute must be one of always, except_last, never, got 'sometimes'" in text
     with pytest.raises(ConfigError, match="a batch of 0 rows"):
         DevicePipeline(layers(), ["cpu"], balance=[9])(batch()[:0])
-    with pytest.raises(TypeError, match="'early' is stashed, but never popped"):
+    with pytest.raises(TypeError, match="no module declared 'early' as poppable but stashed"):
         DevicePipeline(nn.Sequential(Enters()), ["cpu"], balance=[1])
     with pytest.raises((ConfigError, BraidError), match="rows"):
         DevicePipeline(layers(), ["cpu"], balance=[9])((batch(3), batch(4)))

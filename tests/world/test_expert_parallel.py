@@ -252,7 +252,7 @@ def test_what_cannot_be_divided_is_named(world):
     assert "9 experts cannot be divided over 2 ranks; valid: 1, 3, 9" in several
     assert "top_k must be from 1 to the number of experts, 9, got 0" in several
     assert "capacity_factor must be positive or None, got 0" in capacity
-    assert "ReLU has no module of experts, that is one with parameters of three dims" in experts
+    assert "ReLU has no module of experts (a module with three-dimensional parameters" in experts
     assert "ReLU has no MixtureOfExperts" in routers
     assert "max_norm must not be negative" in norm
     assert "experts are sharded over ranks, and only this rank's experts would be saved" in saved

@@ -167,7 +167,7 @@ def test_a_host_that_takes_its_own_name_for_loopback_is_told_on_all():
     ]
     errors = _join_all(options)
     assert [type(error) for error in errors] == [ConfigError] * 2
-    assert "name a reachable one for ranks [0] with BRAID_LISTEN" in str(errors[0])
+    assert "set BRAID_LISTEN to a reachable address on ranks [0]" in str(errors[0])
 
 
 def test_a_host_with_another_secret_is_refused():

@@ -128,9 +128,9 @@ def test_skip_connections_cross_stages():
     Pipe(model, chunks=2)(x).local_value().sum().backward()
     (y.tanh().tanh() + y * 2).sum().backward()
     assert torch.equal(x.grad, y.grad)
-    with pytest.raises(TypeError, match="'early' is stashed, but never popped"):
+    with pytest.raises(TypeError, match="no module declared 'early' as poppable but stashed"):
         Pipe(model[:2])
-    with pytest.raises(TypeError, match="'early' is popped by layer 0, but not stashed before"):
+    with pytest.raises(TypeError, match="'0' declared 'early' as poppable but it was not stashed"):
         Pipe(nn.Sequential(nn.Sequential(Leaves(), Enters())))
 
 
