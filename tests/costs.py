@@ -36,7 +36,7 @@ BUDGETS_S = {
     "world/test_data_parallel": 30,
     "world/test_ddp": 35,
     "world/test_demo": 40,
-    "world/test_distributed_optimizer": 10,
+    "world/test_averaging_optimizer": 10,
     "world/test_dropped": 20,
     "world/test_elastic": 15,
     "world/test_elastic_mesh": 40,

@@ -454,7 +454,7 @@ def train_ddp(case: Case, group: Group, found: Outcome) -> None:
 
 def train_optimizer(case: Case, group: Group, found: Outcome) -> None:
     model = case.model()
-    optimizer = data_parallel.DistributedOptimizer(
+    optimizer = data_parallel.AveragingOptimizer(
         case.make_optimizer(model.parameters()),
         model.named_parameters(),
         process_group=group,
@@ -602,7 +602,7 @@ def train_horovod(case: Case, group: Group, found: Outcome) -> None:
     session.start(group, HorovodEnvironment(cycle_time_ms=1.0))
     try:
         model = case.model()
-        optimizer = hvd.DistributedOptimizer(
+        optimizer = hvd.AveragingOptimizer(
             case.make_optimizer(model.parameters()),
             model.named_parameters(),
             backward_passes_per_step=case.micro,

@@ -10,12 +10,12 @@ from job import LEARNING_RATE, STEPS, digest, loss_of, new_layers, share
 from torch import nn
 
 import braid
-from braid.parallel.data_parallel import DistributedOptimizer
+from braid.parallel.data_parallel import AveragingOptimizer
 
 torch.set_num_threads(1)
 group = braid.init()
 model = nn.Sequential(*new_layers())
-optimizer = DistributedOptimizer(
+optimizer = AveragingOptimizer(
     torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
     model.named_parameters(),
     process_group=group,

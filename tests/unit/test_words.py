@@ -43,7 +43,6 @@ OTHER_SYSTEMS = {  # classes whose name may equal that of another class, and the
     ("braid/compat/pslite/environment.py", "Environment"): "PS-Lite",
     ("braid/compat/pslite/postoffice.py", "Postoffice"): "PS-Lite",
     ("braid/compat/torchgpipe/microbatch.py", "Batch"): "torchgpipe.microbatch",
-    ("braid/rpc/optimizer.py", "DistributedOptimizer"): "torch.distributed.optim, for torch's RPC",
 }
 PRONOUN = r"(What|Where|Of|Who|Whom|Whose|Which|How|It|They|Those|Nothing|Have)\b"
 

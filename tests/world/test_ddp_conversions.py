@@ -12,7 +12,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.parallel.data_parallel import DistributedDataParallel, DistributedOptimizer, accumulate
+from braid.parallel.data_parallel import AveragingOptimizer, DistributedDataParallel, accumulate
 
 
 def net() -> nn.Sequential:
@@ -46,7 +46,7 @@ def _converts(group: Group, how: str, trained: bool, by_optimizer: bool) -> str:
     module = net()
     if by_optimizer:
         model: nn.Module = module
-        optimizer = DistributedOptimizer(
+        optimizer = AveragingOptimizer(
             torch.optim.SGD(module.parameters(), lr=0.1),
             module.named_parameters(),
             process_group=group,
@@ -97,7 +97,7 @@ def _goes_on(group: Group, how: str, by_optimizer: bool, zeroes: bool) -> list[l
     if by_optimizer:
         model: nn.Module = module
         plain = torch.optim.SGD(module.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(plain, process_group=group)
+        optimizer = AveragingOptimizer(plain, process_group=group)
     else:
         model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=1e-5)
         optimizer = model

@@ -17,8 +17,8 @@ from training import batch, linear, said_by, values
 from braid.comm import Group
 from braid.errors import BraidError, CommError, CommTimeout, ConfigError, MismatchError
 from braid.parallel.data_parallel import (
+    AveragingOptimizer,
     DistributedDataParallel,
-    DistributedOptimizer,
     SyncBatchNorm,
     bf16_hook,
 )
@@ -75,9 +75,7 @@ def in_every_second(
             DistributedDataParallel(module, process_group=group, gradient_accumulation_steps=2),
             sgd(module),
         )
-    optimizer = DistributedOptimizer(
-        sgd(module), process_group=group, gradient_accumulation_steps=2
-    )
+    optimizer = AveragingOptimizer(sgd(module), process_group=group, gradient_accumulation_steps=2)
     return module, module, optimizer
 
 
@@ -95,7 +93,7 @@ def _epochs_of_three(group: Group, wrap: Callable[..., object]) -> list[torch.Te
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, DistributedOptimizer])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, AveragingOptimizer])
 def test_the_last_batch_of_an_epoch_is_averaged_alone(world, size, wrap):
     first, *others = world(size, _epochs_of_three, wrap)
     for other in others:
@@ -158,9 +156,7 @@ def test_changes_that_are_meant_are_not_spoken_of(procs, kind):
 
 def _breaks(group: Group) -> list[str]:
     module = net()
-    optimizer = DistributedOptimizer(
-        sgd(module), process_group=group, gradient_accumulation_steps=2
-    )
+    optimizer = AveragingOptimizer(sgd(module), process_group=group, gradient_accumulation_steps=2)
     said = []
 
     def backward(number: int) -> None:
@@ -198,7 +194,7 @@ def _drops(group: Group, wrap: Callable[..., object]) -> list[torch.Tensor]:
     return values(module)
 
 
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, DistributedOptimizer])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, AveragingOptimizer])
 def test_gradients_that_are_dropped_restart_the_count(world, wrap):
     first, other = world(2, _drops, wrap)
     assert_equal(first, other)
@@ -229,7 +225,7 @@ def _scheduler_made_before(group: Group) -> list[torch.Tensor]:
     module = _Checkpointed()
     plain = sgd(module)
     scheduler = torch.optim.lr_scheduler.StepLR(plain, 100)
-    optimizer = DistributedOptimizer(plain, module.named_parameters(), process_group=group)
+    optimizer = AveragingOptimizer(plain, module.named_parameters(), process_group=group)
     for number in range(3):
         optimizer.zero_grad()
         loss_of(module, group.rank, number).backward()
@@ -240,7 +236,7 @@ def _scheduler_made_before(group: Group) -> list[torch.Tensor]:
 
 def _closure(group: Group, kind: Callable[[], nn.Module]) -> list[torch.Tensor]:
     module = kind()
-    optimizer = DistributedOptimizer(sgd(module), process_group=group)
+    optimizer = AveragingOptimizer(sgd(module), process_group=group)
     for number in range(3):
 
         def closure(number: int = number) -> torch.Tensor:
@@ -271,9 +267,9 @@ def test_neither_a_closure_nor_a_scheduler_goes_round_the_average_of_checkpoints
 
 
 def _twice(group: Group) -> list[str]:
-    optimizer = DistributedOptimizer(sgd(net()), process_group=group)
+    optimizer = AveragingOptimizer(sgd(net()), process_group=group)
     return [
-        said_by(lambda: DistributedOptimizer(optimizer, process_group=group), ConfigError),
+        said_by(lambda: AveragingOptimizer(optimizer, process_group=group), ConfigError),
         said_by(lambda: copy.deepcopy(optimizer), ConfigError),
     ]
 

@@ -678,7 +678,7 @@ def test_the_optimizer_says_what_is_wrong(procs):
         assert "add them before" in found["group"]
         assert "add them before" in found["group of changes"]
         assert "LBFGS does not store its state" in found["lbfgs"]
-        assert found["copy"].startswith("ConfigError: DistributedOptimizer cannot be copied")
+        assert found["copy"].startswith("ConfigError: this wrapped optimizer cannot be copied")
         assert f"rank {rank} has 'b{rank}'" in found["parameters"]
 
 

@@ -340,8 +340,8 @@ def _changes(group: Group) -> list[str]:
 def test_changes_that_sharding_cannot_follow_are_named(world):
     parts = [
         "got another gradient after its sum over ranks was started",
-        "a sharded model cannot be copied or pickled",
-        "a sharded model cannot be copied or pickled",
+        "this sharded model cannot be copied or pickled",
+        "this sharded model cannot be copied or pickled",
         "were frozen when the model was sharded",
         "were moved or converted after the model was sharded",
         "were moved or converted after the model was sharded",

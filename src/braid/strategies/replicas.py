@@ -1,7 +1,7 @@
 """The replicas of this process: ranks of one group, on threads if there are several.
 
 A strategy is a group and a replica is one of its ranks. So all strategies share one way of
-averaging gradients, the engine of `DistributedOptimizer`; what differs is where ranks run.
+averaging gradients, the engine of `AveragingOptimizer`; what differs is where ranks run.
 
     OneDeviceStrategy               a group of one
     MirroredStrategy                ranks on threads, over memory that they share

@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.parallel.data_parallel import DistributedOptimizer
+from braid.parallel.data_parallel import AveragingOptimizer
 from braid.strategies.agreement import ReplicaDigests, average_buffers, average_closure
 from braid.strategies.cluster import ClusterResolver
 from braid.strategies.contexts import (
@@ -403,7 +403,7 @@ class Strategy:
         """Average the gradients of an optimizer's parameters over replicas from now on."""
         cap_mb = self._bucket_cap_mb(sum(param.nbytes for _, param in named))
         sparse = self._objects[index].sparse()
-        DistributedOptimizer(
+        AveragingOptimizer(
             optimizer, named, process_group=group, bucket_cap_mb=cap_mb, sparse_parameters=sparse
         )
 

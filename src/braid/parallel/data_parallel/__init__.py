@@ -1,8 +1,8 @@
 """Data parallel training: every rank holds the model, each works on its share of the batch."""
 
 from braid.parallel.data_parallel.clipping import clip_grad_norm_, grad_norm
+from braid.parallel.data_parallel.ddp.averaging_optimizer import AveragingOptimizer
 from braid.parallel.data_parallel.ddp.distributed_data_parallel import DistributedDataParallel
-from braid.parallel.data_parallel.ddp.distributed_optimizer import DistributedOptimizer
 from braid.parallel.data_parallel.ddp.join import Join, Joinable, JoinHook
 from braid.parallel.data_parallel.ddp.mixed_precision import MixedPrecision
 from braid.parallel.data_parallel.ddp.reference import accumulate
@@ -30,11 +30,11 @@ from braid.parallel.data_parallel.sync_batch_norm import SyncBatchNorm
 __all__ = [
     "LAMB",
     "LARS",
+    "AveragingOptimizer",
     "CastHook",
     "DataParallel",
     "DiLoCo",
     "DistributedDataParallel",
-    "DistributedOptimizer",
     "HierarchicalModelAverager",
     "Join",
     "JoinHook",

@@ -68,7 +68,7 @@ def refuse_grad(records: Sequence[ParamRecord]) -> None:
             msg = (
                 f"torch.autograd.grad of {record.name!r} returns this rank's gradient, not the "
                 "average. Call loss.backward() and read .grad for the average; for gradients of "
-                "one rank, use the wrapped module itself (.module), or no_sync() of a "
-                "DistributedOptimizer"
+                "one rank, use the wrapped module itself (.module), or no_sync() of an "
+                "AveragingOptimizer"
             )
             raise ConfigError(msg)

@@ -24,12 +24,12 @@ def change_in_place(
 
 
 def refuse_copy(name: str) -> NoReturn:
-    """Raise, since the object `name` belongs to this process, and cannot be copied.
+    """Raise, since an object of the kind `name` belongs to this process, and cannot be copied.
 
     Raises:
         ConfigError: Always.
     """
-    msg = f"{name} cannot be copied or pickled: use state_dict(), and make another {name}"
+    msg = f"this {name} cannot be copied or pickled: use state_dict(), and make another {name}"
     raise ConfigError(msg)
 
 
@@ -44,8 +44,8 @@ class ChangedOptimizer:
         """
         del param_group
         msg = (
-            "parameter groups added after DistributedOptimizer() would not be averaged: add them "
-            "before, with requires_grad=False if necessary"
+            "parameter groups added to a wrapped optimizer would not be averaged: add them before "
+            "wrapping, with requires_grad=False if necessary"
         )
         raise ConfigError(msg)
 
@@ -55,4 +55,4 @@ class ChangedOptimizer:
         Raises:
             ConfigError: Always.
         """
-        refuse_copy("DistributedOptimizer")
+        refuse_copy("wrapped optimizer")

@@ -452,7 +452,7 @@ class Sharding:
         Raises:
             ConfigError: Always.
         """
-        refuse_copy("a sharded model")
+        refuse_copy("sharded model")
 
     def _before_backward_ends(self) -> None:
         self._residency.reach_rest()

@@ -213,7 +213,7 @@ class _Attached:
         Raises:
             ConfigError: Always.
         """
-        refuse_copy("the optimizer of a sharded model")
+        refuse_copy("optimizer of a sharded model")
 
 
 def _check_known(optimizer: torch.optim.Optimizer) -> None:

@@ -224,7 +224,7 @@ class Residency:
         Raises:
             ConfigError: Always.
         """
-        refuse_copy("a sharded model")
+        refuse_copy("sharded model")
 
     def _before_forward(self, unit: Unit, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         again = is_in_backward()  # a checkpoint recomputes a forward

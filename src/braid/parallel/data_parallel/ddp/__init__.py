@@ -1,1 +1,1 @@
-"""DistributedDataParallel and DistributedOptimizer, with their checks and warnings."""
+"""DistributedDataParallel and AveragingOptimizer, with their checks and warnings."""

@@ -19,8 +19,8 @@ from braid.errors import CommError, ConfigError, MismatchError
 from braid.parallel.data_parallel import (
     LAMB,
     LARS,
+    AveragingOptimizer,
     DistributedDataParallel,
-    DistributedOptimizer,
     NonFiniteError,
     accumulate,
     clip_grad_norm_,
@@ -61,7 +61,7 @@ def _patched(group: Group) -> tuple[list[torch.Tensor], bool]:
             module[0].weight.zero_()  # rank 0's are copied
     plain = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ConstantLR(plain, factor=1.0)
-    optimizer = DistributedOptimizer(plain, module.named_parameters(), process_group=group)
+    optimizer = AveragingOptimizer(plain, module.named_parameters(), process_group=group)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(module, group.rank, step).backward()
@@ -122,7 +122,7 @@ def test_a_step_inside_backward_that_raises_leaves_the_others_alone(world):
 
 def _accumulates(group: Group) -> list[torch.Tensor]:
     module = net()
-    optimizer = DistributedOptimizer(
+    optimizer = AveragingOptimizer(
         torch.optim.SGD(module.parameters(), lr=0.1),
         process_group=group,
         gradient_accumulation_steps=2,
@@ -154,7 +154,7 @@ def _refused(group: Group, what: str) -> str:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     named = list(module.named_parameters())[: 1 if what == "names" else None]
     try:
-        DistributedOptimizer(optimizer, named, process_group=group)
+        AveragingOptimizer(optimizer, named, process_group=group)
     except (ConfigError, MismatchError) as error:
         return str(error)
     return "nothing happened"
@@ -353,7 +353,7 @@ def test_numbers_out_of_range_are_refused(wrong):
 def _spoils(group: Group, nonfinite: str) -> tuple[str, bool]:
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    DistributedOptimizer(
+    AveragingOptimizer(
         optimizer, module.named_parameters(), process_group=group, nonfinite=nonfinite
     )
     said = ""
@@ -384,7 +384,7 @@ def test_the_optimizer_does_about_nan_what_the_wrapper_does(world, nonfinite, wo
 def _misspelt(group: Group) -> str:
     optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
     try:
-        DistributedOptimizer(optimizer, process_group=group, nonfinite="explode")
+        AveragingOptimizer(optimizer, process_group=group, nonfinite="explode")
     except ConfigError as error:
         return str(error)
     return "nothing happened"
@@ -400,7 +400,7 @@ def test_other_words_are_refused_before_the_optimizer_is_changed(world):
 def _grad(group: Group) -> tuple[str, bool, bool]:
     module = net()
     params = list(module.parameters())
-    optimizer = DistributedOptimizer(
+    optimizer = AveragingOptimizer(
         torch.optim.SGD(params, lr=0.1), module.named_parameters(), process_group=group
     )
     try:
@@ -422,14 +422,14 @@ def _grad(group: Group) -> tuple[str, bool, bool]:
 def test_autograd_grad_of_parameters_is_refused_outside_of_no_sync(world):
     for said, local, penalized in world(2, _grad):
         assert "torch.autograd.grad of" in said
-        assert "no_sync() of a DistributedOptimizer" in said
+        assert "no_sync() of an AveragingOptimizer" in said
         assert (local, penalized) == (True, True)
 
 
 def _forgotten(group: Group) -> tuple[int, int]:
     module = net()
     params = list(module.parameters())
-    optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), process_group=group)
+    optimizer = AveragingOptimizer(torch.optim.SGD(params, lr=0.1), process_group=group)
     before = sum(len(param._backward_hooks or ()) for param in params)
     del optimizer
     gc.collect()
@@ -473,7 +473,7 @@ def _checkpointed(
     group: Group, which: tuple[int, ...], passes: int
 ) -> tuple[list[torch.Tensor], int, bool]:
     module = Deep(which)
-    optimizer = DistributedOptimizer(
+    optimizer = AveragingOptimizer(
         torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9),
         module.named_parameters(),
         process_group=group,
@@ -518,7 +518,7 @@ def test_gradients_of_reentrant_checkpoints_are_averaged_once_a_backward(
 
 def _clips(group: Group, how: str) -> tuple[list[torch.Tensor], list[str]]:
     module = Deep((0, 1, 2, 3))
-    optimizer = DistributedOptimizer(
+    optimizer = AveragingOptimizer(
         torch.optim.SGD(module.parameters(), lr=0.1), process_group=group
     )
     deep_loss(module, group.rank, 0).backward()
@@ -541,7 +541,7 @@ def test_averages_that_come_in_step_are_told_once_and_not_after_synchronize(worl
 
 def _breaks(group: Group) -> list[str]:
     module = Deep((0, 1, 2, 3))
-    optimizer = DistributedOptimizer(
+    optimizer = AveragingOptimizer(
         torch.optim.SGD(module.parameters(), lr=0.1), process_group=group
     )
     said = []
@@ -601,7 +601,7 @@ def _undefined(group: Group, wraps: bool) -> tuple[list[str], list[float], int]:
     if wraps:
         model = DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
     else:
-        DistributedOptimizer(optimizer, process_group=group)
+        AveragingOptimizer(optimizer, process_group=group)
     for step in range(STEPS):
         loss_of(model, group.rank, step).backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: averages the gradients of an optimizer's parameters during backward.
+"""AveragingOptimizer: averages the gradients of an optimizer's parameters during backward.
 
 For programs that keep their model unwrapped, as with Horovod. The optimizer is changed in place, so
 that schedulers and other objects that refer to it keep working. Hooks on the parameters average
@@ -47,10 +47,10 @@ from braid.parallel.gradients.lost_requests import reclaim_lost_requests
 from braid.parallel.gradients.optimizer_in_place import ChangedOptimizer, change_in_place
 from braid.parallel.gradients.process_groups import group_of
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["AveragingOptimizer"]
 
 
-class DistributedOptimizer:
+class AveragingOptimizer:
     """Change an optimizer so that gradients are averaged over ranks during every backward.
 
     The optimizer stays the same object; its class becomes a subclass of its class.
