@@ -26,6 +26,7 @@ WHOLE = {
     "from-fsdp2-and-deepspeed",
     "from-torchgpipe",
     "from-torch-pipelining",
+    "from-pygloo",
 }
 RUNNABLE = [p for p in PAGES if p.parent.name == "handbook" or p.stem in WHOLE]
 
