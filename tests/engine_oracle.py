@@ -602,7 +602,7 @@ def train_horovod(case: Case, group: Group, found: Outcome) -> None:
     session.start(group, HorovodEnvironment(cycle_time_ms=1.0))
     try:
         model = case.model()
-        optimizer = hvd.AveragingOptimizer(
+        optimizer = hvd.DistributedOptimizer(
             case.make_optimizer(model.parameters()),
             model.named_parameters(),
             backward_passes_per_step=case.micro,

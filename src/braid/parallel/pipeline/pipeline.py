@@ -193,7 +193,7 @@ class Pipeline(nn.Module):
         num_stages = Counter(
             p for local_stage in self.stages.values() for p in local_stage.parameters()
         )
-        shared = set(self._tied.params) | {p for p, count in num_stages.items() if count > 1}
+        shared = self._tied.params | {p for p, count in num_stages.items() if count > 1}
         for stage, local_stage in self.stages.items():
             if params := [p for p in local_stage.parameters() if p not in shared]:
                 self._optimizers[stage] = make(params)
@@ -202,6 +202,11 @@ class Pipeline(nn.Module):
         self._programs.clear()
         others = [] if self._shared_optimizer is None else [self._shared_optimizer]
         return [*self._optimizers.values(), *others]
+
+    def _complete(self, stage: int) -> None:
+        """Add the gradients of a stage after its last backward, over layers and over replicas."""
+        self._tied.complete(stage)
+        self._replicas.launch(stage)
 
     def _take_step(self, action: Action) -> None:
         """Take the step of a stage's unshared parameters."""
@@ -241,13 +246,14 @@ class Pipeline(nn.Module):
 
     def _step(self, batch: Any, target: Any, loss: Loss) -> torch.Tensor:
         # gradients of earlier steps have been added over ranks already
-        added = set(self._tied.params) | self._replicas.params
+        added = self._tied.params | self._replicas.params
         earlier = {p: p.grad for p in added if p.grad is not None}
         for param in earlier:
             param.grad = None
         self._replicas.begin()
         try:
-            losses = self._run(batch, target, loss, trains=True)
+            with self._tied.separate_uses(self.stages):
+                losses = self._run(batch, target, loss, trains=True)
             self._replicas.finish()
             self._tied.add_up()
         finally:
@@ -359,8 +365,8 @@ class Pipeline(nn.Module):
                 program = with_recompute(program, self._recompute)
             if trains and self._optimizers:
                 program = with_steps(program)
-            launch = self._replicas.launch if trains else None
-            executor = Executor(program, self._messages, self.stages, launch, self._take_step)
+            complete = self._complete if trains else None
+            executor = Executor(program, self._messages, self.stages, complete, self._take_step)
             self._programs[key] = executor
         return executor
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 
 from braid.comm.autograd import checkpoint
 from braid.comm.autograd.nested import map_tensors, tensors_in
@@ -139,6 +141,8 @@ class Stage:
         self._split: dict[int, SplitBackward] = {}  # backwards without gradients of weights yet
         self._changing: list[tuple[nn.Module, str]] = []  # buffers that a forward changes
         self._has_noted = False  # whether `_changing` is known
+        # tensors that a layer uses instead of its parameters, by the names of layer and parameter
+        self.replaced: dict[str, dict[str, torch.Tensor]] = {}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the layers, without duplicates."""
@@ -257,7 +261,8 @@ class Stage:
         For the arguments see `backward`.
         """
         forward_pass = self._passes.pop(microbatch)
-        params = [p for p in self.parameters() if p.requires_grad]
+        replaced = (p for params in self.replaced.values() for p in params.values())
+        params = [p for p in (*self.parameters(), *replaced) if p.requires_grad]
         split = self._split[microbatch] = SplitBackward(
             forward_pass.outputs, forward_pass.inputs, params
         )
@@ -289,7 +294,7 @@ class Stage:
                 if self._every and torch.is_grad_enabled():
                     value = self._checkpointed(layers, value, arguments, skips)
                 else:
-                    value = _through(layers, value, arguments)
+                    value = _through(layers, value, arguments, self.replaced)
         return value, {edge: skips[edge.key] for edge in self.stashes}
 
     def _checkpointed(
@@ -302,7 +307,7 @@ class Stage:
         def block(x: Any) -> Any:
             if _begins_in_place(layers):  # the input is needed again
                 x = map_tensors(x, torch.clone)
-            return _through(layers, x, arguments)
+            return _through(layers, x, arguments, self.replaced)
 
         @contextmanager
         def around(again: bool) -> Iterator[None]:
@@ -395,11 +400,18 @@ def _begins_in_place(layers: Sequence[Layer]) -> bool:
     return False
 
 
-def _through(layers: Sequence[Layer], value: Any, arguments: _ForwardArguments) -> Any:
+def _through(
+    layers: Sequence[Layer],
+    value: Any,
+    arguments: _ForwardArguments,
+    replaced: Mapping[str, dict[str, torch.Tensor]],
+) -> Any:
     """Run layers in sequence, each with separate random numbers."""
-    call = _call if arguments.weights is None else arguments.weights.call
+    usual = _call if arguments.weights is None else arguments.weights.call
     for layer in layers:
         try:
+            params = replaced.get(layer.name)
+            call = usual if params is None else partial(_call_with, params)
             around = _around(arguments.draws if layer.module.training else None)
             if isinstance(layer.module, GraphSegment):
                 value = call(layer.module, value, around=around)
@@ -413,6 +425,12 @@ def _through(layers: Sequence[Layer], value: Any, arguments: _ForwardArguments) 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
+
+
+def _call_with(
+    params: dict[str, torch.Tensor], module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    return functional_call(module, params, args, kwargs, tie_weights=False)
 
 
 def _around(draws: Draws | None) -> Callable[[str], AbstractContextManager[None]]:

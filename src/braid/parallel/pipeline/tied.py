@@ -1,13 +1,23 @@
-"""Parameters that stages on several ranks share, such as the token embedding of a language model.
+"""Parameters that several layers share, such as the token embedding of a language model.
 
-Each rank has a copy. After the last backward of a step the gradients of all copies are added, in
-the order of ranks, so that equal optimizers keep the copies equal. In a norm over all stages, such
-a parameter counts once, on its first rank. Stages of one rank share the parameter itself.
+Each rank with such a layer has a copy. After the last backward of a step the gradients of all
+copies are added, in the order of ranks, so that equal optimizers keep the copies equal. In a norm
+over all stages, such a parameter counts once, on its first rank.
+
+Layers of one rank share the parameter itself. In a step, the later layers use leaves with the same
+memory, so that each layer's gradient is summed over micro-batches before layers are added:
+
+    embedding and head on two ranks      sum of e over micro-batches, plus sum of h
+    both on one rank, without leaves     sum of e + h over micro-batches: other bits
+    both on one rank, with a leaf        sum of e over micro-batches, plus sum of h
+
+So the bits of a parameter that two layers share do not depend on the number of stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -15,7 +25,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.parallel.gradients import fill_missing_gradients
-from braid.parallel.pipeline.stage import Layer
+from braid.parallel.pipeline.stage import Layer, Stage
 
 __all__ = ["TiedParams"]
 
@@ -32,8 +42,22 @@ class _Tied(NamedTuple):
     group: Group
 
 
+class _LaterUse(NamedTuple):
+    """Layer that uses a parameter which an earlier layer of this rank has.
+
+    Attributes:
+        stage: Stage of the layer.
+        layer: Name of the layer.
+        name: Name of the parameter in the layer.
+    """
+
+    stage: int
+    layer: str
+    name: str
+
+
 class TiedParams:
-    """Sums of the gradients of parameters that layers of several stages share.
+    """Sums of the gradients of parameters that several layers share.
 
     Args:
         parts: Layers of each stage of the whole model.
@@ -46,10 +70,20 @@ class TiedParams:
         self, parts: Sequence[Sequence[Layer]], homes: Mapping[int, int], group: Group
     ) -> None:
         ranks: dict[nn.Parameter, set[int]] = {}
+        self._stages: dict[nn.Parameter, set[int]] = {}  # of this rank
+        self._later: dict[nn.Parameter, list[_LaterUse]] = {}
         for stage, part in enumerate(parts):
             for layer in part:
-                for param in layer.module.parameters():
+                for name, param in layer.module.named_parameters(remove_duplicate=False):
                     ranks.setdefault(param, set()).add(homes[stage])
+                    if homes[stage] != group.rank:
+                        continue
+                    if param in self._stages:
+                        use = _LaterUse(stage, layer.name, name)
+                        self._later.setdefault(param, []).append(use)
+                    self._stages.setdefault(param, set()).add(stage)
+        self._leaves: dict[nn.Parameter, list[torch.Tensor]] = {}
+        self._missing: dict[nn.Parameter, set[int]] = {}
         shared = {
             param: tuple(sorted(holders)) for param, holders in ranks.items() if len(holders) > 1
         }
@@ -69,9 +103,47 @@ class TiedParams:
         return list(dict.fromkeys(tied.group for tied in self._tied))
 
     @property
-    def params(self) -> list[nn.Parameter]:
-        """Parameters of this rank that other ranks share."""
-        return [tied.param for tied in self._tied]
+    def params(self) -> set[nn.Parameter]:
+        """Parameters of this rank that several layers share."""
+        return {*(tied.param for tied in self._tied), *self._later}
+
+    @contextmanager
+    def separate_uses(self, stages: Mapping[int, Stage]) -> Iterator[None]:
+        """Context of a step in which each layer of this rank has its own gradient.
+
+        Args:
+            stages: Stages of this rank, by number.
+        """
+        for param, uses in self._later.items():
+            self._missing[param] = set(self._stages[param])
+            self._leaves[param] = [param.detach().requires_grad_(param.requires_grad) for _ in uses]
+            for use, leaf in zip(uses, self._leaves[param], strict=True):
+                stages[use.stage].replaced.setdefault(use.layer, {})[use.name] = leaf
+        try:
+            yield
+        finally:
+            self._leaves.clear()
+            for stage in stages.values():
+                stage.replaced.clear()
+
+    @torch.no_grad()
+    def complete(self, stage: int) -> None:
+        """Add the gradients of later layers, after the last backward of all stages that have them.
+
+        Args:
+            stage: Stage of this rank with a complete gradient.
+        """
+        for param, missing in self._missing.items():
+            if stage not in missing:
+                continue
+            missing.discard(stage)
+            if missing:
+                continue
+            for leaf in self._leaves[param]:
+                if param.grad is None:
+                    param.grad = leaf.grad
+                elif leaf.grad is not None:
+                    param.grad = param.grad + leaf.grad
 
     @torch.no_grad()
     def make_equal(self) -> None:
