@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from training import said_by
@@ -141,6 +142,10 @@ def test_values_arrive_as_they_left():
             assert torch.equal(back.to_dense(), tensor.to_dense())
         leaf = torch.ones(2, requires_grad=True)
         assert rpc.rpc_sync("w1", same, (leaf,)).requires_grad
+        for array in (np.arange(6).reshape(2, 3).T, np.array(1.5, ">f4"), np.float64(2.5)):
+            back = rpc.rpc_sync("w1", same, (Box(array),)).inside
+            assert (type(back), back.dtype) == (type(array), array.dtype)
+            assert back.tolist() == array.tolist()
 
 
 def test_functions_operators_classes_and_methods_are_called():

@@ -17,17 +17,20 @@ import enum
 import io
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 
 from braid.errors import BraidError, CommError
+from braid.rpc.arrays import array_of, bytes_of_array, bytes_of_scalar, is_number, scalar_of
 from braid.rpc.messages import Body
 from braid.rpc.names import Names
 from braid.rpc.options import placed
 from braid.rpc.outcomes import RpcError
 from braid.rpc.protocol.autograd_state import SparseSpec
+from braid.rpc.records import dataclass_of, fields_of, other_attributes
 from braid.runtime.tensor_buffers import as_buffers, from_buffers
 from braid.runtime.torch_internals import sparse_indices, sparse_values
 from braid.types import dtype_name
@@ -38,13 +41,18 @@ _TUPLE, _SET, _FROZENSET, _DICT, _INT, _COMPLEX = range(1, 7)
 _TENSOR, _REFERENCE = 7, 9
 _DTYPE, _DEVICE, _SIZE, _LAYOUT = range(10, 14)
 _TARGET, _DATACLASS, _NAMED_TUPLE, _ENUM, _SLICE, _BYTEARRAY = range(14, 20)
-_STATEFUL = 20
+_STATEFUL, _ARRAY, _SCALAR = range(20, 23)
 _PICKLE = 99
 ADVICE = (
-    "pass plain data, tensors, remote references or dataclasses (of a module that both sides "
-    "allow), or permit pickle with RpcOptions(allow_pickle=True)"
+    "pass plain data, tensors, numpy arrays, layers of torch.nn, remote references or dataclasses "
+    "(of a module that both sides allow), or permit pickle with RpcOptions(allow_pickle=True)"
 )
 _INT_RANGE = range(-(1 << 63), 1 << 64)
+_NAMED_OF_TORCH = {
+    name: value
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype | torch.layout)
+}
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
 _FIRST_TENSORS = [msgspec.msgpack.Ext(_TENSOR, bytes([place])) for place in range(64)]
 
@@ -190,7 +198,7 @@ class Codec:
             return _Unpacking(self, tensors, sender, will_answer).decode(data)
         except BraidError:
             raise
-        except (msgspec.DecodeError, IndexError, TypeError, ValueError, AttributeError) as exc:
+        except Exception as exc:  # a peer may send any bytes, and each of them is its mistake
             msg = f"{sender} sent values that cannot be unpacked: {exc}"
             raise CommError(msg) from exc
 
@@ -219,6 +227,14 @@ class Codec:
         shared = packing.share(value)
         if shared is not None:
             return self._extension(_REFERENCE, shared)
+        if self._allow_pickle and not _has_plain_form(value):
+            return self._extension(_PICKLE, self._pickled(value, packing, where))
+        if kind is np.ndarray:
+            content, dtype, shape = bytes_of_array(value, _noun(where))
+            packing.tensors.append(content)
+            return self._extension(_ARRAY, [len(packing.tensors) - 1, dtype, shape])
+        if isinstance(value, np.generic):
+            return self._extension(_SCALAR, bytes_of_scalar(value, _noun(where)))
         if kind in (set, frozenset):
             code = _SET if kind is set else _FROZENSET
             return self._extension(code, self._trees(value, packing, where))
@@ -243,8 +259,7 @@ class Codec:
             inner = self._trees(value, packing, where)
             return self._extension(_NAMED_TUPLE, [self.names.name_of(kind), inner])
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            inner = self._tree(fields, packing, where)
+            inner = self._tree(fields_of(value, _noun(where)), packing, where)
             return self._extension(_DATACLASS, [self.names.name_of(kind), inner])
         if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
             return self._extension(_TARGET, self.names.name_of(value))
@@ -319,6 +334,10 @@ class Codec:
             return self._receive(value, sender, will_answer)
         if code == _DICT:
             return dict(zip(*value, strict=True))
+        if code == _ARRAY:
+            return array_of(tensors[value[0]], *value[1:])
+        if code == _SCALAR:
+            return scalar_of(*value)
         if code == _INT:
             return int(value)
         if code == _COMPLEX:
@@ -328,16 +347,13 @@ class Codec:
         if code == _SIZE:
             return torch.Size(value)
         if code in (_DTYPE, _LAYOUT):
-            kind = getattr(torch, value)
-            if not isinstance(kind, torch.dtype | torch.layout):
-                raise TypeError(value)
-            return kind
+            return _NAMED_OF_TORCH[value]
         if code == _DEVICE:
             return torch.device(value)
         if code == _SLICE:
             return slice(*value)
         if code == _BYTEARRAY:
-            return bytearray(value)
+            return bytearray(memoryview(value))  # not of a number, which would be a size
         if code == _TARGET:
             return self.names.find(value)
         if code == _PICKLE:
@@ -359,11 +375,8 @@ class Codec:
             return kind[value[1]]
         if code == _NAMED_TUPLE and issubclass(kind, tuple):
             return kind._make(value[1])
-        if code == _DATACLASS and dataclasses.is_dataclass(kind):
-            made: Any = object.__new__(cast("type[Any]", kind))
-            for name in {f.name for f in dataclasses.fields(kind)} & value[1].keys():
-                object.__setattr__(made, name, value[1][name])
-            return made
+        if code == _DATACLASS and isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return dataclass_of(kind, value[1])
         msg = (
             f"{sender} sent a value with the unknown code {code}: install the same version of "
             "braid on all nodes"
@@ -373,6 +386,13 @@ class Codec:
 
 def _noun(where: Where) -> str:
     return where if isinstance(where, str) else f"{_noun(where[0])}[{where[1]!r}]"
+
+
+def _has_plain_form(value: Any) -> bool:
+    """Return whether a value that pickle could carry is sent in another form if pickle is off."""
+    if isinstance(value, np.ndarray | np.generic):
+        return is_number(value.dtype)
+    return not dataclasses.is_dataclass(value) or not other_attributes(value)
 
 
 def _has_plain_state(value: Any) -> bool:

@@ -1,0 +1,81 @@
+"""Converts dataclasses to their fields, and back without running code of the class.
+
+Problem: a pickled dataclass runs its `__reduce__`. Its constructor may have arguments that are no
+fields, and `__post_init__` would run a second time.
+
+Idea: an instance is its fields. The receiver sets them without calling the constructor. A value
+that is not in a field would be lost, so the sender refuses it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from braid.rpc.outcomes import RpcError
+
+__all__ = ["dataclass_of", "fields_of", "other_attributes"]
+
+
+def fields_of(value: Any, noun: str) -> dict[str, Any]:
+    """Return the fields of a dataclass by name; fields without `init` may be unset.
+
+    Args:
+        value: Instance of a dataclass.
+        noun: Noun for the instance, for errors.
+
+    Raises:
+        RpcError: The instance has attributes that are not fields, or is also of a class such as
+            `dict`.
+    """
+    kind = type(value)
+    names = [field.name for field in dataclasses.fields(value)]
+    if extra := other_attributes(value):
+        msg = (
+            f"{noun} is a {kind.__module__}.{kind.__qualname__} with {extra[0]!r}, which is not a "
+            f"field and would be lost: declare {extra[0]!r} with field(init=False)"
+        )
+        raise RpcError(msg)
+    try:
+        object.__new__(kind)
+    except TypeError:
+        base = next(c for c in kind.__mro__ if c.__module__ == "builtins").__name__
+        msg = (
+            f"{noun} is a {kind.__module__}.{kind.__qualname__}, a dataclass that is also a "
+            f"{base} and cannot be sent: make the {base} a field of the dataclass"
+        )
+        raise RpcError(msg) from None
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def other_attributes(value: Any) -> list[str]:
+    """Return names of a dataclass's attributes that are not fields and not cached properties."""
+    names = {field.name for field in dataclasses.fields(value)}
+    return sorted(
+        name
+        for name in getattr(value, "__dict__", {}).keys() - names
+        if not isinstance(getattr(type(value), name, None), functools.cached_property)
+    )
+
+
+def dataclass_of(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Return an instance of a dataclass with the fields that `fields_of` returned.
+
+    Raises:
+        RpcError: The class here has other fields.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = values.keys() - fields.keys()
+    missing = {name for name, field in fields.items() if field.init} - values.keys()
+    if unknown or missing:
+        msg = (
+            f"{kind.__module__}.{kind.__qualname__} of this node has the fields {sorted(fields)}, "
+            f"but {sorted(values)} were sent: use the same version of the module on both nodes"
+        )
+        raise RpcError(msg)
+    made = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
