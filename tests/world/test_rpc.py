@@ -146,6 +146,13 @@ def test_values_arrive_as_they_left():
             back = rpc.rpc_sync("w1", same, (Box(array),)).inside
             assert (type(back), back.dtype) == (type(array), array.dtype)
             assert back.tolist() == array.tolist()
+        layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        with dist_autograd.context():
+            back = rpc.rpc_sync("w1", same, (Box(layer),)).inside
+        assert str(back) == str(layer)
+        for param, copy in zip(layer.parameters(), back.parameters(), strict=True):
+            assert copy.is_leaf
+            assert torch.equal(copy, param)
 
 
 def test_functions_operators_classes_and_methods_are_called():

@@ -25,6 +25,7 @@ import torch
 
 from braid.errors import BraidError, CommError
 from braid.rpc.arrays import array_of, bytes_of_array, bytes_of_scalar, is_number, scalar_of
+from braid.rpc.layers import layer_of, parts_of
 from braid.rpc.messages import Body
 from braid.rpc.names import Names
 from braid.rpc.options import placed
@@ -41,7 +42,7 @@ _TUPLE, _SET, _FROZENSET, _DICT, _INT, _COMPLEX = range(1, 7)
 _TENSOR, _REFERENCE = 7, 9
 _DTYPE, _DEVICE, _SIZE, _LAYOUT = range(10, 14)
 _TARGET, _DATACLASS, _NAMED_TUPLE, _ENUM, _SLICE, _BYTEARRAY = range(14, 20)
-_STATEFUL, _ARRAY, _SCALAR = range(20, 23)
+_STATEFUL, _ARRAY, _SCALAR, _LAYER = range(20, 24)
 _PICKLE = 99
 ADVICE = (
     "pass plain data, tensors, numpy arrays, layers of torch.nn, remote references or dataclasses "
@@ -258,7 +259,8 @@ class Codec:
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             inner = self._trees(value, packing, where)
             return self._extension(_NAMED_TUPLE, [self.names.name_of(kind), inner])
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        is_module = isinstance(value, torch.nn.Module)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type) and not is_module:
             inner = self._tree(fields_of(value, _noun(where)), packing, where)
             return self._extension(_DATACLASS, [self.names.name_of(kind), inner])
         if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
@@ -266,6 +268,9 @@ class Codec:
         if _has_plain_state(value):
             plain = self._trees(value._plain_state(), packing, where)  # noqa: SLF001 - see `RemoteModule`
             return self._extension(_STATEFUL, [self.names.name_of(kind), plain])
+        if is_module:
+            layers = parts_of(value, _noun(where))
+            return self._extension(_LAYER, self._trees(layers, packing, where))
         if self._allow_pickle:
             return self._extension(_PICKLE, self._pickled(value, packing, where))
         msg = (
@@ -338,6 +343,8 @@ class Codec:
             return array_of(tensors[value[0]], *value[1:])
         if code == _SCALAR:
             return scalar_of(*value)
+        if code == _LAYER:
+            return layer_of(*value)
         if code == _INT:
             return int(value)
         if code == _COMPLEX:
@@ -392,6 +399,8 @@ def _has_plain_form(value: Any) -> bool:
     """Return whether a value that pickle could carry is sent in another form if pickle is off."""
     if isinstance(value, np.ndarray | np.generic):
         return is_number(value.dtype)
+    if isinstance(value, torch.nn.Module):
+        return _has_plain_state(value)
     return not dataclasses.is_dataclass(value) or not other_attributes(value)
 
 

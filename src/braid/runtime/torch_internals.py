@@ -92,6 +92,7 @@ __all__ = [
     "queue_callback",
     "register_backend",
     "replica_of",
+    "reset_flat_weights",
     "saved_tensors_hooks",
     "set_default_timeout",
     "set_timeout_option",
@@ -227,6 +228,8 @@ forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]]
 forward_pre_hooks = _attribute("torch.nn.Module._forward_pre_hooks")
 forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]]
 forward_hooks = _attribute("torch.nn.Module._forward_hooks")
+reset_flat_weights: Callable[[nn.RNNBase], None]
+reset_flat_weights = _method("torch.nn.RNNBase._init_flat_weights")
 replica_of: Callable[[nn.Module], nn.Module]
 replica_of = _method("torch.nn.Module._replicate_for_data_parallel")
 call_with_hooks: Callable[[nn.Module], Callable[..., Any]]
