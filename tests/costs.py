@@ -78,7 +78,7 @@ BUDGETS_S = {
     "world/test_sync_batch_norm": 10,
     "world/test_tensor_parallel": 12,
     "world/test_torch_backend": 105,
-    "world/test_torch_rpc": 15,
+    "world/test_torch_rpc": 40,
     "world/test_train": 95,
     "world/test_train_on_servers": 40,
     "world/test_unused_parameters": 7,

@@ -124,6 +124,7 @@ TIERS: dict[str, Tier] = {
     "world/test_torch_backend.py::test_results_are_those_of_gloo[reductions-3": ALL,
     "world/test_torch_backend_parallel.py": ALL,
     "world/test_torch_backend_parallel.py::test_result_is_that_of_gloo[functional": TEST,
+    "world/test_torch_rpc.py::test_programs_in_the_form_of": ALL,
 }
 
 

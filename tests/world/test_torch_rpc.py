@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -21,8 +22,6 @@ from braid.compat.torch_rpc import RemoteModule, dist_autograd, rpc
 from braid.errors import ConfigError
 from braid.rpc.current import acting_for
 from rpc_nodes import first_of, nodes
-
-PROGRAM = Path(__file__).with_name("torch_rpc_program.py")
 
 
 class Scaled(nn.Module):
@@ -63,29 +62,42 @@ def is_training(rref: rpc.RRef[nn.Module]) -> bool:
     return rref.local_value().training
 
 
-def test_a_program_that_spawns_its_nodes_runs():
-    """A parameter server, an RNN over two nodes, and a remote module that a third node uses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+def output_of(program: str, num_ports: int) -> list[str]:
+    """Run a program that spawns its nodes, with free ports as arguments; return what it prints."""
+    with contextlib.ExitStack() as stack:
+        free = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
+        for each in free:
+            each.bind(("127.0.0.1", 0))
+        ports = [str(each.getsockname()[1]) for each in free]
     kept = {
         k: v for k, v in os.environ.items() if not k.startswith(("BRAID_", "RANK", "WORLD_SIZE"))
     }
+    own = {"MASTER_ADDR": "localhost", "MASTER_PORT": ports[0], "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
+        [sys.executable, str(Path(__file__).with_name(program)), *ports],
         capture_output=True,
         text=True,
         timeout=120,
-        env={**kept, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+        env={**kept, **own},
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    return done.stdout.splitlines()
+
+
+def test_a_program_that_spawns_its_nodes_runs():
+    """A parameter server, an RNN over two nodes, and a remote module that a third node uses."""
+    assert output_of("torch_rpc_program.py", 1) == [
         "weights [[-0.5, -0.5, -0.5], [-0.5, -0.5, -0.5]]",
         "same True",
         "module True worker1 {2}",
         "open 0",
     ]
+
+
+def test_programs_in_the_form_of_torchs_seven_examples_give_what_one_process_gives_or_learn():
+    names = "rnn pipeline parameter_server rl batch_parameter_server batch_reinforce ddp_rpc"
+    assert output_of("torch_rpc_examples.py", 8) == [f"ended: {names}"]
 
 
 def test_calls_are_rows_of_the_profiler():
