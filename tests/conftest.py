@@ -94,6 +94,7 @@ LAUNCHING = (
     "world/test_rl.py::test_a_new_process_plays",
     "world/test_rl.py::test_actors_solve",
     "world/test_rl.py::test_the_league",
+    "world/test_rl.py::test_two_learners",
     "world/test_rpc.py::test_a_batched_parameter_server",
     "world/test_rpc.py::test_a_language_model",
     "world/test_rpc.py::test_the_example",

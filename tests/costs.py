@@ -66,7 +66,7 @@ BUDGETS_S = {
     "world/test_ps": 105,
     "world/test_pslite": 35,
     "world/test_resume": 15,
-    "world/test_rl": 17,
+    "world/test_rl": 35,
     "world/test_rpc": 48,
     "world/test_rpc_programs": 19,
     "world/test_probe": 8,

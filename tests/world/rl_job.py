@@ -36,10 +36,13 @@ class Counted(rl.ImpalaLearner):
     def __init__(self, net: nn.Module) -> None:
         super().__init__(net, torch.optim.SGD(net.parameters(), lr=0.1))
         self.counts = {1: 0, 2: 0}
+        self.versions_again: list[int] = []  # of the new process's unrolls
 
     @rpc.functions.async_execution
     def add(self, unroll):
         self.counts[unroll.actions.shape[1]] += 1
+        if unroll.actions.shape[1] == 1 and self.statistics.lost:
+            self.versions_again.append(unroll.version)
         return super().add(unroll)
 
 
@@ -64,4 +67,5 @@ if __name__ == "__main__":
         enough = sum(end.lags.values()) >= UNROLLS
         print(f"lost {end.lost}, learned from {UNROLLS} unrolls or more: {enough}")
         print(f"{learner.counts[1]} whole unrolls of actor:1")
+        print(f"a new process began with newer weights: {learner.versions_again[:1] > [0]}")
     rpc.shutdown()

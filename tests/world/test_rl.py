@@ -409,6 +409,14 @@ def test_a_new_process_plays_instead_of_a_killed_actor(tmp_path):
     whole = re.search(r"(\d+) whole unrolls of actor:1", shown)
     assert whole is not None
     assert int(whole.group(1)) > 2
+    assert "a new process began with newer weights: True" in shown
+
+
+@pytest.mark.launcher
+def test_two_learners_lead_their_actors_and_have_the_same_weights(tmp_path):
+    job = str(Path(__file__).with_name("rl_learners_job.py"))
+    shown = run_example(job, tmp_path / "run", "--role", "learner:2", "--role", "actor:2")
+    assert "both ended at version 20 or later: True, with the same weights: True" in shown
 
 
 @pytest.mark.launcher

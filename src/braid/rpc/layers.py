@@ -175,7 +175,7 @@ def _class_of(name: str) -> type[nn.Module] | None:
 
 
 def _empty(name: object) -> nn.Module:
-    """Return a module of a class of torch.nn whose constructor did not run."""
+    """Return a module of a class of torch.nn without running its constructor."""
     kind = _class_of(name) if isinstance(name, str) else None
     if kind is None:
         msg = f"another node sent a module of the class {name!r}, which is not a layer of torch.nn"

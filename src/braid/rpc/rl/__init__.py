@@ -13,6 +13,7 @@ rpc.shutdown()
 from __future__ import annotations
 
 from braid.rpc.rl.a3c import A3CLearner, play_a3c
+from braid.rpc.rl.actions import Gaussian
 from braid.rpc.rl.actor import Actor, Environment, Unroll, make_environment
 from braid.rpc.rl.games import (
     Game,
@@ -39,6 +40,7 @@ __all__ = [
     "Decision",
     "Environment",
     "Game",
+    "Gaussian",
     "ImpalaLearner",
     "League",
     "Learner",

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from braid.errors import ConfigError
 from braid.rpc import register
-from braid.rpc.rl.policies import Policy
+from braid.rpc.rl.policies import Decision, Policy
+from braid.rpc.rl.recurrence import reset
 
 __all__ = ["Actor", "Environment", "Unroll", "make_environment"]
 
@@ -65,7 +66,7 @@ class Unroll(NamedTuple):
 
     Attributes:
         observations: Observations x_0 to x_T, [T + 1, B, ...].
-        actions: Actions, [T, B].
+        actions: Actions, [T, B], or [T, B, A] of a Gaussian.
         log_probs: Logarithms of the actions' probabilities when they were chosen, [T, B].
         rewards: Rewards, [T, B].
         terminated: Whether the episode has ended with the step, [T, B].
@@ -74,6 +75,7 @@ class Unroll(NamedTuple):
             the environments.
         returns: Sums of rewards of the episodes that ended here.
         version: Oldest version of the weights that chose actions.
+        state: States of a recurrent policy before x_0, [B, ...]; None for other policies.
     """
 
     observations: Tensor
@@ -85,11 +87,12 @@ class Unroll(NamedTuple):
     last_observations: Tensor
     returns: tuple[float, ...]
     version: int
+    state: Tensor | None = None
 
     @property
     def num_steps(self) -> int:
         """Number of steps of all environments."""
-        return self.actions.numel()
+        return self.rewards.numel()
 
 
 class Actor:
@@ -125,6 +128,8 @@ class Actor:
         first = [environment.reset(seed=seed + n)[0] for n, environment in enumerate(environments)]
         self._observations = _stack(first)
         self._returns = np.zeros(len(environments))
+        shape = getattr(policy, "state_shape", None)
+        self._state = None if shape is None else torch.zeros(len(environments), *shape)
 
     def unroll(self) -> Unroll:
         """Play the next steps of all environments."""
@@ -134,15 +139,15 @@ class Actor:
         terminated, truncated = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
         last: list[list[Any]] = [[] for _ in self._environments]
         returns: list[float] = []
-        version = None
+        version, first_state = None, self._state
         for step in range(self._unroll_length):
-            decision = self.policy.decide(self._observations)
+            decision = self._decide()
             version = decision.version if version is None else min(version, decision.version)
             actions.append(decision.actions)
             log_probs.append(decision.log_probs)
             following = []
             for n, (environment, action) in enumerate(
-                zip(self._environments, decision.actions.tolist(), strict=True)
+                zip(self._environments, _by_environment(decision.actions), strict=True)
             ):
                 observation, reward, ended, cut, _ = environment.step(action)
                 rewards[step, n], terminated[step, n] = float(reward), ended
@@ -157,6 +162,9 @@ class Actor:
                 following.append(observation)
             self._observations = _stack(following)
             observations.append(self._observations)
+            if decision.state is not None:
+                ends = torch.from_numpy(terminated[step] | truncated[step])
+                self._state = reset(decision.state, ends)
         cut_off = [observation for of_one in last for observation in of_one]
         return Unroll(
             torch.stack(observations),
@@ -168,7 +176,18 @@ class Actor:
             _stack(cut_off) if cut_off else self._observations[:0],
             tuple(returns),
             version or 0,
+            first_state,
         )
+
+    def _decide(self) -> Decision:
+        if self._state is None:
+            return self.policy.decide(self._observations)
+        return self.policy.decide(self._observations, self._state)
+
+
+def _by_environment(actions: Tensor) -> list[Any]:
+    """Return numbers for actions [B], and arrays of numpy for actions [B, A]."""
+    return actions.tolist() if actions.dim() == 1 else list(actions.numpy())
 
 
 def _stack(observations: Sequence[Any]) -> Tensor:

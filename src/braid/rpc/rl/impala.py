@@ -22,9 +22,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from braid.comm import Group
 from braid.errors import ConfigError
 from braid.rpc.functions import async_execution
 from braid.rpc.rl.actor import Actor, Unroll
+from braid.rpc.rl.averaging import GradientAverage
 from braid.rpc.rl.learner import Learner
 from braid.rpc.rl.losses import LossOptions, impala_loss, join_unrolls
 from braid.rpc.rl.policies import Policy, Weights
@@ -87,6 +89,8 @@ class ImpalaLearner(Learner):
         replay: Buffer of old unrolls to learn from again; None for no replay.
         num_replayed: Number of replayed unrolls in each step, beside the batch.
         max_grad_norm: Bound of the norm of all gradients.
+        group: Group of several learners, each with its actors, that average their gradients; all
+            construct their learner together. None for one learner.
         serving: Policies of this process that get each new version.
 
     Raises:
@@ -104,8 +108,10 @@ class ImpalaLearner(Learner):
         replay: Replay | None = None,
         num_replayed: int = 0,
         max_grad_norm: float = 0.5,
+        group: Group | None = None,
         serving: Iterable[Policy] = (),
     ) -> None:
+        self._average = None if group is None else GradientAverage(group, module)
         super().__init__(module, optimizer, max_grad_norm=max_grad_norm, serving=serving)
         capacity = 2 * batch_size if capacity is None else capacity
         if batch_size < 1 or capacity < batch_size:
@@ -146,8 +152,11 @@ class ImpalaLearner(Learner):
                 self._record(unroll.version, unroll.num_steps, unroll.returns)
         again = [] if self._replay is None else self._replay.sample(self._num_replayed)
         self._optimizer.zero_grad()
-        loss = impala_loss(self.module, join_unrolls([*fresh, *again]), self._options)
-        torch.autograd.backward([loss])
+        batch = join_unrolls([*fresh, *again])
+        torch.autograd.backward([impala_loss(self.module, batch, self._options)])
+        if self._average is not None and not self._average.average(batch.num_steps):
+            self._end()
+            return
         self._update()
         if self._replay is not None:
             for unroll in fresh:
@@ -155,7 +164,15 @@ class ImpalaLearner(Learner):
         self._answer()
 
     def stop(self) -> None:
-        """End training: actors get None instead of weights. Idempotent."""
+        """End training: actors get None instead of weights. Idempotent.
+
+        With a group, all learners end: waits for the next step of each.
+        """
+        if self._average is not None and not self._is_over:
+            self._average.end()
+        self._end()
+
+    def _end(self) -> None:
         super().stop()
         self._answer()
 

@@ -138,6 +138,11 @@ class Learner(abc.ABC):
             self._changed.notify_all()
 
     @property
+    def is_over(self) -> bool:
+        """Whether training was ended, by `stop` or by another learner of the group."""
+        return self._is_over
+
+    @property
     def missing(self) -> list[str]:
         """Actors that are lost, and that no new process has replaced."""
         with self._changed:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from braid.errors import ConfigError
+from braid.rpc.rl.actions import Outputs, entropy_of, log_probs_of, without_last
 from braid.rpc.rl.actor import Unroll
+from braid.rpc.rl.recurrence import unrolled
 from braid.rpc.rl.targets import Steps, advantages, vtrace
 
 __all__ = ["LossOptions", "a3c_loss", "impala_loss", "join_unrolls"]
@@ -93,6 +95,13 @@ def join_unrolls(unrolls: Sequence[Unroll]) -> Unroll:
         raise ConfigError(msg)
     if len(unrolls) == 1:
         return unrolls[0]
+    states = [unroll.state for unroll in unrolls if unroll.state is not None]
+    if len(states) not in (0, len(unrolls)):
+        msg = (
+            f"{len(states)} of {len(unrolls)} unrolls have a state: use a recurrent policy in all "
+            "actors of a learner, or in none"
+        )
+        raise ConfigError(msg)
     return Unroll(
         torch.cat([unroll.observations for unroll in unrolls], 1),
         torch.cat([unroll.actions for unroll in unrolls], 1),
@@ -103,20 +112,17 @@ def join_unrolls(unrolls: Sequence[Unroll]) -> Unroll:
         torch.cat([unroll.last_observations for unroll in unrolls]),
         tuple(value for unroll in unrolls for value in unroll.returns),
         min(unroll.version for unroll in unrolls),
+        torch.cat(states) if states else None,
     )
 
 
 def _evaluate(module: nn.Module, unroll: Unroll, discount: float) -> _Evaluation:
-    logits, values = module(unroll.observations)
-    every = logits[:-1].log_softmax(-1)
-    chosen = every.gather(-1, unroll.actions.unsqueeze(-1)).squeeze(-1)
-    least = torch.finfo(every.dtype).min  # 0 log 0 is 0, for actions with logits of -inf
-    entropy = -(every.exp() * every.clamp(min=least)).sum(-1)
+    outputs, values, last_values = _outputs(module, unroll)
+    outputs = without_last(outputs)
     with torch.no_grad():
         next_values = values[1:].clone()
-        if len(unroll.last_observations):
-            _, last = module(unroll.last_observations)
-            next_values.T[unroll.truncated.T] = last
+        if last_values is not None:
+            next_values.T[unroll.truncated.T] = last_values
         steps = Steps(
             unroll.rewards,
             discount * (~unroll.terminated).to(unroll.rewards.dtype),
@@ -124,7 +130,22 @@ def _evaluate(module: nn.Module, unroll: Unroll, discount: float) -> _Evaluation
             values[:-1].detach(),
             next_values,
         )
-    return _Evaluation(chosen, entropy, values[:-1], steps)
+    chosen = log_probs_of(outputs, unroll.actions)
+    return _Evaluation(chosen, entropy_of(outputs), values[:-1], steps)
+
+
+def _outputs(module: nn.Module, unroll: Unroll) -> tuple[Outputs, Tensor, Tensor | None]:
+    """Return outputs and values of x_0 to x_T, and values of the last observations."""
+    last = unroll.last_observations
+    if unroll.state is None:
+        outputs, values = module(unroll.observations)
+        with torch.no_grad():
+            return outputs, values, module(last)[1] if len(last) else None
+    ends = unroll.terminated | unroll.truncated
+    outputs, values, states = unrolled(module, unroll.observations, unroll.state, ends)
+    with torch.no_grad():
+        before = states[:-1].transpose(0, 1)[unroll.truncated.T]
+        return outputs, values, module(last, before)[1] if len(last) else None
 
 
 def _loss(

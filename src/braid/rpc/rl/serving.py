@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from braid.errors import ConfigError
 from braid.rpc import RRef, batch
 from braid.rpc.rl.policies import Decision, LocalPolicy, Weights
 
@@ -32,12 +33,18 @@ class PolicyServer:
         max_size: Maximum number of actors in one forward pass.
         max_wait_s: Seconds that the first actor waits for others.
         seed: Seed of its choices.
+
+    Raises:
+        ConfigError: The module is recurrent.
     """
 
     def __init__(
         self, module: nn.Module, *, max_size: int, max_wait_s: float = 0.002, seed: int = 0
     ) -> None:
         self._policy = LocalPolicy(module, seed)
+        if self._policy.state_shape is not None:
+            msg = "a served policy has no states of its actors: use LocalPolicy with this module"
+            raise ConfigError(msg)
         self._lock = threading.Lock()
         self.decide = batch(max_size, max_wait_s)(self._decide)
         self.num_batches = 0
@@ -51,7 +58,7 @@ class PolicyServer:
         sizes = [len(batch) for batch in observations]
         with self._lock:
             self.num_batches += 1
-            actions, log_probs, version = self._policy.decide(torch.cat(observations))
+            actions, log_probs, version, _ = self._policy.decide(torch.cat(observations))
         parts = zip(torch.split(actions, sizes), torch.split(log_probs, sizes), strict=True)
         return [Decision(*of_one, version) for of_one in parts]
 
@@ -66,8 +73,9 @@ class ServedPolicy:
     def __init__(self, server: RRef) -> None:
         self._server = server
 
-    def decide(self, observations: Tensor) -> Decision:
+    def decide(self, observations: Tensor, state: Tensor | None = None) -> Decision:
         """Choose an action for each observation."""
+        del state  # a server refuses recurrent modules
         decision: Any = self._server.rpc_sync().decide(observations)
         return Decision(*decision)
 

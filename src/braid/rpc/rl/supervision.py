@@ -80,7 +80,7 @@ def lead(
         for name in actors:
             start(name)
         again_s = 0.0  # when lost actors are called again
-        while not is_over(learner.statistics):
+        while not learner.is_over and not is_over(learner.statistics):
             try:
                 learner.step(timeout_s)
             except PeerLostError:  # no actor is left
