@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from typing import Any
 
@@ -59,18 +60,32 @@ class Keyed(dict):
     key: int = 0
 
 
+@dataclasses.dataclass
+class Extra:
+    place: int
+
+
+def hook(*_: object) -> None:
+    """Do nothing."""
+
+
+class Way(enum.Flag):
+    LEFT = 1
+    UP = 2
+
+
 class Plain:
     def __init__(self) -> None:
         BUILT.append("Plain")
 
 
-def codec_of() -> Codec:
+def codec_of(**options: bool) -> Codec:
     """Return a codec that has no references, and no devices but the CPU."""
 
     def nothing(*_: Any) -> None:
         return None
 
-    return Codec(Names(ALLOWED), nothing, nothing, nothing, lambda *_: "")
+    return Codec(Names(ALLOWED), nothing, nothing, nothing, lambda *_: "", **options)
 
 
 def round_trip(value: Any) -> Any:
@@ -149,6 +164,11 @@ def test_dataclasses_arrive_with_their_fields_and_no_constructor_runs(array, lab
     assert_same(array, place.place)
 
 
+def test_combinations_of_flags_arrive():
+    for flags in (Way.LEFT, Way.LEFT | Way.UP, Way(0)):
+        assert round_trip(flags) is flags
+
+
 def test_fields_that_are_not_set_are_not_set_at_the_receiver():
     assert not hasattr(round_trip(Unset()), "later")
 
@@ -174,6 +194,21 @@ def test_values_that_would_lose_a_part_are_refused_by_name():
     for value, text in refused:
         with pytest.raises(RpcError, match=text):
             codec_of().pack([value], 0)
+
+
+def test_pickle_carries_the_parts_that_would_be_lost():
+    codec = codec_of(allow_pickle=True)
+    point, linear = Extra(1), torch.nn.Linear(1, 1)
+    point.cache = 3
+    linear.register_forward_hook(hook)
+    packed = codec.pack([point, np.array([None, "a"]), linear, np.arange(3), Point(2)], 0)
+    back = codec.unpack(packed.data, packed.tensors, "w0")
+    assert (back[0].place, back[0].cache) == (1, 3)
+    assert back[1].tolist() == [None, "a"]
+    assert list(back[2]._forward_hooks.values()) == [hook]
+    assert (back[3].tolist(), back[4]) == ([0, 1, 2], Point(2))
+    with pytest.raises(CommError, match="sent a pickle, which this node refuses"):
+        codec_of().unpack(packed.data, packed.tensors, "w0")
 
 
 def test_other_fields_at_the_receiver_are_an_error():

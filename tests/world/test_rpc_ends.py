@@ -222,7 +222,7 @@ def test_an_answer_that_does_not_fit_is_an_error_at_once():
     with first_of(2, **ALLOWED) as agents:
         agents[0].codec.names._known["test_rpc_ends:Colour"] = enum.Enum("Colour", ["BLUE"])
         for call in (rpc.rpc_sync, lambda *args: rpc.rpc_async(*args).wait()):
-            with pytest.raises(KeyError, match="RED"):
+            with pytest.raises(RpcError, match="Colour of this node has no member 'RED'"):
                 call("w1", colour)
 
 

@@ -62,8 +62,14 @@ def is_training(rref: rpc.RRef[nn.Module]) -> bool:
     return rref.local_value().training
 
 
-def output_of(program: str, num_ports: int) -> list[str]:
-    """Run a program that spawns its nodes, with free ports as arguments; return what it prints."""
+EXAMPLES = (
+    *("rnn", "pipeline", "parameter_server", "rl"),
+    *("batch_parameter_server", "batch_reinforce", "ddp_rpc"),
+)
+
+
+def output_of(program: str, *args: str, num_ports: int = 1, **variables: str) -> list[str]:
+    """Run a program that spawns its nodes, with free ports after `args`; return what it prints."""
     with contextlib.ExitStack() as stack:
         free = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
         for each in free:
@@ -74,11 +80,11 @@ def output_of(program: str, num_ports: int) -> list[str]:
     }
     own = {"MASTER_ADDR": "localhost", "MASTER_PORT": ports[0], "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(program)), *ports],
+        [sys.executable, str(Path(__file__).with_name(program)), *args, *ports],
         capture_output=True,
         text=True,
         timeout=120,
-        env={**kept, **own},
+        env={**kept, **own, **variables},
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -87,7 +93,7 @@ def output_of(program: str, num_ports: int) -> list[str]:
 
 def test_a_program_that_spawns_its_nodes_runs():
     """A parameter server, an RNN over two nodes, and a remote module that a third node uses."""
-    assert output_of("torch_rpc_program.py", 1) == [
+    assert output_of("torch_rpc_program.py") == [
         "weights [[-0.5, -0.5, -0.5], [-0.5, -0.5, -0.5]]",
         "same True",
         "module True worker1 {2}",
@@ -96,8 +102,15 @@ def test_a_program_that_spawns_its_nodes_runs():
 
 
 def test_programs_in_the_form_of_torchs_seven_examples_give_what_one_process_gives_or_learn():
-    names = "rnn pipeline parameter_server rl batch_parameter_server batch_reinforce ddp_rpc"
-    assert output_of("torch_rpc_examples.py", 8) == [f"ended: {names}"]
+    output = output_of("torch_rpc_examples.py", ",".join(EXAMPLES), num_ports=8)
+    assert output == ["ended: " + " ".join(EXAMPLES)]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_same_programs_run_on_torch(name):
+    output = output_of("torch_rpc_examples.py", name, num_ports=2, RPC_FROM="torch")
+    assert output == [f"ended: {name}"]
 
 
 def test_calls_are_rows_of_the_profiler():

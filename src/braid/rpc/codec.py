@@ -31,7 +31,7 @@ from braid.rpc.names import Names
 from braid.rpc.options import placed
 from braid.rpc.outcomes import RpcError
 from braid.rpc.protocol.autograd_state import SparseSpec
-from braid.rpc.records import dataclass_of, fields_of, other_attributes
+from braid.rpc.records import dataclass_of, fields_of, key_of, member_of, other_attributes
 from braid.runtime.tensor_buffers import as_buffers, from_buffers
 from braid.runtime.torch_internals import sparse_indices, sparse_values
 from braid.types import dtype_name
@@ -200,7 +200,7 @@ class Codec:
         except BraidError:
             raise
         except Exception as exc:  # a peer may send any bytes, and each of them is its mistake
-            msg = f"{sender} sent values that cannot be unpacked: {exc}"
+            msg = f"{sender} sent values that cannot be unpacked: {type(exc).__name__}: {exc}"
             raise CommError(msg) from exc
 
     # -- inside
@@ -255,7 +255,7 @@ class Codec:
         if kind is bytearray:
             return self._extension(_BYTEARRAY, bytes(value))
         if isinstance(value, enum.Enum):
-            return self._extension(_ENUM, [self.names.name_of(kind), value.name])
+            return self._extension(_ENUM, [self.names.name_of(kind), key_of(value)])
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             inner = self._trees(value, packing, where)
             return self._extension(_NAMED_TUPLE, [self.names.name_of(kind), inner])
@@ -379,7 +379,7 @@ class Codec:
         if code == _STATEFUL and hasattr(kind, "_of_state"):
             return kind._of_state(value[1])  # noqa: SLF001 - the other half of `_plain_state`
         if code == _ENUM and issubclass(kind, enum.Enum):
-            return kind[value[1]]
+            return member_of(kind, value[1])
         if code == _NAMED_TUPLE and issubclass(kind, tuple):
             return kind._make(value[1])
         if code == _DATACLASS and isinstance(kind, type) and dataclasses.is_dataclass(kind):

@@ -1,4 +1,4 @@
-"""Converts dataclasses to their fields, and back without running code of the class.
+"""Converts dataclasses to their fields and back, without running code of the class; finds enums.
 
 Problem: a pickled dataclass runs its `__reduce__`. Its constructor may have arguments that are no
 fields, and `__post_init__` would run a second time.
@@ -10,13 +10,14 @@ that is not in a field would be lost, so the sender refuses it.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Mapping
 from typing import Any
 
 from braid.rpc.outcomes import RpcError
 
-__all__ = ["dataclass_of", "fields_of", "other_attributes"]
+__all__ = ["dataclass_of", "fields_of", "key_of", "member_of", "other_attributes"]
 
 
 def fields_of(value: Any, noun: str) -> dict[str, Any]:
@@ -79,3 +80,26 @@ def dataclass_of(kind: type[Any], values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         object.__setattr__(made, name, value)
     return made
+
+
+def key_of(member: enum.Enum) -> str | int:
+    """Return the name of a member of an enum, or the number of a combination of flags."""
+    is_combination = isinstance(member, enum.Flag) and member.name not in type(member).__members__
+    return member.value if is_combination else member.name
+
+
+def member_of(kind: type[enum.Enum], name: str | int) -> enum.Enum:
+    """Return the member of an enum with a name, or a combination of flags with a number.
+
+    Raises:
+        RpcError: The class here has no such member.
+    """
+    if isinstance(name, int) and issubclass(kind, enum.Flag):
+        return kind(name)
+    if not isinstance(name, str) or name not in kind.__members__:
+        msg = (
+            f"{kind.__module__}.{kind.__qualname__} of this node has no member {name!r}: use the "
+            "same version of the module on both nodes"
+        )
+        raise RpcError(msg)
+    return kind[name]

@@ -84,8 +84,8 @@ class ClosureCodec:
             unshare=lambda shared: None,  # noqa: ARG005
             receive=lambda shared, sender, will_answer: None,  # noqa: ARG005
             device_for=lambda device, receiver: "",  # noqa: ARG005 - tensors arrive on the CPU
-            advice="pass plain data, tensors or dataclasses, or let each worker make it with "
-            "create_per_worker_resource",
+            advice="pass plain data, tensors, numpy arrays, layers of torch.nn or dataclasses, or "
+            "let each worker make it with create_per_worker_resource",
         )
 
     def pack(self, value: Any, where: str) -> tuple[bytes, list[memoryview]]:
