@@ -198,13 +198,16 @@ def test_recomputation_saves_memory_and_costs_a_forward() -> None:
 
 @pytest.mark.parametrize(
     ("shard", "parts"),
-    [(0, (1.0, 1.0, 2.0)), (1, (1.0, 1.0, 0.5)), (2, (1.0, 0.0, 0.5)), (3, (0.25, 0.0, 0.5))],
+    [(0, (1.0, 1.0, 2.0)), (1, (1.0, 1.0, 0.5)), (2, (1.0, 0.25, 0.5)), (3, (0.25, 0.25, 0.5))],
 )
-def test_zero_divides_states_and_parameters(shard: int, parts: tuple[float, ...]) -> None:
-    estimator = Estimator(even(4), machines(4), Training(4))
-    memory = estimator.estimate(Split(dp=4, shard=shard)).memory
+def test_zero_divides_states_gradients_and_parameters(shard: int, parts: tuple[float, ...]) -> None:
+    estimator = Estimator(even(4), machines(4), Training(8))
     whole = 4e6
+    memory = estimator.estimate(Split(dp=4, shard=shard)).memory
     assert memory[:3] == pytest.approx([whole * part for part in parts])
+    # micro-batches accumulate whole gradients, beside the memory of their sums
+    memory = estimator.estimate(Split(dp=4, shard=shard, microbatches=2)).memory
+    assert memory.gradients == pytest.approx(whole * (parts[1] + (shard > 0)))
 
 
 def test_rings_of_neighbours_share_the_link_of_their_host() -> None:

@@ -81,7 +81,9 @@ class Bytes(NamedTuple):
     states: float
 
     def live(self, stage: int, num_ranks: int) -> float:
-        """Return the bytes on each rank per parameter of the model, between steps.
+        """Return the bytes on each rank per parameter, from the end of a backward to `zero_grad`.
+
+        Temporary memory of a backward is not included: gathered units, and gradients before sums.
 
         Args:
             stage: Stage of sharding (ZeRO): 1, 2 or 3.

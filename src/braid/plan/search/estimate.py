@@ -287,20 +287,14 @@ class Estimator:
             activations = count * saved
             if split.recompute != "never":
                 activations = count * inputs + max(stage.saved_bytes for stage in stages)
-            # two units' gradients are whole at a time at stage 2, and their parameters at stage 3
-            slots = {2: 2, GATHERED: 4}.get(split.shard, 0)
-            over, gradients = split.dp, params
-            if split.shard > 1 and split.pp == split.microbatches == 1:
-                # each rank's share grows while activations are used up
-                gradients = max(0.0, params / over - activations)
             memories.append(
                 MemoryEstimate(
-                    params * (1 + copies) / (over if split.shard == GATHERED else 1),
-                    gradients,
-                    states / (over if split.shard else 1),
+                    params * (1 + copies) / (split.dp if split.shard == GATHERED else 1),
+                    _gradient_bytes(split, params, item),
+                    states / (split.dp if split.shard else 1),
                     activations,
                     max(stage.workspace_bytes for stage in stages)
-                    + slots * max(stage.largest_bytes for stage in stages),
+                    + _slots(split) * max(stage.largest_bytes for stage in stages),
                 )
             )
         return max(memories, key=lambda memory: memory.nbytes)
@@ -326,6 +320,28 @@ class Estimator:
             for level, count in machines.level_bytes(axis, nbytes_sent).items():
                 levels[level] = levels.get(level, 0.0) + count
         return levels
+
+
+def _gradient_bytes(split: Split, params: float, item: int) -> float:
+    """Return the bytes of gradients when a backward begins; they are reused in all steps.
+
+    Args:
+        split: The split.
+        params: Bytes of the rank's parameters before they are sharded.
+        item: Bytes of an element of a parameter; the optimizer's gradients have 4.
+    """
+    if not split.shard:
+        return params
+    shard = params * 4 / item / split.dp
+    vector = params + (shard if item < 4 else 0.0) if split.shard == 1 else shard
+    # on a mesh, gradients accumulate unsharded over the micro-batches, in separate memory
+    return vector + (params if split.mesh else 0.0)
+
+
+def _slots(split: Split) -> float:
+    """Return the temporary memory of sharded units, in units of the largest layer's bytes."""
+    # stage 1: two sums of parts; stage 2: two gradients; stage 3: two gradients, two parameters
+    return {0: 0.0, 1: 2.0 / split.dp, 2: 2.0, GATHERED: 4.0}[split.shard]
 
 
 def _stages_axis(split: Split) -> Axis:
