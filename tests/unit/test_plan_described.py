@@ -13,10 +13,17 @@ from torch import nn
 
 import braid
 from benchmarks.device_fit import _Models, read_iterations
+from braid.comm import Group
 from braid.errors import ConfigError
+from braid.parallel.expert_parallel import MixtureOfExperts
 from braid.parallel.tensor_parallel import parallelize
 from braid.plan.described import DescribedModel, count_operations
-from braid.plan.find import fastest_meshes
+from braid.plan.find import (
+    captured_layers,
+    copied_without_memory,
+    described_layers,
+    fastest_meshes,
+)
 from braid.plan.lone_rank import LoneRank
 from braid.plan.plan_file import read_plan
 from braid.plan.profiling import PerRows
@@ -24,6 +31,7 @@ from braid.programs.topology import DEVICES, Efficiency, flat, from_toml
 from braid.train.config import ModelSize
 from braid.train.gpt import GPT
 from braid.train.models import captured, described, gpt
+from support.worlds import run_threads
 
 CONTEXT, WIDTH = 16, 64
 VTRAIN = Path(__file__).parents[1] / "data/vtrain/ground_truth_single.csv"
@@ -111,6 +119,54 @@ def test_a_model_of_the_users_is_described_by_its_graph(
     assert len(captured("two_layers_to_plan:make").named) == 2
     model, names = described("two_layers_to_plan:make", "", 0, DEVICES["t4"], "fp32")
     assert model.num_layers == len(names) == 2
+
+
+def test_axes_of_sequences_and_experts_follow_the_layers() -> None:
+    gpt, _ = described("", "mini", CONTEXT, DEVICES["t4"], "fp32")
+    assert gpt.sequence_sizes == [n for n in range(1, 17) if n == 1 or CONTEXT % (2 * n) == 0]
+    embed, block, *_ = gpt.layers(3, 1)
+    assert (embed.kv_bytes, block.kv_bytes) == (0, 3 * 2 * 4 * CONTEXT * 128)
+    assert gpt.layers(3, 2)[1].kv_bytes == block.kv_bytes / 2  # has half of the heads
+    assert (gpt.expert_sizes, gpt.left_out) == ((1,), ())
+
+
+class Mixed(nn.Module):
+    """Attention, and then a mixture of six experts."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.project = nn.utils.skip_init(nn.Linear, 8, 8)
+        nn.init.eye_(self.project.weight)
+        nn.init.zeros_(self.project.bias)
+        self.experts = MixtureOfExperts(8, 16, 6, group=group, top_k=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x).unsqueeze(1)
+        x = nn.functional.scaled_dot_product_attention(heads, heads, heads).squeeze(1)
+        return self.experts(x)
+
+
+def test_experts_are_counted_for_an_even_load() -> None:
+    (model, whole) = run_threads(1, _described_experts)[0]
+    assert (model.sequence_sizes, model.expert_sizes) == ((1,), [1, 2, 3, 6])
+    assert [*model.left_out] == [
+        "Axis cp is left out: a captured model does not support sharded sequences."
+    ]
+    cost = model.layers(3, 1)[-1]
+    tokens, one_expert = 3 * 4, 2 * 8 * 16
+    assert cost.routed_bytes == 4 * 2 * tokens * 8
+    assert cost.expert_bytes == 4 * 6 * one_expert
+    assert cost.kv_bytes == 0
+    flops = sum(op.flops.of(3) for op in whole[-1].operations if op.name == "experts")
+    assert flops == 2 * 2 * tokens * one_expert
+
+
+def _described_experts(group: Group) -> tuple[Any, Any]:
+    model = nn.Sequential(Mixed(group))
+    layers = captured_layers(model, torch.linspace(-1, 1, 4 * 4 * 8).view(4, 4, 8))
+    counts = count_operations(copied_without_memory(layers.named), layers.sample)
+    costs = described_layers("mixed", layers.named, counts, DEVICES["t4"], "fp32")
+    return costs, counts
 
 
 def test_a_layer_whose_operations_depend_on_the_rows_is_refused() -> None:

@@ -57,7 +57,8 @@ class Layers:
     origin: Origin = "estimated"
     spread: float = 0.0
     model = "layers"
-    tensor_sizes = (1,)
+    tensor_sizes = sequence_sizes = expert_sizes = (1,)
+    left_out = ()
 
     def __init__(self, costs: Sequence[MicrobatchCost]) -> None:
         self._costs = costs
@@ -66,7 +67,7 @@ class Layers:
     def num_layers(self) -> int:
         return len(self._costs)
 
-    def layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
+    def layers(self, rows: float, tensor: int) -> Sequence[MicrobatchCost]:
         del tensor
         return [
             c._replace(
@@ -75,6 +76,8 @@ class Layers:
                 weight_s=rows * c.weight_s,
                 saved_bytes=rows * c.saved_bytes,
                 output_bytes=rows * c.output_bytes,
+                kv_bytes=rows * c.kv_bytes,
+                routed_bytes=rows * c.routed_bytes,
             )
             for c in self._costs
         ]
@@ -208,6 +211,47 @@ def test_zero_divides_states_gradients_and_parameters(shard: int, parts: tuple[f
     # micro-batches accumulate whole gradients, beside the memory of their sums
     memory = estimator.estimate(Split(dp=4, shard=shard, microbatches=2)).memory
     assert memory.gradients == pytest.approx(whole * (parts[1] + (shard > 0)))
+
+
+def test_sequences_and_experts_are_divided_where_the_engines_allow_it() -> None:
+    made = list(splits(8, 8, 4, sequence_sizes=(1, 2), expert_sizes=(1, 2), asynchronous=True))
+    assert {split.num_ranks for split in made} == {8}
+    assert {split.mesh for split in made if split.shard} >= {"dp=4,cp=2", "pp=2,dp=2,cp=2"}
+    assert {split.mesh for split in made if split.ep > 1 and split.shard == 1} == {
+        *("dp=4,ep=2", "pp=1,dp=4,ep=2", "dp=2,cp=2,ep=2", "pp=1,dp=2,cp=2,ep=2")
+    }  # a pipeline does not shard experts
+    assert not any(split.cp * split.ep > 1 for split in made if split.versions or split.strategy)
+    assert all(split.cp == split.ep == 1 for split in splits(8, 8, 4))
+    assert str(Split(dp=2, cp=2, tp=2, shard=1)) == "dp=2,cp=2,tp=2 zero1"
+
+
+def test_a_divided_sequence_sends_keys_and_values_around_a_ring() -> None:
+    costs = [MicrobatchCost(1e-3, 1e-3, 1e-3, 4e6, 1e3, 1e6, (i,), kv_bytes=8e6) for i in range(4)]
+    estimator = Estimator(Layers(costs), machines(2, bytes_per_s=1e9), Training(1))
+    whole, half = (estimator.estimate(Split(cp=cp)) for cp in (1, 2))
+    assert half.memory.activations == whole.memory.activations / 2
+    assert half.time.compute_s == pytest.approx(whole.time.compute_s / 2)
+    # of each layer, 4 MB in forward, and in backward again with their gradients
+    assert half.time.tensor_s == pytest.approx(4 * 3 * 4e6 / 1e9)
+    assert half.time.gradient_s == pytest.approx(4e6 / 1e9)  # ranks of a ring have the same layers
+    again = estimator.time(Split(cp=2, recompute="always"))
+    assert again.tensor_s == pytest.approx(4 * 4 * 4e6 / 1e9)
+    assert estimator.level_bytes(Split(cp=2)) == {"switch": 4 * 3 * 4e6 + 4e6}
+    assert estimator.memory(Split(cp=2, shard=3)).parameters == whole.memory.parameters / 2
+
+
+def test_divided_experts_send_tokens_and_keep_their_part() -> None:
+    cost = MicrobatchCost(1e-3, 1e-3, 1e-3, 4e6, 1e3, 5e6, (0,), routed_bytes=2e6, expert_bytes=4e6)
+    estimator = Estimator(Layers([cost]), machines(4, bytes_per_s=1e9), Training(4))
+    split = Split(dp=2, ep=2)
+    estimate = estimator.estimate(split)
+    assert estimate.memory[:3] == pytest.approx([3e6, 3e6, 6e6])
+    # two exchanges in forward and two in backward, half of the tokens each
+    assert estimate.time.tensor_s == pytest.approx(4 * 1e6 / 1e9)
+    # all ranks have the same 1 MB, two have the same experts of 2 MB
+    assert estimate.time.gradient_s == pytest.approx((2 * 0.75 * 1e6 + 2e6) / 1e9, rel=1e-3)
+    sharded = estimator.memory(Split(dp=2, ep=2, shard=2))  # experts are not sharded further
+    assert sharded[:3] == pytest.approx([3e6, 1e6 + 0.25e6 + 2e6, 2 * (0.25e6 + 2e6)])
 
 
 def test_rings_of_neighbours_share_the_link_of_their_host() -> None:
@@ -368,6 +412,14 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: object) -> None:
         (
             '{"kind": "split", "batch": 4, "ranks": 3, "mesh": "pp=2"}',
             "has 2 ranks, but ranks is 3",
+        ),
+        (
+            '{"kind": "split", "batch": 3, "ranks": 4, "mesh": "dp=2,ep=2"}',
+            "cannot be divided by 4 replicas",
+        ),
+        (
+            '{"kind": "split", "batch": 4, "ranks": 4, "mesh": "pp=2,cp=2", "versions": "stash"}',
+            "works only with pipeline parallelism alone",
         ),
         ('{"kind": "split", "batch": 0, "ranks": 3}', "is not a plan"),
         ('{"kind": "other"}', "is not a plan"),

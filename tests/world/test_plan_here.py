@@ -11,7 +11,7 @@ import pytest
 from braid.cli import main
 from braid.errors import ConfigError
 from braid.plan.plan_file import Plan, read_plan
-from braid.plan.profiling import Profile, read_profile
+from braid.plan.profiling import MeasuredModel, PerRows, Profile, read_profile
 from braid.train.config import TrainConfig
 from braid.train.planned import mesh_here
 from braid.train.profile_request import ProfileRequest
@@ -39,6 +39,14 @@ def test_ranks_measure_layers_together_whole_and_shared(profile: Path) -> None:
     assert half.flops_per_row == pytest.approx(whole.flops_per_row / 2, rel=0.1)
     assert half.reduced_bytes.per_row == 2 * 4 * 16 * 64
     assert half.workspace_bytes.of(4) > 0
+    assert whole.kv_bytes.per_row == 2 * half.kv_bytes.per_row == 2 * 4 * 16 * 64
+    assert MeasuredModel(read).sequence_sizes == [1, 2, 4, 8]
+    # a profile that does not have these bytes
+    older = msgspec.structs.replace(
+        read, layers=[msgspec.structs.replace(x, kv_bytes=PerRows()) for x in read.layers]
+    )
+    assert MeasuredModel(older).sequence_sizes == (1,)
+    assert "does not mark layers with attention" in MeasuredModel(older).left_out[0]
 
 
 def test_each_number_of_ranks_has_its_fastest_mesh(

@@ -1,6 +1,6 @@
 """Interfaces for the costs that a planner needs: a model's layers, and machines.
 
-    model      layers(rows, tensor) -> time, bytes and all-reduces of each layer of a micro-batch
+    model      layers(rows, tensor) -> time, bytes and messages of each layer of a micro-batch
     machines   seconds of a collective over an axis of ranks, of a message, of an optimizer step
 
 Two sources implement them: a measured profile, or counted operations with a described device. Every
@@ -58,6 +58,11 @@ class MicrobatchCost(NamedTuple):
             has the same number.
         reduced_bytes: Total bytes of these all-reduces.
         workspace_bytes: Peak bytes of a backward in addition to the saved bytes.
+        kv_bytes: Bytes of the keys and values of the layer's attention, which ranks exchange if
+            they share sequences; 0 for a layer without attention.
+        routed_bytes: Bytes of the tokens that a forward sends to experts, each once per chosen
+            expert; 0 for a layer without experts.
+        expert_bytes: Bytes of the experts' parameters, a part of `param_bytes`.
     """
 
     forward_s: float
@@ -70,6 +75,9 @@ class MicrobatchCost(NamedTuple):
     reduces: int = 0
     reduced_bytes: float = 0.0
     workspace_bytes: float = 0.0
+    kv_bytes: float = 0.0
+    routed_bytes: float = 0.0
+    expert_bytes: float = 0.0
 
 
 class ModelCosts(Protocol):
@@ -100,8 +108,28 @@ class ModelCosts(Protocol):
         """Numbers of ranks over which each layer can be sharded; 1 is always included."""
         ...
 
-    def layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
-        """Return the costs of all layers for a micro-batch of `rows`, on one of `tensor` ranks."""
+    @property
+    def sequence_sizes(self) -> Sequence[int]:
+        """Numbers of ranks over which sequences can be sharded; 1 is always included."""
+        ...
+
+    @property
+    def expert_sizes(self) -> Sequence[int]:
+        """Numbers of ranks over which experts can be sharded; 1 is always included."""
+        ...
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """Sentences about axes of a mesh that the model could use, but a plan cannot."""
+        ...
+
+    def layers(self, rows: float, tensor: int) -> Sequence[MicrobatchCost]:
+        """Return the costs of all layers for a micro-batch, on one of `tensor` ranks.
+
+        Args:
+            rows: Number of rows; a rank that shares sequences has a fraction of each row.
+            tensor: Number of ranks that share each layer.
+        """
         ...
 
 

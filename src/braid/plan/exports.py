@@ -78,13 +78,15 @@ def _torch_schedule(plan: Plan) -> str:
 
 def _megatron(plan: Plan) -> str:
     split = plan.split
-    rows = plan.batch // (split.dp * plan.microbatches)
+    rows = plan.batch // (split.samples * plan.microbatches)
     words = [
         f"--tensor-model-parallel-size {split.tp}",
         f"--pipeline-model-parallel-size {split.pp}",
         f"--micro-batch-size {rows}",
         f"--global-batch-size {plan.batch}",
     ]
+    words += [f"--context-parallel-size {split.cp}"] * (split.cp > 1)
+    words += [f"--expert-model-parallel-size {split.ep}"] * (split.ep > 1)
     if plan.recompute == "always":
         words.append(
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

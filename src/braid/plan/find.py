@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,16 +19,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from braid.comm import Group
 from braid.comm.autograd.nested import map_tensors
 from braid.errors import ConfigError
 from braid.parallel.graph import capture, segments
+from braid.plan.axes import expert_axis, sequence_axis
 from braid.plan.costs import ParamDtype, Training
-from braid.plan.described import DescribedMachines, DescribedModel, count_operations
+from braid.plan.described import (
+    DescribedMachines,
+    DescribedModel,
+    LayerOperations,
+    count_operations,
+)
 from braid.plan.plan_file import Plan
 from braid.plan.search import Split, fastest_mesh, find_splits
-from braid.programs.topology import Cluster, read_cluster
+from braid.programs.topology import Cluster, Device, read_cluster
 
-__all__ = ["CapturedLayers", "captured_layers", "fastest_meshes", "find_plan"]
+__all__ = [
+    "CapturedLayers",
+    "captured_layers",
+    "copied_without_memory",
+    "described_layers",
+    "fastest_meshes",
+    "find_plan",
+]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -198,7 +212,7 @@ def _described(
         msg = "the cluster has no device: add a [device] with a name, such as t4"
         raise ConfigError(msg)
     layers = captured_layers(model, *args, **kwargs)
-    on_meta = _without_memory(layers.named)  # counting moves the layers
+    on_meta = copied_without_memory(layers.named)  # counting moves the layers
     operations = count_operations(on_meta, layers.sample, dtype=DTYPES[dtype])
 
     def machines(num_ranks: int | None, memory_bytes: float | None) -> DescribedMachines:
@@ -209,10 +223,40 @@ def _described(
             cluster, device, num_ranks=num_ranks, memory_bytes=memory_bytes, dtype=dtype
         )
 
-    return DescribedModel(type(model).__name__, {1: operations}, device, dtype), machines
+    name = type(model).__name__
+    return described_layers(name, on_meta, operations, device, dtype), machines
 
 
-def _without_memory(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+def described_layers(
+    model: str,
+    named: Sequence[tuple[str, nn.Module]],
+    operations: Sequence[LayerOperations],
+    device: Device,
+    dtype: str,
+) -> DescribedModel:
+    """Return the costs of captured layers on a device, with the axes that they support.
+
+    Args:
+        model: Name of the model.
+        named: The layers, with their names.
+        operations: Their operations.
+        device: Device that computes.
+        dtype: Dtype of matrix products.
+    """
+    has_attention = any(layer.kv_bytes.of(1) for layer in operations)
+    sequences = sequence_axis(0, has_attention=has_attention)
+    experts = expert_axis(layer for _, layer in named)
+    return DescribedModel(
+        model,
+        {1: operations},
+        device,
+        dtype,
+        expert_sizes=experts.sizes,
+        left_out=sequences.left_out,
+    )
+
+
+def copied_without_memory(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """Return copies of layers on the meta device."""
     memo: dict[int, Any] = {}
     for _, layer in named:
@@ -220,6 +264,11 @@ def _without_memory(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mo
             memo[id(param)] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
         for buffer in layer.buffers():
             memo[id(buffer)] = buffer.to("meta")
+        for value in (value for module in layer.modules() for value in vars(module).values()):
+            if isinstance(value, torch.Tensor):  # a result that the module keeps
+                memo[id(value)] = value.detach().to("meta")
+            elif isinstance(value, Group):
+                memo[id(value)] = value
     return copy.deepcopy(named, memo)
 
 

@@ -148,6 +148,8 @@ class Plan(
         return Split(
             pp=axes.get("pp", 1),
             dp=axes.get("dp", 1),
+            cp=axes.get("cp", 1),
+            ep=axes.get("ep", 1),
             tp=axes.get("tp", 1),
             shard=self.shard,
             schedule=self.schedule,
@@ -197,9 +199,9 @@ def _refused_by_engines(plan: Plan, split: Split) -> Iterator[str]:
     """Yield combinations that no engine runs."""
     if min(plan.balance, default=1) < 1:
         yield f"balance must have at least one layer for each stage, got {list(plan.balance)}"
-    if plan.strategy and (split.pp > 1 or split.tp > 1):
+    if plan.strategy and split.num_ranks > split.dp:
         yield "a parameter server has replicas only: leave the mesh out"
-    if plan.versions and (split.dp > 1 or split.tp > 1):
+    if plan.versions and split.num_ranks > split.pp:
         yield (
             f"versions {plan.versions!r} works only with pipeline parallelism alone: use a mesh "
             f"such as pp={plan.ranks}"
@@ -233,10 +235,11 @@ def _problems(plan: Plan) -> Iterator[str]:
             f"balance has {len(plan.balance)} numbers, but {split} has {split.num_stages} "
             "stages: give one number per stage"
         )
-    if plan.batch % (split.dp * plan.microbatches):
+    if plan.batch % (split.samples * plan.microbatches):
         yield (
-            f"a batch of {plan.batch} rows cannot be divided by {split.dp} replicas and "
-            f"{plan.microbatches} micro-batches: use a multiple of {split.dp * plan.microbatches}"
+            f"a batch of {plan.batch} rows cannot be divided by {split.samples} replicas and "
+            f"{plan.microbatches} micro-batches: use a multiple of "
+            f"{split.samples * plan.microbatches}"
         )
     if plan.predicted is not None:
         for name, part in (("parts", StepTimeEstimate), ("memory", MemoryEstimate)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -18,6 +19,14 @@ __all__ = ["best_of_kinds", "comparison", "infeasible", "ranking_table"]
 
 DAY_S = 86400.0
 NEVER = Failures()
+AXIS_NAMES = {
+    "pp": "pipeline",
+    "dp": "data parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+    "tp": "tensor parallel",
+}
+NUM_KINDS = 10  # in a picture
 BUSY = 0.15  # relative spread of times; a quiet host of two cores has 0.03 to 0.08
 
 
@@ -76,10 +85,9 @@ def ranking_table(ranking: Ranking, top: int, steps: int = 0, failures: Failures
 def infeasible(ranking: Ranking, count: int = 3) -> Iterator[str]:
     """Yield lines that describe `count` splits too large for the memory, the fastest first."""
     limit = ranking.estimator.machines.memory_bytes
-    kinds: dict[tuple[int, int, int], SplitEstimate] = {}
+    kinds: dict[tuple[int, ...], SplitEstimate] = {}
     for estimate in sorted(ranking.too_large, key=lambda e: e.seconds):
-        split = estimate.split
-        kinds.setdefault((split.pp, split.dp, split.tp), estimate)
+        kinds.setdefault(tuple(estimate.split.axes.values()), estimate)
     for estimate in list(kinds.values())[:count]:
         memory = estimate.memory
         largest = max(memory._fields, key=lambda part: getattr(memory, part))
@@ -94,9 +102,8 @@ def best_of_kinds(ranking: Ranking) -> dict[str, SplitEstimate]:
     kinds: dict[str, SplitEstimate] = {}
     for estimate in ranking.fitting:
         split = estimate.split
-        axes = [name for name in ("pp", "dp", "tp") if getattr(split, name) > 1]
-        names = {"pp": "pipeline", "dp": "data parallel", "tp": "tensor parallel"}
-        kind = " x ".join(names[axis] for axis in axes) or "one rank"
+        axes = [axis for axis, size in split.axes.items() if size > 1]
+        kind = " x ".join(AXIS_NAMES[axis] for axis in axes) or "one rank"
         kind = f"ZeRO-{split.shard}" if axes == ["dp"] and split.shard else kind
         kind = "parameter server" if split.strategy else kind
         kinds.setdefault(f"asynchronous {kind}" if split.versions else kind, estimate)
@@ -104,8 +111,8 @@ def best_of_kinds(ranking: Ranking) -> dict[str, SplitEstimate]:
 
 
 def comparison(ranking: Ranking) -> str:
-    """Draw the fastest split of each kind as SVG: the parts of its step's time, and its memory."""
-    kinds = best_of_kinds(ranking)
+    """Draw the fastest split of the ten fastest kinds as SVG: parts of its time, and memory."""
+    kinds = dict(islice(best_of_kinds(ranking).items(), NUM_KINDS))
     colours = dict(zip(StepTimeEstimate._fields, COLOURS, strict=True))
     bars = []
     for lane, (kind, estimate) in enumerate(kinds.items()):
@@ -121,7 +128,7 @@ def comparison(ranking: Ranking) -> str:
     ]
     short = ("compute", "bubble", "tensor", "messages", "gradients", "optimizer", "other")
     return draw(
-        [kind.replace(" parallel x", " x") for kind in kinds],
+        [kind.replace(" parallel", "" if " x " in kind else " parallel") for kind in kinds],
         bars,
         max((e.seconds for e in kinds.values()), default=1.0),
         legend=dict(zip(short, colours.values(), strict=True)),

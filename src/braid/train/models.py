@@ -14,9 +14,10 @@ from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.graph.conversion import load_model
 from braid.parallel.tensor_parallel import parallelize
+from braid.plan.axes import sequence_axis
 from braid.plan.described.model import DescribedModel
 from braid.plan.described.operations import LayerOperations, count_operations
-from braid.plan.find import DTYPES, captured_layers
+from braid.plan.find import DTYPES, captured_layers, described_layers
 from braid.plan.lone_rank import LoneRank
 from braid.programs.topology import Device
 from braid.train.config import MODELS, ModelSize
@@ -144,7 +145,7 @@ def described(
         layers = layers_of(target, model, context)
         operations = _counted(layers, dtype)
         names = [name for name, _ in layers.named]
-        return DescribedModel(layers.model, {1: operations}, device, dtype), names
+        return described_layers(layers.model, layers.named, operations, device, dtype), names
     key = gpt_name(model)
     size = MODELS[key]
     one = ModelSize(1, size.width, size.heads)  # all blocks are equal, so one is counted
@@ -158,7 +159,9 @@ def described(
             ]
             by_tensor[tensor] = [first, *blocks, last._replace(name=str(size.layers + 1))]
     names = [layer.name for layer in by_tensor[1]]
-    return DescribedModel(key, by_tensor, device, dtype), names
+    sequences = sequence_axis(context, has_attention=True)
+    model_costs = DescribedModel(key, by_tensor, device, dtype, sequence_sizes=sequences.sizes)
+    return model_costs, names
 
 
 def _counted(layers: Layers, dtype: str) -> list[LayerOperations]:

@@ -83,8 +83,9 @@ class PlanRequest:
 def plan(request: Annotated[PlanRequest, tyro.conf.arg(name="")]) -> int:
     """Predict which way of splitting a training over ranks is fastest.
 
-    Considers replicas, ZeRO, pipelines with all schedules, tensor parallelism, parameter servers
-    and their combinations. Costs come from a cluster description or a profile of this machine.
+    Considers replicas, ZeRO, pipelines with all schedules, tensor, context and expert parallelism,
+    parameter servers and their combinations. Costs come from a cluster description or a profile of
+    this machine.
 
     Args:
         request: Training to plan, machines, and files to write.

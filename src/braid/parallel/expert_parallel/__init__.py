@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from braid.parallel.expert_parallel.dispatch import Dispatch
-from braid.parallel.expert_parallel.divide import divide_experts, undivide_experts
+from braid.parallel.expert_parallel.divide import (
+    divide_experts,
+    expert_modules,
+    expert_params,
+    undivide_experts,
+)
 from braid.parallel.expert_parallel.gradients import (
     average_gradients,
     clip_grad_norm_,
@@ -20,6 +25,8 @@ __all__ = [
     "average_gradients",
     "clip_grad_norm_",
     "divide_experts",
+    "expert_modules",
+    "expert_params",
     "is_of_experts",
     "route",
     "undivide_experts",

@@ -26,7 +26,7 @@ from braid.errors import raise_all
 from braid.parallel.expert_parallel.dispatch import Dispatch
 from braid.parallel.expert_parallel.mixture import MixtureOfExperts, check_experts, mark_experts
 
-__all__ = ["divide_experts", "undivide_experts"]
+__all__ = ["divide_experts", "expert_modules", "expert_params", "undivide_experts"]
 
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
@@ -48,7 +48,7 @@ def divide_experts(model: nn.Module, group: Group) -> list[str]:
         ConfigError: The model has no experts in a supported form (see the module docstring), their
             number cannot be divided, or they are sharded already. Nothing has been changed.
     """
-    names = [name for name, module in model.named_modules() if _has_experts(module)]
+    names = list(expert_modules(model))
     problems = []
     if not names:
         problems.append(
@@ -90,6 +90,18 @@ def undivide_experts(model: nn.Module, group: Group) -> None:
                 param.__dict__.pop("braid_experts")
             cast("Any", module).num_experts = _number(module) * group.size
             del module.__dict__["forward"]
+
+
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return by name the modules of a model with experts that `divide_experts` shards."""
+    return {name: module for name, module in model.named_modules() if _has_experts(module)}
+
+
+def expert_params(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module of `expert_modules` that differ between experts."""
+    if isinstance(module, MixtureOfExperts):
+        return [module.up, module.down]
+    return list(_params(module))
 
 
 def _divide(module: nn.Module, group: Group) -> None:

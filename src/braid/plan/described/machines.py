@@ -32,6 +32,7 @@ ALGORITHMS = {
     "all_reduce": ("ring", "halving_doubling"),
     "all_gather": ("ring", "bruck"),
     "reduce_scatter": ("ring",),
+    "all_to_all": ("pairwise",),
 }
 TOUCHES = 7  # reads and writes of each parameter by Adam: gradient, parameter, two states
 

@@ -26,6 +26,9 @@ class DescribedModel:
         operations: Operations of all layers, by the number of ranks that share them.
         device: Device that computes.
         dtype: Dtype of its matrix products.
+        sequence_sizes: Numbers of ranks over which sequences can be sharded.
+        expert_sizes: Numbers of ranks over which experts can be sharded.
+        left_out: Sentences about axes that the model could use, but a plan cannot.
     """
 
     origin: Origin = "estimated"
@@ -37,8 +40,14 @@ class DescribedModel:
         operations: Mapping[int, Sequence[LayerOperations]],
         device: Device,
         dtype: str,
+        *,
+        sequence_sizes: Sequence[int] = (1,),
+        expert_sizes: Sequence[int] = (1,),
+        left_out: Sequence[str] = (),
     ) -> None:
         self.model = model
+        self.sequence_sizes, self.expert_sizes = sequence_sizes, expert_sizes
+        self.left_out = left_out
         self._operations = operations
         self._peak = device.peak(dtype) * device.efficiency.flops
         self._bytes_per_s = device.bytes_per_s * device.efficiency.memory
@@ -55,7 +64,7 @@ class DescribedModel:
         """Numbers of ranks over which each layer can be sharded."""
         return sorted(self._operations)
 
-    def _layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
+    def _layers(self, rows: float, tensor: int) -> Sequence[MicrobatchCost]:
         made: dict[object, MicrobatchCost] = {}
         costs = []
         for layer in self._operations[tensor]:
@@ -65,7 +74,7 @@ class DescribedModel:
             costs.append(made[alike]._replace(params=layer.params))
         return costs
 
-    def _layer(self, layer: LayerOperations, rows: int) -> MicrobatchCost:
+    def _layer(self, layer: LayerOperations, rows: float) -> MicrobatchCost:
         forward_s = input_s = weight_s = 0.0
         for operation in layer.operations:
             seconds = self._seconds(operation, rows)
@@ -89,9 +98,12 @@ class DescribedModel:
             layer.reduced_bytes.of(rows),
             # gradients of the inputs and outputs of the largest operation
             max((op.nbytes.of(rows) for op in layer.operations), default=0.0),
+            layer.kv_bytes.of(rows),
+            layer.routed_bytes.of(rows),
+            layer.expert_bytes,
         )
 
-    def _seconds(self, operation: DescribedOperation, rows: int, times: float = 1.0) -> float:
+    def _seconds(self, operation: DescribedOperation, rows: float, times: float = 1.0) -> float:
         compute_s = operation.flops.of(rows) / self._peak
         memory_s = times * operation.nbytes.of(rows) / self._bytes_per_s
         return max(compute_s, memory_s) + self._constant_s

@@ -22,7 +22,9 @@ from torch.utils.flop_counter import flop_registry
 from braid.comm.autograd.layer_costs import bytes_of
 from braid.comm.autograd.nested import map_tensors, tensors_in
 from braid.errors import ConfigError
+from braid.parallel.expert_parallel import expert_modules, expert_params
 from braid.parallel.pipeline.layer_runs import Skips, run_all
+from braid.plan.described.experts import ExpertOperation, even_experts
 from braid.plan.lone_rank import LoneRank
 from braid.plan.profiling.profile import PerRows
 from braid.runtime.torch_internals import (
@@ -68,6 +70,9 @@ class LayerOperations(NamedTuple):
     params: tuple[int, ...]
     reduces: int
     reduced_bytes: PerRows
+    kv_bytes: PerRows = PerRows()
+    routed_bytes: PerRows = PerRows()
+    expert_bytes: float = 0.0
 
 
 class _Counted(NamedTuple):
@@ -75,6 +80,8 @@ class _Counted(NamedTuple):
     saved_bytes: int
     output_bytes: int
     reduced: list[int]
+    kv_bytes: int
+    routed_bytes: int
 
 
 def count_operations(
@@ -137,18 +144,25 @@ def _counting(
     def run(layer: nn.Module, x: Any, skips: Skips) -> Any:
         before = dict(skips)
         operations: list[tuple[str, float, float, bool]] = []
+        kernels, routed = _Kernels(operations), [0]
         if ranks is not None:
             ranks.reduced.clear()
 
+        def on_experts(nbytes: int, products: Sequence[ExpertOperation]) -> None:
+            routed[0] += nbytes
+            operations.extend(("experts", flops, moved, True) for flops, moved in products)
+
         def call() -> tuple[Any, list[torch.Tensor | None]]:
-            with _Kernels(operations), _Operations(operations, layer):
+            with even_experts(layer, on_experts), kernels, _Operations(operations, layer):
                 return layer(x), [skips[key] for key in skips if key not in before]
 
         outside = [*tensors_in([x, *before.values()]), *layer.parameters(), *layer.buffers()]
         with torch.enable_grad():
             (output, _), saved_bytes, output_bytes = bytes_of(call, outside)
         reduced = [] if ranks is None else list(ranks.reduced)
-        counts.append(_Counted(operations, saved_bytes, output_bytes, reduced))
+        counts.append(
+            _Counted(operations, saved_bytes, output_bytes, reduced, kernels.kv_bytes, routed[0])
+        )
         return output
 
     return run
@@ -180,11 +194,16 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 class _Kernels(TorchFunctionMode):
-    """Counts attention as one operation, and runs none of it."""
+    """Counts attention as one operation, and runs none of it.
+
+    Attributes:
+        kv_bytes: Bytes of the keys and values of all calls.
+    """
 
     def __init__(self, operations: list[tuple[str, float, float, bool]]) -> None:
         super().__init__()
         self._operations = operations
+        self.kv_bytes = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, or count it."""
@@ -198,6 +217,7 @@ class _Kernels(TorchFunctionMode):
             output: torch.Tensor = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
         nbytes = sum(t.nbytes for t in (query, key, value, output))
         self._operations.append(("attention", flops, nbytes, False))
+        self.kv_bytes += key.nbytes + value.nbytes
         return output
 
 
@@ -249,6 +269,9 @@ def _layer(
         tuple(numbers[id(p)] for p in params),
         len(few.reduced),
         _line(sum(few.reduced), sum(many.reduced)),
+        _line(few.kv_bytes, many.kv_bytes),
+        _line(few.routed_bytes, many.routed_bytes),
+        sum(p.nbytes for module in expert_modules(layer).values() for p in expert_params(module)),
     )
 
 

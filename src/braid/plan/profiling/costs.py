@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from braid.errors import ConfigError
+from braid.plan.axes import sequence_axis
 from braid.plan.costs import Axis, MicrobatchCost, Origin
 from braid.plan.profiling.profile import Curve, HostProfile, LayerProfile, Profile
 
@@ -19,11 +20,21 @@ class MeasuredModel:
     """
 
     origin: Origin = "measured"
+    expert_sizes: Sequence[int] = (1,)
 
     def __init__(self, profile: Profile) -> None:
         self.model, self.spread = profile.model, profile.spread
+        has_attention = any(layer.kv_bytes.of(1) for layer in profile.layers)
+        sequences = sequence_axis(profile.context, has_attention=has_attention)
+        self.sequence_sizes = sequences.sizes
+        self.left_out = [*sequences.left_out]
+        if any(layer.has_experts for layer in profile.layers):
+            self.left_out.append(
+                "Axis ep is left out: a profile has no costs of messages to experts; plan with "
+                "--cluster."
+            )
         self._layers: dict[int, tuple[LayerProfile, ...]] = {1: profile.layers, **profile.shared}
-        self._costs: dict[tuple[int, int], Sequence[MicrobatchCost]] = {}
+        self._costs: dict[tuple[float, int], Sequence[MicrobatchCost]] = {}
 
     @property
     def num_layers(self) -> int:
@@ -35,7 +46,7 @@ class MeasuredModel:
         """Numbers of ranks over which the layers were sharded when they were profiled."""
         return sorted(self._layers)
 
-    def layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
+    def layers(self, rows: float, tensor: int) -> Sequence[MicrobatchCost]:
         """Return the costs of all layers for a micro-batch; see `ModelCosts.layers`."""
         key = rows, tensor
         if key not in self._costs:
@@ -43,7 +54,7 @@ class MeasuredModel:
         return self._costs[key]
 
 
-def _cost(layer: LayerProfile, rows: int) -> MicrobatchCost:
+def _cost(layer: LayerProfile, rows: float) -> MicrobatchCost:
     return MicrobatchCost(
         layer.forward_s.of(rows),
         layer.input_grad_s.of(rows),
@@ -55,6 +66,7 @@ def _cost(layer: LayerProfile, rows: int) -> MicrobatchCost:
         layer.reduces,
         layer.reduced_bytes.of(rows),
         layer.workspace_bytes.of(rows),
+        layer.kv_bytes.of(rows),
     )
 
 

@@ -19,12 +19,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from braid.comm import Group
 from braid.comm.autograd.layer_costs import PeakBytes, bytes_of, seconds_of
 from braid.comm.autograd.nested import flatten, tensors_in
 from braid.errors import ConfigError
+from braid.parallel.expert_parallel import expert_modules
 from braid.parallel.pipeline.layer_runs import Skips, as_they_were, run_all
 from braid.parallel.pipeline.microbatches import num_rows
 from braid.plan.lone_rank import LoneRank
@@ -44,6 +47,7 @@ class _Sizes(NamedTuple):
     reduces: int
     reduced_bytes: int
     workspace_bytes: int
+    kv_bytes: int
 
 
 class _Times(NamedTuple):
@@ -156,6 +160,8 @@ def _layer(
         reduces=sizes[0].reduces,
         reduced_bytes=fit(sizes, "reduced_bytes"),
         workspace_bytes=fit(sizes, "workspace_bytes"),
+        kv_bytes=fit(sizes, "kv_bytes"),
+        has_experts=bool(expert_modules(layer)),
     )
 
 
@@ -188,18 +194,45 @@ def _sized(
             return layer(x), [skips[key] for key in skips if key not in before]
 
         outside = [*tensors_in([x, *before.values()]), *layer.parameters(), *layer.buffers()]
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter, _KeyBytes() as keys:
             (output, _), saved_bytes, output_bytes = bytes_of(call, outside)
         reduced = [] if ranks is None else list(ranks.reduced)
         workspace_bytes = 0 if skips else max(0, _peak_bytes(layer, x) - saved_bytes)
         flops = counter.get_total_flops()
         sizes.append(
-            _Sizes(saved_bytes, output_bytes, flops, len(reduced), sum(reduced), workspace_bytes)
+            _Sizes(
+                saved_bytes,
+                output_bytes,
+                flops,
+                len(reduced),
+                sum(reduced),
+                workspace_bytes,
+                keys.nbytes,
+            )
         )
         kinds.append((_kind(layer, x), sizes[-1]))
         return output
 
     return run
+
+
+class _KeyBytes(TorchFunctionMode):
+    """Function mode that counts the bytes of the keys and values of attention.
+
+    Attributes:
+        nbytes: Bytes in all calls of torch's scaled_dot_product_attention.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, and count keys and values if it is attention."""
+        if func is functional.scaled_dot_product_attention:
+            named = {**dict(zip(("query", "key", "value"), args, strict=False)), **(kwargs or {})}
+            self.nbytes += named["key"].nbytes + named["value"].nbytes
+        return func(*args, **(kwargs or {}))
 
 
 def _peak_bytes(layer: nn.Module, x: Any) -> int:

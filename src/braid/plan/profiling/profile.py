@@ -71,6 +71,8 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         reduces: Number of all-reduces of a forward, for a layer sharded over ranks.
         reduced_bytes: Total bytes of these all-reduces.
         workspace_bytes: Peak bytes of a backward in addition to the saved bytes.
+        kv_bytes: Bytes of keys and values of the layer's attention; see `MicrobatchCost`.
+        has_experts: Whether the layer has experts.
     """
 
     name: str
@@ -86,6 +88,8 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reduces: int = 0
     reduced_bytes: PerRows = PerRows()
     workspace_bytes: PerRows = PerRows()
+    kv_bytes: PerRows = PerRows()
+    has_experts: bool = False
 
     def backward_s(self, rows: float) -> float:
         """Return the seconds of the whole backward of `rows` rows."""

@@ -9,6 +9,13 @@ The bubble is the time until the pipeline is full and after it runs dry: for 1F1
 micro-batch on all other ranks. `rescore` replaces compute, bubble and messages by a simulation of
 the program.
 
+Ranks that share a layer send in each forward and backward, without overlap (kv: bytes of keys and
+values; c: 1 for float32, 2 for 16-bit dtypes, since gradients are summed in float32):
+
+    tp    all-reduces of activations                as many in backward as in forward
+    cp    ring of keys and values: all_gather(kv)   backward: again, and reduce_scatter(c kv)
+    ep    tokens to experts and back: 2 all_to_all  backward: 2
+
 Source: D. Narayanan et al., SC 2021, sections 2.2 and 3; S. Rajbhandari et al., ZeRO, SC 2020,
 section 5; P. Qi et al., ICLR 2024, table 1.
 """
@@ -26,6 +33,7 @@ from braid.programs.topology import DTYPES
 
 __all__ = [
     "Estimator",
+    "LayerSends",
     "MemoryEstimate",
     "SplitEstimate",
     "StageCost",
@@ -41,7 +49,7 @@ class StepTimeEstimate(NamedTuple):
     Attributes:
         compute_s: Seconds in which the busiest rank computes forwards and backwards.
         bubble_s: Seconds in which that rank waits for other stages.
-        tensor_s: Seconds of that rank's all-reduces in layers that several ranks share.
+        tensor_s: Seconds of that rank's collectives in layers that several ranks share.
         message_s: Seconds of messages between stages that do not overlap with computation.
         gradient_s: Seconds of collectives of gradients and parameters that do not overlap with
             computation.
@@ -78,17 +86,25 @@ class MemoryEstimate(NamedTuple):
         return math.fsum(self)
 
 
+class LayerSends(NamedTuple):
+    """Seconds of the collectives of layers that several ranks share."""
+
+    forward_s: float
+    backward_s: float
+
+
 class StageCost(NamedTuple):
     """Costs of a pipeline stage for one micro-batch.
 
     Attributes:
-        forward_s: Seconds of a forward, with its all-reduces.
-        input_s: Seconds of the backward to inputs, with its all-reduces.
+        forward_s: Seconds of a forward, with its collectives.
+        input_s: Seconds of the backward to inputs, with its collectives.
         weight_s: Seconds of the backward to weights.
-        tensor_s: Seconds of the all-reduces in forward and backward together.
+        sends: Seconds of the collectives in a forward and in a backward.
         saved_bytes: Bytes kept for backward.
         output_bytes: Bytes sent to the next stage.
-        param_bytes: Bytes of parameters.
+        param_bytes: Bytes of parameters on this rank.
+        expert_bytes: Bytes of experts among these parameters, if each rank has other experts.
         largest_bytes: Bytes of the largest layer's parameters.
         workspace_bytes: Peak bytes of a layer's backward in addition to the saved bytes.
     """
@@ -96,10 +112,11 @@ class StageCost(NamedTuple):
     forward_s: float
     input_s: float
     weight_s: float
-    tensor_s: float
+    sends: LayerSends
     saved_bytes: float
     output_bytes: float
     param_bytes: float
+    expert_bytes: float
     largest_bytes: float
     workspace_bytes: float
 
@@ -107,6 +124,10 @@ class StageCost(NamedTuple):
     def seconds(self) -> float:
         """Seconds of forward and backward."""
         return self.forward_s + self.input_s + self.weight_s
+
+    def sends_s(self, *, again: bool) -> float:
+        """Return the seconds of all collectives; `again` if backward repeats the forward."""
+        return self.sends.forward_s * (1 + again) + self.sends.backward_s
 
 
 class SplitEstimate(NamedTuple):
@@ -145,30 +166,34 @@ class Estimator:
 
     def __init__(self, model: ModelCosts, machines: Machines, training: Training) -> None:
         self.model, self.machines, self.training = model, machines, training
-        self._stages: dict[tuple[int, int, int], tuple[tuple[int, ...], list[StageCost]]] = {}
+        self._stages: dict[tuple[int, ...], tuple[tuple[int, ...], list[StageCost]]] = {}
 
     def rows(self, split: Split) -> int:
         """Return the rows of a micro-batch."""
-        return self.training.batch // (split.dp * split.microbatches)
+        return self.training.batch // (split.samples * split.microbatches)
 
     def stages(self, split: Split) -> tuple[tuple[int, ...], list[StageCost]]:
         """Return the number of layers of each stage, as even as possible, and the stages' costs."""
-        key = (self.rows(split), split.tp, split.num_stages)
+        key = (self.rows(split), split.num_stages, split.cp, split.ep, split.tp)
         if key not in self._stages:
-            costs = self.model.layers(*key[:2])
-            tensor = [self._tensor_s(cost, split.tp) for cost in costs]
+            costs = self.layers(split)
+            sends = [self._sends(cost, split) for cost in costs]
             totals = [
-                c.forward_s + c.input_s + c.weight_s + 2 * t
-                for c, t in zip(costs, tensor, strict=True)
+                c.forward_s + c.input_s + c.weight_s + sum(s)
+                for c, s in zip(costs, sends, strict=True)
             ]
             sizes = block_partition(totals, split.num_stages)
             made, begin = [], 0
             for size in sizes:
                 part = slice(begin, begin + size)
-                made.append(_stage(costs[part], tensor[part]))
+                made.append(_stage(costs[part], sends[part], split.ep))
                 begin += size
             self._stages[key] = tuple(sizes), made
         return self._stages[key]
+
+    def layers(self, split: Split) -> Sequence[MicrobatchCost]:
+        """Return the costs of all layers for a micro-batch, on one rank."""
+        return self.model.layers(self.rows(split) / split.cp, split.tp)
 
     def estimate(self, split: Split) -> SplitEstimate:
         """Return the time and memory of a split, computed by closed forms."""
@@ -195,7 +220,9 @@ class Estimator:
             per_rank = split.num_stages // split.pp
             # an asynchronous pipeline neither fills nor runs dry
             hops = m if split.versions else split.num_stages - 1 + (m - 1) * per_rank
-            message_s = 2 * hops * machines.message_s(_stages_axis(split), nbytes)
+            message_s = (
+                2 * hops * machines.message_s(Axis(split.pp, split.num_ranks // split.pp), nbytes)
+            )
         time = StepTimeEstimate(
             m * (busy.seconds - busy.tensor_s),
             0.0 if split.versions else sum(_fill(split, work_of_rank) for work_of_rank in work),
@@ -232,22 +259,25 @@ class Estimator:
             time: Time of forwards and backwards.
             backward_s: Seconds of the last backward, which may hide collectives.
         """
-        machines, axis = self.machines, Axis(split.dp, split.tp)
-        nbytes = max(sum(s.param_bytes for s in stages) for stages in self.by_rank(split))
+        machines, axis = self.machines, Axis(split.replicas, split.tp)
+        alike = Axis(split.replicas // split.ep, split.ep * split.tp)  # with the same experts
+        nbytes, expert_bytes = max(map(_param_bytes, self.by_rank(split)), key=sum)
         hidden_s = machines.overlap * backward_s if split.schedule == "1f1b" else 0.0
         gradient_s = 0.0
         if split.strategy:
             gradient_s = machines.collective_s("push_pull", axis, nbytes) - hidden_s
         elif split.shard:
             gradient_s = machines.collective_s("reduce_scatter", axis, nbytes) - hidden_s
-        elif split.dp > 1:
+        elif split.replicas > 1:
             gradient_s = machines.collective_s("all_reduce", axis, nbytes) - hidden_s
+        gradient_s += machines.collective_s("all_reduce", alike, expert_bytes)
         gathers_s = _num_gathers(split) * machines.collective_s("all_gather", axis, nbytes)
         if split.shard == GATHERED:  # units are gathered while earlier ones compute
             gathers_s -= machines.overlap * (time.compute_s - backward_s)
         optimizer_s = 0.0  # servers step inside of push_pull
         if not split.strategy:
-            optimizer_s = machines.optimizer_s(nbytes / split.dp if split.shard else nbytes)
+            shard_bytes = nbytes / split.replicas if split.shard else nbytes
+            optimizer_s = machines.optimizer_s(shard_bytes + expert_bytes)
         return time._replace(
             gradient_s=max(0.0, gradient_s) + max(0.0, gathers_s),
             optimizer_s=optimizer_s,
@@ -262,12 +292,29 @@ class Estimator:
             ranks[rank].append(stage)
         return ranks
 
-    def _tensor_s(self, cost: MicrobatchCost, tensor: int) -> float:
-        """Return the seconds of the all-reduces of a forward."""
-        if tensor == 1 or not cost.reduces:
-            return 0.0
-        nbytes = cost.reduced_bytes / cost.reduces
-        return cost.reduces * self.machines.collective_s("all_reduce", Axis(tensor, 1), nbytes)
+    def _sends(self, cost: MicrobatchCost, split: Split) -> LayerSends:
+        """Return the seconds of a layer's collectives, for a micro-batch."""
+        collective_s = self.machines.collective_s
+        forward_s = backward_s = 0.0
+        if cost.reduces:
+            nbytes = cost.reduced_bytes / cost.reduces
+            forward_s = cost.reduces * collective_s("all_reduce", Axis(split.tp, 1), nbytes)
+            backward_s = forward_s
+        if split.cp > 1 and cost.kv_bytes:
+            ring, nbytes = Axis(split.cp, split.ep * split.tp), split.cp * cost.kv_bytes
+            ring_s = collective_s("all_gather", ring, nbytes)
+            forward_s += ring_s
+            backward_s += ring_s + collective_s("reduce_scatter", ring, self._wide * nbytes)
+        if split.ep > 1 and cost.routed_bytes:
+            routed_s = 2 * collective_s("all_to_all", Axis(split.ep, split.tp), cost.routed_bytes)
+            forward_s += routed_s
+            backward_s += routed_s
+        return LayerSends(forward_s, backward_s)
+
+    @property
+    def _wide(self) -> float:
+        """Bytes of a number in a sum of gradients, divided by its bytes in an activation."""
+        return DTYPES["fp32"] / DTYPES[self.training.dtype]
 
     def memory(self, split: Split) -> MemoryEstimate:
         """Return the memory on the rank that needs most."""
@@ -277,11 +324,11 @@ class Estimator:
         under_way = held(split.schedule, split.pp, count_of)
         memories = []
         for rank, (stages, count) in enumerate(zip(ranks, under_way, strict=True)):
-            params = sum(stage.param_bytes for stage in stages)
+            dense, experts = _param_bytes(stages)
             copies = {"": 0, "2bw": 1}.get(split.versions, split.pp - 1 - rank)
             item = DTYPES[training.dtype]
             kept = training.optimizer_states + (item < 4)  # states and a copy, 4 bytes each
-            states = 0.0 if split.strategy else 4.0 * kept * params / item
+            per_byte = 0.0 if split.strategy else 4.0 * kept / item
             saved = sum(stage.saved_bytes for stage in stages) / len(stages)
             inputs = max(stage.output_bytes for stage in stages)
             activations = count * saved
@@ -289,9 +336,10 @@ class Estimator:
                 activations = count * inputs + max(stage.saved_bytes for stage in stages)
             memories.append(
                 MemoryEstimate(
-                    params * (1 + copies) / (split.dp if split.shard == GATHERED else 1),
-                    _gradient_bytes(split, params, item),
-                    states / (split.dp if split.shard else 1),
+                    dense * (1 + copies) / (split.replicas if split.shard == GATHERED else 1)
+                    + experts,
+                    _gradient_bytes(split, dense, item) + experts,
+                    per_byte * (dense / (split.replicas if split.shard else 1) + experts),
                     activations,
                     max(stage.workspace_bytes for stage in stages)
                     + _slots(split) * max(stage.largest_bytes for stage in stages),
@@ -303,18 +351,30 @@ class Estimator:
         """Return the bytes that a step sends over one link of each level of the cluster."""
         machines, m = self.machines, split.microbatches
         stages = self.stages(split)[1]
-        nbytes = max(sum(s.param_bytes for s in rank_stages) for rank_stages in self.by_rank(split))
-        reduced = sum(c.reduced_bytes for c in self.model.layers(self.rows(split), split.tp))
-        share = (split.dp - 1) / split.dp * nbytes  # that a reduce-scatter or all-gather sends
+        nbytes, expert_bytes = max(map(_param_bytes, self.by_rank(split)), key=sum)
+        costs = self.layers(split)
         times = 1 + _num_gathers(split) if split.shard else 2
         passes = 2 if split.recompute == "never" else 3
-        sent = {
-            Axis(split.dp, split.tp): times * share,
-            Axis(split.tp, 1): 2 * (split.tp - 1) / split.tp * passes * m * reduced / split.pp,
-        }
+        per_rank = m / split.pp
+        reduced = 2 * passes * per_rank * sum(cost.reduced_bytes for cost in costs)
+        # a pass of the ring with keys and values; in a backward with their gradients, too
+        in_rings = (
+            (passes + self._wide) * per_rank * sum(split.cp * cost.kv_bytes for cost in costs)
+        )
+        routed = 2 * passes * per_rank * sum(cost.routed_bytes for cost in costs)
+        sent: dict[Axis, float] = {}
+        for axis, sent_bytes in (
+            (Axis(split.replicas, split.tp), times * nbytes),
+            (Axis(split.replicas // split.ep, split.ep * split.tp), 2 * expert_bytes),
+            (Axis(split.tp, 1), reduced),
+            (Axis(split.cp, split.ep * split.tp), in_rings),
+            (Axis(split.ep, split.tp), routed),
+        ):  # a rank keeps its own part
+            sent[axis] = sent.get(axis, 0.0) + (axis.size - 1) / axis.size * sent_bytes
         if split.pp > 1:
             largest = max(stage.output_bytes for stage in stages[:-1])
-            sent[_stages_axis(split)] = m * split.num_stages // split.pp * largest
+            axis = Axis(split.pp, split.num_ranks // split.pp)
+            sent[axis] = m * split.num_stages // split.pp * largest
         levels: dict[str, float] = {}
         for axis, nbytes_sent in sent.items():
             for level, count in machines.level_bytes(axis, nbytes_sent).items():
@@ -332,7 +392,7 @@ def _gradient_bytes(split: Split, params: float, item: int) -> float:
     """
     if not split.shard:
         return params
-    shard = params * 4 / item / split.dp
+    shard = params * 4 / item / split.replicas
     vector = params + (shard if item < 4 else 0.0) if split.shard == 1 else shard
     # on a mesh, gradients accumulate unsharded over the micro-batches, in separate memory
     return vector + (params if split.mesh else 0.0)
@@ -341,11 +401,13 @@ def _gradient_bytes(split: Split, params: float, item: int) -> float:
 def _slots(split: Split) -> float:
     """Return the temporary memory of sharded units, in units of the largest layer's bytes."""
     # stage 1: two sums of parts; stage 2: two gradients; stage 3: two gradients, two parameters
-    return {0: 0.0, 1: 2.0 / split.dp, 2: 2.0, GATHERED: 4.0}[split.shard]
+    return {0: 0.0, 1: 2.0 / split.replicas, 2: 2.0, GATHERED: 4.0}[split.shard]
 
 
-def _stages_axis(split: Split) -> Axis:
-    return Axis(split.pp, split.dp * split.tp)
+def _param_bytes(stages: Sequence[StageCost]) -> tuple[float, float]:
+    """Return the bytes of parameters of a rank's stages: without experts, and of experts."""
+    expert_bytes = sum(stage.expert_bytes for stage in stages)
+    return sum(stage.param_bytes for stage in stages) - expert_bytes, expert_bytes
 
 
 def _num_gathers(split: Split) -> int:
@@ -366,12 +428,11 @@ class _Work(NamedTuple):
     @classmethod
     def of(cls, stages: Sequence[StageCost], action_s: float, *, again: bool) -> _Work:
         forward_s = sum(stage.forward_s + action_s for stage in stages)
-        tensor_s = sum(stage.tensor_s for stage in stages)
         return cls(
             forward_s,
             sum(stage.input_s + action_s for stage in stages) + (forward_s if again else 0.0),
             sum(stage.weight_s for stage in stages),
-            tensor_s * (1.5 if again else 1.0),
+            sum(stage.sends_s(again=again) for stage in stages),
         )
 
     @property
@@ -398,19 +459,25 @@ def _fill(split: Split, work: _Work) -> float:
     }.get(name, f + i + w)
 
 
-def _stage(costs: Sequence[MicrobatchCost], tensor: Sequence[float]) -> StageCost:
+def _stage(
+    costs: Sequence[MicrobatchCost], sends: Sequence[LayerSends], expert_ranks: int
+) -> StageCost:
+    """Return the costs of a stage of layers on one of `expert_ranks` ranks that share experts."""
+    kept = [cost.expert_bytes / expert_ranks if expert_ranks > 1 else 0.0 for cost in costs]
     params: dict[object, float] = {}
-    for number, cost in enumerate(costs):  # layers of one stage share tied parameters
-        share = cost.param_bytes
-        params[cost.params or number] = share
+    for number, (cost, experts) in enumerate(zip(costs, kept, strict=True)):
+        share = cost.param_bytes - (expert_ranks - 1) * experts
+        params[cost.params or number] = share  # layers of one stage share tied parameters
+    both = LayerSends(*(math.fsum(seconds) for seconds in zip(*sends, strict=True)))
     return StageCost(
-        math.fsum(cost.forward_s for cost in costs) + math.fsum(tensor),
-        math.fsum(cost.input_s for cost in costs) + math.fsum(tensor),
+        math.fsum(cost.forward_s for cost in costs) + both.forward_s,
+        math.fsum(cost.input_s for cost in costs) + both.backward_s,
         math.fsum(cost.weight_s for cost in costs),
-        2 * math.fsum(tensor),
+        both,
         math.fsum(cost.saved_bytes for cost in costs),
         costs[-1].output_bytes,
         sum(params.values()),
+        sum(kept),
         max(cost.param_bytes for cost in costs),
         max(cost.workspace_bytes for cost in costs),
     )

@@ -92,6 +92,8 @@ def find_splits(
             training.batch,
             model.num_layers,
             model.tensor_sizes,
+            sequence_sizes=model.sequence_sizes,
+            expert_sizes=model.expert_sizes,
             schedules=schedules,
             servers=servers and machines.knows_servers,
             asynchronous=asynchronous,
@@ -119,7 +121,7 @@ def find_splits(
 def _rank(estimate: SplitEstimate) -> tuple[float, int, float]:
     """Return the key of the order: by time; simpler splits first, where times are alike."""
     split = estimate.split
-    parts = [split.pp > 1, split.tp > 1, split.recompute != "never"]
+    parts = [*(n > 1 for axis, n in split.axes.items() if axis != "dp"), split.recompute != "never"]
     parts += [bool(split.strategy)] * 2 + [bool(split.versions)] * 3
     return _rounded(estimate.seconds), split.shard + sum(parts), estimate.memory.nbytes
 

@@ -75,7 +75,7 @@ def timeline_of(estimator: Estimator, split: Split, num_steps: int = NUM_STEPS) 
         source = action.unit if action.kind.endswith("_f") else action.unit - 1
         return stages[min(max(source, 0), last)].output_bytes
 
-    hops = Axis(split.pp, split.dp * split.tp)
+    hops = Axis(split.pp, split.num_ranks // split.pp)
     largest = max(stage.output_bytes for stage in stages)
     a = machines.message_s(hops, 0.0)
     b = (machines.message_s(hops, largest) - a) / largest if largest else 0.0
@@ -97,8 +97,8 @@ def rescore(estimator: Estimator, estimate: SplitEstimate) -> SplitEstimate:
     stages = estimator.by_rank(split)
     work_s = _work_s(timeline, split.pp)
     busiest = max(range(split.pp), key=lambda rank: work_s[rank])
-    times = 1.5 if split.recompute != "never" else 1.0
-    tensor_s = times * split.microbatches * sum(stage.tensor_s for stage in stages[busiest])
+    again = split.recompute != "never"
+    tensor_s = split.microbatches * sum(s.sends_s(again=again) for s in stages[busiest])
     waited_s = timeline.seconds - work_s[busiest]
     message_s = min(waited_s, estimate.time.message_s)
     time = StepTimeEstimate(work_s[busiest] - tensor_s, waited_s - message_s, tensor_s, message_s)

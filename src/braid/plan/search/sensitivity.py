@@ -21,7 +21,7 @@ NUM_CANDIDATES = 60
 PART_NAMES: Mapping[str, str] = {
     "compute_s": "compute",
     "bubble_s": "bubble",
-    "tensor_s": "all-reduces of divided layers",
+    "tensor_s": "collectives of divided layers",
     "message_s": "messages between stages",
     "gradient_s": "gradients",
     "optimizer_s": "optimizer",
@@ -61,6 +61,7 @@ def reasons(ranking: Ranking) -> list[str]:
         lines.append(
             f"A link of level {busiest} carries most: {levels[busiest] / 1e6:.4g} MB a step."
         )
+    lines += ranking.estimator.model.left_out
     other = next((e for e in ranking.fitting[1:] if _family(e) != _family(best)), None)
     if other is not None:
         parts: Sequence[str] = StepTimeEstimate._fields
@@ -100,9 +101,9 @@ def flips(ranking: Ranking) -> Iterator[Flip]:
                     break
 
 
-def _family(estimate: SplitEstimate) -> tuple[int, int, int, str]:
+def _family(estimate: SplitEstimate) -> tuple[int | str, ...]:
     split = estimate.split
-    return split.pp, split.dp, split.tp, split.strategy or split.versions
+    return *split.axes.values(), split.strategy or split.versions
 
 
 def _scaled(estimator: Estimator, *, links: float = 1.0, compute: float = 1.0) -> Estimator:
@@ -118,8 +119,10 @@ class _ScaledModel:
         self._model, self._factor = model, factor
         self.model, self.origin, self.spread = model.model, model.origin, model.spread
         self.num_layers, self.tensor_sizes = model.num_layers, model.tensor_sizes
+        self.sequence_sizes, self.expert_sizes = model.sequence_sizes, model.expert_sizes
+        self.left_out = model.left_out
 
-    def layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
+    def layers(self, rows: float, tensor: int) -> Sequence[MicrobatchCost]:
         x = self._factor
         return [
             c._replace(forward_s=x * c.forward_s, input_s=x * c.input_s, weight_s=x * c.weight_s)

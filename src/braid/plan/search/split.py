@@ -1,7 +1,9 @@
 """Ways of splitting a training over ranks: all that `braid train` can do, as data.
 
-    ranks = pp * dp * tp         stages, replicas, parts of layers; tp neighbours are the nearest
-    batch = dp * microbatches * rows
+    ranks = pp * dp * cp * ep * tp     stages, replicas, parts of sequences, experts and layers
+    batch = dp * ep * microbatches * rows
+
+Neighbours along the last axis, tp, are the nearest ranks.
 
 The generator of splits knows which combinations the engines refuse, so every split can be run.
 Asynchronous pipelines train with stale gradients, so they are there only if they are asked for.
@@ -10,8 +12,9 @@ Asynchronous pipelines train with stale gradients, so they are there only if the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Literal
 
 from braid.programs.schedule.files import schedule_named
@@ -35,6 +38,8 @@ class Split:
     Attributes:
         pp: Number of ranks of a pipeline.
         dp: Number of replicas.
+        cp: Number of ranks that share each sequence.
+        ep: Number of ranks that share the experts; they have different samples.
         tp: Number of ranks that share each layer.
         shard: ZeRO stage of the sharding over replicas: 1, 2 or 3; 0 for no sharding.
         schedule: Name of the pipeline's schedule.
@@ -47,6 +52,8 @@ class Split:
 
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    ep: int = 1
     tp: int = 1
     shard: int = 0
     schedule: str = "1f1b"
@@ -58,7 +65,17 @@ class Split:
     @property
     def num_ranks(self) -> int:
         """Number of ranks that train."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.replicas * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks with the same layers, over which gradients are averaged."""
+        return self.dp * self.cp * self.ep
+
+    @property
+    def samples(self) -> int:
+        """Number of ranks with different samples."""
+        return self.dp * self.ep
 
     @property
     def num_stages(self) -> int:
@@ -69,15 +86,17 @@ class Split:
     def mesh(self) -> str:
         """Axes of the mesh, as text for `braid train --mesh`; empty if all ranks are replicas."""
         is_row = self.pp > 1 or self.microbatches > 1 or self.recompute != "never"
-        axes = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
-        shown = [f"{k}={n}" for k, n in axes.items() if n > 1 or (k == "pp" and is_row)]
-        return ",".join(shown) if is_row or self.tp > 1 else ""
+        shown = [f"{k}={n}" for k, n in self.axes.items() if n > 1 or (k == "pp" and is_row)]
+        return ",".join(shown) if is_row or self.num_ranks > self.dp else ""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Number of ranks along each axis; neighbours along the last axis are the nearest."""
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep, "tp": self.tp}
 
     def __str__(self) -> str:
         """Return a short description, such as `pp=2,dp=4 1f1b m=8 recompute zero1`."""
-        words = [f"pp={self.pp}"] if self.pp > 1 else []
-        words += [f"dp={self.dp}"] if self.dp > 1 else []
-        words += [f"tp={self.tp}"] if self.tp > 1 else []
+        words = [f"{axis}={size}" for axis, size in self.axes.items() if size > 1]
         text = ",".join(words) or "one rank"
         text += f" {self.versions or self.schedule}" if self.pp > 1 else ""
         text += f" m={self.microbatches}" if self.microbatches > 1 else ""
@@ -98,6 +117,8 @@ def splits(
     num_layers: int,
     tensor_sizes: Sequence[int] = (1,),
     *,
+    sequence_sizes: Sequence[int] = (1,),
+    expert_sizes: Sequence[int] = (1,),
     schedules: Sequence[str] = TRAINING,
     servers: bool = True,
     asynchronous: bool = False,
@@ -109,6 +130,8 @@ def splits(
         batch: Rows of a step.
         num_layers: Number of layers, at least one for each stage.
         tensor_sizes: Numbers of ranks that can share a layer.
+        sequence_sizes: Numbers of ranks that can share a sequence.
+        expert_sizes: Numbers of ranks that can share the experts.
         schedules: Names of the pipeline schedules to use.
         servers: Whether to yield the split with a parameter server.
         asynchronous: Whether to yield pipelines with stale gradients.
@@ -117,42 +140,41 @@ def splits(
         *schedules,
         *(f"{name}:{n}" for name in LOOPED if name in schedules for n in MORE_STAGES),
     ]
-    for tp in tensor_sizes:
-        if num_ranks % tp:
+    for cp, ep, tp in product(sequence_sizes, expert_sizes, tensor_sizes):
+        if num_ranks % (cp * ep * tp):
             continue
-        for pp in _divisors(num_ranks // tp):
-            dp = num_ranks // tp // pp
-            if pp > num_layers or batch % dp:
+        base, remaining = Split(cp=cp, ep=ep, tp=tp), num_ranks // (cp * ep * tp)
+        # the layers of a model with experts are captured, and a pipeline cannot shard these
+        for pp in _divisors(remaining) if ep == 1 else (1,):
+            split = replace(base, pp=pp, dp=remaining // pp)
+            if pp > num_layers or batch % split.samples:
                 continue
-            yield from _of_mesh(pp, dp, tp, batch, num_layers, names)
-            if asynchronous and pp > 1 and dp == tp == 1:
+            yield from _of_mesh(split, batch, num_layers, names)
+            if asynchronous and pp == num_ranks > 1:
                 yield Split(pp=pp, versions="stash")
                 for m in _divisors(batch):
                     if pp <= m <= MOST_MICROBATCHES:
                         yield Split(pp=pp, versions="2bw", microbatches=m)
-            if servers and dp > 1 and pp == tp == 1:
-                yield Split(dp=dp, strategy=PS)
+            if servers and split.dp == num_ranks > 1:
+                yield Split(dp=num_ranks, strategy=PS)
 
 
-def _of_mesh(
-    pp: int, dp: int, tp: int, batch: int, num_layers: int, schedules: Sequence[str]
-) -> Iterator[Split]:
-    for m in _divisors(batch // dp):
+def _of_mesh(mesh: Split, batch: int, num_layers: int, schedules: Sequence[str]) -> Iterator[Split]:
+    """Yield the splits with the sizes of `mesh` along all axes."""
+    for m in _divisors(batch // mesh.samples):
         if m > MOST_MICROBATCHES:
             continue
-        for schedule in schedules if pp > 1 else ("1f1b",):
+        for schedule in schedules if mesh.pp > 1 else ("1f1b",):
             for recompute in RECOMPUTE:
-                for shard in (0, 1, 2, 3) if dp > 1 else (0,):
-                    split = Split(
-                        pp=pp,
-                        dp=dp,
-                        tp=tp,
+                for shard in (0, 1, 2, 3) if mesh.replicas > 1 else (0,):
+                    split = replace(
+                        mesh,
                         shard=shard,
                         schedule=schedule,
                         microbatches=m,
                         recompute=recompute,
                     )
-                    splits_backward = pp > 1 and schedule in SPLIT_BACKWARD
+                    splits_backward = mesh.pp > 1 and schedule in SPLIT_BACKWARD
                     if split.num_stages <= num_layers and not (shard and splits_backward):
                         yield split
 
