@@ -331,6 +331,7 @@ def _mistakes(group: Group) -> list[str]:
     nn.init.ones_(row[0].weight)
     nn.init.ones_(row[0].bias)
     hybrid = HybridParallel(copy.deepcopy(own), "tp=2", group, layers=own.layers())
+    captured = braid.capture(row, torch.ones(3, 3))
     tied = nn.Sequential(*[nn.utils.skip_init(nn.Linear, 3, 3) for _ in range(3)])
     tied[2].weight, tied[2].bias = tied[1].weight, tied[1].bias
     return [
@@ -341,11 +342,14 @@ def _mistakes(group: Group) -> list[str]:
         said_by(lambda: hybrid.clip_grad_norm_(-1.0), ConfigError),
         said_by(lambda: HybridParallel(row, "dp=2", group, shard=3), ConfigError),
         said_by(forgotten, ConfigError),
+        said_by(lambda: HybridParallel(row, "ep=2", group, layers=captured), ConfigError),
     ]
 
 
 def test_mistakes_are_named(world):
-    for one_stage, everything, balance, split, norm, gathered, forgotten in world(2, _mistakes):
+    for said in world(2, _mistakes):
+        one_stage, everything, balance, split, norm, gathered, forgotten, experts = said
+        assert "a captured model does not support sharded experts: leave the axis ep" in experts
         assert (
             "of the stages of ranks 1 can be sharded: all are shared between layers: use"
             in one_stage

@@ -459,10 +459,13 @@ def _check(
     if others := [axis for axis in mesh.axes if axis not in AXES]:
         known = ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
         problems.append(f"the mesh {mesh} has {', '.join(others)}: its axes may be {known}")
-    if isinstance(layers, CapturedGraph) and dict(mesh.axes).get("cp", 1) > 1:
-        problems.append(
-            "a captured model does not support sharded sequences: leave the axis cp out of the mesh"
-        )
+    refused = ("cp", "ep") if isinstance(layers, CapturedGraph) else ()
+    problems += [
+        f"a captured model does not support {AXES[axis]}: leave the axis {axis} out of the mesh, "
+        "or pass a list of the model's layers as layers="
+        for axis in refused
+        if dict(mesh.axes).get(axis, 1) > 1
+    ]
     if mesh.size != group.size:
         problems.append(f"the mesh {mesh} has {mesh.size} ranks, but the group has {group.size}")
     if layers is None and not isinstance(model, nn.Sequential):
