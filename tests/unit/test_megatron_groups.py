@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from itertools import permutations, product
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -12,6 +14,7 @@ from braid.compat.megatron import HyperCommGrid, mpu, parallel_state
 from braid.compat.megatron.failure import GroupNotInitializedError, UsageError
 from braid.compat.megatron.group_plan import Parallelism
 from braid.compat.megatron.rank_generator import hierarchical_ranks
+from braid.compat.megatron.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from braid.errors import BraidError
 
 RankGenerator = parallel_state.RankGenerator
@@ -166,6 +169,41 @@ def test_wrong_arguments_of_generators_and_grids_are_named(monkeypatch):
         assert isinstance(error.value, AssertionError)
     with pytest.raises(KeyError, match="call create_pg first"):
         HyperCommGrid([2, 2], ["a", "b"]).get_pg("a")
+
+
+def test_a_view_is_another_shape_of_the_ranks_of_a_grid(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "pp"], rank_offset=1)
+    grid.register_view("experts", [1, 4, 2], ["expt_tp", "ep", "pp"], shared_dims=["pp"])
+    assert grid.get_rank_enum("ep", view="experts") == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert grid.get_rank_enum("pp", view="experts") == grid.get_rank_enum("pp")
+    for arguments, text in (
+        (("experts", [8], ["a"]), "exists: use another name"),
+        (("other", [4], ["a"]), "has 4 ranks, but the grid has 8"),
+        (("other", [8], ["a", "b"]), "needs 1 different dim_names"),
+        (("other", [2, 4], ["tp", "ep"], ["ep"]), "must be different dims of the grid and the"),
+        (("other", [4, 2], ["ep", "tp"], ["tp"]), r"\['tp'\] have ranks \[\[1, 5\]"),
+        (
+            ("other", [2, 2, 2], ["tp", "pp", "cp"], ["tp", "cp"]),
+            r"\['cp'\] have ranks \[\[1, 5\]",
+        ),
+    ):
+        with pytest.raises(UsageError, match=text) as error:
+            grid.register_view(*arguments)
+        assert isinstance(error.value, ValueError)
+    with pytest.raises(KeyError, match="unknown view 'other': the grid has base, experts"):
+        grid.get_rank_enum("ep", view="other")
+
+
+@pytest.mark.parametrize(("allreduce", "expected"), [(True, False), (False, True)])
+def test_duplicates_of_experts_are_counted_by_their_own_group(allreduce, expected):
+    def group(rank):
+        return SimpleNamespace(rank=lambda: rank)
+
+    param = torch.nn.Parameter(torch.zeros(1))
+    param.allreduce = allreduce
+    is_first = param_is_not_tensor_parallel_duplicate(param, group(1), expert_tp_group=group(0))
+    assert is_first is expected
 
 
 GETTERS = [

@@ -258,14 +258,26 @@ def _grid() -> Any:
     dist.all_reduce(x, group=tp)
     again = said_by(lambda: grid.create_pg(["tp"]), KeyError)
     missing = said_by(lambda: grid.get_pg("dp"), KeyError)
-    return x.item(), grid.get_pg("tp") is tp, grid.get_pg(["tp", "dp"]) is both, again, missing
+    grid.register_view("experts", [1, 4], ["tp_of_experts", "ep"])
+    grid.register_view("cut", [2, 2], ["tp", "expt_dp"], ["tp"])
+    experts = grid.create_pg("ep", view="experts")
+    views = [
+        grid.get_pg("ep", view="experts") is experts is not both,
+        grid.get_pg("tp", view="cut") is tp,
+        dist.get_process_group_ranks(experts) == [0, 1, 2, 3],
+    ]
+    same = grid.get_pg("tp") is tp, grid.get_pg(["tp", "dp"]) is both
+    grid.destroy()
+    views.append("call create_pg first" in said_by(lambda: grid.get_pg("tp"), KeyError))
+    return x.item(), *same, again, missing, views
 
 
 @pytest.mark.procs
 def test_a_grid_makes_groups_along_its_dims(pool, tmp_path):
     results = run(pool, tmp_path, 4, _grid)
     assert [x for x, *_ in results] == [1, 1, 5, 5]
-    for _, tp, both, again, missing in results:
+    for _, tp, both, again, missing, views in results:
+        assert views == [True] * 4
         assert tp
         assert both
         assert "created already" in again

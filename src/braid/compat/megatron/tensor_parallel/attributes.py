@@ -26,13 +26,19 @@ DEFAULTS = {
 }
 
 
-def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = None) -> bool:
+def param_is_not_tensor_parallel_duplicate(
+    param: torch.Tensor, tp_group: Any = None, expert_tp_group: Any = None
+) -> bool:
     """Return whether a parameter is sharded, or is the copy on tensor parallel rank 0.
 
     Args:
         param: Parameter.
         tp_group: Process group of the ranks; the tensor parallel group when None.
+        expert_tp_group: Process group for parameters of experts, which have the attribute
+            `allreduce` with the value False; `tp_group` when None.
     """
+    if expert_tp_group is not None and not getattr(param, "allreduce", True):
+        tp_group = expert_tp_group
     if getattr(param, "tensor_model_parallel", False):
         return True
     rank = get_tensor_model_parallel_rank() if tp_group is None else tp_group.rank()
