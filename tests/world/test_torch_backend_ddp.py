@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch_jobs import both, run
+from training import said_by
 
 from braid.runtime.rendezvous import wants_portable
 from support.pool import ProcessPool
@@ -251,4 +252,39 @@ def _joined(by_initial_size: bool) -> list[list[float]]:
 @pytest.mark.parametrize("by_initial_size", [True, False])
 def test_ranks_join_early_as_over_gloo(pool, tmp_path, by_initial_size):
     ours, wanted = both(pool, tmp_path, 2, _joined, by_initial_size)
+    assert ours == wanted
+
+
+def _stepped_in_backward() -> str:
+    with warnings.catch_warnings():  # torch.jit.script is deprecated
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+    layer = nn.Linear(2, 2, bias=False)
+    _apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.1})
+    model = DistributedDataParallel(layer)
+    return said_by(lambda: model(torch.ones(1, 2)).sum().backward(), RuntimeError)
+
+
+def _waited_in_backward() -> list[float]:
+    model = DistributedDataParallel(nn.Linear(2, 2, bias=False))
+
+    def hook(reducer, bucket):
+        mean = reducer._run_allreduce_hook(bucket).wait()[0] / dist.get_world_size()
+        future = torch.futures.Future()
+        future.set_result(mean)
+        return future
+
+    model.register_comm_hook(model.reducer, hook)
+    model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+    return model.module.weight.grad.flatten().tolist()
+
+
+def test_a_hook_may_wait_in_backward(pool, tmp_path):
+    assert run(pool, tmp_path, 2, _waited_in_backward) == [[1.5] * 4] * 2
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="torch steps on an accelerator")
+def test_optimizers_in_backward_need_an_accelerator_as_over_gloo(pool, tmp_path):
+    ours, wanted = both(pool, tmp_path, 2, _stepped_in_backward)
     assert ours == wanted

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 from braid.comm.engines.work import Work, Works
 
@@ -30,6 +31,14 @@ __all__ = ["BackgroundPoller"]
 ROUND_S = 1e-3
 RARE_S = 0.25
 IDLE_ROUNDS = 50  # before the thread ends; starting it again costs as much as several rounds
+
+
+class _Callback(NamedTuple):
+    """Function to call when a work has ended."""
+
+    work: Work | Works
+    act: Callable[[], object]
+    rarely: bool
 
 
 class BackgroundPoller:
@@ -45,7 +54,7 @@ class BackgroundPoller:
         self._works: list[Work | Works] = []
         self._rare: set[int] = set()  # ids of works that are polled rarely
         self._new: set[int] = set()  # ids of rare works that have been in no round
-        self._callbacks: list[tuple[Work | Works, Callable[[], object]]] = []
+        self._callbacks: list[_Callback] = []
         self._thread: threading.Thread | None = None
         self._closing = False
         self._hurry = threading.Event()  # ends a pause
@@ -70,11 +79,21 @@ class BackgroundPoller:
         with self._lock:
             self._forget(work)
 
-    def when_done(self, work: Work | Works, act: Callable[[], object]) -> None:
-        """Call `act` when `work` has succeeded or failed; `act` may wait for other works."""
+    def when_done(
+        self, work: Work | Works, act: Callable[[], object], *, rarely: bool = False
+    ) -> None:
+        """Call a function when a work has succeeded or failed.
+
+        Args:
+            work: Work in progress.
+            act: Function; it may wait for other works.
+            rarely: Whether to poll rarely, because the caller usually calls the function itself.
+        """
         with self._lock:
-            self._callbacks.append((work, act))
-            self._start_thread(hurry=True)
+            self._callbacks.append(_Callback(work, act, rarely))
+            if rarely:
+                self._new.add(id(work))
+            self._start_thread(hurry=not rarely)
 
     def close(self) -> None:
         """End the thread; works that are not done are no longer polled."""
@@ -111,7 +130,7 @@ class BackgroundPoller:
             self._hurry.clear()
             if self._works or self._callbacks:  # else keep the pace of the last works
                 all_rare = len(self._rare) == len(self._works)
-                self._is_rare = all_rare and not self._callbacks
+                self._is_rare = all_rare and all(callback.rarely for callback in self._callbacks)
             return RARE_S if self._is_rare else ROUND_S
 
     def _round(self) -> bool:
@@ -119,17 +138,19 @@ class BackgroundPoller:
         with self._lock:
             num_works = len(self._works)
             works = [work for work in self._works if id(work) not in self._new]
-            callbacks = tuple(self._callbacks)
+            callbacks = [
+                callback for callback in self._callbacks if id(callback.work) not in self._new
+            ]
             self._new.clear()
         ended = [work for work in works if work.done()]
-        due = [pair for pair in callbacks if pair[0].done()]
+        due = [callback for callback in callbacks if callback.work.done()]
         with self._lock:
             for work in ended:
                 self._forget(work)
-            for pair in due:
-                self._callbacks.remove(pair)
-        for _, act in due:
-            act()
+            for callback in due:
+                self._callbacks.remove(callback)
+        for callback in due:
+            callback.act()
         return bool(num_works or callbacks)
 
     def _forget(self, work: Work | Works) -> None:

@@ -54,6 +54,8 @@ class Backward:
         while self._futures:
             future = self._futures.pop(0)
             future.finish()
+            if not future.done():  # another thread has begun to finish it
+                future.wait_for_other_thread()
             if future.error is not None:
                 self._futures.clear()
                 raise future.error

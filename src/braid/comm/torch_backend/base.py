@@ -208,6 +208,8 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
             future.finish()
         elif inside_backward():
             self._shared_world.backward.finish_at_end(future)
+            # a hook may wait for it in C++, where no steps are taken
+            self._shared_world.poller.when_done(work, future.finish_alone, rarely=True)
         else:
             self._shared_world.poller.when_done(work, future.finish)
 

@@ -12,6 +12,7 @@ through the original one.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -41,6 +42,7 @@ class WorkFuture(Future[Any]):
         self._value = value
         self._lock = threading.Lock()
         self._claimed = False
+        self._is_continued = False
 
     def finish(self) -> None:
         """Wait for the collective and set the value, unless another thread does."""
@@ -56,6 +58,19 @@ class WorkFuture(Future[Any]):
         else:
             self.set_result(self._value)
 
+    def finish_alone(self) -> None:
+        """Wait for the collective and set the value, if no callback depends on it.
+
+        Callbacks may start collectives, in an order that must be the same on all ranks.
+        """
+        if not self._is_continued:
+            self.finish()
+
+    def wait_for_other_thread(self) -> None:
+        """Return when another thread has finished the future; `error` is set if it failed."""
+        with contextlib.suppress(Exception):
+            super().wait()
+
     def wait(self) -> Any:
         """Return the value; finish the future if it is not finished yet."""
         self.finish()
@@ -67,6 +82,7 @@ class WorkFuture(Future[Any]):
 
     def then(self, callback: Callable[[Future[Any]], S]) -> Future[S]:
         """Return a future of the result of `callback` on this one."""
+        self._is_continued = True
         return self._after(self, callback)
 
     def _after(self, before: Future[Any], callback: Callable[[Future[Any]], S]) -> Future[S]:
