@@ -237,20 +237,22 @@ def _until(is_over: Any, agents: list[Any]) -> None:
         time.sleep(0.01)
 
 
-def test_nodes_with_one_name_all_learn_it(monkeypatch):
-    monkeypatch.setattr("braid.rpc.workers.LOOK_S", 0.2)
-    monkeypatch.setattr("braid.rpc.membership.LOOK_S", 0.2)
+@pytest.mark.parametrize(
+    ("world_size", "look_s"), [(2, 60.0), (3, 0.2)], ids=["immediately", "while one is missing"]
+)
+def test_nodes_with_one_name_all_learn_it(monkeypatch, world_size, look_s):
+    monkeypatch.setattr("braid.rpc.workers.LOOK_S", look_s)
     store, texts = HashStore(), {}
 
     def begin(rank: int) -> None:
         address = f"unix:@braid-test-{id(store)}-{rank}"
         began = time.monotonic()
         with pytest.raises(RendezvousError) as caught:
-            join(store, "same", rank, 3, rpc.RpcOptions(), secret=SECRET, address=address)
+            join(store, "same", rank, world_size, rpc.RpcOptions(), secret=SECRET, address=address)
         assert time.monotonic() - began < 10
         texts[rank] = str(caught.value)
 
-    everywhere(2, begin)  # the third one does not come
+    everywhere(2, begin)
     assert texts.keys() == {0, 1}
     for text in texts.values():
         assert "name 'same' is not unique" in text

@@ -28,7 +28,7 @@ from braid.rpc.references import receive, share
 from braid.rpc.roles import own_role
 from braid.rpc.scope import CallSpans
 from braid.rpc.streams import OpenStreams
-from braid.rpc.workers import LOOK_S, WorkerDirectory, WorkerInfo, WorkerRecord, check_name, node_of
+from braid.rpc.workers import WorkerDirectory, WorkerInfo, WorkerRecord, check_name, node_of
 from braid.runtime.events import Recorder
 from braid.runtime.message import SocketVan, VanConfig
 from braid.runtime.rendezvous import JobEnvironment, wants_portable
@@ -181,8 +181,8 @@ def join(
             directory.wait_for(world_size)
     except BaseException as exc:
         van.close(0.0)
-        if rank == 0 and isinstance(exc, RendezvousError):
-            time.sleep(LOOK_S + 1.0)  # node 0 may hold the store, in which the others look
+        if world_size is not None and isinstance(exc, RendezvousError):
+            directory.leave(record, world_size)
         raise
     info, spans = WorkerInfo(name, rank), CallSpans(recorder, rank)
     return Agent(van, info, directory, options, spans, world_size, share=share, receive=receive)

@@ -147,9 +147,9 @@ class WorkerDirectory:
         """
         keys = [f"id/{number}" for number in range(world_size)]
         until = time.monotonic() + self._timeout_s
+        self._raise_clash()  # that happened before this node came
         while not self._has_come(keys, until):
-            if self.store.check([_CLASH]):
-                raise RendezvousError(self.store.get(_CLASH, self._timeout_s).decode())
+            self._raise_clash()
             if time.monotonic() < until:
                 continue
             absent = [n for n, key in enumerate(keys) if not self.store.check([key])]
@@ -158,8 +158,28 @@ class WorkerDirectory:
                 f"within {self._timeout_s:g} s: see their logs for the first error"
             )
             raise RendezvousError(msg)
+        self._raise_clash()
         for packed in self.store.multi_get(keys, self._timeout_s):
             self._remember(msgspec.json.decode(packed, type=WorkerRecord))
+
+    def _raise_clash(self) -> None:
+        """Raise RendezvousError if two nodes have the same name or number."""
+        if not self.store.check([_CLASH]):
+            return
+        raise RendezvousError(self.store.get(_CLASH, self._timeout_s).decode())
+
+    def leave(self, record: WorkerRecord, world_size: int) -> None:
+        """Wake nodes that wait for this one, after an error of `add` or `wait_for`.
+
+        Node 0 may hold the store, so it waits for some seconds until they have read the reason.
+        """
+        self.store.set(f"{_CLASH}/{record.id}", b"1")
+        key = f"id/{record.id}"
+        packed = msgspec.json.encode(record)
+        self.store.set(key, self.store.compare_set(key, b"", packed))
+        if record.id == 0:
+            keys = [f"{_CLASH}/{number}" for number in range(1, world_size)]
+            self._has_come(keys, time.monotonic() + LOOK_S)
 
     def _has_come(self, keys: list[str], until: float) -> bool:
         """Wait for a short time until all keys are set; return whether they are."""
