@@ -146,14 +146,21 @@ def test_texts_that_are_equal_to_a_mode_are_one():
     assert GPipe(nn.Sequential(nn.Linear(1, 1)), [1], checkpoint=Mode()).checkpoint == "never"
 
 
-def test_hooks_of_partitions_are_told_never_to_run_and_those_of_layers_run():
-    model = GPipe(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), [1, 1])
-    with pytest.warns(UserWarning, match=r"register hooks on a layer, such as model.partitions"):
-        model.partitions[0].register_forward_hook(lambda *_: None)
-    seen = []
-    model.partitions[0][0].register_forward_hook(lambda *_: seen.append(1))
-    model(torch.ones(1, 1))
-    assert seen
+@pytest.mark.parametrize(("checkpoint", "runs"), [("never", 2), ("always", 4)])
+def test_hooks_of_partitions_run_once_per_forward_of_a_micro_batch(checkpoint, runs):
+    layers = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+    model = GPipe(layers, [2, 1], chunks=2, checkpoint=checkpoint)
+    rows, grads = [], []
+    for partition in model.partitions:
+        partition.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+        partition.register_full_backward_hook(lambda _, __, outputs: grads.append(outputs[0]))
+    model.partitions[1].register_forward_hook(lambda _, __, output: 2 * output)
+    x = torch.ones(4, 1, requires_grad=True)
+    y = model(x)
+    torch.testing.assert_close(y, 2 * layers(x))
+    y.sum().backward()
+    assert rows == [2] * 2 * runs
+    assert len(grads) == 4
 
 
 def test_copies_of_a_namespace_are_equal_to_it():

@@ -23,7 +23,6 @@ Source: Y. Huang et al., GPipe, NeurIPS 2019; C. Kim et al., torchgpipe (2020).
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -48,7 +47,7 @@ from braid.parallel.pipeline.stage import Layer, Stage
 from braid.parallel.pipeline.workers import Workers
 from braid.programs.schedule.pipeline import RECOMPUTE_MODES, forward_only, gpipe, with_recompute
 from braid.runtime.seeding import Draws
-from braid.runtime.torch_internals import own_parameters
+from braid.runtime.torch_internals import own_modules, own_parameters
 
 __all__ = ["DevicePipeline"]
 
@@ -185,20 +184,34 @@ class DevicePipeline(nn.Module):
         raise_all(problems)
 
     def _parts(self) -> list[list[Layer]]:
-        return [[Layer(name, layer) for name, layer in layers_of(part)] for part in self.partitions]
+        return [
+            [Layer(name, layer) for name, layer in own_modules(part).items() if layer is not None]
+            for part in self.partitions
+        ]
 
 
 class _Partition(nn.Sequential):
-    """Layers of one stage, which the stage calls separately."""
+    """Layers of one stage; the stage calls them one by one, inside of the partition's hooks."""
 
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Warn, because the partition itself is never called, so its hooks never run."""
-        warnings.warn(
-            "hooks of a partition never run, because only its layers are called: register hooks "
-            "on a layer, such as model.partitions[0][0]",
-            stacklevel=2,
-        )
-        return super().register_forward_hook(*args, **kwargs)
+    _run: Callable[[Any], Any] | None = None
+
+    def run(self, layers: Callable[[Any], Any], value: Any) -> Any:
+        """Call this module, with its hooks, so that its forward is the run of the layers."""
+        self._run = layers
+        try:
+            return self(value)
+        finally:
+            self._run = None
+
+    def forward(self, value: Any) -> Any:
+        """Return the output of the layers."""
+        layers: Callable[[Any], Any] = super().forward if self._run is None else self._run
+        return layers(value)
+
+
+def _hooks_of(partition: nn.Module) -> Callable[[Callable[[Any], Any], Any], Any] | None:
+    """Return the function that runs layers inside of a partition's hooks."""
+    return partition.run if isinstance(partition, _Partition) else None
 
 
 class _BatchRun:
@@ -237,9 +250,13 @@ class _BatchRun:
         edges, policy = owner._edges, owner.recompute_policy  # noqa: SLF001
         self._executors = [
             Executor(
-                program, LocalCarrier(wire, rank), {rank: Stage(rank, part, edges, policy=policy)}
+                program,
+                LocalCarrier(wire, rank),
+                {rank: Stage(rank, part, edges, policy=policy, around=_hooks_of(partition))},
             )
-            for rank, part in enumerate(owner._parts())  # noqa: SLF001
+            for rank, (part, partition) in enumerate(
+                zip(owner._parts(), owner.partitions, strict=True)  # noqa: SLF001
+            )
         ]
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> Tensors:

@@ -118,6 +118,8 @@ class Stage:
         policy: Policy of results that are kept and not computed again; see
             `braid.comm.autograd.recompute_policy`.
         versions: Versions of the weights, for asynchronous pipelines; None for one version.
+        around: Function that gets the run of all layers and their input, and returns the output of
+            the run; None to call the layers only.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Stage:
         every: int = 0,
         policy: RecomputePolicy | None = None,
         versions: WeightVersions | None = None,
+        around: Callable[[Callable[[Any], Any], Any], Any] | None = None,
     ) -> None:
         self.index = index
         self.layers = tuple(layers)
@@ -136,6 +139,7 @@ class Stage:
         self.pops = tuple(edge for edge in edges if edge.target == index)
         self._every, self._policy = every, policy
         self._versions = versions
+        self._around = around
         self._changes_input = _begins_in_place(self.layers)
         self._passes: dict[int, _Pass] = {}
         self._split: dict[int, SplitBackward] = {}  # backwards without gradients of weights yet
@@ -289,12 +293,18 @@ class Stage:
         value = arguments.value
         if self._changes_input:  # a copy, because backward and R still need the input
             value = map_tensors(value, torch.clone)
-        with use_skips(skips):
+
+        def through_all(value: Any) -> Any:
             for layers in self._blocks():
                 if self._every and torch.is_grad_enabled():
                     value = self._checkpointed(layers, value, arguments, skips)
                 else:
                     value = _through(layers, value, arguments, self.replaced)
+            return value
+
+        with use_skips(skips):
+            around = self._around
+            value = through_all(value) if around is None else around(through_all, value)
         return value, {edge: skips[edge.key] for edge in self.stashes}
 
     def _checkpointed(
