@@ -237,6 +237,44 @@ def test_gradients_of_sparse_tensors_pass_through_calls():
             assert torch.equal(grads[b].to_dense(), other.grad.to_dense())
 
 
+class Fragile(torch.autograd.Function):
+    """Doubles its input; its backward raises while `fails`."""
+
+    fails = False
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+        if Fragile.fails:
+            msg = "this backward fails"
+            raise LookupError(msg)
+        return 2 * grad
+
+
+def test_gradients_share_no_memory_and_a_context_works_again_after_an_error(monkeypatch):
+    with first_of(2), dist_autograd.context() as context_id:
+        a, b = (torch.ones(3, requires_grad=True) for _ in range(2))
+
+        def backward() -> None:
+            total = rpc.rpc_sync("w1", torch.add, (Fragile.apply(a + b), 1)).sum()
+            dist_autograd.backward(context_id, [total])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Fragile, "fails", True)
+            with pytest.raises(RuntimeError, match="LookupError: this backward fails"):
+                backward()
+        backward()
+        grads = dist_autograd.get_gradients(context_id)
+        grads[a].mul_(0.5)
+        assert (grads[a].tolist(), grads[b].tolist()) == ([1.0] * 3, [2.0] * 3)
+        for wrong in ("a", torch.ones(2)):  # no tensor, and a shape that does not fit
+            with pytest.raises(RuntimeError, match="On w1"):
+                rpc.rpc_sync("w1", torch.add, (a, wrong))
+
+
 def test_pickle_carries_what_plain_calls_refuse():
     with first_of(2), pytest.raises(ConfigError, match="allow_pickle=True"):
         rpc.rpc_sync("w1", same, (Plain(torch.ones(1)),))
