@@ -311,6 +311,13 @@ def test_parameters_in_parts_are_gathered_around_each_use() -> None:
     assert estimator.level_bytes(Split(dp=2, shard=3, microbatches=4)) == {"switch": 9 * 2e6}
 
 
+def test_replicas_pay_for_one_sum_of_gradients() -> None:
+    own = DescribedMachines(flat(2, 1e-3, 1e9), machines(2).device)  # with a latency
+    estimator = Estimator(even(4), own, Training(8))
+    once_s = own.collective_s("all_reduce", Axis(2, 1), 4e6)
+    assert estimator.time(Split(dp=2)).gradient_s == once_s
+
+
 def test_a_backward_hides_no_gather_that_follows_the_optimizer() -> None:
     device = dataclasses.replace(machines(2).device, overlap=1.0)
     slow = DescribedMachines(flat(2, 0.0, 1e9), device)

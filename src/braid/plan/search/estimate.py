@@ -105,7 +105,7 @@ class StageCost(NamedTuple):
         output_bytes: Bytes sent to the next stage.
         param_bytes: Bytes of parameters on this rank.
         expert_bytes: Bytes of experts among these parameters, if each rank has other experts.
-        largest_bytes: Bytes of the largest layer's parameters.
+        largest_bytes: Bytes of the largest layer's parameters, without such experts.
         workspace_bytes: Peak bytes of a layer's backward in addition to the saved bytes.
     """
 
@@ -270,7 +270,8 @@ class Estimator:
             gradient_s = machines.collective_s("reduce_scatter", axis, nbytes) - hidden_s
         elif split.replicas > 1:
             gradient_s = machines.collective_s("all_reduce", axis, nbytes) - hidden_s
-        gradient_s += machines.collective_s("all_reduce", alike, expert_bytes)
+        if expert_bytes:
+            gradient_s += machines.collective_s("all_reduce", alike, expert_bytes)
         gathers_s = _num_gathers(split) * machines.collective_s("all_gather", axis, nbytes)
         if split.shard == GATHERED:  # units are gathered while earlier ones compute
             gathers_s -= machines.overlap * (time.compute_s - backward_s)
@@ -478,6 +479,9 @@ def _stage(
         costs[-1].output_bytes,
         sum(params.values()),
         sum(kept),
-        max(cost.param_bytes for cost in costs),
+        max(
+            cost.param_bytes - expert_ranks * experts
+            for cost, experts in zip(costs, kept, strict=True)
+        ),
         max(cost.workspace_bytes for cost in costs),
     )
