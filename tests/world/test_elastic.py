@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import braid
 from braid.comm import Group
-from braid.elasticity import members, suspects
+from braid.elasticity import gradient_sums, suspects
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
 from braid.elasticity.micro_batches import DataPosition, MicroBatches
 from braid.elasticity.replica import WholeModel
@@ -573,7 +573,7 @@ def test_models_that_ranks_have_parts_of_are_refused(division):
 def test_ranks_without_a_micro_batch_are_named_and_change_no_bit(undisturbed, monkeypatch):
     warnings = []
     monkeypatch.setattr(
-        members.LOG, "warning", lambda text, *values: warnings.append(text % values)
+        gradient_sums.LOG, "warning", lambda text, *values: warnings.append(text % values)
     )
     cluster = Cluster(4, {(2, "forward"): 3})
     cluster.run(partial(train, verify=2))

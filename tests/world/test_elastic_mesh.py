@@ -11,6 +11,7 @@ from torch import nn
 
 import elastic_cluster
 from braid.elasticity import saving
+from braid.elasticity.members import leavers_of
 from braid.elasticity.mesh import MeshReplica, _NoInitialValues, elastic_mesh, mesh_for
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.training import ElasticTraining
@@ -74,8 +75,28 @@ def test_deaths_on_any_mesh_leave_the_bits_of_one_process(monkeypatch, undisturb
             is_lost = "is lost, because the ranks that had it" in str(error)
     is_elsewhere = (1, "loss") in cluster.faults  # rank 1 may not have the last stage
     assert cluster.deaths or cluster.left or is_elsewhere
-    assert cluster.results or cluster.end or (is_lost and len(cluster.deaths) > 1)
+    # a part has one copy, so its state survives one loss at a time; members that are asked to end
+    # together take turns, but one of them and a death are two losses
+    lost = {*(rank for rank, _ in cluster.deaths), *(rank for rank, _ in cluster.left)}
+    assert cluster.results or cluster.end or lost >= set(range(size)) or (is_lost and len(lost) > 1)
     assert not _differing(cluster, undisturbed), cluster.deaths
+
+
+def test_members_that_are_asked_to_end_together_take_turns(monkeypatch, undisturbed):
+    """Rank 1 has the copy of rank 0's part."""
+    cluster = Cluster(3, {(0, "leave forward"): 5, (1, "leave forward"): 3}, restarts=0)
+    with points_of_death(monkeypatch):
+        cluster.run(partial(train_on_mesh, mesh="dp=3", shard=1))
+    assert [rank for rank, _ in cluster.left] == [0, 1]
+    assert [*cluster.results] == [2]
+    assert not _differing(cluster, undisturbed)
+
+
+def test_members_leave_together_if_their_peers_have_all_parts():
+    ring = [["a", "d"], ["b", "a"], ["c", "b"], ["d", "c"]]
+    asked = [[True, False, True, False], [True, True, False, False], [True] * 4, [False] * 4]
+    facts = [list(zip(flags, ring, strict=True)) for flags in asked]
+    assert [leavers_of(one) for one in facts] == [{0, 2}, {0}, {0, 2}, set()]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ Cost: one all-reduce of the gradients per round.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from zlib import crc32
 
@@ -34,8 +35,9 @@ from braid.parallel.gradients import FlatBuffer, ParamRecord
 from braid.parallel.gradients.hashing import checksum
 from braid.runtime.transport import adoptable
 
-__all__ = ["GradientSums", "memory_for", "num_rounds", "shard_of"]
+__all__ = ["GradientSums", "memory_for", "num_rounds", "shard_of", "warn_of_idle_ranks"]
 
+LOG = logging.getLogger(__name__)
 BUCKET_BYTES = 25 << 20
 NEUTRAL = -0.0  # x + -0.0 has the bits of x, also for x = -0.0
 
@@ -59,6 +61,17 @@ def shard_of(number: int, rank: int, num_ranks: int, num_shards: int) -> int | N
     """
     shard = number * num_ranks + rank
     return shard if shard < num_shards else None
+
+
+def warn_of_idle_ranks(group: Group, num_shards: int, *, verifies: bool) -> None:
+    """Warn, on rank 0, if there are more ranks than micro-batches in a step."""
+    if group.size > num_shards and not group.rank:
+        LOG.warning(
+            "braid: %d replicas share %d micro-batches, so the work of %d does not count%s: pass "
+            "shards=%d or more, or lower --max-ranks",
+            *(group.size, num_shards, group.size - num_shards),
+            *(", and verify= checks no step" * verifies, group.size),
+        )
 
 
 class GradientSums:

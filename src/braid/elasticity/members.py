@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -24,10 +24,11 @@ from braid.errors import CommError, CommTimeout, PeerLostError
 __all__ = [
     "JobMembers",
     "Members",
+    "leave_if_asked",
+    "leavers_of",
     "notices",
     "on_trial",
     "require_change",
-    "warn_of_idle_ranks",
 ]
 
 LOG = logging.getLogger(__name__)
@@ -109,17 +110,6 @@ def require_change(members: Members, error: CommError) -> None:
         link = link.__context__
 
 
-def warn_of_idle_ranks(group: Group, num_shards: int, *, verifies: bool) -> None:
-    """Warn, on rank 0, if there are more ranks than micro-batches in a step."""
-    if group.size > num_shards and not group.rank:
-        LOG.warning(
-            "braid: %d replicas share %d micro-batches, so the work of %d does not count%s: pass "
-            "shards=%d or more, or lower --max-ranks",
-            *(group.size, num_shards, group.size - num_shards),
-            *(", and verify= checks no step" * verifies, group.size),
-        )
-
-
 @contextmanager
 def notices(members: Members) -> Iterator[None]:
     """In the block, treat SIGTERM and the end of the launcher as requests to leave after the step.
@@ -145,6 +135,45 @@ def notices(members: Members) -> Iterator[None]:
     finally:
         _set_death_signal(signal.SIGKILL)
         signal.signal(signal.SIGTERM, before)
+
+
+def leave_if_asked(members: Members, part_names: Sequence[str], num_steps: int) -> None:
+    """End this process if it was asked to end, and its peers have its part; a collective.
+
+    If another member that leaves now has the only copy of the part, this process stays for one more
+    epoch, in which a new copy is made.
+
+    Args:
+        members: The members.
+        part_names: Names of the parts of the state that this process has.
+        num_steps: See `Members.next_epoch`.
+
+    Raises:
+        SystemExit: This process leaves.
+    """
+    group = members.group
+    facts = group.objects.all_gather((members.leaves, part_names))
+    is_last = not members.may_change or all(leaves for leaves, _ in facts)
+    if members.leaves and (is_last or group.rank in leavers_of(facts)):
+        members.leave(num_steps, "was asked to end")
+
+
+def leavers_of(facts: Sequence[tuple[bool, Sequence[str]]]) -> set[int]:
+    """Return the members that can leave together, so that the other members have all parts.
+
+    Args:
+        facts: By member: whether it was asked to end, and the names of its parts.
+
+    >>> sorted(leavers_of([(True, ["a", "c"]), (True, ["b", "a"]), (False, ["c", "b"])]))
+    [0]
+    """
+    staying = dict(enumerate(set(names) for _, names in facts))
+    every = set().union(*staying.values())
+    for rank, (leaves, _) in enumerate(facts):
+        rest = [names for other, names in staying.items() if other != rank]
+        if leaves and every == set().union(*rest):
+            del staying[rank]
+    return set(range(len(facts))) - staying.keys()
 
 
 def on_trial(members: Members, join: Callable[[], object]) -> None:

@@ -236,6 +236,11 @@ class MeshReplica:
         group.barrier()  # after it all members can go on from here
         self._divisions = {number: self._divisions[number]}
 
+    @property
+    def part_names(self) -> list[str]:
+        """Names of the parts that this member has; see `Replica.part_names`."""
+        return [part.name for part in self._divisions[max(self._divisions)].parts]
+
     def _restore(
         self, group: Group, held: NewestState, part: ModelPart, progress: Mapping[str, Any]
     ) -> Mapping[str, Any]:

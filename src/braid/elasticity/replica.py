@@ -32,6 +32,11 @@ class Replica(Protocol):
     memory: list[FlatBuffer]
     needs_all: bool
 
+    @property
+    def part_names(self) -> Sequence[str]:
+        """Names of the parts of the state that this member has."""
+        ...
+
     def enter(
         self,
         group: Group,
@@ -88,6 +93,7 @@ class WholeModel:
     """
 
     needs_all = False
+    part_names: Sequence[str] = ("whole",)
     group: Group
 
     def __init__(self, state: TrainingState) -> None:

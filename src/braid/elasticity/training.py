@@ -33,9 +33,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from braid.elasticity.evaluation import Evaluation
-from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
+from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of, warn_of_idle_ranks
 from braid.elasticity.learning_rate import RateRule, rate_factor
-from braid.elasticity.members import Members, notices, on_trial, require_change, warn_of_idle_ranks
+from braid.elasticity.members import Members, leave_if_asked, notices, on_trial, require_change
 from braid.elasticity.micro_batches import DataPosition, MicroBatches, require_same_data, seed_all
 from braid.elasticity.replica import Replica
 from braid.elasticity.saving import TrainingCheckpoints
@@ -255,12 +255,12 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _change_members(self) -> None:
         """Go on with the members of the next epoch, or leave."""
         self._wants_change = False
-        leaves = self._members.leaves
-        if self._checkpoints and not self._survives(lambda: self._save(if_all=leaves)):
+        vote = self._members.leaves
+        if self._checkpoints and not self._survives(lambda: self._save(if_all=vote)):
             return
-        if leaves:
-            self._members.leave(self.num_steps, "was asked to end")
-        self._join_next_epoch(self.num_steps)
+        facts = self._members, self._replica.part_names, self.num_steps
+        if self._survives(partial(leave_if_asked, *facts)):
+            self._join_next_epoch(self.num_steps)
 
     @contextmanager
     def step(self) -> Iterator[None]:
