@@ -97,6 +97,7 @@ def test_members_leave_together_if_their_peers_have_all_parts():
     asked = [[True, False, True, False], [True, True, False, False], [True] * 4, [False] * 4]
     facts = [list(zip(flags, ring, strict=True)) for flags in asked]
     assert [leavers_of(one) for one in facts] == [{0, 2}, {0}, {0, 2}, set()]
+    assert leavers_of([(True, []), (False, [])]) == {0}  # no copies: a new epoch saves nothing
 
 
 @pytest.mark.parametrize(

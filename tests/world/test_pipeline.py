@@ -165,6 +165,42 @@ def test_layers_that_a_stage_uses_twice_have_their_gradients_once(world, schedul
     torch.testing.assert_close(found, expected)
 
 
+class SparseHead(nn.Module):
+    """A linear layer with the weight of an embedding."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+
+def _shared_by_one_rank(group: Group, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    found = []
+    for step in ("pipeline", "plain"):
+        token = nn.Embedding.from_pretrained(
+            torch.arange(15.0).view(5, 3) / 9, freeze=False, sparse=kind == "sparse"
+        )
+        if kind == "hook":
+            token.weight.register_hook(lambda grad: 2 * grad)
+        model = nn.Sequential(token, SparseHead(token.weight))
+        ids = torch.tensor([0, 2, 2, 4])
+        if step == "pipeline":
+            pipeline = Pipeline(model, num_microbatches=2, group=group)
+            pipeline.step(ids, ids, loss=nn.functional.cross_entropy)
+        else:
+            nn.functional.cross_entropy(model(ids), ids).backward()
+        found.append(token.weight.grad.to_dense())
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("kind", ["hook", "sparse"])
+def test_a_weight_that_layers_of_one_rank_share_may_have_hooks_and_sparse_gradients(world, kind):
+    ((found, expected),) = world(1, _shared_by_one_rank, kind)
+    torch.testing.assert_close(found, expected)
+
+
 def _accumulate_shared(group: Group) -> list[torch.Tensor]:
     pipeline = Pipeline(shared_layers(), num_microbatches=4, group=group)
     for _ in range(2):

@@ -137,7 +137,9 @@ def notices(members: Members) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def leave_if_asked(members: Members, part_names: Sequence[str], num_steps: int) -> None:
+def leave_if_asked(
+    members: Members, part_names: Sequence[str], num_steps: int, *, leaves: bool
+) -> None:
     """End this process if it was asked to end, and its peers have its part; a collective.
 
     If another member that leaves now has the only copy of the part, this process stays for one more
@@ -147,14 +149,15 @@ def leave_if_asked(members: Members, part_names: Sequence[str], num_steps: int) 
         members: The members.
         part_names: Names of the parts of the state that this process has.
         num_steps: See `Members.next_epoch`.
+        leaves: Whether this process has been asked to end; a signal may change `members.leaves`.
 
     Raises:
         SystemExit: This process leaves.
     """
     group = members.group
-    facts = group.objects.all_gather((members.leaves, part_names))
-    is_last = not members.may_change or all(leaves for leaves, _ in facts)
-    if members.leaves and (is_last or group.rank in leavers_of(facts)):
+    facts = group.objects.all_gather((leaves, part_names))
+    is_last = not members.may_change or all(asked for asked, _ in facts)
+    if leaves and (is_last or group.rank in leavers_of(facts)):
         members.leave(num_steps, "was asked to end")
 
 

@@ -238,8 +238,9 @@ class MeshReplica:
 
     @property
     def part_names(self) -> list[str]:
-        """Names of the parts that this member has; see `Replica.part_names`."""
-        return [part.name for part in self._divisions[max(self._divisions)].parts]
+        """Names of the parts that this member has; empty with `copies=False`."""
+        parts = self._divisions[max(self._divisions)].parts if self._copies else []
+        return [part.name for part in parts]
 
     def _restore(
         self, group: Group, held: NewestState, part: ModelPart, progress: Mapping[str, Any]

@@ -255,11 +255,11 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _change_members(self) -> None:
         """Go on with the members of the next epoch, or leave."""
         self._wants_change = False
-        vote = self._members.leaves
-        if self._checkpoints and not self._survives(lambda: self._save(if_all=vote)):
+        leaves = self._members.leaves  # once: a signal may change it
+        if self._checkpoints and not self._survives(lambda: self._save(if_all=leaves)):
             return
         facts = self._members, self._replica.part_names, self.num_steps
-        if self._survives(partial(leave_if_asked, *facts)):
+        if self._survives(partial(leave_if_asked, *facts, leaves=leaves)):
             self._join_next_epoch(self.num_steps)
 
     @contextmanager

@@ -175,7 +175,7 @@ class EngineClient(AbstractContextManager["EngineClient"]):
         msg = (
             f"{self.engine} has provided no nodes within {limit_s:g} s: "
             f"{self.last_line or 'no answer'}. Ask for fewer ranks or resources, or wait longer "
-            "with --rdzv-timeout"
+            "with --rdzv-timeout (horovodrun: --start-timeout)"
         )
         raise ConfigError(msg)
 

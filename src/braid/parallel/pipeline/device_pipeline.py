@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -190,22 +191,25 @@ class DevicePipeline(nn.Module):
         ]
 
 
+# partition, and the run of its layers in this thread; several threads may call the same model
+_LAYERS: ContextVar[tuple[nn.Module | None, Any]] = ContextVar("layers", default=(None, None))
+
+
 class _Partition(nn.Sequential):
     """Layers of one stage; the stage calls them one by one, inside of the partition's hooks."""
 
-    _run: Callable[[Any], Any] | None = None
-
     def run(self, layers: Callable[[Any], Any], value: Any) -> Any:
         """Call this module, with its hooks, so that its forward is the run of the layers."""
-        self._run = layers
+        token = _LAYERS.set((self, layers))
         try:
             return self(value)
         finally:
-            self._run = None
+            _LAYERS.reset(token)
 
     def forward(self, value: Any) -> Any:
         """Return the output of the layers."""
-        layers: Callable[[Any], Any] = super().forward if self._run is None else self._run
+        partition, run = _LAYERS.get()
+        layers: Callable[[Any], Any] = super().forward if partition is not self else run
         return layers(value)
 
 

@@ -11,21 +11,24 @@ memory, so that each layer's gradient is summed over micro-batches before layers
     both on one rank, without leaves     sum of e + h over micro-batches: other bits
     both on one rank, with a leaf        sum of e over micro-batches, plus sum of h
 
-So the bits of a parameter that two layers share do not depend on the number of stages.
+So the bits of a parameter that two layers share do not depend on the number of stages, unless the
+parameter has hooks of autograd, which get the gradient of all layers of a rank together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import jit, nn
 
 from braid.comm import Group
 from braid.parallel.gradients import fill_missing_gradients
 from braid.parallel.pipeline.stage import Layer, Stage
+from braid.runtime.torch_internals import accumulate_hooks, gradient_hooks
 
 __all__ = ["TiedParams"]
 
@@ -78,7 +81,7 @@ class TiedParams:
                     ranks.setdefault(param, set()).add(homes[stage])
                     if homes[stage] != group.rank:
                         continue
-                    if param in self._stages:
+                    if param in self._stages and not _has_script(layer.module):
                         use = _LaterUse(stage, layer.name, name)
                         self._later.setdefault(param, []).append(use)
                     self._stages.setdefault(param, set()).add(stage)
@@ -115,6 +118,8 @@ class TiedParams:
             stages: Stages of this rank, by number.
         """
         for param, uses in self._later.items():
+            if gradient_hooks(param) or accumulate_hooks(param):
+                continue  # which see the gradient of all layers
             self._missing[param] = set(self._stages[param])
             self._leaves[param] = [param.detach().requires_grad_(param.requires_grad) for _ in uses]
             for use, leaf in zip(uses, self._leaves[param], strict=True):
@@ -123,6 +128,7 @@ class TiedParams:
             yield
         finally:
             self._leaves.clear()
+            self._missing.clear()
             for stage in stages.values():
                 stage.replaced.clear()
 
@@ -140,10 +146,9 @@ class TiedParams:
             if missing:
                 continue
             for leaf in self._leaves[param]:
-                if param.grad is None:
-                    param.grad = leaf.grad
-                elif leaf.grad is not None:
-                    param.grad = param.grad + leaf.grad
+                grads = [grad for grad in (param.grad, leaf.grad) if grad is not None]
+                grads.sort(key=lambda grad: grad.is_sparse)  # torch adds sparse to dense only
+                param.grad = reduce(torch.add, grads) if grads else None
 
     @torch.no_grad()
     def make_equal(self) -> None:
@@ -166,3 +171,8 @@ class TiedParams:
     def counts_elsewhere(self, param: torch.Tensor) -> bool:
         """Return whether another rank with a copy of this parameter counts it in a norm."""
         return any(tied.param is param and tied.group.rank for tied in self._tied)
+
+
+def _has_script(module: nn.Module) -> bool:
+    """Return whether parts are compiled by torch.jit, so that parameters cannot be replaced."""
+    return any(isinstance(part, jit.ScriptModule) for part in module.modules())

@@ -252,6 +252,8 @@ def _check_reach(wanted: Launch, shared: str | os.PathLike[str] | None) -> None:
     away = (
         [host.name for host in wanted.hosts.hosts if not is_here(host.name)] if wanted.hosts else []
     )
+    if wanted.engine is not None:
+        away = ["hosts that mpirun chooses"]
     if away and shared is None:
         msg = (
             f"ranks on {', '.join(away)} cannot receive the function, which is not sent over the "
