@@ -27,7 +27,7 @@ AXIS_NAMES = {
     "tp": "tensor parallel",
 }
 NUM_KINDS = 10  # in a picture
-BUSY = 0.15  # relative spread of times; a quiet host of two cores has 0.03 to 0.08
+BUSY = 0.15  # relative spread of times above which the table mentions it
 
 
 def ranking_table(ranking: Ranking, top: int, steps: int = 0, failures: Failures = NEVER) -> Table:
