@@ -9,7 +9,9 @@ import megatron_gpt as gpt
 import pytest
 import torch
 from test_megatron_pipeline import config_of, whole
+from torch import nn
 from torch_jobs import run
+from training import said_by
 
 from braid.compat.megatron import parallel_state
 from braid.compat.megatron.distributed import (
@@ -166,6 +168,45 @@ def test_an_optimizer_of_torch_steps_on_the_gradients_of_each_batch_alone(pool, 
         numbers = [int(name.split(".")[1]) for name in params if name.startswith("layers")]
         (first,) = (name for name in params if name.endswith(f"{min(numbers)}.norm_1.weight"))
         assert not torch.equal(params[first], torch.ones_like(params[first]))
+
+
+class _Sum(nn.Module):
+    """Sum of the outputs of two layers, or the output of the first one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        return (self.a(x) + self.b(x) if both else self.a(x)).sum()
+
+
+def _wrapped_sum(**options: bool) -> DistributedDataParallel:
+    return DistributedDataParallel(config_of(), DistributedDataParallelConfig(**options), _Sum())
+
+
+def _without_no_sync() -> tuple[str, torch.Tensor]:
+    """Error of the backward of a second micro-batch, and a gradient of the next two."""
+    model, x = _wrapped_sum(overlap_grad_reduce=True), torch.ones(2, 3)
+    model(x).backward()
+    text = said_by(model(x).backward, RuntimeError)
+    model.finish_grad_sync()
+    model.zero_grad_buffer()
+    with model.no_sync():
+        model(x).backward()
+    model(x).backward()
+    model.finish_grad_sync()
+    grad = model.module.a.weight.main_grad.clone()
+    parallel_state.destroy_model_parallel()
+    return text, grad
+
+
+@pytest.mark.procs
+def test_a_gradient_that_a_reduction_would_miss_is_an_error(pool, tmp_path):
+    for text, grad in run(pool, tmp_path, 2, _without_no_sync):
+        assert "was computed after the reduction of its bucket had started" in text
+        assert "set config.no_sync_func = model.no_sync" in text
+        assert torch.equal(grad, torch.full((1, 3), 4.0))  # two rows in each of two micro-batches
 
 
 def _refused() -> list[str]:

@@ -173,7 +173,12 @@ class DistributedDataParallel(nn.Module):
         return torch.float32 if wide else param.dtype
 
     def accumulate(self, param: nn.Parameter) -> None:
-        """Add a gradient of autograd to `main_grad`; start the bucket if it is complete."""
+        """Add a gradient of autograd to `main_grad`; start the bucket if it is complete.
+
+        Raises:
+            UsageError: The reduction of the bucket has started, and would miss the gradient.
+        """
+        self._check_not_started(param)
         grad, main = param.grad, param.__dict__["main_grad"]
         assert grad is not None
         if grad is not main:  # else autograd has added to it
@@ -198,6 +203,19 @@ class DistributedDataParallel(nn.Module):
             if self.ddp_config.check_for_nan_in_grad and not bucket.started:
                 self._check_finite(bucket)
             bucket.start(force_all_reduce=force_all_reduce)
+
+    def _check_not_started(self, param: nn.Parameter) -> None:
+        """Raise UsageError if the bucket of a parameter is being reduced."""
+        if not self._bucket_of[param].started:
+            return
+        names = {param: name for name, param in self.module.named_parameters()}
+        msg = (
+            f"a gradient of {names[param]} was computed after the reduction of its bucket had "
+            "started, which would miss it: set config.no_sync_func = model.no_sync, or use "
+            "model.no_sync() for all but the last micro-batch; call finish_grad_sync() before the "
+            "next batch"
+        )
+        raise UsageError(msg)
 
     def _check_finite(self, bucket: MegatronBucket) -> None:
         """Raise UsageError if a gradient of this rank is not finite."""
