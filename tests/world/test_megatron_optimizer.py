@@ -209,6 +209,28 @@ def test_a_gradient_that_a_reduction_would_miss_is_an_error(pool, tmp_path):
         assert torch.equal(grad, torch.full((1, 3), 4.0))  # two rows in each of two micro-batches
 
 
+def _unused_layer(overlap: bool) -> list[torch.Tensor]:
+    """Gradients of both layers after a batch through both, and one through the first layer."""
+    model, x = _wrapped_sum(overlap_grad_reduce=overlap), torch.ones(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for both in (True, False):
+        optimizer.zero_grad()
+        model(x, both).backward()
+        model.finish_grad_sync()
+        optimizer.step()
+    grads = [layer.weight.grad.clone() for layer in (model.module.a, model.module.b)]
+    parallel_state.destroy_model_parallel()
+    return grads
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_parameter_without_a_gradient_in_a_batch_has_zeros(pool, tmp_path, overlap):
+    for used, unused in run(pool, tmp_path, 2, _unused_layer, overlap):
+        assert torch.equal(used, torch.full((1, 3), 2.0))
+        assert torch.equal(unused, torch.zeros(1, 3))
+
+
 def _refused() -> list[str]:
     texts = []
     model, config = _model(1, 1, {}, True)

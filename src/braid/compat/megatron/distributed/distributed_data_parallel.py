@@ -2,7 +2,8 @@
 
 Backward adds gradients to `param.main_grad`, and `finish_grad_sync` sums `main_grad` over data
 parallel ranks. If `main_grad` has the parameter's dtype, `param.grad` is then the same tensor, so
-that an optimizer of torch works, too: after its zero_grad, the next backward starts from zero.
+that an optimizer of torch works, too: after its zero_grad, gradients of the next batch start from
+zero. A parameter that gets no gradient in that batch has a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -200,9 +201,18 @@ class DistributedDataParallel(nn.Module):
 
     def _start(self, buckets: Sequence[MegatronBucket], *, force_all_reduce: bool = False) -> None:
         for bucket in buckets:
-            if self.ddp_config.check_for_nan_in_grad and not bucket.started:
-                self._check_finite(bucket)
+            if not bucket.started:
+                self._drop_last_batch(bucket)
+                if self.ddp_config.check_for_nan_in_grad:
+                    self._check_finite(bucket)
             bucket.start(force_all_reduce=force_all_reduce)
+
+    def _drop_last_batch(self, bucket: MegatronBucket) -> None:
+        """Zero `main_grad` of parameters without a gradient since the zero_grad of an optimizer."""
+        for param in self._exposed.intersection(bucket.params):
+            main = param.__dict__["main_grad"]
+            if param.grad is not main:
+                main.zero_()
 
     def _check_not_started(self, param: nn.Parameter) -> None:
         """Raise UsageError if the bucket of a parameter is being reduced."""
