@@ -167,7 +167,7 @@ def test_wrong_arguments_of_generators_and_grids_are_named(monkeypatch):
             make()
         assert isinstance(error.value, RuntimeError)
         assert isinstance(error.value, AssertionError)
-    with pytest.raises(KeyError, match="call create_pg first"):
+    with pytest.raises(KeyError, match=r"call create_pg\('a'\) first"):
         HyperCommGrid([2, 2], ["a", "b"]).get_pg("a")
 
 

@@ -137,8 +137,8 @@ class HyperCommGrid:
         key = self._key(dims, view)
         if key in self._groups:
             msg = (
-                f"groups along {key.dims} have been created already: call get_pg({key.dims!r}) for "
-                "this rank's group"
+                f"groups along {key.dims} have been created already: call "
+                f"get_pg({_arguments(dims, key)}) for this rank's group"
             )
             raise KeyError(msg)
         local_group = None
@@ -157,7 +157,8 @@ class HyperCommGrid:
         key = self._key(dims, view)
         if key not in self._groups:
             msg = (
-                f"groups along {key.dims} have not been created: call create_pg first, on all ranks"
+                f"groups along {key.dims} have not been created: call "
+                f"create_pg({_arguments(dims, key)}) first, on all ranks"
             )
             raise KeyError(msg)
         return self._groups[key]
@@ -208,6 +209,11 @@ class HyperCommGrid:
         if view.base is not None and all(dim in view.shared_dims for dim in names):
             view = view.base
         return _Key(view.name, "-".join(view.names(names)))
+
+
+def _arguments(dims: str | Sequence[str], key: _Key) -> str:
+    """Return the text of arguments that select groups, for an error."""
+    return repr(dims) if key.view == BASE else f"{dims!r}, view={key.view!r}"
 
 
 def _problems(shape: Sequence[int], dim_names: Sequence[str]) -> list[str]:
