@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +16,7 @@ from braid.compat.megatron.failure import GroupNotInitializedError, UnsupportedE
 from braid.compat.megatron.optimizer import OptimizerConfig
 from braid.compat.megatron.pipeline_parallel import get_forward_backward_func, schedules
 from braid.compat.megatron.process_groups_config import ProcessGroupCollection
-from braid.compat.megatron.utils import get_attr_wrapped_model
+from braid.compat.megatron.utils import get_attr_wrapped_model, timed
 
 
 @pytest.fixture
@@ -100,6 +103,14 @@ def test_attributes_are_found_in_wrapped_modules():
     assert get_attr_wrapped_model(wrapper, "in_features", return_model_obj=True) is inner
     with pytest.raises(RuntimeError, match="couldn't find attribute config: define it in Linear"):
         get_attr_wrapped_model(wrapper, "config")
+
+
+def test_a_timer_stops_if_its_block_raises():
+    timer = Mock()
+    with pytest.raises(LookupError), timed(SimpleNamespace(timers=lambda *_, **__: timer), "step"):
+        raise LookupError
+    timer.start.assert_called_once_with()
+    timer.stop.assert_called_once_with()
 
 
 def test_a_collection_of_groups_names_the_group_that_it_lacks():

@@ -140,12 +140,17 @@ def current_device() -> torch.device:
 
 @contextmanager
 def timed(config: Any, name: str, log_level: int = 2) -> Iterator[None]:
-    """Start and stop the timer `name` of `config.timers`, if there are timers."""
+    """Start the timer `name` of `config.timers`, if there are timers; stop it after the block.
+
+    The timer also stops if the block raises, so that a program can start it again.
+    """
     timers = getattr(config, "timers", None)
     if timers is None:
         yield
         return
     options = {"barrier": config.barrier_with_L1_time} if log_level == 1 else {}
     timers(name, log_level=log_level).start(**options)
-    yield
-    timers(name).stop()
+    try:
+        yield
+    finally:
+        timers(name).stop()
