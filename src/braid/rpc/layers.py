@@ -36,6 +36,7 @@ from braid.runtime.torch_internals import (
 __all__ = ["layer_of", "parts_of"]
 
 _BASE = frozenset(vars(nn.Module()))  # attributes of all modules
+_CLASS = frozenset(vars(nn.Module))  # with None for a function that would replace the forward
 _DERIVED = frozenset({"_flat_weights", "_flat_weight_refs", "_compiled_call_impl"})
 _HOME = "torch.nn.modules."
 REMEDY = (
@@ -189,4 +190,5 @@ def _may_have(kind: type, attribute: str) -> bool:
     """Return whether an instance may have an attribute that is neither torch's nor a method."""
     known = getattr(kind, attribute, None)
     is_descriptor = callable(known) or isinstance(known, property)
-    return attribute not in _BASE and not attribute.startswith("__") and not is_descriptor
+    is_known = attribute in _BASE | _CLASS | _DERIVED
+    return not is_known and not attribute.startswith("__") and not is_descriptor
