@@ -154,3 +154,31 @@ def test_a_stranger_constructs_no_other_module_and_replaces_no_method():
             codec_of().unpack(data, [torch.ones(2)], "stranger")
     data = msgspec.msgpack.encode(ext(23, [[entry(params={"weight": 0})], tensors]))
     assert codec_of().unpack(data, [torch.ones(2)], "w0").weight.tolist() == [1, 1]
+
+
+def test_a_stranger_cannot_fill_the_memory_with_copies_of_one_tensor():
+    def layer(*places):
+        tensors = [[msgspec.msgpack.Ext(7, place), True, True] for place in places]
+        params = {f"p{number}": number for number in range(len(places))}
+        return ext(23, [[["torch.nn.modules.linear.Linear", True, {}, params, {}, {}]], tensors])
+
+    mapped = msgspec.msgpack.encode([1, "cpu"])
+    for value in (
+        layer(b"\0", b"\0"),
+        [layer(b"\0"), layer(b"\0")],
+        layer(b"\1", mapped),
+        layer(b"\1", msgspec.msgpack.encode([-1, "cpu"])),
+    ):
+        with pytest.raises(CommError, match="stranger sent values that name tensor"):
+            codec_of().unpack(msgspec.msgpack.encode(value), [torch.ones(2)] * 2, "stranger")
+    assert codec_of().unpack(
+        msgspec.msgpack.encode(layer(b"\0", mapped)), [torch.ones(2)] * 2, "w0"
+    ).p1.tolist() == [1, 1]
+
+
+def test_tensors_that_occur_twice_in_a_message_arrive():
+    shared = nn.Parameter(torch.ones(2))
+    tied = nn.ParameterList([shared, nn.Parameter(shared.data), shared])
+    first, second, tensor = round_trip([tied, nn.ParameterList([shared]), shared.detach()])
+    assert first[0] is first[2]
+    assert [one.tolist() for one in (*first, *second, tensor)] == [[1, 1]] * 5

@@ -325,22 +325,21 @@ class Codec:
     def _extension(self, code: int, value: Any) -> msgspec.msgpack.Ext:
         return msgspec.msgpack.Ext(code, self._encode(value))
 
-    def from_extension(  # noqa: C901, PLR0911, PLR0912 - one for each type
-        self, code: int, value: Any, tensors: Sequence[torch.Tensor], sender: str, will_answer: bool
-    ) -> Any:
+    def from_extension(self, code: int, value: Any, unpacking: _Unpacking) -> Any:  # noqa: C901, PLR0911, PLR0912 - one for each type
         """Return the value of the msgpack extension `code` with the unpacked content `value`."""
+        sender = unpacking.sender
         if code == _TUPLE:
             return tuple(value)
         if code == _TENSOR:
             if isinstance(value, int):
-                return tensors[value]
-            return placed(tensors[value[0]], value[1], sender)
+                return unpacking.take(value)
+            return placed(unpacking.take(value[0]), value[1], sender)
         if code == _REFERENCE:
-            return self._receive(value, sender, will_answer)
+            return self._receive(value, sender, unpacking.will_answer)
         if code == _DICT:
             return dict(zip(*value, strict=True))
         if code == _ARRAY:
-            return array_of(tensors[value[0]], *value[1:])
+            return array_of(unpacking.take(value[0]), *value[1:])
         if code == _SCALAR:
             return scalar_of(*value)
         if code == _LAYER:
@@ -442,6 +441,25 @@ class _Unpacking(msgspec.Struct, frozen=True, eq=False):
     tensors: Sequence[torch.Tensor]
     sender: str
     will_answer: bool
+    taken: set[int] = msgspec.field(default_factory=set)
+
+    def take(self, place: int) -> torch.Tensor:
+        """Return a tensor of the message, which `pack` names once.
+
+        Layers copy their tensors, so a second name is refused: a short message of a stranger
+        would fill the memory.
+
+        Raises:
+            CommError: The tensor was taken before.
+        """
+        if place in self.taken or place < 0:
+            msg = (
+                f"{self.sender} sent values that name tensor {place} of {len(self.tensors)} twice "
+                "or out of range: install the same version of braid on all nodes"
+            )
+            raise CommError(msg)
+        self.taken.add(place)
+        return self.tensors[place]
 
     def decode(self, data: bytes) -> Any:
         """Return the value that `data` encodes."""
@@ -450,9 +468,9 @@ class _Unpacking(msgspec.Struct, frozen=True, eq=False):
     def extension(self, code: int, inner: memoryview) -> Any:
         """Return the value of a msgpack extension whose content contains packed values."""
         if code == _TENSOR and len(inner) == 1:
-            return self.tensors[inner[0]]
+            return self.take(inner[0])
         value = self.decode(bytes(inner))
-        return self.codec.from_extension(code, value, self.tensors, self.sender, self.will_answer)
+        return self.codec.from_extension(code, value, self)
 
 
 def tensors_of(body: Body, buffers: Sequence[memoryview]) -> list[torch.Tensor]:
