@@ -74,6 +74,18 @@ class Way(enum.Flag):
     UP = 2
 
 
+class Access(enum.IntFlag):
+    READ = 1
+    WRITE = 4
+    RUN = 8
+    ALL = 13
+
+
+class Both(enum.Flag):
+    LEFT_AND_UP = 3
+    DOWN = 4
+
+
 class Plain:
     def __init__(self) -> None:
         BUILT.append("Plain")
@@ -165,8 +177,20 @@ def test_dataclasses_arrive_with_their_fields_and_no_constructor_runs(array, lab
 
 
 def test_combinations_of_flags_arrive():
-    for flags in (Way.LEFT, Way.LEFT | Way.UP, Way(0)):
+    access = (Access(0), Access.READ, Access.READ | Access.WRITE, Access.ALL)
+    for flags in (Way.LEFT, Way.LEFT | Way.UP, Way(0), Both(0), *access):
         assert round_trip(flags) is flags
+
+
+def test_a_stranger_adds_no_flags_that_an_enum_keeps_for_ever():
+    kept = dict(Access._value2member_map_)
+    for kind, number in [("Access", 2), ("Access", 16), ("Access", -1), ("Way", 4), ("Both", 5)]:
+        data = msgspec.msgpack.encode(ext(17, [f"{__name__}:{kind}", number]))
+        with pytest.raises(RpcError, match=rf"{kind} of this node has no member {number}: use"):
+            codec_of().unpack(data, [], "stranger")
+    assert Access._value2member_map_ == kept
+    with pytest.raises(RpcError, match=r"Access\(6\) has bits that no member has"):
+        codec_of().pack(Access(6), 0)
 
 
 def test_fields_that_are_not_set_are_not_set_at_the_receiver():

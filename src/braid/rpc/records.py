@@ -9,9 +9,11 @@ that is not in a field would be lost, so the sender refuses it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,19 +85,34 @@ def dataclass_of(kind: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def key_of(member: enum.Enum) -> str | int:
-    """Return the name of a member of an enum, or the number of a combination of flags."""
-    is_combination = isinstance(member, enum.Flag) and member.name not in type(member).__members__
-    return member.value if is_combination else member.name
+    """Return the name of a member of an enum, or the number of a combination of flags.
+
+    Raises:
+        RpcError: The number has bits that no member has.
+    """
+    if not isinstance(member, enum.Flag) or member.name in type(member).__members__:
+        return member.name
+    kind = type(member)
+    if member.value != member.value & _bits_of(kind):
+        msg = (
+            f"{kind.__qualname__}({member.value}) has bits that no member has, and cannot be sent: "
+            f"send the number, or name the bits in {kind.__qualname__}"
+        )
+        raise RpcError(msg)
+    return member.value
 
 
 def member_of(kind: type[enum.Enum], name: str | int) -> enum.Enum:
     """Return the member of an enum with a name, or a combination of flags with a number.
 
+    A class keeps each number that it is called with, so numbers with other bits are refused before.
+
     Raises:
         RpcError: The class here has no such member.
     """
-    if isinstance(name, int) and issubclass(kind, enum.Flag):
-        return kind(name)
+    if isinstance(name, int) and issubclass(kind, enum.Flag) and 0 <= name == name & _bits_of(kind):
+        with contextlib.suppress(ValueError):  # some bits of a member that has several
+            return kind(name)
     if not isinstance(name, str) or name not in kind.__members__:
         msg = (
             f"{kind.__module__}.{kind.__qualname__} of this node has no member {name!r}: use the "
@@ -103,3 +120,8 @@ def member_of(kind: type[enum.Enum], name: str | int) -> enum.Enum:
         )
         raise RpcError(msg)
     return kind[name]
+
+
+def _bits_of(kind: type[enum.Flag]) -> int:
+    """Return the union of the members that have names."""
+    return functools.reduce(operator.or_, (one.value for one in kind.__members__.values()), 0)
