@@ -14,6 +14,7 @@ from torch import nn
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.rpc import rl
+from braid.rpc.rl.averaging import GradientAverage
 from braid.rpc.rl.losses import impala_loss, join_unrolls
 
 OPTIONS = rl.LossOptions(discount=0.9, entropy_cost=0.003)
@@ -218,6 +219,39 @@ def test_two_learners_train_as_one_with_the_joined_batch(world):
         assert torch.equal(first[2][name], second[2][name])
         # double: sums of at most 30 steps in another order, and three steps of Adam
         torch.testing.assert_close(first[2][name], value, rtol=1e-9, atol=1e-12)
+
+
+def step(group: Group, nets: list[nn.ParameterDict], grads: list[dict[str, float]]) -> Any:
+    """Step once with the mean of the gradients of two learners with 1 and 3 steps."""
+    net = nets[group.rank]
+    average = GradientAverage(group, net)
+    for name, grad in grads[group.rank].items():
+        net[name].grad = torch.full_like(net[name], grad)
+    assert average.average((1, 3)[group.rank])
+    adamw(net).step()
+    return {name: (param.detach(), param.grad) for name, param in net.items()}
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.5, weight_decay=0.5)
+
+
+def test_learners_average_each_dtype_and_leave_frozen_and_unused_parameters_alone(world):
+    net = nn.ParameterDict({name: torch.ones(2, 3) for name in ("all", "one", "frozen", "unused")})
+    net["short"] = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    net["large"] = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    net["frozen"].requires_grad_(False)
+    grads = [{"all": 8.0, "short": 4.0, "large": 0.0}, {"all": 4.0, "one": 1.0, "large": 32768.0}]
+    one = copy.deepcopy(net)  # means (1 g + 3 h) / 4, exact in each dtype
+    for name, mean in {"all": 5.0, "one": 0.75, "short": 1.0, "large": 24576.0}.items():
+        one[name].grad = torch.full_like(one[name], mean)
+    adamw(one).step()
+    for result in world(2, step, [net, copy.deepcopy(net)], grads):
+        for name, (value, grad) in result.items():
+            assert torch.equal(value, one[name])
+            assert (grad is None) == (name in ("frozen", "unused"))
+            assert grad is None or grad.dtype == value.dtype
+            assert grad is None or torch.equal(grad, one[name].grad)
 
 
 def is_real(value: Any) -> bool:

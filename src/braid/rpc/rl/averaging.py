@@ -7,19 +7,25 @@ Each learner weights its gradients by the number of environment steps in its bat
 the gradient of the joined batch, and all learners have the same weights at all times. A learner
 that ends takes part once more, with no steps, and all learners end.
 
-Cost: in each update an all-reduce of two numbers, and one of the gradients.
+A parameter that no learner has a gradient for, such as a frozen one, keeps None: zeros would
+change it by weight decay.
+
+Cost: in each update an all-reduce of two numbers, one of a byte per parameter, and one of the
+gradients of each dtype.
 
 Source: L. Espeholt et al., ICML 2018, section 3 (synchronous learners).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from braid.comm import Group
+from braid.parallel.gradients import fill_missing_gradients
 
 __all__ = ["GradientAverage"]
 
@@ -48,18 +54,18 @@ class GradientAverage:
         Returns:
             Whether training goes on; False if a learner has ended, and the gradients are unchanged.
         """
-        grads = [
-            torch.zeros_like(param) if param.grad is None else param.grad for param in self._params
-        ]
         total = self._total(num_steps)
         if total is None:
             return False
-        flat = torch.cat([grad.flatten() * num_steps for grad in grads])
-        mean = self._group.all_reduce(flat).div_(total)
-        begin = 0
-        for param in self._params:
-            param.grad = mean[begin : begin + param.numel()].view_as(param)
-            begin += param.numel()
+        same_dtype: dict[torch.dtype, list[tuple[nn.Parameter, torch.Tensor]]] = defaultdict(list)
+        for param, grad in fill_missing_gradients(self._params, [self._group]):
+            same_dtype[grad.dtype].append((param, grad))
+        for pairs in same_dtype.values():
+            flat = torch.cat([grad.flatten() for _, grad in pairs]).mul_(num_steps / total)
+            mean = self._group.all_reduce(flat)
+            parts = torch.split_with_sizes(mean, [grad.numel() for _, grad in pairs])
+            for (param, _), part in zip(pairs, parts, strict=True):
+                param.grad = part.view_as(param)
         return True
 
     def end(self) -> None:
