@@ -411,10 +411,7 @@ def _begins_in_place(layers: Sequence[Layer]) -> bool:
 
 
 def _through(
-    layers: Sequence[Layer],
-    value: Any,
-    arguments: _ForwardArguments,
-    replaced: Mapping[str, dict[str, torch.Tensor]],
+    layers: Sequence[Layer], value: Any, arguments: _ForwardArguments, replaced: Mapping[str, Any]
 ) -> Any:
     """Run layers in sequence, each with separate random numbers."""
     usual = _call if arguments.weights is None else arguments.weights.call
