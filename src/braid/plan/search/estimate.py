@@ -358,7 +358,7 @@ class Estimator:
         passes = 2 if split.recompute == "never" else 3
         per_rank = m / split.pp
         reduced = 2 * passes * per_rank * sum(cost.reduced_bytes for cost in costs)
-        # a pass of the ring with keys and values; in a backward with their gradients, too
+        # a pass of the ring with keys and values; a backward also sends their gradients
         in_rings = (
             (passes + self._wide) * per_rank * sum(split.cp * cost.kv_bytes for cost in costs)
         )

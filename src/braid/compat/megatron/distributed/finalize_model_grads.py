@@ -19,7 +19,7 @@ __all__ = ["finalize_model_grads"]
 
 REFUSED = {
     "has_cond_embedder": "leave it False, and sum gradients of conditional embedders yourself",
-    "moe_router_enable_expert_bias": "leave it False: there are no routers of experts",
+    "moe_router_enable_expert_bias": "leave it False: braid has no router of experts to update",
 }
 
 
