@@ -1,4 +1,4 @@
-"""The path of a small collective through braid stays short.
+"""The path of a small collective and of a small message through braid stays short.
 
 Limits are the counts that were reached. A peer that is late costs calls of its own (waits, doorbells), so the smallest of
 many counts is taken.
@@ -7,6 +7,7 @@ many counts is taken.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,43 @@ def test_a_small_all_reduce_of_torch_makes_few_calls(pool, tmp_path, what, calls
     counts = _of_the_late(run_torch(pool, tmp_path, 2, _of_torch, what))
     assert counts.calls <= calls, counts.by_function
     assert counts.files <= files, counts.by_function
+
+
+def _of_messages(rank: int, messages: Any) -> CallCounts:
+    """What rank 0 does to send a message, and rank 1 to receive a message that has arrived."""
+    x = torch.ones(256)
+    counts = []
+    for _ in range(ROUNDS):
+        messages.barrier()
+        if rank == 0:
+            counts.append(count_calls(lambda: messages.send(x, 1)))
+        messages.barrier()
+        if rank == 1:
+            counts.append(count_calls(lambda: messages.recv(x, 0)))
+    return _of_the_late(counts)
+
+
+def _of_messages_of_group(group: Group) -> CallCounts:
+    return _of_messages(group.rank, group)
+
+
+def _of_messages_of_torch() -> CallCounts:
+    return _of_messages(dist.get_rank(), dist)
+
+
+def test_a_small_message_of_a_group_makes_few_calls(pool):
+    counts = pool.run(2, _of_messages_of_group, portable=False, ranks_per_host=0)
+    _are_at_most(counts, sent=31, received=33)
+
+
+def test_a_small_message_of_torch_makes_few_calls(pool, tmp_path):
+    counts = run_torch(pool, tmp_path, 2, _of_messages_of_torch)
+    _are_at_most(counts, sent=38, received=40)
+
+
+def _are_at_most(counts: list[CallCounts], *, sent: int, received: int) -> None:
+    assert counts[0].calls <= sent, counts[0].by_function
+    assert counts[1].calls <= received, counts[1].by_function
 
 
 def _polls(group: Group) -> CallCounts:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from braid.comm.algorithms.send import ENVELOPE_BYTES, read_envelope
+from braid.comm.algorithms.send import first_part, read_envelope
 from braid.comm.channel.channel import Disagreement
 from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.peer_tensor import remote_at
@@ -140,6 +140,30 @@ class Mailbox:
                 line.posted.remove(receipt)
             receipt.lines = ()
 
+    def line(self, source: int) -> _Line:
+        """Return the line on which rank `source` sends to this rank."""
+        line = self._lines.get(source)
+        if line is None:
+            with self._lock:
+                line = self._line(source)
+        return line
+
+    def take(self, line: _Line, out: torch.Tensor, tag: int, digest: int) -> bool:
+        """Receive the next message of a line, which has arrived, if nothing speaks against it.
+
+        Args:
+            line: Line of the source.
+            out: Flat destination.
+            tag: Tag of the message.
+            digest: Digest of the message's description.
+
+        Returns:
+            Whether the message was received; otherwise nothing has changed. Another message may be
+            due before it, or its tag, description or size may need a receipt.
+        """
+        with self._lock:
+            return line.take(out, tag, digest)
+
     def position(self, source: int | None) -> int:
         """Return the number of the last step that this rank has received from rank `source`.
 
@@ -207,11 +231,36 @@ class _Line:
                 self._step(ch.value + 1)
                 if receipt.message is not None and not receipt.message.missing:
                     break
-        except BaseException as exc:  # later receives on this line raise this, too
-            me, kind = ch.ranks[ch.rank], type(exc).__name__
-            text = f"rank {me} was interrupted while receiving a message ({kind})"
-            self._error = exc if isinstance(exc, Exception) else CommError(text)
+        except BaseException as exc:
+            self._fail(exc)
             raise
+
+    def _fail(self, exc: BaseException) -> None:
+        """Make later receives on this line raise `exc`, too."""
+        rank, kind = self.channel.ranks[self.channel.rank], type(exc).__name__
+        text = f"rank {rank} was interrupted while receiving a message ({kind})"
+        self._error = exc if isinstance(exc, Exception) else CommError(text)
+
+    def take(self, out: torch.Tensor, tag: int, digest: int) -> bool:
+        """Receive a message of one step without a receipt; see `Mailbox.take`."""
+        ch, source = self.channel, self.source
+        value = ch.value + 1
+        if self.posted or self._early or self._coming or self._error:
+            return False
+        entry = ch.entry(source, value)
+        if entry.digest != digest:
+            return False
+        envelope = read_envelope(ch, source, entry.block)
+        if envelope.tag != tag or envelope.address or envelope.nbytes > CHUNK_BYTES:
+            return False
+        try:
+            out.copy_(first_part(ch, source, entry.block, out))
+            ch.value = value
+            self._acks.publish()
+        except BaseException as exc:
+            self._fail(exc)
+            raise
+        return True
 
     def _step(self, value: int) -> None:
         ch, message = self.channel, self._coming
@@ -228,8 +277,8 @@ class _Line:
     def _open(self, value: int) -> _Message:
         """Take the first step of a message, and match it to a posted receive."""
         ch, source = self.channel, self.source
-        envelope = read_envelope(ch, source, value)
-        digest = ch.entry(source, value).digest
+        entry = ch.entry(source, value)
+        envelope, digest = read_envelope(ch, source, entry.block), entry.digest
         receipt = next((r for r in self.posted if r.tag == envelope.tag), None)
         if receipt is not None and receipt.digest != digest:
             pair = (min(source, ch.rank), max(source, ch.rank))
@@ -240,9 +289,7 @@ class _Line:
             remote_at(ch, source, envelope.address, data.numel(), torch.uint8).read(0, data)
         else:
             first = data[:CHUNK_BYTES]
-            ch.value = value
-            slot = ch.peek(source, ENVELOPE_BYTES + first.numel(), torch.uint8)
-            first.copy_(slot[ENVELOPE_BYTES:])
+            first.copy_(first_part(ch, source, entry.block, first))
             if data.numel() > CHUNK_BYTES:
                 message.missing = pieces(data[CHUNK_BYTES:], CHUNK_BYTES)[::-1]
         if receipt is None:

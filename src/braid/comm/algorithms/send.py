@@ -25,10 +25,11 @@ from braid.comm.channel.channel import Channel
 from braid.comm.channel.staging import CHUNK_BYTES, pieces
 from braid.runtime.transport import Steps
 
-__all__ = ["ENVELOPE_BYTES", "Envelope", "read_envelope", "send"]
+__all__ = ["EAGER_BYTES", "Envelope", "first_part", "read_envelope", "send", "stage"]
 
 EAGER_BYTES = 256 << 10  # messages up to this size are not offered for reading in place
-ENVELOPE_BYTES = 64
+ENVELOPE_LINES = 1  # addresses count lines of 64 bytes
+ENVELOPE_BYTES = 64 * ENVELOPE_LINES
 _TAG, _NBYTES, _ADDRESS = 0, 1, 2
 TAG_BIAS = 1 << 62  # tags may be negative, words may not
 
@@ -62,11 +63,7 @@ def send(
     """
     yield from acks.await_step(to, ch.value - 1)  # the slot of two steps ago has been read
     address = ch.own.locate(x, private=private) if x.numel() > EAGER_BYTES else 0
-    first = x[:0] if address else x[:CHUNK_BYTES]
-    slot = ch.own.slot(ENVELOPE_BYTES + first.numel(), torch.uint8)
-    envelope = ch.own.words(3)
-    envelope[_TAG], envelope[_NBYTES], envelope[_ADDRESS] = tag + TAG_BIAS, x.numel(), address
-    slot[ENVELOPE_BYTES:].copy_(first)
+    stage(ch, x[:0] if address else x[:CHUNK_BYTES], Envelope(tag, x.numel(), address))
     value = ch.publish()
     if address:
         yield from acks.await_step(to, value)  # the receiver has read it
@@ -77,7 +74,24 @@ def send(
         ch.publish()
 
 
-def read_envelope(ch: Channel, source: int, value: int) -> Envelope:
-    """Return the envelope, the description of a message, from step `value` of rank `source`."""
-    words = ch.read_words(source, value, 3)
+def stage(ch: Channel, first: torch.Tensor, envelope: Envelope) -> None:
+    """Write a message's envelope and first elements into the slot of the next step."""
+    ch.own.slot(ENVELOPE_BYTES + first.nbytes, torch.uint8)
+    words = ch.words(ch.rank, ch.own.address)
+    words[_TAG], words[_NBYTES], words[_ADDRESS] = (
+        envelope.tag + TAG_BIAS,
+        envelope.nbytes,
+        envelope.address,
+    )
+    first_part(ch, ch.rank, ch.own.address, first).copy_(first)
+
+
+def read_envelope(ch: Channel, source: int, block: int) -> Envelope:
+    """Return the envelope at address `block` of member `source`."""
+    words = ch.words(source, block)
     return Envelope(words[_TAG] - TAG_BIAS, words[_NBYTES], words[_ADDRESS])
+
+
+def first_part(ch: Channel, member: int, block: int, like: torch.Tensor) -> torch.Tensor:
+    """Return the elements behind the envelope at address `block`, as many as `like` has."""
+    return ch.view(member, block + ENVELOPE_LINES, like.numel(), like.dtype)

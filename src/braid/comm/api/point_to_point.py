@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar, overload
 
-from braid.comm.api.face import Face, nbytes_of
+from braid.comm.api.face import Face
 from braid.comm.engines.collective import Collective
 from braid.comm.engines.work import Work
-from braid.comm.tensors.arguments import Data, as_tensor, check_peer, is_number
+from braid.comm.tensors.arguments import Data, as_tensor, check_peer, dense, is_number
 from braid.errors import ConfigError
 
 __all__ = ["PointToPoint"]
@@ -129,19 +129,23 @@ class PointToPoint(Face):
         if not is_number(tag) or not -(1 << 61) < tag < 1 << 61:
             msg = f"tag {tag!r} is invalid: pass a whole number from 0 to 2^61 - 1"
             raise ConfigError(msg)
-        tensor = as_tensor(x, written=kind == "recv")
+        flat = dense(x, self.devices)
+        if flat is not None:  # nearly always
+            copies, tensor = None, x
+        else:
+            tensor = as_tensor(x, written=kind == "recv")
+            copies = self._copies(tensor)
+            flat = copies.read(tensor) if kind == "send" else copies.written(tensor)
         source: list[int] = []
-        copies = self._copies(tensor)
-        flat = copies.read(tensor) if kind == "send" else copies.written(tensor)
         return self._submit(
             Collective(
                 kind,
-                tuple(tensor.shape),
+                tensor.shape,
                 tensor.dtype,
                 peer=number,
                 ins=(flat,),
                 outs=(flat,),
-                nbytes=nbytes_of(flat),
+                nbytes=flat.nbytes,
                 tag=tag,
                 source=source,
                 copies=copies,

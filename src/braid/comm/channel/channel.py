@@ -45,6 +45,7 @@ __all__ = ["LINE_WORDS", "Audience", "Channel", "Disagreement", "Entry"]
 
 LINE_WORDS = 8
 WORK_COUNTER = 1  # word of a line
+MAX_WORDS = 256  # views of slots; members replace their slots when messages grow
 SENT_CHUNK_BYTES = 1 << 20  # when a chunk is sent, a round trip costs more than the cache saves
 
 
@@ -130,6 +131,7 @@ class Channel:
         "_lines",
         "_own_line",
         "_pages",
+        "_words",
         "_work_counter",
         "chunk_bytes",
         "digest",
@@ -173,6 +175,7 @@ class Channel:
         self._lines[pages.rank] = self._own_line
         self._audience = pages.transport.audience(readers)
         self._work_counter: WorkCounter | None = None
+        self._words: dict[tuple[int, int], memoryview] = {}
 
     @property
     def work_counter(self) -> WorkCounter:
@@ -328,12 +331,19 @@ class Channel:
                 tensors.append(view(ranks[member], line[at], numel, dtype))
         return tensors
 
-    def read_words(self, peer: int, value: int, count: int) -> memoryview:
-        """Return the first `count` words of the data that `peer` published in step `value`."""
-        return self._arena.words(self.ranks[peer], self.entry(peer, value).block, count)
+    def words(self, member: int, block: int) -> memoryview:
+        """Return the first eight words at address `block` of a member's memory."""
+        words = self._words.get((member, block))
+        if words is None:
+            if len(self._words) > MAX_WORDS:
+                self._words.clear()
+            words = self._arena.words(self.ranks[member], block, LINE_WORDS)
+            self._words[member, block] = words
+        return words
 
     def close(self) -> None:
         """Free the staging slots."""
+        self._words.clear()
         self.own.free()
 
     def _find(self, peer: int) -> memoryview | None:

@@ -91,10 +91,6 @@ class Staging:
             self._views[parity, numel, dtype] = view
         return view
 
-    def words(self, count: int) -> memoryview:
-        """Return the first `count` words of the slot from the last call of `slot`."""
-        return self._arena.words(self._rank, self.address, count)
-
     def stage(self, x: torch.Tensor) -> torch.Tensor:
         """Copy a flat tensor into the slot of the next step; return the copy."""
         return self.slot(x.numel(), x.dtype).copy_(x)

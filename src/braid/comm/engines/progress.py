@@ -38,6 +38,9 @@ LOOK_S = 0.05  # between two checks of a thread that waits for the progress thre
 class Progress:
     """Scheduler of all operations of one rank; a context manager that owns the progress thread.
 
+    Attributes:
+        ordering: Lock that is held while an operation enters or leaves a channel.
+
     Args:
         transport: This rank's end of the transport.
     """
@@ -46,7 +49,7 @@ class Progress:
         self._transport = transport
         self._now_ns = transport.clock.now_ns
         self._lock = threading.Lock()
-        self._ordering = threading.Lock()  # held while an operation enters or leaves a channel
+        self.ordering = threading.Lock()
         self._started: list[Operation] = []  # in order, with and without waiting threads
         self._num_started = 0  # number of operations that did not end in `start`
         self._queues: dict[Channel, deque[Operation]] = {}
@@ -60,7 +63,7 @@ class Progress:
         """Run a new operation in this thread, after the operations queued on its channel."""
         if self._transport.forked or self._thread is not None:
             self.check_caller(operation.text)
-        with self._ordering:
+        with self.ordering:
             queued = operation.channel in self._queues
             if queued:
                 self._submit(operation)
@@ -84,8 +87,8 @@ class Progress:
             self.refuse_fork()
         if operation.pages.size == 1:  # waits for no rank, and uses the caller's CUDA stream
             steps_by = StepsBy.CALLER
-        with self._ordering:
-            by_thread = steps_by is StepsBy.THREAD and not self._pending(operation.channel)
+        with self.ordering:
+            by_thread = steps_by is StepsBy.THREAD and not self._is_started(operation.channel)
             if by_thread or operation.channel in self._queues:
                 self._submit(operation)
                 return
@@ -109,9 +112,19 @@ class Progress:
                 self._handed_over.append(operation)
             self._wake()
 
-    def _pending(self, channel: Channel) -> bool:
+    def _is_started(self, channel: Channel) -> bool:
         """Return whether an operation on `channel` that was started earlier has not ended."""
-        return any(o.channel is channel and not o.done for o in tuple(self._started))
+        started = self._started
+        return bool(started) and any(o.channel is channel and not o.done for o in tuple(started))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no operation of this rank is in progress."""
+        return not (self._started or self._queues)
+
+    def is_free(self, channel: Channel) -> bool:
+        """Return whether no operation is in progress on `channel`; hold `ordering` meanwhile."""
+        return channel not in self._queues and not self._is_started(channel)
 
     def advance_started(self) -> bool:
         """Advance the first started operation of each channel; return whether any advanced."""
@@ -155,7 +168,7 @@ class Progress:
 
     def _strike(self, operation: Operation) -> None:
         """Remove an operation that has ended from the started ones."""
-        with self._ordering:
+        with self.ordering:
             if operation in self._started:
                 self._started.remove(operation)
 

@@ -25,6 +25,7 @@ from braid.comm.channel.channel import Channel
 from braid.comm.channel.control_pages import ABANDONED, CLOSED, ControlPages
 from braid.comm.engines.by_program import by_program
 from braid.comm.engines.collective import Collective
+from braid.comm.engines.eager import EagerMessages, Sent
 from braid.comm.engines.engine import Capabilities, GroupStatistics
 from braid.comm.engines.operation import Operation, OperationSteps
 from braid.comm.engines.progress import Progress
@@ -88,6 +89,7 @@ class SharedMemoryEngine:
         self._owns_progress = owns_progress
         self._collectives = pages.channel(0)
         self._mailbox = Mailbox(pages)
+        self._eager = EagerMessages(pages, progress, self._mailbox, events, self.statistics)
         self._views: deque[Channel] = deque()  # of the incoming line, one per receive in progress
         self._ordering = threading.Lock()  # orders the threads that enter a channel
         self._first_pages: dict[int, Block] = {}
@@ -198,16 +200,21 @@ class SharedMemoryEngine:
 
     def run(self, collective: Collective) -> None:
         """Run a collective in this thread, after operations queued on the same channel."""
-        if collective.kind == "recv":  # once posted, it would take a message even if refused
+        if collective.kind in {"send", "recv"}:
+            # first: a receive, once posted, takes a message even if it is refused
             self.progress.check_caller(collective.text)
+            eager = self._eager.send if collective.kind == "send" else self._eager.recv
+            if eager(collective):
+                return
         self.progress.execute(self._operation(collective))
 
     def start(self, collective: Collective, steps_by: StepsBy) -> Work:
         """Start a collective after the operations started on its channel."""
+        progress, result, source = self.progress, collective.result, collective.source
+        if collective.kind == "send" and self._eager.send(collective):
+            return Work(Sent(collective.text), Sent.wait, Sent.wait, result, source)
         operation = self._operation(collective)
-        progress = self.progress
         progress.start(operation, steps_by)
-        result, source = collective.result, collective.source
         return Work(operation, progress.wait, progress.poll, result, source)
 
     def request(self, collective: Collective, number: int) -> MemoryRequest:

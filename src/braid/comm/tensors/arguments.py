@@ -86,7 +86,9 @@ def dense(x: Data, devices: frozenset[str]) -> torch.Tensor | None:
         or x.is_quantized
     ):
         return None
-    flat = (x.detach() if x.requires_grad else x).view(-1)
+    if x.requires_grad:
+        x = x.detach()
+    flat = x if x.dim() == 1 else x.view(-1)
     # torch calls a tensor of one element contiguous for any stride, but with a stride other than 1
     # its bytes cannot be viewed
     return flat if flat.stride(0) == 1 else None

@@ -10,6 +10,7 @@ import torch
 
 from braid.comm.engines.work import Works
 from braid.comm.torch_backend.base import c10d
+from braid.comm.torch_backend.blocking import is_blocking
 from braid.comm.torch_backend.collectives import Collectives
 from braid.comm.torch_backend.foreign import Foreign
 from braid.comm.torch_backend.shapes import in_shared_memory, tensors_of
@@ -48,6 +49,9 @@ class BraidProcessGroup(Collectives):
         (x,) = tensors_of(tensors)
         if not in_shared_memory(x):
             return self._elsewhere(x).send([x], dst, tag)
+        if self._coalesced is None and is_blocking():
+            self._group.send(_flat(x), dst, tag=tag, timeout_s=self._timeout_s)
+            return FinishedWork([x])
         if self._shared_world.spare_cores and x.numel() * x.element_size() > SLOTS_BYTES:
             work = self._group.send(
                 _flat(x), dst, tag=tag, async_op=True, timeout_s=self._timeout_s
@@ -61,6 +65,9 @@ class BraidProcessGroup(Collectives):
         (x,) = tensors_of(tensors)
         if not in_shared_memory(x):
             return self._elsewhere(x).recv([x], src, tag)
+        if self._coalesced is None and is_blocking():
+            self._group.recv(_flat(x), src, tag=tag, timeout_s=self._timeout_s)
+            return FinishedWork([x])
         work = self._now.recv(_flat(x), src, tag=tag, timeout_s=self._timeout_s)
         return self._passing(work, [x], lambda: src, waited_soon=self._is_waited_for_soon())
 

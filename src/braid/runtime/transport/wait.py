@@ -241,6 +241,24 @@ class Waiter:
         Raises:
             Whatever `check` raises.
         """
+        waited_ns = self.spin(ready)
+        if waited_ns >= 0:
+            return waited_ns
+        start = self._now_ns() - YIELD_NS
+        with Sleep(self._bells) as sleep:
+            while not sleep.poll(ready, self._health.fds()):
+                self._health.collect()
+                if not ready():
+                    check()
+        return self._now_ns() - start
+
+    def spin(self, ready: Callable[[], bool]) -> int:
+        """Wait at most about a millisecond until `ready()` is true, without sleeping.
+
+        Returns:
+            Nanoseconds for which this left the core to others, 0 if it only spun, and -1 if
+            `ready()` is not true.
+        """
         for _ in range(self._spins):
             if ready():
                 return 0
@@ -251,12 +269,7 @@ class Waiter:
                 if ready():
                     return self._now_ns() - start
             now = self._now_ns()
-        with Sleep(self._bells) as sleep:
-            while not sleep.poll(ready, self._health.fds()):
-                self._health.collect()
-                if not ready():
-                    check()
-        return self._now_ns() - start
+        return -1
 
 
 class Sleep:
