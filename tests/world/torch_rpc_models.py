@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_rpc_names import DistributedOptimizer, RemoteModule, dist_autograd, rpc
 
 RRef = rpc.RRef
+SEEDING = threading.Lock()  # a node makes several modules at the same time
 
 
 def _call_method(method: Any, rref: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,8 +48,9 @@ def _equal(references: list[Any], params: list[torch.Tensor]) -> bool:
 class EmbeddingTable(nn.Module):
     def __init__(self, ntoken: int, ninp: int) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.encoder = nn.Embedding(ntoken, ninp)
+        with SEEDING:
+            torch.manual_seed(1)
+            self.encoder = nn.Embedding(ntoken, ninp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.encoder(x).cpu()
@@ -57,8 +59,9 @@ class EmbeddingTable(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, ntoken: int, nhid: int) -> None:
         super().__init__()
-        torch.manual_seed(2)
-        self.decoder = nn.Linear(nhid, ntoken)
+        with SEEDING:
+            torch.manual_seed(2)
+            self.decoder = nn.Linear(nhid, ntoken)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.decoder(x)
