@@ -99,7 +99,7 @@ def test_mirrored_replicas_have_the_bits_of_one_process_in_turn(count):
     model, _ = train(strategy, data)
     for found, expected in zip(model.parameters(), in_turn(data, count).parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    copies = [objects.tensors().values() for objects in strategy._objects]
+    copies = [objects.tensors().values() for objects in strategy._copies.objects]
     assert all(torch.equal(a, b) for a, *bs in zip(*copies, strict=True) for b in bs)
     strategy.close()
 
@@ -138,7 +138,7 @@ def test_shares_of_different_sizes_are_weighted_by_samples(mirrored):
 
 def test_statistics_are_averaged_and_equal_in_all_replicas(mirrored):
     model, _ = train(mirrored, batches(8, 8), norm=True)
-    first, second = (objects.modules[0][1] for objects in mirrored._objects)
+    first, second = (objects.modules[0][1] for objects in mirrored._copies.objects)
     assert first.running_mean.abs().sum() > 0
     assert torch.equal(first.running_mean, second.running_mean)
     assert model[1].num_batches_tracked == 2

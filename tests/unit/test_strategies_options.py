@@ -72,7 +72,7 @@ def trained(ops: CrossDeviceOps | None) -> tuple[list[torch.Tensor], int]:
     args = (PerReplica([torch.ones(1, 2), -torch.ones(1, 2)]),)
     strategy.run(step, args=args)
     strategy.run(step, args=args)
-    count = len(strategy._objects[0].optimizers[0]._reducer.buckets)
+    count = len(strategy._copies.objects[0].optimizers[0]._reducer.buckets)
     params = [param.detach().clone() for param in model.parameters()]
     strategy.close()
     return params, count

@@ -24,6 +24,7 @@ from braid.strategies.communication import (
     NcclAllReduce,
 )
 from braid.strategies.nccl_average import NcclAverage
+from braid.strategies.replica_objects import ReplicaObjects
 from braid.strategies.replicas import OneRank, ThreadReplicas
 from braid.strategies.strategy import Strategy
 
@@ -77,12 +78,13 @@ class MirroredStrategy(Strategy):
         self._has_nccl = isinstance(ops, NcclAllReduce)
         super().__init__(replicas, bucket_cap_mb=ops.bucket_cap_mb)
 
-    def _average(self, index: int, group: Group, optimizer: Any, named: list[Any]) -> None:
+    def _average(
+        self, objects: ReplicaObjects, index: int, group: Group, optimizer: Any, named: list[Any]
+    ) -> Sequence[Any]:
         if self._has_nccl:
             merge = partial(self._replicas.merge, index)
-            self._hooks += NcclAverage(dict(named), merge, group.size).hooks
-        else:
-            super()._average(index, group, optimizer, named)
+            return NcclAverage(dict(named), merge, group.size).hooks
+        return super()._average(objects, index, group, optimizer, named)
 
 
 class CentralStorageStrategy(Strategy):
@@ -120,14 +122,15 @@ class CentralStorageStrategy(Strategy):
             devices.insert(0, first)
         super().__init__(ThreadReplicas(devices))
 
-    def _average_gradients(self, index: int, group: Group) -> None:
-        super()._average_gradients(index, group)
-        for optimizer in self._objects[index].optimizers:
+    def _average_gradients(self, objects: ReplicaObjects, index: int, group: Group) -> list[Any]:
+        hooks = super()._average_gradients(objects, index, group)
+        for optimizer in objects.optimizers:
             central = _CentralStep(group)
-            self._hooks += [
+            hooks += [
                 optimizer.register_step_pre_hook(central.before),
                 optimizer.register_step_post_hook(central.after),
             ]
+        return hooks
 
 
 class _CentralStep:

@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,14 +38,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.data_parallel import AveragingOptimizer
-from braid.strategies.agreement import ReplicaDigests, average_buffers, average_closure
+from braid.strategies.agreement import average_closure
 from braid.strategies.cluster import ClusterResolver
-from braid.strategies.contexts import (
-    ReplicaContext,
-    checked_op,
-    entered,
-    get_replica_context,
-)
+from braid.strategies.contexts import ReplicaContext, checked_op, entered, get_replica_context
+from braid.strategies.copies import ReplicaCopies
 from braid.strategies.datasets import DistributedDataset, InputContext, from_function
 from braid.strategies.extended import StrategyExtended
 from braid.strategies.made_in_scope import (
@@ -56,7 +52,14 @@ from braid.strategies.made_in_scope import (
 )
 from braid.strategies.replica_objects import ReplicaObjects
 from braid.strategies.replicas import LocalReplicas, merged
-from braid.strategies.values import PerReplica, SyncOnRead, of_replica, per_replica, values_in
+from braid.strategies.values import (
+    PerReplica,
+    SyncOnRead,
+    map_leaves,
+    of_replica,
+    per_replica,
+    shares_in,
+)
 
 __all__ = ["Strategy", "compute_average_loss"]
 
@@ -86,12 +89,7 @@ class Strategy:
         self._bucket_cap_mb = bucket_cap_mb
         self._is_running = False
         self._made = MadeInScope(self._copy_of)
-        self._objects: list[ReplicaObjects] = []
-        self._noted: _Noted | None = None  # the first replica's, after the last run
-        self._noted_buffers: dict[str, torch.Tensor] = {}
-        self._digests = ReplicaDigests(replicas.across)
-        self._hooks: list[Any] = []
-        self._is_stale = False
+        self._copies = ReplicaCopies(self._made, replicas, self._average_gradients)
         self._checked: set[object] = set()
         # ends threads and frees memory with the strategy, also without close()
         self._ends = weakref.finalize(self, replicas.close)
@@ -161,9 +159,8 @@ class Strategy:
             self._is_running = False
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._prepare()
-        self._digests.begin_step()
-        shares = _shares(args, kwargs, self.num_replicas_in_sync)
+        self._copies.begin_step()
+        shares = shares_in([args, kwargs], self.num_replicas_in_sync)
         code = source_of(fn)
         is_new = code not in self._checked
 
@@ -181,20 +178,14 @@ class Strategy:
             if len(self.devices) > 1:
                 stack.enter_context(shared_objects_refused())
             try:
-                results, digests = self._replicas.run(call), torch.empty(0)
-                for objects in self._objects:
-                    objects.scan()
-                if self.num_replicas_in_sync > 1:
-                    average_buffers(self._objects, self._replicas.across, self._noted_buffers)
-                    digests = self._digests.compare(self._objects)
+                results = self._replicas.run(call)
+                self._copies.end_step()
             except BaseException:
-                self._forget()
+                self._copies.forget()
                 raise
         self._checked.add(code)
-        if self._replicas.is_usable:
-            self._note(digests)
-        else:
-            self._forget()
+        if not self._replicas.is_usable:
+            self._copies.forget()
             self._replicas.close()
         return per_replica(results)
 
@@ -214,11 +205,9 @@ class Strategy:
         Cost: an all-reduce if there are several processes; all of them call it.
         """
         op = checked_op(op)
-        if isinstance(value, Mapping):
-            return {name: self.reduce(op, item, axis) for name, item in value.items()}
-        if isinstance(value, (tuple, list)):
-            items = [self.reduce(op, item, axis) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return map_leaves(value, lambda leaf: self._combined(op, leaf, axis))
+
+    def _combined(self, op: str, value: Any, axis: int | None) -> torch.Tensor:
         parts = [_number(part) for part in self.experimental_local_results(value)]
         counts = [1 if axis is None else part.shape[axis] for part in parts]
         if axis is not None:
@@ -300,7 +289,7 @@ class Strategy:
         try:
             self.check_replicas()
         finally:
-            self._forget()
+            self._copies.forget()
             self._replicas.close()
 
     def check_replicas(self) -> None:
@@ -313,8 +302,7 @@ class Strategy:
 
         Cost: a pass over the parameters, and an all-gather of 8 bytes for each tensor.
         """
-        if self._objects:
-            self._digests.compare_processes(self._objects[0])
+        self._copies.compare_processes()
 
     def local_index(self, replica: ReplicaContext) -> int:
         """Return the number of a replica within this process."""
@@ -326,91 +314,52 @@ class Strategy:
         Raises:
             ConfigError: The parameter was made outside of the scope.
         """
-        self._prepare()
-        name = self._objects[0].names.get(id(param))
+        self._copies.prepare()
+        name = self._copies.objects[0].names.get(id(param))
         if name is None:
             msg = (
                 f"a parameter of shape {list(param.shape)} is in no module made in this "
                 "strategy's scope: make its model there"
             )
             raise ConfigError(msg)
-        return [dict(objects.named())[name] for objects in self._objects]
+        return [dict(objects.named())[name] for objects in self._copies.objects]
 
     def _copy_of(self, thing: object) -> Any:
         """Return the copy of an object for this thread's replica; None to use the object."""
         replica = get_replica_context()
-        if replica is None or replica.strategy is not self or not self._objects:
+        if replica is None or replica.strategy is not self or not self._copies.objects:
             return None
-        return self._objects[self.local_index(replica)].copies.get(id(thing))
+        return self._copies.objects[self.local_index(replica)].copies.get(id(thing))
 
-    def _prepare(self) -> None:
-        """Make the replicas' objects, or copy the program's changes to them."""
-        noted = self._noted
-        if self._objects and noted is not None:
-            self._objects[0].scan()
-            shape = self._made.count, self._objects[0].shape()
-            if self._is_stale or noted.shape != shape:
-                self._forget()
-        if not self._objects or noted is None:
-            self._make()
-            return
-        first, *others = self._objects
-        changed = bool(others) and not torch.equal(noted.digests, first.digests())
-        for other in others:
-            other.follow(first, noted.attributes, values=changed)
-
-    def _make(self) -> None:
-        """Make the replicas' objects: copies of the program's."""
-        self._made.check(len(self.devices))
-        if len(self.devices) > 1:
-            self._made.redirect()
-        first = ReplicaObjects(self._made, self.devices[0])
-        others = [ReplicaObjects(self._made, device, first) for device in self.devices[1:]]
-        self._objects, self._is_stale = [first, *others], False
-        if self._replicas.size > 1:
-            self._replicas.run(self._average_gradients)
-        self._hooks += [
-            optimizer.register_load_state_dict_post_hook(self._become_stale)
-            for optimizer in first.optimizers
-        ]
-        self._note(first.digests() if others else torch.empty(0))
-
-    def _become_stale(self, _optimizer: object) -> None:
-        """Note that the program has loaded a state that is missing in the other replicas."""
-        self._is_stale = True
-
-    def _note(self, digests: torch.Tensor) -> None:
-        """Note the first replica's objects, to detect changes by the program."""
-        first = self._objects[0]
-        shape = self._made.count, first.shape()
-        has_copies = len(self._objects) > 1  # without any, nothing is to be copied
-        self._noted = _Noted(shape, first.attributes() if has_copies else [], digests)
-        self._noted_buffers = {name: x.clone() for name, x in first.float_buffers().items()}
-
-    def _average_gradients(self, index: int, group: Group) -> None:
-        objects = self._objects[index]
+    def _average_gradients(self, objects: ReplicaObjects, index: int, group: Group) -> list[Any]:
+        """Average a replica's gradients from now on; return hooks to remove at the end."""
+        hooks: list[Any] = []
         for x in objects.tensors().values():
             group.broadcast(x.detach(), 0)
         named = objects.named()
         for optimizer in objects.optimizers:
             params = {id(p) for g in optimizer.param_groups for p in g["params"]}
             of_optimizer = [(name, p) for name, p in named if id(p) in params]
-            self._average(index, group, optimizer, of_optimizer)
-            average = optimizer.register_step_pre_hook(partial(average_closure, group))
-            self._hooks.append(average)
+            hooks += self._average(objects, index, group, optimizer, of_optimizer)
+            hooks.append(optimizer.register_step_pre_hook(partial(average_closure, group)))
+        return hooks
 
-    def _average(self, index: int, group: Group, optimizer: Any, named: list[Any]) -> None:
+    def _average(
+        self, objects: ReplicaObjects, index: int, group: Group, optimizer: Any, named: list[Any]
+    ) -> Sequence[Any]:
         """Average the gradients of an optimizer's parameters over replicas from now on."""
+        del index
         cap_mb = self._bucket_cap_mb(sum(param.nbytes for _, param in named))
-        sparse = self._objects[index].sparse()
+        sparse = objects.sparse()
         AveragingOptimizer(
             optimizer, named, process_group=group, bucket_cap_mb=cap_mb, sparse_parameters=sparse
         )
+        return ()
 
     @contextmanager
     def _in_replica(self, index: int, group: Group, part: float, *, is_new: bool) -> Iterator[None]:
         """Run the block as one of the replicas of this process."""
-        objects = self._objects[index]
+        objects = self._copies.objects[index]
 
         def merge(call: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]) -> Any:
             def once(passed: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
@@ -428,7 +377,7 @@ class Strategy:
                     hook = param.register_hook(partial(torch.mul, factor))  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
             if is_new:
-                others = self._objects[0].tensor_names()
+                others = self._copies.objects[0].tensor_names()
                 stack.enter_context(ParameterCheck(objects.tensor_names(), others, group.rank))
             yield
 
@@ -437,7 +386,7 @@ class Strategy:
         replica = get_replica_context()
         if replica is None or replica.strategy is not self:
             return
-        optimizers = self._objects[self.local_index(replica)].optimizers
+        optimizers = self._copies.objects[self.local_index(replica)].optimizers
         if not any(optimizer is made for made in optimizers):
             msg = (
                 f"{type(optimizer).__name__} was not made in this strategy's scope, so its "
@@ -445,39 +394,11 @@ class Strategy:
             )
             raise ConfigError(msg)
 
-    def _forget(self) -> None:
-        """Remove the hooks that average gradients; the next run makes new copies."""
-        for hook in self._hooks:
-            hook.remove()
-        for objects in self._objects if self.num_replicas_in_sync > 1 else ():
-            for optimizer in objects.optimizers:
-                if hasattr(optimizer, "synchronize"):  # averaging has begun
-                    optimizer.close()
-        self._objects, self._hooks = [], []
-        self._digests.forget()
-
-
-class _Noted(NamedTuple):
-    """State of the first replica's objects after a run, to detect changes by the program."""
-
-    shape: object
-    attributes: list[Any]
-    digests: torch.Tensor
-
 
 def _number(value: Any) -> torch.Tensor:
     """Return a value of a replica as a tensor; integers as int64, so sums do not overflow."""
     x = torch.as_tensor(value).detach()
     return x if x.is_floating_point() or x.is_complex() else x.long()
-
-
-def _shares(args: Any, kwargs: Any, size: int) -> list[float] | None:
-    """Return each replica's part of the samples; None if it is not known, or equal."""
-    samples = next((x.samples for x in values_in([args, kwargs]) if x.samples), None)
-    if samples is None or len(set(samples)) == 1:
-        return None
-    assert len(samples) == size, "a data set knows all replicas"
-    return [count / max(1, sum(samples)) for count in samples]
 
 
 def compute_average_loss(

@@ -16,7 +16,7 @@ import torch
 from braid.errors import ConfigError
 from braid.strategies.contexts import get_replica_context
 
-__all__ = ["PerReplica", "SyncOnRead", "of_replica", "per_replica", "values_in"]
+__all__ = ["PerReplica", "SyncOnRead", "map_leaves", "of_replica", "per_replica", "shares_in"]
 
 AGGREGATIONS = ("sum", "mean", "only_first_replica")
 
@@ -93,7 +93,7 @@ class SyncOnRead:
 
 def of_replica(tree: Any, index: int) -> Any:
     """Return `tree` with each `PerReplica` in it replaced by its value for one replica."""
-    return _mapped(tree, lambda value: value.values[index])
+    return map_leaves(tree, lambda x: x.values[index] if isinstance(x, PerReplica) else x)
 
 
 def per_replica(values: Sequence[Any]) -> Any:
@@ -116,23 +116,36 @@ def per_replica(values: Sequence[Any]) -> Any:
     return None if first is None else PerReplica(values)
 
 
-def _mapped(tree: Any, change: Callable[[PerReplica], Any]) -> Any:
-    if isinstance(tree, PerReplica):
-        return change(tree)
+def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested tuples, lists and mappings with `change` applied to each leaf."""
     if isinstance(tree, Mapping):
-        return {key: _mapped(value, change) for key, value in tree.items()}
+        return {key: map_leaves(value, change) for key, value in tree.items()}
     if isinstance(tree, (tuple, list)):
-        parts = [_mapped(value, change) for value in tree]
+        parts = [map_leaves(value, change) for value in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    return tree
+    return change(tree)
 
 
-def values_in(tree: Any) -> Iterator[PerReplica]:
+def shares_in(tree: Any, size: int) -> list[float] | None:
+    """Return each replica's part of the samples in `tree`; None if it is not known, or equal.
+
+    Args:
+        tree: Tuples, lists and mappings with `PerReplica` values.
+        size: Number of replicas.
+    """
+    samples = next((x.samples for x in _values_in(tree) if x.samples), None)
+    if samples is None or len(set(samples)) == 1:
+        return None
+    assert len(samples) == size, "a data set knows all replicas"
+    return [count / max(1, sum(samples)) for count in samples]
+
+
+def _values_in(tree: Any) -> Iterator[PerReplica]:
     """Yield each `PerReplica` in tuples, lists and mappings."""
     if isinstance(tree, PerReplica):
         yield tree
     elif isinstance(tree, Mapping):
-        yield from values_in(list(tree.values()))
+        yield from _values_in(list(tree.values()))
     elif isinstance(tree, (tuple, list)):
         for part in tree:
-            yield from values_in(part)
+            yield from _values_in(part)
