@@ -11,6 +11,7 @@ A closure that was under way on a lost worker runs again on another one. Servers
 they have added by the closure's number, so each update is added once.
 
     queue_state.py     who gets which closure, as a state machine
+    dispatcher.py      closures and their ends as messages
     closures.py        what a worker does
     remote_value.py    the result of a closure
 
@@ -26,53 +27,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError
-from braid.ps.messages import NoMoreTasks, PackedTask, RunTasks, TakesTasks, TaskEnd, TasksDone
+from braid.ps.messages import NoMoreTasks, TakesTasks, TasksDone
 from braid.ps.snapshots import write_tables
 from braid.runtime.message import Delivery
 from braid.strategies.coordinator import questions
 from braid.strategies.coordinator.closures import (
-    MAX_BATCH,
     VARIABLES,
     ClosureCodec,
     ClosureMode,
-    TaskBatch,
     WorkerResource,
-    buffers_of,
     map_tree,
 )
-from braid.strategies.coordinator.queue_state import (
-    Assign,
-    ClosureQueue,
-    EndClosure,
-    QueueInstruction,
-)
-from braid.strategies.coordinator.remote_value import (
-    ClosureCancelledError,
-    PackedResult,
-    RemoteValue,
-)
+from braid.strategies.coordinator.dispatcher import Closure, Dispatcher
+from braid.strategies.coordinator.remote_value import ClosureCancelledError, RemoteValue
 from braid.strategies.parameter_server.strategy import ParameterServerStrategy
 from braid.strategies.parameter_server.variables import ServerVariables
 
 __all__ = ["ClosureCancelledError", "ClusterCoordinator", "RemoteValue"]
 
-MAX_WAITING = 256
 TIMEOUT_S = 300.0  # without any closure that ends
-AHEAD_S = 0.032  # closures of this time in total are sent ahead, behind the one that runs
-MAX_AHEAD = 4 * MAX_BATCH
-
-
-class _Closure:
-    """A closure that is not over, packed.
-
-    Attributes:
-        packed: Function, arguments, and whether the worker keeps the result.
-        buffers: Memory of its tensors.
-        value: Place of its result.
-    """
-
-    def __init__(self, packed: bytes, buffers: list[bytes], value: RemoteValue) -> None:
-        self.packed, self.buffers, self.value = packed, buffers, value
 
 
 class ClusterCoordinator:
@@ -107,22 +80,20 @@ class ClusterCoordinator:
         strategy.has_coordinator = True
         self.strategy = strategy
         self._variables = strategy.variables
+        self._office = strategy.node.postoffice
         self._codec = ClosureCodec()
         names = [f"worker:{number}" for number in range(strategy.node.num_workers)]
-        self._queue = ClosureQueue(MAX_WAITING, names if strategy.is_synchronous else ())
-        self._next = 0  # number of the next closure
-        self._num_resources = time.time_ns()  # numbers that no earlier coordinator has used
-        self._closures: dict[int, _Closure] = {}
-        self._errors: dict[int, BaseException] = {}
+        in_turns = names if strategy.is_synchronous else []
+        self._dispatcher = Dispatcher(self._office, self._codec, in_turns)
+        self._queue = self._dispatcher.queue
         self._waiters: list[tuple[Callable[[], object], threading.Event]] = []
-        self._mean_s = AHEAD_S  # of a closure in its worker
-        self._batches: dict[str, TaskBatch[PackedTask]] = {}  # by worker
         self._progress_ns = 0
         self._failure: BaseException | None = None
         self._is_closed = False
-        self._must_resume = strategy.node.postoffice.directory is not None  # of a journal
-        self._office = strategy.node.postoffice
-        self._office.register({TakesTasks: self._ready, TasksDone: self._over}, on_lost=self._lost)
+        self._must_resume = self._office.directory is not None  # of a journal
+        self._office.register(
+            {TakesTasks: self._dispatcher.ready, TasksDone: self._ended}, on_lost=self._lost
+        )
         self._server = threading.Thread(target=self._serve, name="coordinator", daemon=True)
         self._server.start()
 
@@ -167,9 +138,7 @@ class ClusterCoordinator:
             )
             raise ConfigError(msg)
         with self._office.lock:
-            number, self._next = self._next, self._next + 1
-            self._closures[number] = closure
-            self._act(self._queue.schedule(number))
+            self._dispatcher.schedule(closure)
         return closure.value
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -236,11 +205,7 @@ class ClusterCoordinator:
         """
         closure = self._closure(fn, args, kwargs, mode="resource")
         with self._office.lock:
-            self._num_resources += 1
-            resource = WorkerResource(-self._num_resources)
-            self._closures[resource.number] = closure
-            self._act(self._queue.add_resource(resource.number))
-        return resource
+            return WorkerResource(self._dispatcher.add_resource(closure))
 
     def create_per_worker_dataset(self, dataset_fn: Callable[..., Iterable[Any]]) -> WorkerResource:
         """Make an iterator over a data set in each worker; see `create_per_worker_resource`.
@@ -262,9 +227,10 @@ class ClusterCoordinator:
         Raises:
             CommTimeout: No worker connects in time.
         """
-        self._next = self._ask(questions.oldest_task)
+        number: int = self._ask(questions.oldest_task)
+        self._dispatcher.next_number = number
         self._must_resume = False
-        return self._next
+        return number
 
     def pull(self) -> None:
         """Copy the servers' values into this process's modules; a worker sends them.
@@ -313,10 +279,7 @@ class ClusterCoordinator:
         """Return what a function of a worker's variables returns; no update, and in no turn."""
         closure = self._closure(fn, (WorkerResource(VARIABLES),), {}, mode="question")
         with self._office.lock:
-            self._num_resources += 1
-            number = -self._num_resources
-            self._closures[number] = closure
-            self._act(self._queue.ask(number))
+            self._dispatcher.ask(closure)
         return closure.value.fetch()
 
     def _closure(
@@ -326,7 +289,7 @@ class ClusterCoordinator:
         kwargs: Mapping[str, Any] | None,
         *,
         mode: ClosureMode,
-    ) -> _Closure:
+    ) -> Closure:
         """Return a closure with copies of its arguments, which the program may change then."""
         if self._is_closed:
             msg = "the coordinator is closed and its workers have left: make a new strategy"
@@ -337,7 +300,7 @@ class ClusterCoordinator:
         name = getattr(fn, "__qualname__", repr(fn))
         arguments = self.fetch([tuple(args or ()), dict(kwargs or {})])
         packed, buffers = self._codec.pack((fn, *arguments, mode), f"the closure {name}")
-        return _Closure(packed, [bytes(view) for view in buffers], RemoteValue(self, name))
+        return Closure(packed, [bytes(view) for view in buffers], RemoteValue(self, name))
 
     def unpack(self, packed: bytes, buffers: Sequence[memoryview], worker: str) -> Any:
         """Return the result of a closure, from bytes and buffers that `worker` has sent."""
@@ -373,10 +336,7 @@ class ClusterCoordinator:
 
     def _late(self, missing: str, seconds: float) -> str:
         with self._office.lock:
-            lines = [
-                f"{worker} runs {', '.join(self._closures[n].value.name for n in numbers)}"
-                for worker, numbers in self._queue.running.items()
-            ]
+            lines = self._dispatcher.running()
             here = self._queue.workers
         where = "; ".join(lines) or f"the workers {', '.join(here) or '(none)'} are idle"
         return (
@@ -394,15 +354,15 @@ class ClusterCoordinator:
             raise self._failure
         if self._queue.failed is None:
             return
-        failed: list[int] = []
+        failures: list[BaseException] = []
 
         def take() -> bool:
-            number = self._queue.take_failure()
-            failed.extend([] if number is None else [number])
-            return bool(failed)
+            failure = self._dispatcher.take_failure()
+            failures.extend([] if failure is None else [failure])
+            return bool(failures)
 
         self._wait(take, "the closures that ran beside the failed one", timeout_s)
-        raise self._errors.pop(failed[0])
+        raise failures[0]
 
     def _serve(self) -> None:
         """Run the scheduler, and the handlers below; in a thread."""
@@ -423,78 +383,11 @@ class ClusterCoordinator:
 
     # with the office's lock
 
-    def _ready(self, delivery: Delivery) -> None:
-        self._batches.pop(delivery.sender, None)
-        self._act(self._queue.ready(delivery.sender))
+    def _ended(self, delivery: Delivery) -> None:
+        self._progress_ns = time.monotonic_ns()
+        self._dispatcher.over(delivery)
+        self._wake()
 
     def _lost(self, node: str) -> None:
-        self._batches.pop(node, None)
-        self._act(self._queue.lost(node))
+        self._dispatcher.lost(node)
         self._wake()
-
-    def _over(self, delivery: Delivery) -> None:
-        message, worker = delivery.message, delivery.sender
-        assert isinstance(message, TasksDone), "this handler is for ends of closures"
-        self._progress_ns = time.monotonic_ns()
-        for end, buffers in buffers_of(message.ends, delivery.buffers):
-            if end.number in self._closures:  # else it has come before, or is another coordinator's
-                self._end(end, PackedResult(end.packed, buffers, worker))
-        self._send_batches()
-        self._wake()
-
-    def _end(self, end: TaskEnd, result: PackedResult) -> None:
-        """Take in the end of a closure."""
-        if end.number >= 0:
-            self._mean_s += 0.1 * (end.duration_s - self._mean_s)
-        if not self.strategy.is_synchronous:
-            self._queue.window = min(MAX_AHEAD, 1 + int(AHEAD_S / self._mean_s))
-        if end.failed:
-            self._errors[end.number] = self._codec.unpack_error(end.packed)
-        instructions = self._queue.over(
-            end.number, result.worker, failed=end.failed, num_pushes=end.num_pushes
-        )
-        self._decide(instructions, result)
-
-    def _act(self, instructions: Sequence[QueueInstruction]) -> None:
-        self._decide(instructions)
-        self._send_batches()
-
-    def _decide(
-        self, instructions: Sequence[QueueInstruction], result: PackedResult | None = None
-    ) -> None:
-        """Carry out instructions; tasks leave with `_send_batches`."""
-        for instruction in instructions:
-            number = instruction.number
-            match instruction:
-                case Assign(_, worker):
-                    closure = self._closures[number]
-                    batch = self._batches.setdefault(worker, TaskBatch())
-                    task = PackedTask(number, closure.packed, len(closure.buffers))
-                    batch.add(task, closure.buffers)
-                    if batch.is_full:
-                        self._send_batches()
-                case EndClosure():
-                    error = self._errors.get(number)
-                    self._closures_over(number).end(result, error)
-                case _:
-                    text = "the closure was cancelled, because another closure failed"
-                    self._closures_over(number).end(None, ClosureCancelledError(text))
-
-    def _send_batches(self) -> None:
-        """Send assigned tasks, in one message to each worker.
-
-        Short tasks wait for a full message while their worker has others (J. Nagle, RFC 896, 1984).
-        Else messages of one task stay single: the end of one task makes room for one.
-        """
-        are_long = self._queue.window < 2 * MAX_BATCH
-        for worker, batch in list(self._batches.items()):
-            is_idle = self._queue.num_running(worker) <= len(batch.tasks)
-            if batch.is_full or is_idle or are_long:
-                del self._batches[worker]
-                oldest = max(0, self._queue.oldest or 0)
-                self._office.send(worker, RunTasks(tuple(batch.tasks), oldest), batch.buffers)
-
-    def _closures_over(self, number: int) -> RemoteValue:
-        """Return the place of a closure's result; forget the closure unless workers keep it."""
-        closure = self._closures[number] if number < 0 else self._closures.pop(number)
-        return closure.value
