@@ -30,10 +30,6 @@ other.
     ... of the last link of a peer      the peer is lost: PeerLost comes after its  Close
                                         last message
     tick(now)                           heartbeats, silence, deadlines              Carry, Close
-
-The greatest incarnation is the current life of a peer: an earlier life loses its links, and gets
-the reason if it connects again. Two links of one life exist if both ends connect at the same time,
-or if one end has lost a link before the other end has detected it.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import chain
 
-from braid.errors import CommError, ConfigError, PeerLostError, StaleError
+from braid.errors import CommError, ConfigError, StaleError
 from braid.runtime.message.protocol.assembly import Arrived, Inflow
 from braid.runtime.message.protocol.heads import Beat, Bye, Hello
 from braid.runtime.message.protocol.inbox import Inbox, Peer
@@ -56,6 +52,7 @@ from braid.runtime.message.protocol.link import (
     statistics_of,
 )
 from braid.runtime.message.protocol.memory_pool import MemoryPool
+from braid.runtime.message.protocol.peer_table import PeerTable, lost_error
 from braid.runtime.message.protocol.schema import Message, PeerLost, Schema
 from braid.runtime.message.protocol.send_queue import Outbox, OutFrame, Outgoing
 from braid.runtime.message.protocol.vocabulary import (
@@ -104,24 +101,22 @@ class VanState:
         self._schema = schema
         self._detects_silence = detects_silence
         self.allocators: dict[type[Message], Allocate] = {}
-        self._links: dict[int, VanLink] = {}
-        self._peers: dict[str, Peer] = {}
-        self._lost: dict[str, str] = {}  # reason of the loss, by peer
         self.inbox = Inbox(config)
-        self._pool = MemoryPool()
         self.instructions: deque[Instruction] = deque()
+        self._table = PeerTable(node, self.inbox, self.instructions)
+        self._links = self._table.links
+        self._pool = MemoryPool()
         self._counts: dict[str, Counter[str]] = {}
         self._quiet_until_ns: int | None = 0  # see `next_deadline_ns`; 0 if unknown
 
     @property
     def peers(self) -> tuple[str, ...]:
         """Nodes to which a message can be sent, sorted."""
-        return tuple(sorted(name for name, peer in self._peers.items() if self._open_link(peer)))
+        return self._table.names
 
     def is_connected(self, name: str) -> bool:
         """Return whether a message can be sent to a node."""
-        peer = self._peers.get(name)
-        return peer is not None and self._open_link(peer) is not None
+        return self._table.open_link(name) is not None
 
     @property
     def is_drained(self) -> bool:
@@ -143,10 +138,8 @@ class VanState:
             number, name, outbox, inflow, config, counts, now_ns, now_ns
         )
         if known:
-            if name in self._peers:
-                self._lose(self._peers[name], PeerLost(self._half_closed(name)))
             link.peer = Peer(name, 0, self.epoch, config.max_message_bytes, [number])
-            self._add_peer(link.peer)
+            self._table.add(link.peer)
         self._quiet_until_ns = 0
         outbox.send_control(Hello(self.incarnation, self.epoch, config.max_message_bytes))
         self.instructions.append(Carry(number))
@@ -156,18 +149,9 @@ class VanState:
     ) -> None:
         """Remove link `number`, whose connection has ended; a peer without a link is lost."""
         link = self._links.get(number)
-        if link is None:
-            return
-        peer = link.peer
-        if peer is not None and peer.links == [number]:
-            self._lose(
-                peer, PeerLost(reason, bye is not None, silent, bye is not None and bye.replaced)
-            )
-            return
-        if peer is not None:
-            peer.links.remove(number)
-        msg = f"lost a link to {link.name}: {reason}"
-        self._forget(link, PeerLostError(msg, rank=split_node(link.name)[1]))
+        if link is not None:
+            replaced = bye is not None and bye.replaced
+            self._table.drop(link, PeerLost(reason, bye is not None, silent, replaced))
 
     def link_half_closed(self, number: int, reason: str, now_ns: int) -> None:
         """Stop sending on a link, because the peer accepts nothing; receive until it ends."""
@@ -176,17 +160,15 @@ class VanState:
             return
         link.half_closed, link.received_ns = reason, now_ns
         self._quiet_until_ns = 0
-        link.outbox.fail(_lost_error(link.name, reason))
+        link.outbox.fail(lost_error(link.name, reason))
 
     def is_ending(self, peer: str) -> bool:
         """Return whether a peer accepts nothing more, but its loss is not reported yet."""
-        return bool(self._half_closed(peer))
+        return bool(self._table.half_closed(peer))
 
     def close(self) -> None:
         """Remove all links; messages that are still queued fail."""
-        for link in list(self._links.values()):
-            self._forget(link, PeerLostError(f"{self.node} closed before this message was sent"))
-        self._peers.clear()
+        self._table.close()
 
     def send_bye(self) -> None:
         """Notify every peer that this van closes, after the queued messages."""
@@ -203,10 +185,9 @@ class VanState:
             StaleError: The peer or this node has reached a later epoch than the message's.
             ConfigError: The peer does not accept messages of this size.
         """
-        peer = self._peers.get(to)
-        link = None if peer is None else self._open_link(peer)
+        peer, link = self._table.peers.get(to), self._table.open_link(to)
         if peer is None or link is None:
-            raise self._not_connected(to)
+            raise self._table.not_connected(to)
         head = outgoing.head
         if max(peer.epoch, self.epoch) > head.epoch:
             msg = (
@@ -283,7 +264,8 @@ class VanState:
         if not (link.half_closed and isinstance(event, Beat)):
             link.received_ns = now_ns
         if isinstance(event, Hello):
-            self._on_hello(link, event)
+            if not self._table.greet(link, event):
+                self._send_control(link, Bye(replaced=True))
         elif isinstance(event, Beat) and link.peer is not None:
             link.peer.epoch = max(link.peer.epoch, event.epoch)
         elif isinstance(event, Bye):
@@ -362,11 +344,7 @@ class VanState:
 
     def last_received(self, name: str, now_ns: int) -> str:
         """Return a text with the time of the last frame from a peer, for errors."""
-        peer = self._peers.get(name)
-        if peer is None:
-            return str(self._not_connected(name))
-        received_ns = max(self._links[number].received_ns for number in peer.links)
-        return f"the last frame from {name} came {(now_ns - received_ns) / 1e9:.1f} s ago"
+        return self._table.last_received(name, now_ns)
 
     def statistics(self, peer: str | None = None) -> VanStatistics:
         """Return the counts of one peer, or of all."""
@@ -374,51 +352,9 @@ class VanState:
 
     # -- inside
 
-    def _open_link(self, peer: Peer) -> VanLink | None:
-        """Return the link for messages to a peer, None if the peer accepts none."""
-        for number in peer.links:
-            if not (link := self._links[number]).half_closed:
-                return link
-        return None
-
-    def _half_closed(self, name: str) -> str:
-        """Return why a peer accepts nothing more; empty if it accepts, or is not a peer."""
-        peer = self._peers.get(name)
-        if peer is None or self._open_link(peer) is not None:
-            return ""
-        return self._links[peer.links[0]].half_closed
-
     def _send_control(self, link: VanLink, head: Beat | Bye) -> None:
         link.outbox.send_control(head)
         self.instructions.append(Carry(link.number))
-
-    def _add_peer(self, peer: Peer) -> None:
-        self._peers[peer.name] = peer
-        self._lost.pop(peer.name, None)
-        self.inbox.begin_life(peer.name)
-
-    def _on_hello(self, link: VanLink, hello: Hello) -> None:
-        """Process the first frame of a link, which contains the life of the peer."""
-        if link.peer is not None:  # known before its Hello
-            link.peer.incarnation, link.peer.epoch = hello.incarnation, hello.epoch
-            link.peer.max_message_bytes = hello.max_message_bytes
-            return
-        # The greatest incarnation wins, not the latest connection: a process that was replaced may
-        # connect again at any time, and must not throw out the process in its place.
-        peer = self._peers.get(link.name)
-        if peer is not None and peer.incarnation > hello.incarnation:
-            self._send_control(link, Bye(replaced=True))
-            return
-        if peer is not None and peer.incarnation != hello.incarnation:
-            reason = "another process connected under its name, so it was restarted or replaced"
-            self._lose(peer, PeerLost(reason))
-            peer = None
-        if peer is None:
-            peer = Peer(link.name, hello.incarnation, hello.epoch, hello.max_message_bytes)
-            self._add_peer(peer)
-        peer.epoch = max(peer.epoch, hello.epoch)
-        peer.links.append(link.number)
-        link.peer = peer
 
     def _on_message(self, link: VanLink, event: Arrived) -> None:
         head, peer = event.head, link.peer
@@ -448,53 +384,19 @@ class VanState:
         )
         self.inbox.put(peer, event.nbytes, delivery)
         if not self.inbox.has_room(peer):
-            for number in peer.links:
-                self._links[number].is_paused = True
+            for link_of_peer in self._table.links_of(peer):
+                link_of_peer.is_paused = True
 
     def _resume_reading(self, peer: Peer, now_ns: int) -> None:
         """Read the links of `peer` again if its share of the inbox has room."""
         if not self.inbox.has_room(peer):
             return
-        for number in peer.links:
-            link = self._links[number]
+        for link in self._table.links_of(peer):
             if link.is_paused:
                 link.is_paused = False
                 self._quiet_until_ns = 0
                 link.received_ns = now_ns  # nothing was read, so silence proves nothing
-                self.instructions.append(Read(number))
-
-    def _lose(self, peer: Peer, lost: PeerLost) -> None:
-        # The notice is a delivery behind the peer's last message: a program that reads in order
-        # first sees everything that the peer sent, and then its loss.
-        self._lost[peer.name] = lost.reason
-        del self._peers[peer.name]
-        error = self._not_connected(peer.name)
-        for number in peer.links:
-            self._forget(self._links[number], error)
-        peer.links.clear()
-        notice = Delivery(peer.name, lost, incarnation=peer.incarnation, epoch=peer.epoch)
-        self.inbox.put_notice(peer, notice)
-
-    def _forget(self, link: VanLink, error: PeerLostError) -> None:
-        del self._links[link.number]
-        link.outbox.fail(error)
-        self.instructions.append(Close(link.number))
-
-    def _not_connected(self, name: str) -> PeerLostError:
-        reason = self._half_closed(name) or self._lost.get(name)
-        if reason is not None:
-            return _lost_error(name, reason)
-        connected = ", ".join(self.peers) or "no nodes"
-        msg = (
-            f"{name} is not connected to {self.node} (connected: {connected}): connect() to it, "
-            "or wait_for() it"
-        )
-        return PeerLostError(msg, rank=split_node(name)[1])
+                self.instructions.append(Read(link.number))
 
     def _count(self, name: str) -> Counter[str]:
         return self._counts.setdefault(name, Counter())
-
-
-def _lost_error(name: str, reason: str) -> PeerLostError:
-    msg = f"lost {name}: {reason}; look for the first error of that process"
-    return PeerLostError(msg, rank=split_node(name)[1])
