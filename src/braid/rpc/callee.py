@@ -18,7 +18,8 @@ from typing import Any
 
 from braid.errors import CommTimeout
 from braid.rpc.autograd.contexts import Contexts
-from braid.rpc.codec import Codec, Packed, tensors_of
+from braid.rpc.bodies import Packed, tensors_of
+from braid.rpc.codec import Codec
 from braid.rpc.functions import is_async_execution
 from braid.rpc.messages import AutogradEdge, Call, CallReply, Raised
 from braid.rpc.names import is_operator

@@ -28,7 +28,8 @@ from braid.errors import (
     StaleError,
 )
 from braid.rpc.autograd.contexts import Contexts
-from braid.rpc.codec import Codec, tensors_of
+from braid.rpc.bodies import tensors_of
+from braid.rpc.codec import Codec
 from braid.rpc.leader_followers import LeaderFollowers
 from braid.rpc.messages import Call, CallReply, CancelCall, Creation, Raised
 from braid.rpc.options import RpcOptions

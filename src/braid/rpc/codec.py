@@ -25,18 +25,15 @@ import torch
 
 from braid.errors import BraidError, CommError
 from braid.rpc.arrays import array_of, bytes_of_array, bytes_of_scalar, is_number, scalar_of
+from braid.rpc.bodies import Packed
 from braid.rpc.layers import layer_of, parts_of
-from braid.rpc.messages import Body
 from braid.rpc.names import Names
 from braid.rpc.options import placed
 from braid.rpc.outcomes import RpcError
-from braid.rpc.protocol.autograd_state import SparseSpec
 from braid.rpc.records import dataclass_of, fields_of, key_of, member_of, other_attributes
-from braid.runtime.tensor_buffers import as_buffers, from_buffers
-from braid.runtime.torch_internals import sparse_indices, sparse_values
 from braid.types import dtype_name
 
-__all__ = ["Codec", "Packed"]
+__all__ = ["Codec"]
 
 _TUPLE, _SET, _FROZENSET, _DICT, _INT, _COMPLEX = range(1, 7)
 _TENSOR, _REFERENCE = 7, 9
@@ -55,42 +52,36 @@ _NAMED_OF_TORCH = {
     if isinstance(value, torch.dtype | torch.layout)
 }
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
+# types with plain content: code of the extension, and function from the value to the content
+_WITH_PLAIN_CONTENT: dict[type, tuple[int, Callable[[Any], Any]]] = {
+    complex: (_COMPLEX, lambda value: [value.real, value.imag]),
+    torch.Size: (_SIZE, list),
+    torch.dtype: (_DTYPE, dtype_name),
+    torch.device: (_DEVICE, str),
+    torch.layout: (_LAYOUT, lambda value: str(value).removeprefix("torch.")),
+    bytearray: (_BYTEARRAY, bytes),
+}
+# functions from the unpacked content to the value; other codes need the codec
+_FROM_CONTENT: dict[int, Callable[[Any], Any]] = {
+    _TUPLE: tuple,
+    _SET: set,
+    _FROZENSET: frozenset,
+    _DICT: lambda content: dict(zip(*content, strict=True)),
+    _INT: int,
+    _COMPLEX: lambda content: complex(*content),
+    _DTYPE: _NAMED_OF_TORCH.__getitem__,
+    _DEVICE: torch.device,
+    _SIZE: torch.Size,
+    _LAYOUT: _NAMED_OF_TORCH.__getitem__,
+    _SLICE: lambda content: slice(*content),
+    _BYTEARRAY: lambda content: bytearray(memoryview(content)),  # a number would be a size
+    _SCALAR: lambda content: scalar_of(*content),
+    _LAYER: lambda content: layer_of(*content),
+}
 _FIRST_TENSORS = [msgspec.msgpack.Ext(_TENSOR, bytes([place])) for place in range(64)]
 
 # Noun for a part of a value: the noun for the whole, and the index or key of the part.
 Where: TypeAlias = "str | tuple[Where, object]"
-
-
-class Packed(msgspec.Struct, frozen=True, eq=False):
-    """Values as bytes and tensors that can be sent to another node.
-
-    Attributes:
-        data: Plain bytes.
-        tensors: Tensors, sent as separate buffers.
-        shared: Remote references in the values, as plain data.
-    """
-
-    data: bytes
-    tensors: list[torch.Tensor]
-    shared: Sequence[Any] = ()
-
-    def as_body(self) -> tuple[Body, list[memoryview]]:
-        """Return the message and its buffers; tensors on GPUs are copied to the host once."""
-        if all([tensor.layout is torch.strided for tensor in self.tensors]):  # noqa: C419 - quicker
-            specs, buffers = as_buffers(self.tensors)
-            return Body(self.data, specs), buffers
-        dense: list[torch.Tensor] = []
-        sparse: list[SparseSpec] = []
-        for tensor in self.tensors:
-            if tensor.layout == torch.sparse_coo:
-                shape = tuple(tensor.shape)
-                spec = SparseSpec(len(dense), shape, tensor.is_coalesced(), tensor.requires_grad)
-                sparse.append(spec)
-                dense.extend((sparse_indices(tensor), sparse_values(tensor).detach()))
-            else:
-                dense.append(tensor)
-        specs, buffers = as_buffers(dense)
-        return Body(self.data, specs, sparse), buffers
 
 
 class _Packing:
@@ -239,21 +230,12 @@ class Codec:
         if kind in (set, frozenset):
             code = _SET if kind is set else _FROZENSET
             return self._extension(code, self._trees(value, packing, where))
-        if kind is complex:
-            return self._extension(_COMPLEX, [value.real, value.imag])
-        if kind is torch.Size:
-            return self._extension(_SIZE, list(value))
-        if kind is torch.dtype:
-            return self._extension(_DTYPE, dtype_name(value))
-        if kind is torch.device:
-            return self._extension(_DEVICE, str(value))
-        if kind is torch.layout:
-            return self._extension(_LAYOUT, str(value).removeprefix("torch."))
+        if kind in _WITH_PLAIN_CONTENT:
+            code, content_of = _WITH_PLAIN_CONTENT[kind]
+            return self._extension(code, content_of(value))
         if kind is slice:
             bounds = [value.start, value.stop, value.step]
             return self._extension(_SLICE, self._trees(bounds, packing, where))
-        if kind is bytearray:
-            return self._extension(_BYTEARRAY, bytes(value))
         if isinstance(value, enum.Enum):
             return self._extension(_ENUM, [self.names.name_of(kind), key_of(value)])
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
@@ -325,41 +307,19 @@ class Codec:
     def _extension(self, code: int, value: Any) -> msgspec.msgpack.Ext:
         return msgspec.msgpack.Ext(code, self._encode(value))
 
-    def from_extension(self, code: int, value: Any, unpacking: _Unpacking) -> Any:  # noqa: C901, PLR0911, PLR0912 - one for each type
+    def from_extension(self, code: int, value: Any, unpacking: _Unpacking) -> Any:  # noqa: C901, PLR0911 - one for each type
         """Return the value of the msgpack extension `code` with the unpacked content `value`."""
         sender = unpacking.sender
-        if code == _TUPLE:
-            return tuple(value)
+        if code in _FROM_CONTENT:
+            return _FROM_CONTENT[code](value)
         if code == _TENSOR:
             if isinstance(value, int):
                 return unpacking.take(value)
             return placed(unpacking.take(value[0]), value[1], sender)
         if code == _REFERENCE:
             return self._receive(value, sender, unpacking.will_answer)
-        if code == _DICT:
-            return dict(zip(*value, strict=True))
         if code == _ARRAY:
             return array_of(unpacking.take(value[0]), *value[1:])
-        if code == _SCALAR:
-            return scalar_of(*value)
-        if code == _LAYER:
-            return layer_of(*value)
-        if code == _INT:
-            return int(value)
-        if code == _COMPLEX:
-            return complex(*value)
-        if code in (_SET, _FROZENSET):
-            return set(value) if code == _SET else frozenset(value)
-        if code == _SIZE:
-            return torch.Size(value)
-        if code in (_DTYPE, _LAYOUT):
-            return _NAMED_OF_TORCH[value]
-        if code == _DEVICE:
-            return torch.device(value)
-        if code == _SLICE:
-            return slice(*value)
-        if code == _BYTEARRAY:
-            return bytearray(memoryview(value))  # not of a number, which would be a size
         if code == _TARGET:
             return self.names.find(value)
         if code == _PICKLE:
@@ -471,29 +431,3 @@ class _Unpacking(msgspec.Struct, frozen=True, eq=False):
             return self.take(inner[0])
         value = self.decode(bytes(inner))
         return self.codec.from_extension(code, value, self)
-
-
-def tensors_of(body: Body, buffers: Sequence[memoryview]) -> list[torch.Tensor]:
-    """Return the tensors of a message, with `requires_grad` as at the sender.
-
-    Raises:
-        CommError: The buffers do not match the tensors' specs.
-    """
-    tensors = from_buffers(body.specs, buffers)
-    for spec, tensor in zip(body.specs, tensors, strict=True):
-        if spec.requires_grad:
-            tensor.requires_grad_()
-    for place, shape, is_coalesced, requires_grad in reversed(body.sparse):
-        try:
-            sparse = torch.sparse_coo_tensor(
-                tensors[place],
-                tensors[place + 1],
-                shape,
-                is_coalesced=is_coalesced,
-                check_invariants=True,  # a peer may send any indices
-            )
-        except (IndexError, RuntimeError, TypeError, ValueError) as exc:
-            msg = f"another node sent an invalid sparse tensor of shape {shape}: {exc}"
-            raise CommError(msg) from exc
-        tensors[place : place + 2] = [sparse.requires_grad_(requires_grad)]
-    return tensors

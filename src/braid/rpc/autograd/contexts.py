@@ -27,7 +27,8 @@ from braid.rpc.autograd.accumulation import (
 )
 from braid.rpc.autograd.graph import Receive, add_grads
 from braid.rpc.autograd.node_context import Context
-from braid.rpc.codec import Codec, tensors_of
+from braid.rpc.bodies import tensors_of
+from braid.rpc.codec import Codec
 from braid.rpc.leader_followers import LeaderFollowers
 from braid.rpc.messages import AutogradEdge, Body
 from braid.rpc.options import RpcOptions

@@ -31,7 +31,8 @@ from braid.errors import ConfigError
 from braid.ps.messages import NoMoreTasks, PackedTask, RunTasks, TakesTasks, TaskEnd, TasksDone
 from braid.ps.protocol.directory import SCHEDULER
 from braid.ps.protocol.shard_state import TaskKey
-from braid.rpc.codec import Codec, tensors_of
+from braid.rpc.bodies import tensors_of
+from braid.rpc.codec import Codec
 from braid.rpc.messages import Body
 from braid.rpc.names import Names, register
 from braid.rpc.outcomes import described, error_like
