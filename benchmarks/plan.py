@@ -33,7 +33,7 @@ from benchmarks.workers.plan_plan import (
 from benchmarks.workers.ps_plan import Measured
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums, unknown
-from braid.runtime.terminal_table import new_table
+from braid.runtime.terminal_table import add_group, new_table
 from braid.train.config import MODELS
 
 __all__ = [
@@ -213,12 +213,11 @@ def plan_table(report: PlanReport) -> Table:
     title = f"{report.place}; 2 ranks, plain SGD, medians of rounds, x = time of 1F1B / this one's"
     grid = new_table(title, ("model:rows", "weights"), ("samples/s", "x"))
     for row in report.asynchronous:
-        for way, seconds in row.seconds.items():
-            is_first = way == SYNCHRONOUS
-            rate = row.amount / statistics.median(seconds)
-            label = row.name if is_first else ""
-            ratio = "" if is_first else f"{row.ratio(SYNCHRONOUS, way):.2f}"
-            grid.add_row(label, way, f"{rate:.1f}", ratio)
+        rows = []
+        for way in row.seconds:
+            ratio = "" if way == SYNCHRONOUS else f"{row.ratio(SYNCHRONOUS, way):.2f}"
+            rows.append((way, f"{row.amount / row.median_s(way):.1f}", ratio))
+        add_group(grid, row.name, rows)
     return grid
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from benchmarks.workers.ps_plan import Measured
 from benchmarks.workers.rpc_plan import BRAID, PARTS, TORCH, Plan
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums, unknown
-from braid.runtime.terminal_table import new_table
+from braid.runtime.terminal_table import add_group, new_table
 
 __all__ = ["BENCH", "RpcBench", "RpcReport", "rpc_table", "rpc_verdicts"]
 
@@ -102,14 +101,17 @@ def rpc_table(report: RpcReport) -> Table:
     title = f"{report.place}; medians of rounds, x = time of torch's / this one's"
     grid = new_table(title, ("measured", "by"), ("us", "GB/s", "x"))
     for row in report.rows:
-        for place, (system, seconds) in enumerate(row.seconds.items()):
-            median = statistics.median(seconds)
-            rate = f"{row.amount / median / 1e9:.2f}" if row.amount > 1 else ""
-            has_ratio = system == BRAID and TORCH in row.seconds
-            ratio = f"{row.ratio(TORCH, BRAID):.2f}" if has_ratio else ""
-            label = "" if place else LABELS[row.name]
-            grid.add_row(label, system, f"{median * 1e6:,.0f}", rate, ratio)
+        add_group(grid, LABELS[row.name], _cells(row))
     return grid
+
+
+def _cells(row: Measured) -> Iterator[tuple[str, ...]]:
+    for system in row.seconds:
+        seconds = row.median_s(system)
+        rate = f"{row.amount / seconds / 1e9:.2f}" if row.amount > 1 else ""
+        has_ratio = system == BRAID and TORCH in row.seconds
+        ratio = f"{row.ratio(TORCH, BRAID):.2f}" if has_ratio else ""
+        yield system, f"{seconds * 1e6:,.0f}", rate, ratio
 
 
 BENCH = Benchmark("rpc", RpcBench, _measure_rpc, rpc_table, rpc_verdicts)

@@ -112,7 +112,7 @@ def tp_verdicts(report: TpReport) -> list[BenchVerdict]:
 def tp_tables(report: TpReport) -> list[Table]:
     """Make the table of steps: a row for each engine."""
     title = (
-        f"{report.machine}, torch {report.torch}: median ms of a step on "
+        f"{report.system}: median ms of a step on "
         f"{report.rows[0].ranks} ranks\nx: this engine's step / braid's by the graph"
     )
     heads = [text for row in report.rows for text in (_name_of(row.case), "x")]

@@ -19,7 +19,7 @@ from benchmarks.workers.zero import MODEL_NAMES, STAGES, VARIANTS, Case, Measure
 from braid.cli.bench.harness.options import Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums, unknown
-from braid.runtime.terminal_table import new_table
+from braid.runtime.terminal_table import add_group, new_table
 
 __all__ = ["BENCH", "CASES", "ZeroBench", "ZeroReport"]
 
@@ -136,21 +136,22 @@ def zero_verdicts(report: ZeroReport) -> list[BenchVerdict]:
 def zero_table(report: ZeroReport) -> Table:
     """Make a table with one row per model and engine."""
     title = (
-        f"{report.machine}, torch {report.torch}; median step, x = step of FSDP2 over Gloo / this "
-        "one's; bytes of a rank"
+        f"{report.system}; median step, x = step of FSDP2 over Gloo / this one's; bytes of a rank"
     )
     heads = ("ms", "x", "MiB held", "of them slots", "formula", "sent / params")
     grid = new_table(title, ("model", "engine"), heads)
     for row in report.rows:
         case = row.case
         what = f"{case.model} {row.num_params / 1e6:.1f} M, batch {case.batch} x {row.ranks}"
-        for index, variant in enumerate(VARIANTS):
+        rows = []
+        for variant in VARIANTS:
             cells = [f"{row.step_s[variant] * 1e3:.1f}", f"{row.speedup[variant]:.2f}"]
             if variant in row.live:
                 live = row.live[variant]
                 cells += [f"{n / (1 << 20):.0f}" for n in (live.peak, live.slots, live.formula)]
                 cells.append(f"{live.sent:.2f}")
-            grid.add_row("" if index else what, HEADINGS[variant], *cells)
+            rows.append((HEADINGS[variant], *cells))
+        add_group(grid, what, rows)
     return grid
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import braid
 from braid import rpc
+from braid.cli.bench.harness.rounds import median_ratio
 from braid.strategies import placed
 from braid.train.config import MODELS
 from braid.train.gpt import GPT
@@ -135,7 +136,7 @@ def _measured(
                 seconds.append((clock.now_ns() - begin_ns) / 1e9)
                 values.append(loss.item())
     ours, theirs = (seconds[WARM_UP:] for seconds in times)
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    placed_s, pipeline_s, ratio = map(statistics.median, (ours, theirs, ratios))
+    placed_s, pipeline_s = map(statistics.median, (ours, theirs))
+    ratio = median_ratio(ours, theirs)
     quickest = min(ours) / min(theirs)
     return PlacedSteps(placed_s, pipeline_s, ratio, quickest, losses[0] == losses[1])

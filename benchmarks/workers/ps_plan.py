@@ -6,6 +6,8 @@ import statistics
 
 import msgspec
 
+from braid.cli.bench.harness.rounds import median_ratio
+
 __all__ = ["PARTS", "Failover", "Measured", "Plan", "Ratio"]
 
 PARTS = ("dense", "small", "pairs", "rows", "step", "failover", "stragglers")
@@ -62,10 +64,13 @@ class Measured(msgspec.Struct, kw_only=True):
     seconds: dict[str, list[float]]
     note: str = ""
 
+    def median_s(self, way: str) -> float:
+        """Return the seconds of a candidate, median of the rounds."""
+        return statistics.median(self.seconds[way])
+
     def ratio(self, way: str, other: str) -> float:
         """Return the ratio of the seconds of two candidates, median of the rounds."""
-        pairs = zip(self.seconds[way], self.seconds[other], strict=True)
-        return statistics.median(way_s / other_s for way_s, other_s in pairs)
+        return median_ratio(self.seconds[way], self.seconds[other])
 
 
 class Ratio(msgspec.Struct, kw_only=True):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import braid
+from braid.cli.bench.harness.rounds import median_ratio
 from braid.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, Strategy
 from braid.train.config import MODELS
 from braid.train.gpt import GPT
@@ -114,5 +115,4 @@ def _in_turns(
             call()
             seconds.append((clock.now_ns() - begin_ns) / 1e9)
     ours, theirs = (seconds[WARM_UP:] for seconds in times)
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return Steps(*map(statistics.median, (ours, theirs, ratios)))
+    return Steps(statistics.median(ours), statistics.median(theirs), median_ratio(ours, theirs))

@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from braid.cli.bench.harness.rounds import in_rounds
+from braid.cli.bench.harness.rounds import in_rounds, median_ratio
 from braid.comm import Group
 from braid.context import init, shutdown
 from braid.parallel.tensor_parallel import parallelize
@@ -215,10 +215,7 @@ def _measure(
         case=case,
         ranks=group.size,
         step_s={name: statistics.median(seconds) for name, seconds in times.items()},
-        speedup={
-            name: statistics.median(a / b for a, b in zip(seconds, times["braid"], strict=True))
-            for name, seconds in times.items()
-        },
+        speedup={name: median_ratio(seconds, times["braid"]) for name, seconds in times.items()},
         collectives=sums.forward.total() + sums.backward.total(),
         sent=int(sent),
         largest_gap=max(abs(loss - losses["alone"]) for loss in losses.values()),

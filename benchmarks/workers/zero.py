@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from braid.cli.bench.harness.rounds import in_rounds
+from braid.cli.bench.harness.rounds import in_rounds, median_ratio
 from braid.cli.bench.workers.ddp_models import Job, job_of
 from braid.comm import Group
 from braid.context import init, shutdown
@@ -156,16 +156,14 @@ def _measure(group: Group, over_braid: dist.ProcessGroup, case: Case, plan: Plan
         for _ in range(WARM_UP):
             step()
     times = in_rounds(group, steps, rounds=plan.rounds, budget_s=plan.budget_s)
-    speedup = {
-        variant: [f / t for f, t in zip(times["fsdp2"], seconds, strict=True)]
-        for variant, seconds in times.items()
-    }
     return Measured(
         case=case,
         num_params=sum(p.numel() for p in base.parameters()),
         ranks=group.size,
         step_s={variant: statistics.median(seconds) for variant, seconds in times.items()},
-        speedup={variant: statistics.median(ratios) for variant, ratios in speedup.items()},
+        speedup={
+            variant: median_ratio(times["fsdp2"], seconds) for variant, seconds in times.items()
+        },
         live={n: _live(group, steps[n], engine) for n, engine in engines.items()},
         rounds_s=times,
     )

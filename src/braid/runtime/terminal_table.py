@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.table import Table
 
-__all__ = ["new_table"]
+__all__ = ["add_group", "new_table"]
 
 
 def new_table(title: str | None, texts: Sequence[str], numbers: Sequence[str]) -> Table:
@@ -24,3 +24,15 @@ def new_table(title: str | None, texts: Sequence[str], numbers: Sequence[str]) -
     for name in numbers:
         grid.add_column(name, justify="right", no_wrap=True)
     return grid
+
+
+def add_group(grid: Table, label: str, rows: Iterable[Sequence[str]]) -> None:
+    """Add rows with a common first cell, which only the first row shows.
+
+    Args:
+        grid: The table.
+        label: First cell.
+        rows: Remaining cells of each row.
+    """
+    for index, cells in enumerate(rows):
+        grid.add_row("" if index else label, *cells)

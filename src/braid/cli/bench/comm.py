@@ -229,7 +229,7 @@ def table(report: CommReport) -> Table:
     """Make a table of microseconds and ratios, one row per operation, dtype and size."""
     libraries = [name for name in LIBRARIES[1:] if any(name in row.seconds for row in report.rows)]
     title = (
-        f"{report.machine}, torch {report.torch}{', ' + report.mpi if report.mpi else ''}\n"
+        f"{report.system}{', ' + report.mpi if report.mpi else ''}\n"
         "median us, x = Gloo's time / this one's. Group: called directly; registered: the same "
         "on tensors of Group.empty; "
         "torch: torch.distributed over braid"

@@ -30,7 +30,7 @@ from braid.cli.bench.harness.report import (
 )
 from braid.cli.bench.workers.ddp import LEAST_ROUNDS, VARIANTS, Case, DDPPlan, MeasuredCase, main
 from braid.cli.bench.workers.ddp_models import MODEL_NAMES
-from braid.runtime.terminal_table import new_table
+from braid.runtime.terminal_table import add_group, new_table
 
 __all__ = [
     "BENCH",
@@ -169,27 +169,22 @@ def share_text(model: MeasuredCase, variant: str) -> str:
 def ddp_table(report: DdpReport) -> Table:
     """Make a table with one row per model and wrapper."""
     title = (
-        f"{report.machine}, torch {report.torch}; median step, x = step of torch's DDP over "
+        f"{report.system}; median step, x = step of torch's DDP over "
         "Gloo / this one's; exposed: means"
     )
     heads = ("ms", "x", "exposed ms", "of Gloo's exposed gone")
     grid = new_table(title, ("model", "wrapper"), heads)
     for model in report.models:
         what = f"{model.model} {model.num_params / 1e6:.1f} M, batch {model.batch} x {model.ranks}"
-        for index, variant in enumerate(VARIANTS):
-            step_s = model.step_s[variant]
-            known = variant in model.exposed_s
-            exposed = f"{model.exposed_s[variant] * 1e3:.1f}" if known else ""
+        rows = []
+        for variant in VARIANTS:
+            time = f"{model.step_s[variant] * 1e3:.1f}"
             speedup = f"{model.speedup[variant]:.2f}" if variant in model.speedup else ""
+            is_known = variant in model.exposed_s
+            exposed = f"{model.exposed_s[variant] * 1e3:.1f}" if is_known else ""
             gone = share_text(model, variant)
-            grid.add_row(
-                "" if index else what,
-                HEADINGS[variant],
-                f"{step_s * 1e3:.1f}",
-                speedup,
-                exposed,
-                gone,
-            )
+            rows.append((HEADINGS[variant], time, speedup, exposed, gone))
+        add_group(grid, what, rows)
     return grid
 
 

@@ -70,9 +70,14 @@ class Report(msgspec.Struct, kw_only=True):
     load: float = 0.0
 
     @property
+    def system(self) -> str:
+        """Machine and torch version, for titles of tables."""
+        return f"{self.machine}, torch {self.torch}"
+
+    @property
     def place(self) -> str:
         """Machine, torch version and load, for titles of tables."""
-        return f"{self.machine}, torch {self.torch}, load before {self.load:.1f} a core"
+        return f"{self.system}, load before {self.load:.1f} a core"
 
 
 Options = TypeVar("Options")

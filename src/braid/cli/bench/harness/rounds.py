@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from braid.comm import Group
 
-__all__ = ["LEAST_ROUNDS", "in_rounds"]
+__all__ = ["LEAST_ROUNDS", "in_rounds", "median_ratio"]
 
 LEAST_ROUNDS = 12  # enough for a median and quartiles
 
@@ -55,3 +56,11 @@ def in_rounds(
         slowest = group.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max")
         times[name] = slowest.tolist()
     return times
+
+
+def median_ratio(times: Sequence[float], other_times: Sequence[float]) -> float:
+    """Return the median over the rounds of the ratio of two functions' times.
+
+    A ratio within a round is hardly changed by other programs, since they slow both down.
+    """
+    return statistics.median(a / b for a, b in zip(times, other_times, strict=True))
