@@ -10,21 +10,28 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import tyro
 from rich.console import Console as RichConsole
 from rich.table import Table
 
+from benchmarks.ps_targets import (
+    PS_LITE_PAIRS,
+    failover_verdicts,
+    kept,
+    row_verdicts,
+    straggler_verdicts,
+)
 from benchmarks.workers.ps import main
 from benchmarks.workers.ps_plan import PARTS, Failover, Measured, Plan, Ratio
-from benchmarks.workers.ps_stragglers import CLEAN, FREE, NUM_WORKERS
-from benchmarks.workers.ps_training import ALL_REDUCE, SERVERS, WORKERS
-from benchmarks.workers.ps_transfer import RPC, SHARED, SOCKETS
+from benchmarks.workers.ps_stragglers import NUM_WORKERS
+from benchmarks.workers.ps_training import ALL_REDUCE
+from benchmarks.workers.ps_transfer import RPC
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums, unknown
-from braid.runtime.terminal_table import new_table
+from braid.runtime.terminal_table import add_group, new_table
 
 __all__ = ["BENCH", "PsBench", "PsReport", "ps_table", "ps_verdicts"]
 
@@ -33,21 +40,6 @@ TRANSFERS = ("dense", "small", "pairs", "rows")
 RANKS = {"step": 4, "failover": 1, "stragglers": 2 + NUM_WORKERS}
 TRANSFER_RANKS = 3
 ROUNDS = {"stragglers": 2}  # largest number, since each takes ten seconds
-
-# targets
-DENSE_BYTES_PER_S = {SOCKETS: 2.2e9, SHARED: 5e9}
-SMALL_S = 120e-6
-PS_LITE_PAIRS = {"push": 10e6 / 0.15, "pull": 10e6 / 0.19}  # per second, in C++ over ZeroMQ
-PAIRS_RATIO = {SOCKETS: 1.0, SHARED: 2.0}
-ROWS_PER_S = 1e6
-STEP_RATIO = 1.5
-FAILOVER_S = 1.0
-KEPT = {
-    "SSP(4), transient": 0.8,
-    "quorum 3, transient": 0.8,
-    "quorum 3, permanent": 0.8,
-    "asynchronous, permanent": 0.75,
-}
 LABELS = {
     "dense": "push and pull of a dense table",
     "small": "push of 16 numbers, until accepted",
@@ -107,14 +99,7 @@ def _measure_ps(bench: PsBench, console: RichConsole) -> PsReport:
         plan = msgspec.structs.replace(bench.sizes, parts=parts, rounds=rounds, kills=bench.kills)
         ranks = RANKS.get(parts[0], TRANSFER_RANKS)
         with console.status(f"measuring {', '.join(parts)}"):
-            return figures_of(
-                ranks,
-                main,
-                plan,
-                kind,
-                out=bench.out,
-                run=f"run-{parts[0]}",
-            )
+            return figures_of(ranks, main, plan, kind, out=bench.out, run=f"run-{parts[0]}")
 
     if transfers := tuple(part for part in TRANSFERS if part in bench.only):
         report.rows += measure(transfers, list[Measured])
@@ -127,141 +112,47 @@ def _measure_ps(bench: PsBench, console: RichConsole) -> PsReport:
     return report
 
 
-def ps_verdicts(report: PsReport) -> list[BenchVerdict]:
-    """Return the verdicts on the targets for the parameter server."""
-    verdicts: list[BenchVerdict] = []
-    for row in report.rows:
-        verdicts += _TARGETS[row.name](row)
-    if report.failover is not None:
-        verdicts += _failover_verdicts(report.failover)
-    if report.stragglers is not None:
-        verdicts += _straggler_verdicts(report.stragglers)
-    return verdicts
-
-
-def _median(row: Measured, way: str) -> float:
-    return statistics.median(row.seconds[way])
-
-
-def _dense_verdicts(row: Measured) -> Iterator[BenchVerdict]:
-    for way, least in DENSE_BYTES_PER_S.items():
-        rate = row.amount / _median(row, way)
-        claim = f"dense push and pull over {way}: at least {least / 1e9:g} GB/s"
-        yield BenchVerdict(claim, f"measured {rate / 1e9:.2f}", rate >= least)
-
-
-def _small_verdicts(row: Measured) -> Iterator[BenchVerdict]:
-    seconds = _median(row, SOCKETS)
-    claim = f"a small push, until accepted: at most {SMALL_S * 1e6:.0f} us"
-    yield BenchVerdict(claim, f"measured {seconds * 1e6:.0f}", seconds <= SMALL_S)
-
-
-def _pairs_verdicts(row: Measured) -> Iterator[BenchVerdict]:
-    for way, least in PAIRS_RATIO.items():
-        ratio = row.amount / _median(row, way) / PS_LITE_PAIRS[row.name]
-        claim = (
-            f"{row.name} of pairs over {way}: at least {least:g} x "
-            f"PS-Lite's rate, {PS_LITE_PAIRS[row.name] / 1e6:.0f} M/s"
-        )
-        yield BenchVerdict(claim, f"measured {ratio:.2f} x", ratio >= least)
-
-
-def _rows_verdicts(row: Measured) -> Iterator[BenchVerdict]:
-    for way in (SOCKETS, SHARED):
-        rate = row.amount / _median(row, way)
-        claim = f"rows over {way}: at least {ROWS_PER_S / 1e6:g} M rows/s"
-        figure = f"measured {rate / 1e6:.2f}; {row.note}"
-        yield BenchVerdict(claim, figure, rate >= ROWS_PER_S)
-
-
-def _step_verdicts(row: Measured) -> Iterator[BenchVerdict]:
-    for way in (SERVERS, WORKERS):
-        ratio = row.ratio(way, ALL_REDUCE)
-        claim = f"a step where {way}: at most {STEP_RATIO:g} x a step with all-reduce"
-        yield BenchVerdict(claim, f"measured {ratio:.2f} x", ratio <= STEP_RATIO)
-
-
-_TARGETS = {
-    "dense": _dense_verdicts,
-    "small": _small_verdicts,
-    "push": _pairs_verdicts,
-    "pull": _pairs_verdicts,
-    "rows": _rows_verdicts,
-    "step": _step_verdicts,
-}
-
-
-def _failover_verdicts(failover: Failover) -> Iterator[BenchVerdict]:
-    kills = len(failover.slowest_s)
-    slowest, repaired = map(statistics.median, (failover.slowest_s, failover.repaired_s))
-    claim = f"{kills} servers killed: the slowest step takes less than {FAILOVER_S:g} s"
-    figure = (
-        f"measured median {slowest:.3f} s, longest {max(failover.slowest_s):.3f} s (step "
-        f"{failover.step_s * 1e3:.0f} ms, copies remade in {repaired:.2f} s)"
-    )
-    yield BenchVerdict(claim, figure, slowest < FAILOVER_S)
-    held = failover.lost == 0 and failover.wrong == 0
-    claim = "no acknowledged push is lost, and every pull shows all of them"
-    figure = f"measured {failover.lost} lost, {failover.wrong} wrong of {failover.steps} steps"
-    yield BenchVerdict(claim, figure, held)
-
-
-def _straggler_verdicts(ratio: Ratio) -> Iterator[BenchVerdict]:
-    for name, least in KEPT.items():
-        share = _kept(ratio, name)
-        what = "samples" if name.startswith("asynchronous") else "clocks of BSP"
-        claim = f"{name} straggler: keeps at least {least:.0%} of the {what} without one"
-        yield BenchVerdict(claim, f"measured {share:.0%}", share >= least)
-
-
-def _kept(ratio: Ratio, name: str) -> float:
-    reference = FREE if name.startswith("asynchronous") else CLEAN
-    pairs = zip(ratio.rates[name], ratio.rates[reference], strict=True)
-    return statistics.median(rate / clean for rate, clean in pairs)
-
-
-class _Line(NamedTuple):
-    """One line of the table."""
-
-    what: str
-    way: str
-    time: str
-    rate: str
-    ratio: str
-
-
 def ps_table(report: PsReport) -> Table:
     """Make a table with one row per act and candidate."""
     title = f"{report.place}; medians of rounds, x = time of the reference / this one's"
     grid = new_table(title, ("measured", "by"), ("ms", "rate", "x"))
-    lines = [line for row in report.rows for line in _lines(row)]
-    if report.failover is not None:
-        failover = report.failover
-        for what, seconds in (("slowest", failover.slowest_s), ("repair", failover.repaired_s)):
-            time = f"{statistics.median(seconds) * 1e3:.0f}"
-            lines.append(_Line("servers killed, 3 of them", f"{what}, median", time, "", ""))
-    if report.stragglers is not None:
-        for name, rates in report.stragglers.rates.items():
-            share = _kept(report.stragglers, name)
-            rate = f"{statistics.median(rates):.1f} clocks/s"
-            lines.append(_Line("stragglers, 4 workers", name, "", rate, f"{share:.2f}"))
-    before = ""
-    for line in lines:
-        grid.add_row("" if line.what == before else line.what, *line[1:])
-        before = line.what
+    for row in report.rows:
+        add_group(grid, LABELS[row.name], _cells(row))
+    if (failover := report.failover) is not None:
+        times = {"slowest": failover.slowest_s, "repair": failover.repaired_s}
+        medians_ms = {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()}
+        cells = [(f"{name}, median", f"{ms:.0f}") for name, ms in medians_ms.items()]
+        add_group(grid, "servers killed, 3 of them", cells)
+    if (stragglers := report.stragglers) is not None:
+        rates = {name: statistics.median(rates) for name, rates in stragglers.rates.items()}
+        regimes = (
+            (name, "", f"{rate:.1f} clocks/s", f"{kept(stragglers, name):.2f}")
+            for name, rate in rates.items()
+        )
+        add_group(grid, "stragglers, 4 workers", regimes)
     return grid
 
 
-def _lines(row: Measured) -> Iterator[_Line]:
+def _cells(row: Measured) -> Iterator[tuple[str, ...]]:
+    """Yield each candidate with its time, its rate, and its speed relative to the reference."""
     reference = next((way for way in (RPC, ALL_REDUCE) if way in row.seconds), "")
     for way in row.seconds:
-        seconds = _median(row, way)
-        unit, scale = UNITS.get(row.name, ("", 1.0))
+        seconds, (unit, scale) = row.median_s(way), UNITS.get(row.name, ("", 1.0))
         rate = f"{row.amount / seconds / scale:.2f} {unit}" if unit else ""
         ratio = f"{row.ratio(reference, way):.2f}" if reference else ""
         if row.name in PS_LITE_PAIRS:
             ratio = f"{row.amount / seconds / PS_LITE_PAIRS[row.name]:.2f}"
-        yield _Line(LABELS[row.name], way, f"{seconds * 1e3:.3f}", rate, ratio)
+        yield way, f"{seconds * 1e3:.3f}", rate, ratio
+
+
+def ps_verdicts(report: PsReport) -> list[BenchVerdict]:
+    """Return the verdicts on the targets for the parameter server."""
+    verdicts = [verdict for row in report.rows for verdict in row_verdicts(row)]
+    if report.failover is not None:
+        verdicts += failover_verdicts(report.failover)
+    if report.stragglers is not None:
+        verdicts += straggler_verdicts(report.stragglers)
+    return verdicts
 
 
 def ps_lines(report: PsReport) -> list[object]:
