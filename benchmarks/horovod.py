@@ -1,42 +1,31 @@
 """Compare Horovod's engine on braid with Gloo and with braid's DDP.
 
 Figures that need ranks are measured on ranks (`workers.horovod`). The state machine also runs as a
-thousand ranks in one process, which compares the first rank's work in steady state with the other
-ranks' work.
+thousand ranks in one process (`workers.many_ranks`), to compare the first rank's work in steady
+state with the other ranks' work.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from rich.console import Console as RichConsole
 from rich.table import Table
 
 from benchmarks.workers.horovod import Exchange, Figures, Plan, Small, Step, main
+from benchmarks.workers.many_ranks import Thousand, many_ranks
 from braid.cli.bench.harness.options import Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums, unknown
 from braid.cli.bench.workers.ddp import Case
 from braid.cli.bench.workers.ddp_models import MODEL_NAMES
-from braid.compat.horovod.fusion import FusionState, Request
 from braid.runtime.terminal_table import new_table
 
-__all__ = [
-    "BENCH",
-    "FusionBench",
-    "FusionReport",
-    "Thousand",
-    "fusion_table",
-    "fusion_verdicts",
-]
+__all__ = ["BENCH", "FusionBench", "FusionReport", "fusion_table", "fusion_verdicts"]
 
 CASES = (Case("mlp", 64), Case("gpt", 2), Case("tiny", 32))
 LEAST_SPEEDUP = 1.5
@@ -44,27 +33,6 @@ LONG_STEP_S, MOST_LONGER, MOST_LONGER_SHORT = 0.05, 0.10, 0.25
 MOST_EXCHANGE_S, MOST_STATE_S = 200e-6, 30e-6
 MOST_UNEVEN = 1.5
 NUM_RANKS, NUM_TENSORS, NUM_CYCLES = 1000, 50, 12
-
-
-class Thousand(msgspec.Struct, kw_only=True):
-    """Steady state of many ranks in one process.
-
-    Attributes:
-        ranks: Number of ranks.
-        first_s: Median seconds of the first rank in a cycle. Only the first rank runs some lines of
-            code, which are then not in the caches.
-        median_s: Seconds of the median rank in a cycle.
-        first_calls: Number of function calls of the first rank in a cycle.
-        most_calls: Largest number of function calls of another rank in a cycle.
-        lists: Number of cycles, after the first, in which ranks had to exchange lists.
-    """
-
-    ranks: int
-    first_s: float
-    median_s: float
-    first_calls: int
-    most_calls: int
-    lists: int
 
 
 class FusionReport(Report, kw_only=True):
@@ -111,158 +79,64 @@ def _measure_fusion(bench: FusionBench, console: RichConsole) -> FusionReport:
         figures = figures_of(bench.ranks, main, plan, Figures, out=bench.out)
     with console.status(f"{NUM_RANKS} ranks in one process"):
         thousand = many_ranks(NUM_RANKS, NUM_TENSORS, NUM_CYCLES)
-    return FusionReport(
-        ranks=bench.ranks,
-        small=figures.small,
-        steps=figures.steps,
-        exchanges=figures.exchanges,
-        thousand=thousand,
-    )
-
-
-def many_ranks(size: int, num_tensors: int, num_cycles: int) -> Thousand:
-    """Run the state machines of `size` ranks through cycles of the same tensors."""
-    machines = [FusionState(rank, range(size)) for rank in range(size)]
-    requests = [
-        Request(f"x{n}", "all_reduce", "float32", (256,), 4, "sum") for n in range(num_tensors)
-    ]
-    times: list[list[float]] = [[] for _ in machines]
-    calls = [0] * size
-    lists = 0
-    for cycle in range(num_cycles + 1):
-        count = _timed if cycle < num_cycles else _count_calls
-        for state in machines:
-            for request in requests:
-                state.submit(request, 0.0)
-        bits, spent = [], []
-        for state in machines:
-            seconds, number, bitmask = count(partial(state.open, 0.0))
-            bits.append(bitmask)
-            spent.append((seconds, number))
-        together = int.from_bytes(bits[0], "little")
-        for bitmask in bits:
-            together &= int.from_bytes(bitmask, "little")
-        combined = together.to_bytes(len(bits[0]), "little")
-        asked = False
-        for rank, state in enumerate(machines):
-            seconds, number, asked = count(partial(_ended, state, combined))
-            if cycle < num_cycles:
-                times[rank].append(spent[rank][0] + seconds)
-            calls[rank] = spent[rank][1] + number
-        if asked:
-            lists += cycle > 0
-            answer = machines[0].answer([state.own_list(0.0) for state in machines], 0.0)
-            for state in machines:
-                state.conclude(answer)
-    steady = [statistics.median(times[1:]) for times in times]
-    return Thousand(
-        ranks=size,
-        first_s=steady[0],
-        median_s=statistics.median(steady),
-        first_calls=calls[0],
-        most_calls=max(calls[1:]),
-        lists=lists,
-    )
-
-
-X = TypeVar("X")
-
-
-def _ended(state: FusionState, combined: bytes) -> bool:
-    asked = state.combined(combined)
-    if not asked:
-        state.conclude(None)
-    return asked
-
-
-def _timed(call: Callable[[], X]) -> tuple[float, int, X]:
-    start = time.perf_counter()
-    result = call()
-    return time.perf_counter() - start, 0, result
-
-
-def _count_calls(call: Callable[[], X]) -> tuple[float, int, X]:
-    """Count the calls of Python and C functions that `call` makes."""
-    number = 0
-
-    def on_event(_frame: object, event: str, _argument: object) -> None:
-        nonlocal number
-        number += event in {"call", "c_call"}
-
-    sys.setprofile(on_event)
-    try:
-        result = call()
-    finally:
-        sys.setprofile(None)
-    return 0.0, number, result
+    return FusionReport(ranks=bench.ranks, thousand=thousand, **msgspec.structs.asdict(figures))
 
 
 def fusion_verdicts(report: FusionReport) -> list[BenchVerdict]:
     """Return the verdicts on the targets for the engine."""
-    held: list[tuple[str, bool, str]] = [
-        (
-            f"200 small tensors at least {LEAST_SPEEDUP} x one all-reduce each through Gloo",
-            report.small.speedup >= LEAST_SPEEDUP,
-            f"{report.small.speedup:.1f}",
-        )
-    ]
+    return [BenchVerdict(claim, f"measured {figure}", ok) for claim, ok, figure in _claims(report)]
+
+
+def _claims(report: FusionReport) -> Iterator[tuple[str, bool, str]]:
+    """Yield claims, whether they hold, and measured values."""
+    speedup = report.small.speedup
+    claim = f"200 small tensors at least {LEAST_SPEEDUP} x one all-reduce each through Gloo"
+    yield claim, speedup >= LEAST_SPEEDUP, f"{speedup:.1f}"
     for step in report.steps:
-        long = step.seconds["ddp"] >= LONG_STEP_S
-        most = MOST_LONGER if long else MOST_LONGER_SHORT
-        what = f"{step.model}, batch {step.batch}: step at most {most:.0%} longer than with our DDP"
-        held.append((what, step.longer <= most, f"{step.longer:.1%}"))
+        most = MOST_LONGER if step.seconds["ddp"] >= LONG_STEP_S else MOST_LONGER_SHORT
+        claim = (
+            f"{step.model}, batch {step.batch}: step at most {most:.0%} longer than with our DDP"
+        )
+        yield claim, step.longer <= most, f"{step.longer:.1%}"
     for exchange in report.exchanges:
-        what = f"exchange of {exchange.tensors} tensors at most {MOST_EXCHANGE_S * 1e6:.0f} us"
-        held.append((what, exchange.seconds <= MOST_EXCHANGE_S, f"{exchange.seconds * 1e6:.0f} us"))
-        what = f"its pure part at most {MOST_STATE_S * 1e6:.0f} us"
-        held.append((what, exchange.state_s <= MOST_STATE_S, f"{exchange.state_s * 1e6:.0f} us"))
+        parts = (
+            (f"exchange of {exchange.tensors} tensors", exchange.seconds, MOST_EXCHANGE_S),
+            ("its pure part", exchange.state_s, MOST_STATE_S),
+        )
+        for name, seconds, most in parts:
+            claim = f"{name} at most {most * 1e6:.0f} us"
+            yield claim, seconds <= most, f"{seconds * 1e6:.0f} us"
     many = report.thousand
     share = many.first_calls / many.most_calls
-    what = (
+    claim = (
         f"{many.ranks} ranks in steady state: the first needs at most {MOST_UNEVEN} times the "
         "calls of others"
     )
-    even = share <= MOST_UNEVEN and not many.lists
-    held.append(
-        (
-            what,
-            even,
-            f"{share:.2f} times ({many.first_calls} calls), and it is asked {many.lists} times",
-        )
-    )
-    return [BenchVerdict(what, f"measured {figure}", ok) for what, ok, figure in held]
+    figure = f"{share:.2f} times ({many.first_calls} calls), and it is asked {many.lists} times"
+    yield claim, share <= MOST_UNEVEN and not many.lists, figure
 
 
 def fusion_table(report: FusionReport) -> Table:
     """Make a table with one row per measurement."""
-    title = f"{report.machine}, torch {report.torch}, {report.ranks} ranks; medians"
+    title = f"{report.system}, {report.ranks} ranks; medians"
     grid = new_table(title, ("what",), ("ms", "ratio", "quartiles"))
-    small = report.small
+    small, (low, high) = report.small, report.small.between
+    ratios = {"engine": (f"{small.speedup:.1f} x", f"{low:.1f} to {high:.1f}")}
     for way, seconds in small.seconds.items():
-        ratio = f"{small.speedup:.1f} x" if way == "engine" else ""
-        between = f"{small.between[0]:.1f} to {small.between[1]:.1f}" if ratio else ""
-        grid.add_row(f"200 tensors of 1 KiB, {way}", f"{seconds * 1e3:.2f}", ratio, between)
+        grid.add_row(f"200 tensors of 1 KiB, {way}", f"{seconds * 1e3:.2f}", *ratios.get(way, ()))
     for step in report.steps:
-        what = f"{step.model}, batch {step.batch}"
-        grid.add_row(f"{what}: our DDP", f"{step.seconds['ddp'] * 1e3:.1f}", "", "")
-        grid.add_row(
-            f"{what}: Horovod's optimizer",
-            f"{step.seconds['horovod'] * 1e3:.1f}",
-            f"{step.longer:+.1%}",
-            f"{step.between[0]:+.1%} to {step.between[1]:+.1%}",
-        )
+        what, (low, high) = f"{step.model}, batch {step.batch}", step.between
+        ddp_ms, horovod_ms = (f"{step.seconds[way] * 1e3:.1f}" for way in ("ddp", "horovod"))
+        grid.add_row(f"{what}: our DDP", ddp_ms)
+        between = f"{low:+.1%} to {high:+.1%}"
+        grid.add_row(f"{what}: Horovod's optimizer", horovod_ms, f"{step.longer:+.1%}", between)
     for exchange in report.exchanges:
         what = f"exchange in steady state, {exchange.tensors} tensors"
-        grid.add_row(
-            what, f"{exchange.seconds * 1e3:.3f}", f"{exchange.state_s * 1e6:.0f} us pure", ""
-        )
+        grid.add_row(what, f"{exchange.seconds * 1e3:.3f}", f"{exchange.state_s * 1e6:.0f} us pure")
     many = report.thousand
-    grid.add_row(
-        f"first of {many.ranks} ranks, {NUM_TENSORS} tensors",
-        f"{many.first_s * 1e3:.3f}",
-        f"{many.first_s / many.median_s:.2f} x median",
-        "",
-    )
+    what = f"first of {many.ranks} ranks, {NUM_TENSORS} tensors"
+    ratio = f"{many.first_s / many.median_s:.2f} x median"
+    grid.add_row(what, f"{many.first_s * 1e3:.3f}", ratio)
     return grid
 
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.horovod import (
-    FusionBench,
-    FusionReport,
-    Thousand,
-    fusion_verdicts,
-    many_ranks,
-)
+from benchmarks.horovod import FusionBench, FusionReport, fusion_verdicts
 from benchmarks.workers.horovod import Exchange, Small, Step
+from benchmarks.workers.many_ranks import Thousand, many_ranks
 from braid.cli.bench.workers.ddp import Case
 from braid.errors import ConfigError
 
