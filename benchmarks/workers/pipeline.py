@@ -14,14 +14,23 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 import msgspec
 from torch import distributed as dist
 
-from benchmarks.workers.pipeline_models import Compute, Job, closed_form, job_of
+from benchmarks.workers.pipeline_models import (
+    MODEL_NAMES,
+    NUM_BLOCKS,
+    TORCH_SCHEDULES,
+    Compute,
+    Job,
+    closed_form,
+    job_of,
+)
 from benchmarks.workers.pipeline_parts import Held, Swept, measure_held, measure_sweep
-from braid.cli.bench.harness.rounds import in_rounds
+from braid.cli.bench.harness.report import unknown
+from braid.cli.bench.harness.rounds import in_rounds, median_ratio
 from braid.comm import Group
 from braid.context import init, shutdown
 from braid.programs.schedule.pipeline import SCHEDULES
@@ -45,25 +54,45 @@ class Case(msgspec.Struct, frozen=True):
     schedule: str
     num_microbatches: int
 
+    def problems(self, ranks: int) -> Iterator[str]:
+        """Yield reasons why the case cannot be measured on `ranks` ranks."""
+        yield from unknown("model", [self.model], MODEL_NAMES)
+        if self.schedule not in TORCH_SCHEDULES:
+            names = ", ".join(TORCH_SCHEDULES)
+            yield f"{self.schedule} cannot be compared: choose a schedule out of {names}"
+        elif ranks > 1 and self.num_microbatches >= 1:  # smaller numbers are refused anyway
+            stages = SCHEDULES[self.schedule](ranks, self.num_microbatches).header.num_units
+            if NUM_BLOCKS % stages:
+                yield (
+                    f"{self.schedule} on {ranks} ranks has {stages} stages, among which the "
+                    f"{NUM_BLOCKS} blocks of {self.model} cannot be shared: use 2 or "
+                    f"{NUM_BLOCKS} ranks"
+                )
+            elif self.schedule == "interleaved" and self.num_microbatches % ranks:
+                yield (
+                    f"{self.num_microbatches} micro-batches are not a multiple of {ranks} ranks, "
+                    "which torch's interleaved schedule requires"
+                )
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements to make.
 
     Attributes:
-        cases: Models and schedules.
         rounds: Largest number of steps of each engine.
         budget_s: Approximate seconds for a case.
+        cases: Models and schedules.
         held: Schedules with a mode of recomputation, to measure their live bytes.
         sweep: Case in which the number of micro-batches is varied; None for none.
         numbers: Numbers of micro-batches of the sweep.
     """
 
-    cases: tuple[Case, ...]
     rounds: int
     budget_s: float
-    held: tuple[tuple[str, str], ...]
-    sweep: Case | None
-    numbers: tuple[int, ...]
+    cases: tuple[Case, ...] = ()
+    held: tuple[tuple[str, str], ...] = ()
+    sweep: Case | None = None
+    numbers: tuple[int, ...] = ()
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -150,15 +179,11 @@ def _measure(
         num_actions=num_actions,
         boundary_bytes=job.batch[: len(job.batch) // m].nbytes,
         step_s={name: statistics.median(seconds) for name, seconds in times.items()},
-        speedup={name: _ratio(times["gloo"], times[name]) for name in ("torch", "braid")},
+        speedup={name: median_ratio(times["gloo"], times[name]) for name in ("torch", "braid")},
         efficiency={
-            name: (1 + overhead) * _ratio(times["compute"], times[name]) for name in VARIANTS[1:]
+            name: (1 + overhead) * median_ratio(times["compute"], times[name])
+            for name in VARIANTS[1:]
         },
         action_s=(min(times["braid"]) - least_ideal_s) / num_actions,
         rounds_s=times,
     )
-
-
-def _ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the median over the rounds of the ratio of two times."""
-    return statistics.median(a / b for a, b in zip(one, other, strict=True))

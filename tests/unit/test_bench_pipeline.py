@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import pipeline
+from benchmarks.pipeline_formulas import plot_sweep
 from benchmarks.workers.pipeline import Case, Figures, Measured
 from benchmarks.workers.pipeline_models import closed_form
 from benchmarks.workers.pipeline_parts import Held, Swept
@@ -127,8 +128,8 @@ def test_tables_show_the_bubble_of_the_step_and_the_optimum(capsys, tmp_path):
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_the_sweep_is_a_picture(tmp_path, suffix):
     pytest.importorskip("matplotlib")
-    report = report_of(swept=[swept(4, 0.12, 0.09), swept(8, 0.1, 0.11)])
-    assert pipeline.plot_sweep(report, tmp_path / f"m.{suffix}").stat().st_size > 5000
+    rows = [swept(4, 0.12, 0.09), swept(8, 0.1, 0.11)]
+    assert plot_sweep(rows, "a sweep", tmp_path / f"m.{suffix}").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
