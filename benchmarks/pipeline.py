@@ -125,7 +125,7 @@ def _measure_pipeline(bench: PipelineBench, console: RichConsole) -> PipelineRep
             sweep=bench.swept,
             numbers=SWEEPS[bench.sweep],
         )
-        names, swept = bench.sweep, f"{bench.swept.model}, {bench.swept.schedule}"
+        names, swept = bench.sweep, bench.swept.label
     with console.status(f"measuring {names} on {bench.ranks} ranks"):
         figures = figures_of(bench.ranks, main, plan, Figures, out=bench.out)
     return PipelineReport(figures=figures, swept=swept)
@@ -143,12 +143,12 @@ def pipeline_lines(report: PipelineReport) -> Iterator[object]:
     """Yield the verdicts, and warnings of cases in which other programs slowed the machine down."""
     yield from pipeline_verdicts(report)
     for row in report.figures.measured:
-        label, seconds = f"{row.case.model}, {row.case.schedule}", row.rounds_s.get("compute", [])
-        yield from unsteady(label, "work without messages", seconds, LEAST_ROUNDS)
+        seconds = row.rounds_s.get("compute", [])
+        yield from unsteady(row.case.label, "work without messages", seconds, LEAST_ROUNDS)
 
 
 def _case_verdicts(row: Measured) -> Iterator[BenchVerdict]:
-    model, what = row.case.model, f"{row.case.model}, {row.case.schedule}"
+    model, what = row.case.model, row.case.label
     if model == "tiny":
         limit, action_us = MOST_ACTION_S * 1e6, row.action_s * 1e6
         claim = f"{what}: at most {limit:.0f} us of the engine for an action"
@@ -162,16 +162,9 @@ def _case_verdicts(row: Measured) -> Iterator[BenchVerdict]:
         figure = f"measured {faster:.2f} with {exposed:.0%} exposed"
         yield BenchVerdict(claim, figure, faster >= least if is_known else None)
     if model == "compute":
-        share, bubble = row.efficiency["braid"], f"{_bubble(row):.1%}"
-        claim = (
-            f"{what}: at least {LEAST_EFFICIENCY:.0%} of a step are work and a bubble of {bubble}"
-        )
+        share, bubble = row.efficiency["braid"], f"a bubble of {row.bubble:.1%}"
+        claim = f"{what}: at least {LEAST_EFFICIENCY:.0%} of a step are work and {bubble}"
         yield BenchVerdict(claim, f"measured {share:.0%}", share >= LEAST_EFFICIENCY)
-
-
-def _bubble(row: Measured) -> float:
-    """Return the bubble as a fraction of the step; `overhead` is its fraction of the work."""
-    return row.overhead / (1 + row.overhead)
 
 
 def pipeline_tables(report: PipelineReport) -> list[Table]:
@@ -196,8 +189,8 @@ def _case_table(machine: str, measured: list[Measured]) -> Table:
     grid = new_table(title, ("case",), (*heads, "braid", "x", "explained"))
     grid.collapse_padding = True
     for row in measured:
-        cells = [f"{row.case.model}, {row.case.schedule}, {row.case.num_microbatches}"]
-        cells += [bytes_text(row.boundary_bytes), f"{_bubble(row):.1%}"]
+        cells = [f"{row.case.label}, {row.case.num_microbatches}"]
+        cells += [bytes_text(row.boundary_bytes), f"{row.bubble:.1%}"]
         cells += [f"{row.step_s[name] * 1e3:.1f}" for name in ("compute", "gloo")]
         cells.append(f"{row.efficiency['gloo']:.0%}")
         for name in ("torch", "braid"):

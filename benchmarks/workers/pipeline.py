@@ -54,6 +54,11 @@ class Case(msgspec.Struct, frozen=True):
     schedule: str
     num_microbatches: int
 
+    @property
+    def label(self) -> str:
+        """Model and schedule, for tables and verdicts."""
+        return f"{self.model}, {self.schedule}"
+
     def problems(self, ranks: int) -> Iterator[str]:
         """Yield reasons why the case cannot be measured on `ranks` ranks."""
         yield from unknown("model", [self.model], MODEL_NAMES)
@@ -123,6 +128,11 @@ class Measured(msgspec.Struct, kw_only=True):
     efficiency: dict[str, float]
     action_s: float
     rounds_s: dict[str, list[float]]
+
+    @property
+    def bubble(self) -> float:
+        """Bubble of the schedule as a fraction of a step of only work and bubble."""
+        return self.overhead / (1 + self.overhead)
 
 
 class Figures(msgspec.Struct, kw_only=True):
