@@ -155,7 +155,7 @@ class Dispatcher:
                 if batch.is_full:
                     self._send_batches()
                 continue
-            if number >= 0:  # later workers run the others, too
+            if number >= 0:  # later workers may need the closure of a resource
                 del self._closures[number]
             if isinstance(instruction, EndClosure):
                 closure.value.end(result, self._errors.get(number))
