@@ -7,12 +7,12 @@
                     loss_of(model(x), y).backward()
 
 The number of micro-batches of a step is the number of ranks at first (`shards`); each has the batch
-size of the loader. Ranks take them in turn and add up gradients in their order (`gradient_sums`),
-so weights do not depend on the number of ranks. (With `batch_per_rank` a step has one for each
-rank; see `learning_rate`.) When a rank is lost, its peers leave the step that it has broken. The
-launcher chooses who goes on (`launch.supervise.membership_state`), members that lack the newest
-state get it (`state_transfer`), and the step is done again with other shares of the micro-batches.
-Processes that come are taken in after a step.
+size of the loader. Ranks take them in turn (`rounds`) and add up gradients in their order
+(`gradient_sums`), so weights do not depend on the number of ranks. (With `batch_per_rank` a step
+has one for each rank; see `learning_rate`.) When a rank is lost, its peers leave the step that it
+has broken. The launcher chooses who goes on (`launch.supervise.membership_state`), members that
+lack the newest state get it (`state_transfer`), and the step is done again with other shares of the
+micro-batches. Processes that come are taken in after a step.
 
     step      | forward  backward | sum of gradients | update | pause?
     a loss    any wait in it raises PeerLostError  ->  next epoch, state, the same step again
@@ -33,15 +33,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from braid.elasticity.evaluation import Evaluation
-from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of, warn_of_idle_ranks
+from braid.elasticity.gradient_sums import warn_of_idle_ranks
 from braid.elasticity.learning_rate import RateRule, rate_factor
 from braid.elasticity.members import Members, leave_if_asked, notices, on_trial, require_change
 from braid.elasticity.micro_batches import DataPosition, MicroBatches, require_same_data, seed_all
 from braid.elasticity.replica import Replica
+from braid.elasticity.rounds import StepRounds
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import Stateful, fingerprint, refuse_changes
-from braid.elasticity.step_buffers import StepBuffers
-from braid.elasticity.suspects import GradientChecks, StepTimes
+from braid.elasticity.suspects import StepTimes
 from braid.elasticity.update_guard import UpdateGuard
 from braid.errors import CommError, ConfigError
 
@@ -91,7 +91,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         evaluation: Evaluation | None = None,
     ) -> None:
         self._members = members
-        self._checks = GradientChecks(verify)
+        self._verify = verify
         self._checkpoints = checkpoints or TrainingCheckpoints()
         self._saved = (-1, -1)  # steps and version
         self._evaluation = evaluation or Evaluation()
@@ -103,9 +103,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._update = update
         self._samples: MicroBatches | None = None
         self._met = (-1, -1)  # version and epoch of the data that members have compared
-        self.loss = self.grad_norm = self._shard_loss = math.nan
+        self.loss = self.grad_norm = math.nan
         self.num_changes = -1
-        self._round = self._version = 0  # batches are dealt again when the version changes
+        self._version = 0  # batches are dealt again when the version changes
         self._times = StepTimes(replace_slow)
         self._wants_change = False  # members change before the next step
         self._pass: int | None = None  # the pass over the data that `epochs` has yielded
@@ -181,7 +181,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
                 *(self.at, group.rank, group.size, self.num_shards, self.num_steps),
                 fills=self._replica.needs_all,
             ):
-                before = (self.num_steps, self._round, self._checks.checksum)
+                before = self.num_steps, self._rounds.position
                 number = self.num_steps * MOST_SHARDS + self._shard
                 if not self._survives(partial(self._replica.begin, number)):
                     break
@@ -192,7 +192,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
                     self._change_members()
                 if self._version != version or self.at.epoch != epoch:
                     break
-                if before == (self.num_steps, self._round, self._checks.checksum):
+                if before == (self.num_steps, self._rounds.position):
                     msg = "a batch was not used: put `with training.step():` around its backward"
                     raise ConfigError(msg)
 
@@ -248,9 +248,10 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         return not any(due for _, due in answers) or self._survives(self._evaluate)
 
     def _evaluate(self) -> None:
-        self._buffers.begin(is_first=True)  # which an evaluation leaves as they are
+        buffers = self._rounds.buffers
+        buffers.begin(is_first=True)  # which an evaluation leaves as they are
         self._evaluation.run(self.num_steps)
-        self._buffers.restore()
+        buffers.restore()
 
     def _change_members(self) -> None:
         """Go on with the members of the next epoch, or leave."""
@@ -270,7 +271,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         If a rank is lost inside of this context, it raises nothing, and the step is repeated.
         """
         try:
-            self._begin_micro_batch()
+            refuse_changes(self._replica.state, self._fingerprint, self._replica.records)
+            seed_all(self._seed, self.num_steps, self._shard)
+            self._rounds.begin(self.num_steps, len(self._sizes))
             yield
             self._end_micro_batch()
         except CommError as error:
@@ -293,98 +296,52 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._join_next_epoch(self.num_steps)
 
     @property
-    def _checks_next(self) -> bool:
-        return self._checks.is_next(self.num_steps, self._members.group.size, len(self._sizes))
-
-    @property
     def _shard(self) -> int:
-        """Number of this micro-batch; the last one, if this member only takes part in others'."""
-        group, count = self._replica.group, len(self._sizes)
-        if self._checks_next:
-            return (group.rank + 1) % group.size
-        shard = shard_of(self._round, group.rank, group.size, count)
-        return count - 1 if shard is None else shard
-
-    def _begin_micro_batch(self) -> None:
-        refuse_changes(self._replica.state, self._fingerprint, self._replica.records)
-        seed_all(self._seed, self.num_steps, self._shard)
-        self._sums.clear()
-        self._shard_loss = math.nan  # until `add_loss`
-        is_first = self._checks_next or (not self._round and self._checks.checksum is None)
-        self._buffers.begin(is_first=is_first)
+        """Number of this micro-batch; see `StepRounds.shard`."""
+        return self._rounds.shard(self.num_steps, len(self._sizes))
 
     def _end_micro_batch(self) -> None:
         """Add the micro-batch to the step, and end the step after the last round."""
-        group = self._replica.group
+        members = self._members
         self._times.wait()
-        if self._checks_next:
-            self._checks.checksum = self._sums.checksum()
+        if self._rounds.end_check():
             return
-        if not self._round:
-            self._buffers.note_first()
-        sizes = self._sizes
-        last = num_rounds(len(sizes), group.size) - 1
-        if self._checks.checksum is not None and not self._round and not self._are_right():
+        if wrong := self._rounds.find_wrong(self.num_steps + 1):
+            self._leave_out(wrong)
             return
-        while True:
-            shard = shard_of(self._round, group.rank, group.size, len(sizes))
-            self._sums.add(
-                self._round,
-                has_shard=shard is not None,
-                loss=self._shard_loss,
-                weight=sizes[shard or 0] * len(sizes) / sum(sizes),
-            )
-            wants_pause = self._members.pauses or self._members.leaves
-            pauses = self._sums.reduce(self._round, len(sizes), flag=wants_pause)
-            self._times.go_on()
-            if self._round == last:
-                break
-            self._round += 1
-            shard = shard_of(self._round, group.rank, group.size, len(sizes))
-            if shard is not None or self._replica.needs_all:
-                return
+        pauses = self._rounds.add_up(self._sizes, lambda: members.pauses or members.leaves)
+        self._times.go_on()
+        if pauses is None:
+            return
         self._wants_change = self._end_step(pauses)
-        slow, reason = self._times.find_slow(self._members.group, self.num_steps)
-        if slow == self._members.group.rank:
-            self._members.leave(self.num_steps, reason)
+        slow, reason = self._times.find_slow(members.group, self.num_steps)
+        if slow == members.group.rank:
+            members.leave(self.num_steps, reason)
         self._wants_change |= slow is not None
         if self._checkpoints.is_due(self.num_steps):
             self._save()
 
-    def _are_right(self) -> bool:
-        """Compare gradients that two ranks have computed; a collective.
-
-        A rank that is wrong leaves. If the wrong rank cannot be found, the step is done again.
-        """
-        group, step = self._members.group, self.num_steps + 1
-        wrong = self._checks.find_wrong(group, self._sums.checksum(), step)
-        if not wrong:
-            return True
+    def _leave_out(self, wrong: Sequence[int]) -> None:
+        """Do the step again, without the rank that computes wrongly if there is only one."""
         self._restart_step()
         if len(wrong) == 1 and self._members.may_change:
-            if group.rank == wrong[0]:
-                reason = f"has computed other gradients than its peers in step {step}"
+            if self._members.group.rank == wrong[0]:
+                reason = f"has computed other gradients than its peers in step {self.num_steps + 1}"
                 self._members.leave(self.num_steps, reason)
             self._join_next_epoch(self.num_steps)
-        return False
 
     def add_loss(self, loss: torch.Tensor | float) -> None:
         """Add `loss` to this micro-batch's loss, inside of `step()`; see the attribute `loss`."""
-        value = loss.item() if isinstance(loss, torch.Tensor) else loss
-        self._shard_loss = value if math.isnan(self._shard_loss) else self._shard_loss + value
+        self._rounds.add_loss(loss.item() if isinstance(loss, torch.Tensor) else loss)
 
     def _restart_step(self) -> None:
         """Begin the step again, and deal its micro-batches again."""
-        self._sums.clear()
-        self._buffers.restore()
-        self._round, self._checks.checksum = 0, None
+        self._rounds.restart()
         self._version += 1
 
     def _end_step(self, pauses: bool) -> bool:
         """Update the weights; returns whether any member wants a pause."""
-        self._buffers.share()
-        self.loss = self._sums.loss
-        self._sums.give()
+        self.loss = self._rounds.give()
         self.grad_norm = self._replica.prepare()
         self._is_prepared = True
         pauses = self._replica.agree(flag=pauses)
@@ -394,19 +351,17 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _take_step(self) -> None:
         """Update the weights; not a collective."""
         self._is_prepared = False
-        self._buffers.keep()
+        self._rounds.buffers.keep()
         seed_all(self._seed, self.num_steps, self.num_shards)
         with self._guard.update():
             (self._update or self.optimizer.step)()
         self._replica.updated()
-        self._sums.clear()
+        self._rounds.end()
         self._fingerprint = fingerprint(self._replica.state)
         assert self._samples is not None
         self.num_samples = sum(self._sizes)
         self.at = self._samples.next(self.at, self.num_shards)
         self.num_steps += 1
-        self._round = 0
-        self._checks.end()
         self._members.finished_step(self.num_steps)
 
     def _join_next_epoch(self, num_steps: int) -> None:
@@ -442,12 +397,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self.num_shards = group.size if self._rule else self.num_shards or members.size
         if self.num_changes < 0:
             self._evaluation.skip(self.num_steps)
-        warn_of_idle_ranks(group, self.num_shards, verifies=bool(self._checks.every))
+        warn_of_idle_ranks(group, self.num_shards, verifies=bool(self._verify))
         self._guard.watch(state.optimizer, rate_factor(self._rule, group.size, self.num_at_first))
-        self._sums = GradientSums(group, self._replica.records, self._replica.memory)
-        self._buffers = StepBuffers(group, state.model)
-        self._round = 0
-        self._checks.end()
+        self._rounds = StepRounds(self._replica, self._verify)
         self._times.clear()
         self._wants_change = False
         self._fingerprint = fingerprint(state)
@@ -489,12 +441,13 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         return [newest if seen >= 0 else seen for seen in num_steps]
 
     def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
-        if self._round or self._checks.checksum is not None:
+        if self._rounds.position != (0, None):
             msg = "batches() was left within a step: break only after num_steps has increased"
             raise ConfigError(msg)
         samples = self._samples
         if samples is None or samples.loader is not loader:
-            every, kept = self._checks.every, self._rule is not None
-            samples = self._samples = MicroBatches(loader, self._seed, verify=every, per_rank=kept)
+            samples = self._samples = MicroBatches(
+                loader, self._seed, verify=self._verify, per_rank=self._rule is not None
+            )
         samples.epoch = self.at.epoch
         return samples

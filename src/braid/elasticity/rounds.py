@@ -1,0 +1,133 @@
+"""The micro-batches of a step on one rank, in rounds that end with a sum over ranks.
+
+A member computes several micro-batches of a step or none, another member's for a check, and all of
+them again after a loss. One object per epoch of members has what a broken step throws away: the
+number of the round, gradients, buffers and checksums. It neither updates weights nor changes
+members; `training` does.
+
+    3 ranks, 5 micro-batches      check    round 0    round 1
+    rank 2 has micro-batch            0          2       none    `add_up` does rounds 0 and 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
+from braid.elasticity.replica import Replica
+from braid.elasticity.step_buffers import StepBuffers
+from braid.elasticity.suspects import GradientChecks
+
+__all__ = ["StepRounds"]
+
+
+class StepRounds:
+    """Adds up the micro-batches of each step of an epoch of members.
+
+    Args:
+        replica: Model of this member.
+        verify: Number of steps between two checks of gradients; 0 for none.
+
+    Attributes:
+        buffers: Buffers of the model, which each micro-batch gets as before the step.
+    """
+
+    def __init__(self, replica: Replica, verify: int) -> None:
+        self._group = replica.group
+        self._needs_all = replica.needs_all
+        self._sums = GradientSums(replica.group, replica.records, replica.memory)
+        self._checks = GradientChecks(verify)
+        self.buffers = StepBuffers(replica.group, replica.state.model)
+        self._number = 0  # of the round
+        self._loss = math.nan
+        self._is_check = False
+
+    @property
+    def position(self) -> tuple[int, int | None]:
+        """Number of the round, and the checksum of a check; (0, None) between steps."""
+        return self._number, self._checks.checksum
+
+    def shard(self, num_steps: int, num_shards: int) -> int:
+        """Return this micro-batch's number; the last one, if only other ranks have one.
+
+        Args:
+            num_steps: Number of earlier steps.
+            num_shards: Number of micro-batches of the step.
+        """
+        if self._checks.is_next(num_steps, self._group.size, num_shards):
+            return (self._group.rank + 1) % self._group.size
+        shard = self._next_shard(num_shards)
+        return num_shards - 1 if shard is None else shard
+
+    def begin(self, num_steps: int, num_shards: int) -> None:
+        """Begin a micro-batch; see `shard`."""
+        self._sums.clear()
+        self._loss = math.nan  # until `add_loss`
+        self._is_check = self._checks.is_next(num_steps, self._group.size, num_shards)
+        self.buffers.begin(is_first=self.position == (0, None))
+
+    def add_loss(self, value: float) -> None:
+        """Add `value` to this micro-batch's loss, which is NaN without."""
+        self._loss = value if math.isnan(self._loss) else self._loss + value
+
+    def end_check(self) -> bool:
+        """Keep the checksum of a micro-batch of the next rank; returns whether this was one."""
+        if self._is_check:
+            self._checks.checksum = self._sums.checksum()
+        return self._is_check
+
+    def find_wrong(self, step: int) -> tuple[int, ...]:
+        """Return the ranks that may have computed wrongly; see `GradientChecks.find_wrong`."""
+        if self._number or self._checks.checksum is None:
+            return ()
+        return self._checks.find_wrong(self._group, self._sums.checksum(), step)
+
+    def add_up(self, sizes: Sequence[int], wants_pause: Callable[[], bool]) -> bool | None:
+        """Add the micro-batch to the step, with all rounds in which this rank has none.
+
+        Args:
+            sizes: Numbers of samples of the micro-batches of the step.
+            wants_pause: Returns whether this rank wants a pause after the step.
+
+        Returns:
+            Whether any rank wants a pause; None if this rank has another micro-batch in the step.
+        """
+        if not self._number:
+            self.buffers.note_first()
+        last = num_rounds(len(sizes), self._group.size) - 1
+        while True:
+            shard = self._next_shard(len(sizes))
+            self._sums.add(
+                self._number,
+                has_shard=shard is not None,
+                loss=self._loss,
+                weight=sizes[shard or 0] * len(sizes) / sum(sizes),
+            )
+            pauses = self._sums.reduce(self._number, len(sizes), flag=wants_pause())
+            if self._number == last:
+                return pauses
+            self._number += 1
+            if self._needs_all or self._next_shard(len(sizes)) is not None:
+                return None
+
+    def give(self) -> float:
+        """Set `.grad` to the mean, and share buffers; returns the mean loss; a collective."""
+        self.buffers.share()
+        self._sums.give()
+        return self._sums.loss
+
+    def end(self) -> None:
+        """Record that the step is complete."""
+        self._sums.clear()
+        self._number = 0
+        self._checks.end()
+
+    def restart(self) -> None:
+        """Begin the step again, from the buffers before it."""
+        self._sums.clear()
+        self.buffers.restore()
+        self._number, self._checks.checksum = 0, None
+
+    def _next_shard(self, num_shards: int) -> int | None:
+        return shard_of(self._number, self._group.rank, self._group.size, num_shards)
