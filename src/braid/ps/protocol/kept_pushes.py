@@ -53,6 +53,15 @@ class KeptPushes:
             self._lrs[push] = lr
         return is_new
 
+    def admit(self, worker: int, progress: ShardProgress, start: int) -> None:
+        """Mark a worker's pushes from clock `start` on as eligible, up to the first missing one."""
+        known = [c + 1 for w, c in self.eligible if w == worker]
+        clock = max([progress.clocks.get(worker, start), *known])
+        while (worker, clock) in self.requests or progress.is_over(clock):
+            if (worker, clock) in self.requests:
+                self.eligible.append((worker, clock))
+            clock += 1
+
     def keys(self, pushes: Sequence[Push]) -> list[TaskKey]:
         """Return the task keys of those pushes which belong to a task."""
         return [self._keys[push] for push in pushes if push in self._keys]

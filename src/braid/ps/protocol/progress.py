@@ -116,6 +116,11 @@ class ShardProgress:
         task, number = update
         return task < self.oldest_task or number < self.tasks.get(task, 0)
 
+    def is_over(self, clock: int) -> bool:
+        """Return whether a quorum has completed a clock, so that workers need not push for it."""
+        rule = self.rules.at(clock)
+        return clock < self.completed and rule.quorum is not None and rule.late == "drop"
+
     def clocks_of(self, members: Mapping[int, int]) -> dict[int, int]:
         """Return the clock of each worker's next push; `members` maps workers to first clocks."""
         return {worker: self.clocks.get(worker, start) for worker, start in members.items()}

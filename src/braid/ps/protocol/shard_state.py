@@ -15,10 +15,10 @@ chain as a record, and its confirmation back up: all servers of the chain have c
     configure               new chain: send unconfirmed records again; a new head begins with its
                             own records; a server outside the chain answers Moved to all
 
-Replication comes after aggregation: a clock of all workers is one record. A head applies a record
-once it is confirmed, so no pull returns values that could be lost. Workers send pushes again until
-they are accepted; a push is never in two records. Messages of an earlier epoch are ignored: a head
-that was replaced cannot confirm records.
+Replication comes after aggregation (`aggregation`): a clock of all workers is one record. A head
+applies a record once it is confirmed, so no pull returns values that could be lost. Workers send
+pushes again until they are accepted; a push is never in two records. Messages of an earlier epoch
+are ignored: a head that was replaced cannot confirm records.
 
 No tensors, threads, sockets or system clocks: values are named by worker and clock.
 
@@ -28,8 +28,11 @@ aggregation); R. van Renesse, F. Schneider, Chain Replication, OSDI 2004; Q. Ho 
 
 from __future__ import annotations
 
+import msgspec
+
 from braid.errors import CommError
 from braid.ps.consistency import Consistency
+from braid.ps.protocol.aggregation import new_record, next_record
 from braid.ps.protocol.instructions import (
     Accept,
     AnswerPull,
@@ -46,7 +49,7 @@ from braid.ps.protocol.instructions import (
     View,
 )
 from braid.ps.protocol.kept_pushes import KeptPushes, TaskKey
-from braid.ps.protocol.progress import ConsistencySchedule, Push, ShardProgress, ShardRecord
+from braid.ps.protocol.progress import ConsistencySchedule, ShardProgress, ShardRecord
 
 __all__ = ["ShardState", "TaskKey"]
 
@@ -164,7 +167,7 @@ class ShardState:
             raise CommError(msg)
         if not self._kept.add((worker, clock), request, key, lr):
             return []
-        self._admit(worker)
+        self._kept.admit(worker, self.decided, self.view.members.get(worker, 0))
         return [Keep(worker, clock), *self._decide(), *self._freed()]
 
     def pull(self, worker: int, clock: int, request: Request) -> list[Instruction]:
@@ -212,7 +215,10 @@ class ShardState:
             )
             raise CommError(msg)
         lr_before = None if lr is None or rates else lr_before
-        record = self._record(clock=clock, consistency=consistency, lr=lr, lr_before=lr_before)
+        record = new_record(self._kept, self.decided, self.view.members)
+        record = msgspec.structs.replace(
+            record, clock=clock, consistency=consistency, lr=lr, lr_before=lr_before
+        )
         return [*self._begin(record), *self._accept_from(record.number, request), *self._freed()]
 
     def follows(self, epoch: int) -> bool:
@@ -266,7 +272,7 @@ class ShardState:
         Clocks that enough other workers (a quorum) have completed are skipped.
         """
         clock = self.applied.clocks.get(worker, self.view.members.get(worker, 0))
-        while clock < self.applied.completed and self._is_over(clock):
+        while clock < self.applied.completed and self.decided.is_over(clock):
             clock += 1
         return clock
 
@@ -330,93 +336,13 @@ class ShardState:
         instructions: list[Instruction] = [Moved(request) for request in requests]
         return [*instructions, DropPushes(tuple(kept))] if kept else instructions
 
-    def _admit(self, worker: int) -> None:
-        """Mark the worker's kept pushes as eligible, up to the first missing clock."""
-        clock = self.decided.clocks.get(worker, self.view.members.get(worker, 0))
-        known = {c for w, c in self._kept.eligible if w == worker}
-        clock = max([clock, *(c + 1 for c in known)])
-        while (worker, clock) in self._kept.requests or self._is_over(clock):
-            if (worker, clock) in self._kept.requests:
-                self._kept.eligible.append((worker, clock))
-            clock += 1
-
-    def _is_over(self, clock: int) -> bool:
-        """Return whether a quorum has completed a clock, so that workers need not push for it."""
-        rule = self.decided.rules.at(clock)
-        return clock < self.decided.completed and rule.quorum is not None and rule.late == "drop"
-
     def _decide(self) -> list[Instruction]:
         """Make records of the pushes that are complete under the consistency."""
         instructions: list[Instruction] = []
-        while (record := self._next_record()) is not None:
+        members = self.view.members
+        while (record := next_record(self._kept, self.decided, members)) is not None:
             instructions += self._begin(record)
         return instructions
-
-    def _next_record(self) -> ShardRecord | None:
-        completed = self.decided.completed
-        rules = self.decided.rules
-        for worker, clock in self._kept.eligible:
-            rule = rules.at(clock)
-            is_alone = not rule.by_clock or clock < completed
-            if is_alone and self._kept.repeated([(worker, clock)], self.decided):
-                return self._record(dropped=((worker, clock),))
-            if clock < completed and rule.by_clock:
-                if rule.late == "drop":
-                    return self._record(dropped=((worker, clock),))
-                scale = _scale(rule, self._needed(rule, clock))
-                return self._record(pushes=((worker, clock),), scale=scale)
-            if not rule.by_clock and completed >= rules.begin(clock):
-                scale = _scale(rule, len(self.view.members))
-                return self._record(pushes=((worker, clock),), scale=scale)
-        rule = rules.at(completed)
-        if rule.by_clock:
-            workers = sorted(worker for worker, clock in self._kept.eligible if clock == completed)
-            needed = self._needed(rule, completed)
-            if not needed and self.view.members:  # all members began at a later clock
-                return self._record(completed=min(self.view.members.values()))
-            if len(set(workers) & self.view.members.keys()) >= needed > 0:
-                arrived = [(worker, completed) for worker in workers]
-                dropped = self._kept.repeated(arrived, self.decided)
-                pushes = tuple(push for push in arrived if push not in dropped)
-                scale = _scale(rule, max(1, len(pushes)))
-                return self._record(
-                    pushes=pushes, dropped=dropped, scale=scale, completed=completed + 1
-                )
-        elif self.decided.slowest(self.view.members) > completed:
-            return self._record()
-        return None
-
-    def _record(
-        self,
-        *,
-        pushes: tuple[Push, ...] = (),
-        dropped: tuple[Push, ...] = (),
-        scale: float = 1.0,
-        completed: int | None = None,
-        clock: int = 0,
-        consistency: Consistency | None = None,
-        lr: float | None = None,
-        lr_before: float | None = None,
-    ) -> ShardRecord:
-        if completed is None:
-            completed = self.decided.completed
-            if not self.decided.rules.at(completed).by_clock:
-                completed = max(completed, self.decided.slowest(self.view.members, pushes))
-        keys = self._kept.keys(pushes)
-        return ShardRecord(
-            number=self.decided.number + 1,
-            pushes=pushes,
-            scale=scale,
-            dropped=dropped,
-            completed=completed,
-            clock=clock,
-            consistency=consistency,
-            lr=lr,
-            lr_before=lr_before,
-            updates=tuple((key.task, key.number) for key in keys),
-            oldest_task=max((key.oldest for key in keys), default=0),
-            step_lr=self._kept.lr(pushes),
-        )
 
     def _begin(self, record: ShardRecord) -> list[Instruction]:
         """Decide on a record and send it down the chain; it is applied once confirmed."""
@@ -484,17 +410,8 @@ class ShardState:
         clocks = self.applied.clocks_of(self.view.members)
         return rule.by_clock or clocks.get(worker, clock) >= clock
 
-    def _needed(self, rule: Consistency, clock: int) -> int:
-        """Return the number of live workers whose push completes a clock."""
-        count = sum(start <= clock for start in self.view.members.values())
-        return count if rule.quorum is None else min(rule.quorum, count)
-
     def _check(self, worker: int) -> None:
         if worker not in self.view.members:
             known = ", ".join(map(str, self.view.members)) or "none"
             msg = f"worker {worker} does not train this table, only workers {known} do"
             raise CommError(msg)
-
-
-def _scale(rule: Consistency, count: int) -> float:
-    return 1.0 / count if rule.aggregate == "mean" else 1.0
