@@ -45,7 +45,7 @@ def is_whole(directory):
 
 
 group = braid.init()
-with mock.patch("braid.ps.rendezvous.VAN", quick), mock.patch("braid.ps.node.ALONE_S", alone_s):
+with mock.patch("braid.ps.rendezvous.VAN", quick), mock.patch("braid.ps.service.ALONE_S", alone_s):
     with ps.join(group) as node:
         table = node.dense("weights", torch.zeros(SIZE), make)
         if not node.is_worker:

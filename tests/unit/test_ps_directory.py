@@ -8,6 +8,7 @@ from braid.ps import Node
 from braid.ps.messages import SCHEMA
 from braid.ps.protocol.directory import Directory
 from braid.ps.protocol.scheduler_state import SchedulerState
+from braid.ps.service import is_over
 from braid.runtime.message import LocalNetwork
 
 
@@ -40,6 +41,6 @@ def test_a_server_goes_when_it_has_asked_to_and_a_directory_that_had_it_has_it_n
     for directory in (before, joined, joined.without(3)):
         node.postoffice.directory = directory
         node._server._configure(directory)
-        gone.append(node._is_over())
+        gone.append(is_over(node.postoffice, node._server, lambda: False))
     node.close()
     assert gone == [False, False, asks]

@@ -29,7 +29,7 @@ from braid.ps.messages import (
     check_type,
 )
 from braid.ps.postoffice import Postoffice
-from braid.ps.protocol.directory import Directory
+from braid.ps.protocol.directory import SCHEDULER, Directory
 from braid.ps.protocol.requests_state import (
     Done,
     OnAnswer,
@@ -38,9 +38,9 @@ from braid.ps.protocol.requests_state import (
     RequestsState,
     SendParts,
 )
-from braid.runtime.message import Delivery
+from braid.runtime.message import Delivery, Message
 
-__all__ = ["Customer", "dealt_ranges"]
+__all__ = ["Customer", "ask_scheduler", "dealt_ranges"]
 
 MAX_PAUSE = 8  # times `resend_s`, between two repetitions of a request
 
@@ -259,8 +259,19 @@ class Customer:
             self._act(self._state.answered(request, new))
 
 
+def ask_scheduler(
+    customer: Customer,
+    message: Message,
+    on_answer: OnAnswer | None = None,
+    timeout_s: float | None = None,
+) -> None:
+    """Send a message to the scheduler, and wait for the answer."""
+    request = PendingRequest([0], lambda _: SCHEDULER, lambda _: (message, ()), on_answer)
+    customer.wait(customer.request(request), timeout_s)
+
+
 def dealt_ranges(
-    ask: Callable[[NextData, OnAnswer], None],
+    customer: Customer,
     name: str,
     num_samples: int,
     shard_size: int,
@@ -269,7 +280,7 @@ def dealt_ranges(
     """Yield ranges of samples that the scheduler deals out; see `Node.samples`.
 
     Args:
-        ask: Function that sends a message to the scheduler, and waits for the answer.
+        customer: Customer of the worker.
         name: Name of the samples.
         num_samples: Number of samples.
         shard_size: Number of samples in a range.
@@ -295,7 +306,7 @@ def dealt_ranges(
         dealt.append(delivery.message.shard)
 
     while True:
-        ask(NextData(name, per_epoch * epochs, finished), on_answer)
+        ask_scheduler(customer, NextData(name, per_epoch * epochs, finished), on_answer)
         shard = dealt.pop()
         if shard < 0:
             return

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -13,32 +11,28 @@ from typing import Any, TypeVar
 
 import torch
 
-from braid.errors import BraidError, CheckpointError, ConfigError, PeerLostError
+from braid.errors import BraidError, CheckpointError, ConfigError
 from braid.ps.base_node import BaseNode
 from braid.ps.consistency import BSP, Consistency
-from braid.ps.customer import Customer, dealt_ranges
+from braid.ps.customer import Customer, ask_scheduler, dealt_ranges
 from braid.ps.dense import DenseTable, dense_spec
 from braid.ps.messages import Barrier, Pulled, StopAt, check_type
 from braid.ps.postoffice import Postoffice
-from braid.ps.protocol.directory import SCHEDULER, SPARE, Role, worker_node
-from braid.ps.protocol.requests_state import OnAnswer, PendingRequest
-from braid.ps.protocol.scheduler_state import SchedulerState
-from braid.ps.scheduler import Options, Scheduler, read_journal
+from braid.ps.protocol.directory import SCHEDULER, Role, worker_node
+from braid.ps.scheduler import Options, Scheduler
 from braid.ps.server import Server
+from braid.ps.service import end_if_left_behind, schedule, serve
 from braid.ps.snapshots import read_table, write_tables
 from braid.ps.sparse import SparseTable, sparse_spec
 from braid.ps.storage import Admission, Eviction, Init, Rule, State, split_state
 from braid.ps.storage.steppers import MakeOptimizer
 from braid.ps.table import Table, TableSpec
 from braid.runtime.events import Recorder
-from braid.runtime.message import Message, Van
+from braid.runtime.message import Van
 
 __all__ = ["Node"]
 
 AnyTable = TypeVar("AnyTable", bound=Table)
-
-LOG = logging.getLogger(__name__)
-ALONE_S = 300.0  # as long as the default deadline of waits: no node waits for the server then
 
 
 class Node(BaseNode):
@@ -93,7 +87,7 @@ class Node(BaseNode):
         self._is_released = False
         if role == "scheduler":
             try:
-                self._scheduler = self._new_scheduler(options)
+                self._scheduler = Scheduler(self.postoffice, counts, options)
             except ConfigError:
                 van.close(0.0)
                 raise
@@ -102,27 +96,7 @@ class Node(BaseNode):
         elif role == "worker":
             self._customer = Customer(self.postoffice)
             self.postoffice.receive_into(Pulled)
-            self.postoffice.register({}, on_tick=self._check_left_behind)
-
-    def _check_left_behind(self) -> None:
-        """End a worker's waits if all other nodes have ended, for example while it was stopped."""
-        office = self.postoffice
-        if office.is_left_behind and not office.failure:
-            office.remove(
-                f"{office.node} is left behind: it was stopped or cut off, and the scheduler and "
-                "the servers have ended meanwhile"
-            )
-
-    def _new_scheduler(self, options: Options) -> Scheduler:
-        directory = None if options.journal is None else read_journal(options.journal)
-        state = SchedulerState(
-            self.num_servers,
-            self.num_workers,
-            replicas=options.replicas or 0,
-            on_worker_loss=options.on_worker_loss or "fail",
-            directory=directory,
-        )
-        return Scheduler(self.postoffice, state, options.journal)
+            self.postoffice.register({}, on_tick=partial(end_if_left_behind, self.postoffice))
 
     @property
     def address(self) -> str:
@@ -332,38 +306,16 @@ class Node(BaseNode):
         if self.is_worker:
             msg = f"this rank is worker {self.number}: call serve() unless node.is_worker"
             raise ConfigError(msg)
-        if self.role == SPARE:
-            return  # it was not called to replace a worker, and the run is over
-        if self._server is not None:
-            is_late = self.number >= self.num_servers  # the others wait for a server of the first
-            if not self.postoffice.join_unless(lambda: is_late and self._has_ended()):
-                return
-        with self.postoffice.events.span("schedule" if self._scheduler else "serve"):
-            self.postoffice.wait_until(self._is_over, math.inf)  # no deadline for work to come
-        self._raise_failure()
-
-    def _is_over(self) -> bool:
         if self._scheduler is not None:
-            return self._scheduler.is_over
-        directory = self.postoffice.directory
-        if directory is None or not directory.workers or self.postoffice.failure:
-            return True
-        server = self._server
-        if server is None or server.is_drained:
-            return server is not None
-        return server.alone_s >= ALONE_S or (server.alone_s > 0 and self._has_ended())
-
-    def _raise_failure(self) -> None:
-        failure = self._scheduler.failure if self._scheduler else self.postoffice.failure
-        if failure:
-            lines = [failure, *(self._server.waiting() if self._server else ())]
-            raise PeerLostError("; ".join(lines))
-        if self._server is None or self._server.alone_s < ALONE_S:
-            return
-        msg = self._server.alone_text(ALONE_S)
-        if not self._options.replicas:
-            raise PeerLostError(msg)
-        LOG.warning("braid: %s; the others go on with its copies", msg)  # an error would end them
+            schedule(self.postoffice, self._scheduler)
+        elif self._server is not None:  # else a spare that was not called, and the run is over
+            serve(
+                self.postoffice,
+                self._server,
+                self._has_ended,
+                is_late=self.number >= self.num_servers,  # others wait for a server of the first
+                has_copies=bool(self._options.replicas),
+            )
 
     def resume(self) -> int:
         """Continue at the clock of this worker's lost process; call after declaring all tables.
@@ -400,26 +352,16 @@ class Node(BaseNode):
         self._barrier(name, timeout_s)
 
     def _barrier(self, name: str, timeout_s: float | None = None, *, step: int = -1) -> None:
+        assert self._customer is not None, "only workers enter barriers"
         self.postoffice.ensure_joined()
         members = tuple(map(worker_node, self.workers))
-        self._ask_scheduler(Barrier(name, members, step), timeout_s=timeout_s)
+        ask_scheduler(self._customer, Barrier(name, members, step), timeout_s=timeout_s)
 
     @property
     def workers(self) -> list[int]:
         """Numbers of the workers that take part in the run now."""
         assert self.postoffice.directory is not None, "a node has a directory once it has joined"
         return sorted(self.postoffice.directory.workers)
-
-    def _ask_scheduler(
-        self,
-        message: Message,
-        on_answer: OnAnswer | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        customer = self._customer
-        assert customer is not None, "workers ask the scheduler"
-        request = PendingRequest([0], lambda _: SCHEDULER, lambda _: (message, ()), on_answer)
-        customer.wait(customer.request(request), timeout_s)
 
     def samples(
         self, name: str, num_samples: int, *, shard_size: int, epochs: int = 1
@@ -444,7 +386,7 @@ class Node(BaseNode):
             msg = "only workers can train on samples: call samples() on workers"
             raise ConfigError(msg)
         self.postoffice.ensure_joined()
-        return dealt_ranges(self._ask_scheduler, name, num_samples, shard_size, epochs)
+        return dealt_ranges(self._customer, name, num_samples, shard_size, epochs)
 
     def request_stop(self, clock: int) -> None:
         """Ask all workers to stop before a clock; `stop_at` then returns the clock to stop at.

@@ -46,7 +46,7 @@ from braid.ps.protocol.scheduler_state import (
 )
 from braid.runtime.message import Delivery, PeerLost, split_node
 
-__all__ = ["Options", "Scheduler", "read_journal"]
+__all__ = ["Options", "Scheduler"]
 
 LOG = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Options:
     journal: Path | None = None
 
 
-def read_journal(path: Path) -> Directory | None:
+def _read_journal(path: Path) -> Directory | None:
     """Return the directory that an earlier scheduler wrote, with a new epoch; None without a file.
 
     Raises:
@@ -106,16 +106,22 @@ class Scheduler:
 
     Args:
         postoffice: Post office of the node.
-        state: State machine that decides.
-        journal: File for the last directory; not written when None.
+        counts: Number of servers and of workers at the beginning.
+        options: Options of the whole parameter server.
+
+    Raises:
+        ConfigError: An option is invalid, or the journal cannot be used.
     """
 
-    def __init__(
-        self, postoffice: Postoffice, state: SchedulerState, journal: Path | None = None
-    ) -> None:
+    def __init__(self, postoffice: Postoffice, counts: tuple[int, int], options: Options) -> None:
         self._postoffice = postoffice
-        self._state = state
-        self._journal = journal
+        self._journal = options.journal
+        self._state = state = SchedulerState(
+            *counts,
+            replicas=options.replicas or 0,
+            on_worker_loss=options.on_worker_loss or "fail",
+            directory=None if options.journal is None else _read_journal(options.journal),
+        )
         self._has_journal = True  # or none is wanted
         self._had_workers = state.directory is not None
         self._num_handled = 0
