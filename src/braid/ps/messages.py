@@ -9,7 +9,7 @@ import msgspec
 from braid.errors import ConfigError
 from braid.ps.consistency import Consistency
 from braid.ps.protocol.directory import Directory
-from braid.ps.protocol.progress import ShardRecord
+from braid.ps.protocol.progress import ShardProgress, ShardRecord
 from braid.ps.protocol.shard_state import TaskKey
 from braid.runtime.message import Schema
 from braid.types import TensorSpec
@@ -221,17 +221,9 @@ class ShardSnapshot(msgspec.Struct, tag="state", frozen=True):
     since: int
     table: str
     shard: int
-    number: int
-    clocks: dict[int, int]
-    completed: int
-    num_dropped: int
-    begins: list[int]
-    values: list[Consistency]
-    rates: dict[int, float]
+    progress: ShardProgress
     names: list[str]
     specs: list[TensorSpec]
-    tasks: dict[int, int] = {}
-    oldest_task: int = 0
 
 
 class NodeJoin(msgspec.Struct, tag="join", frozen=True):

@@ -3,26 +3,24 @@
     to workers     Push, Pull, TableChange ──> ShardState ──> Accepted, Pulled, Elsewhere
     in the chain   Update, RecordsConfirmed, ShardSnapshot, both in and out
 
-A request concerns several shards; each answer contains the shards that are ready at that moment. A
-message of a later epoch is deferred until this server has that directory.
+A request concerns several shards, which are answered when they are ready (`answers`). A message of
+a later epoch is deferred until this server has that directory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+import torch
 
 from braid.errors import BraidError, CommError
-from braid.ps.asked_shards import AskedShards
+from braid.ps.answers import Answers
 from braid.ps.messages import (
-    Accepted,
     Drain,
-    Elsewhere,
     Failure,
     Installed,
     Loads,
     Pull,
-    Pulled,
     Push,
     RecordsConfirmed,
     RequestRefused,
@@ -48,19 +46,15 @@ from braid.ps.protocol.instructions import (
     SendOn,
     View,
 )
-from braid.ps.protocol.progress import ConsistencySchedule, ShardProgress
 from braid.ps.protocol.shard_state import ShardState
 from braid.ps.shard import TableShard
 from braid.ps.storage import State as StoredState
-from braid.ps.storage import Tensors
 from braid.ps.table import TableSpec
 from braid.ps.waits import Awaited
 from braid.runtime.message import Delivery, Message, split_node
 from braid.runtime.tensor_buffers import as_buffers, from_buffers
 
 __all__ = ["Server"]
-
-Asker = tuple[str, int]  # node, and number of its message
 
 
 class Server:
@@ -82,8 +76,7 @@ class Server:
         self._number = number
         self._tables: dict[str, TableSpec] = {}
         self._shards: dict[tuple[str, int], TableShard] = {}
-        self._asked: dict[Asker, AskedShards] = {}
-        self._ready: set[Asker] = set()
+        self._answers = Answers(postoffice)
         self._deferred: list[Delivery] = []
         self._reported: set[tuple[int, int]] = set()  # installed virtual shards, `since` of each
         self._requests = [0] * NUM_VIRTUAL  # by virtual shard, since the last report
@@ -159,11 +152,9 @@ class Server:
         try:
             self._dispatch(delivery)
         except BraidError as exc:
-            asker = delivery.sender, delivery.id
-            self._asked.pop(asker, None)
-            self._ready.discard(asker)  # some shards may have been ready to answer
+            self._answers.drop((delivery.sender, delivery.id))
             self._send(delivery.sender, RequestRefused(str(exc)), answers=delivery.id)
-        self._answer_ready()
+        self._answers.send()
 
     def _refuses(self, delivery: Delivery) -> bool:
         """Refuse a worker process that was removed from the run, and send it the reason.
@@ -195,13 +186,14 @@ class Server:
                 if message.lr is not None:
                     for shard in shards:
                         shard.storage.check_lr(message.lr)
-                asker = self._note(delivery, dict.fromkeys(message.shards, ()))
+                request = delivery.sender, delivery.id
+                self._answers.add(request, dict.fromkeys(message.shards, ()))
                 for shard in shards:
                     instructions = shard.state.change(
                         message.clock,
                         message.consistency,
                         message.lr,
-                        asker,
+                        request,
                         lr_before=None if message.lr is None else shard.storage.lr,
                     )
                     self._act(shard, shard.carry_out(instructions))
@@ -243,19 +235,21 @@ class Server:
                     storage.check_lr(message.lr)
             elif not message.whole and not message.number:
                 storage.check_query(value)
-        asker = self._note(delivery, values)
+        request = delivery.sender, delivery.id
         if isinstance(message, Pull):
-            self._asked[asker].whole, self._asked[asker].number = message.whole, message.number
+            self._answers.add(request, values, whole=message.whole, number=message.number)
+        else:
+            self._answers.add(request, values)
         for number, shard in shards.items():
             self._requests[shard.virtual] += 1
             if isinstance(message, Push):
                 instructions = shard.state.push(
-                    worker, message.clock, asker, message.key, message.lr
+                    worker, message.clock, request, message.key, message.lr
                 )
                 self._act(shard, shard.carry_out(instructions, values[number]))
             else:
-                self._act(shard, shard.state.pull(worker, message.clock, asker))
-                self._asked[asker].was_parked |= number in self._asked[asker].queries
+                self._act(shard, shard.state.pull(worker, message.clock, request))
+                self._answers.note_parked(request, number)
 
     def _record_pushes(self, table: str, shards: Sequence[int]) -> None:
         """Record events of dropped and summed pushes, with the largest staleness over shards."""
@@ -272,11 +266,6 @@ class Server:
             self._postoffice.events.instant("push", seq=lag)
         for worker, _ in dropped:
             self._postoffice.events.instant("late push", seq=worker)
-
-    def _note(self, delivery: Delivery, queries: dict[int, Tensors]) -> Asker:
-        asker = delivery.sender, delivery.id
-        self._asked[asker] = AskedShards(queries, self._postoffice.events.now_ns())
-        return asker
 
     def _configure(self, directory: Directory) -> None:
         was_member, self._is_member = self._is_member, self._number in directory.servers
@@ -296,7 +285,7 @@ class Server:
         deferred, self._deferred = self._deferred, []
         for delivery in deferred:
             self.handle(delivery)
-        self._answer_ready()
+        self._answers.send()
 
     def _tick(self) -> None:
         now_ns = self._postoffice.van.clock.now_ns()
@@ -361,106 +350,20 @@ class Server:
                     )
                     self._send_to(state.predecessor, confirmed)
                 case Install(server):
-                    self._send_state(shard, server)
-                case Accept(asker) | AnswerPull(asker) | Moved(asker):
-                    self._resolve(shard, instruction, asker)
+                    snapshot, buffers = shard.snapshot(server)
+                    self._send_to(server, snapshot, buffers)
+                case Accept() | AnswerPull() | Moved():
+                    self._answers.resolve(shard, instruction)
                 case _:
                     msg = f"{instruction} works on stored values only"
                     raise AssertionError(msg)
 
-    def _resolve(self, shard: TableShard, how: Instruction, asker: Asker) -> None:
-        """Queue a shard's answer for the next message to the requester."""
-        asked = self._asked.get(asker)
-        if asked is None or shard.number not in asked.queries:
-            return
-        query = asked.queries.pop(shard.number)
-        self._ready.add(asker)
-        if isinstance(how, Accept):
-            asked.accepted.append(shard.number)
-        elif isinstance(how, Moved):
-            asked.elsewhere.append(shard.number)
-        elif asked.number:
-            clock = shard.state.clock(split_node(asker[0])[1])
-            oldest = shard.state.applied.oldest_task
-            asked.values[shard.number] = (), clock if asked.number == "clock" else oldest
-        elif asked.whole:
-            state = shard.storage.export()
-            asked.names.append(list(state))
-            asked.values[shard.number] = tuple(state.values()), shard.state.applied.number
-        else:
-            worker = split_node(asker[0])[1]
-            asked.values[shard.number] = shard.read(worker, query)
-
-    def _answer_ready(self) -> None:
-        """Send the answers that are ready, one message for each kind."""
-        ready, self._ready = self._ready, set()
-        for asker in sorted(ready):
-            node, request = asker
-            asked = self._asked[asker]
-            if asked.accepted:
-                self._send(node, Accepted(tuple(asked.accepted)), answers=request)
-            if asked.elsewhere:
-                elsewhere = Elsewhere(tuple(asked.elsewhere), self._postoffice.epoch)
-                self._send(node, elsewhere, answers=request)
-            if asked.values:
-                specs, buffers, versions = [], [], []
-                for values, version in asked.values.values():
-                    shard_specs, views = as_buffers(values)
-                    specs.append(shard_specs)
-                    buffers.extend(views)
-                    versions.append(version)
-                pulled = Pulled(tuple(asked.values), request, specs, tuple(versions), asked.names)
-                self._send(node, pulled, buffers, answers=request)
-                if asked.was_parked:
-                    events = self._postoffice.events
-                    waited_ns = events.now_ns() - asked.begun_ns
-                    events.complete("parked pull", asked.begun_ns, waited_ns)
-            if not asked.queries:
-                del self._asked[asker]
-                continue
-            remaining = replace(asked, accepted=[], elsewhere=[], values={}, names=[])
-            self._asked[asker] = remaining
-
-    def _send_state(self, shard: TableShard, server: int) -> None:
-        """Send a whole shard to a server that joins its chain."""
-        state, progress = shard.storage.export(), shard.state.applied
-        specs, buffers = as_buffers(list(state.values()))
-        message = ShardSnapshot(
-            since=shard.state.view.joining[server],
-            table=shard.table,
-            shard=shard.number,
-            number=progress.number,
-            clocks=progress.clocks,
-            completed=progress.completed,
-            num_dropped=progress.num_dropped,
-            begins=progress.rules.begins,
-            values=progress.rules.values,
-            rates=progress.rates,
-            names=list(state),
-            specs=specs,
-            tasks=progress.tasks,
-            oldest_task=progress.oldest_task,
-        )
-        self._send_to(server, message, buffers)
-
-    def _install(self, message: ShardSnapshot, tensors: Sequence[object]) -> None:
+    def _install(self, message: ShardSnapshot, tensors: Sequence[torch.Tensor]) -> None:
         shard = self._shard(message.table, message.shard)
-        state = shard.state
-        if state.is_installed or state.view.joining.get(self._number) != message.since:
-            return
-        shard.storage.load(dict(zip(message.names, tensors, strict=True)))  # type: ignore[arg-type]
-        progress = ShardProgress(
-            ConsistencySchedule(list(message.begins), list(message.values)),
-            message.number,
-            dict(message.clocks),
-            message.completed,
-            message.num_dropped,
-            dict(message.rates),
-            dict(message.tasks),
-            message.oldest_task,
-        )
-        self._act(shard, shard.carry_out(state.install(progress, message.since)))
-        self._report()
+        joins_since = shard.state.view.joining.get(self._number)
+        if not shard.state.is_installed and joins_since == message.since:
+            self._act(shard, shard.install(message, tensors))
+            self._report()
 
     def _report(self) -> None:
         """Report virtual shards to the scheduler once all of their shards are installed here."""

@@ -10,8 +10,12 @@ Source of the correction: S. Zheng et al., Asynchronous SGD with Delay Compensat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from braid.ps.messages import ShardSnapshot
 from braid.ps.protocol.instructions import (
     Apply,
     DropPushes,
@@ -22,6 +26,7 @@ from braid.ps.protocol.instructions import (
 from braid.ps.protocol.progress import ShardRecord
 from braid.ps.protocol.shard_state import ShardState
 from braid.ps.storage import SparseStorage, Storage, Tensors
+from braid.runtime.tensor_buffers import as_buffers
 
 __all__ = ["TableShard"]
 
@@ -93,6 +98,19 @@ class TableShard:
         if self.state.follows(epoch) and record.number > self.state.applied.number:
             self.sums[record.number] = sums
         return self.carry_out(self.state.record(record, epoch))
+
+    def snapshot(self, server: int) -> tuple[ShardSnapshot, list[memoryview]]:
+        """Return the message with the whole state, and its buffers, for a server that joins."""
+        state = self.storage.export()
+        specs, buffers = as_buffers(list(state.values()))
+        since, progress = self.state.view.joining[server], self.state.applied.copy()
+        message = ShardSnapshot(since, self.table, self.number, progress, list(state), specs)
+        return message, buffers
+
+    def install(self, message: ShardSnapshot, tensors: Sequence[torch.Tensor]) -> list[Instruction]:
+        """Begin with the state of the previous copy; return instructions."""
+        self.storage.load(dict(zip(message.names, tensors, strict=True)))
+        return self.carry_out(self.state.install(message.progress, message.since))
 
     def _apply(self, record: ShardRecord) -> None:
         """Step the optimizer with the sum of a record, at the learning rate of its clock."""
