@@ -71,7 +71,7 @@ with mock.patch("braid.ps.rendezvous.VAN", quick), mock.patch("braid.ps.service.
                 grads = [gradient(values, worker, step) for worker in range(WORKERS)]
                 if node.number == 0 and step == 20 and "heal" in plan:
                     office = node.postoffice
-                    office.wait_until(lambda: "server:0" in office.losses, 30.0)
+                    office.wait_until(lambda: "server:0" in office.links.losses, 30.0)
                     stage("heal")
                 own.grad = (grads[0] + grads[1]) * (1 / WORKERS)
                 optimizer.step()

@@ -1,7 +1,7 @@
 """The post office of a node: its van, its directory, and the handlers of its messages.
 
     van ── deliveries ──> Postoffice ──> handler of the message's type: Server, Scheduler, Customer
-                               └── links: connects to nodes of the directory when they are needed
+                               └── NodeLinks: connects to nodes when they are needed
 
 One thread at a time receives, in `wait_until` or `poll`. Handlers run in that thread with the lock
 held, one at a time, so that they need no other lock.
@@ -18,15 +18,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from braid.errors import (
-    BraidError,
-    CommError,
-    CommTimeout,
-    PeerLostError,
-    RendezvousError,
-    StaleError,
-)
+from braid.errors import BraidError, CommTimeout, PeerLostError, RendezvousError, StaleError
 from braid.ps.explained import explained
+from braid.ps.links import NodeLinks
 from braid.ps.messages import (
     Explain,
     Explained,
@@ -47,9 +41,7 @@ from braid.runtime.wire import Buffer
 __all__ = ["Handler", "Postoffice"]
 
 TICK_S = 0.25  # longest sleep
-AGAIN_S = 1.0  # pause before a broken link is tried again: a dead node has left the directory then
 JOIN_S = 10.0  # to reach the scheduler, which listens before others know its address
-CONNECT_S = 1.0  # timeout of one connection attempt
 Handler: TypeAlias = Callable[[Delivery], None]
 Views: TypeAlias = list[memoryview]
 Memory: TypeAlias = Callable[[int, Sequence[int], tuple[int, ...]], "Views | None"]
@@ -68,6 +60,7 @@ class Postoffice:
 
     Attributes:
         node: Name of this node.
+        links: Links to other nodes.
         lock: Lock under which handlers run; threads hold it to make requests.
         scheduler: Address of the scheduler.
         resend_s: Seconds after which unanswered messages are sent again; None on reliable links.
@@ -86,12 +79,12 @@ class Postoffice:
         self.van, self.node = van, van.node
         self.events = events or Recorder()
         self.waits = Waits(self.events, van.clock, ranks)
+        self.links = NodeLinks(van, self._address_of)
         self.directory: Directory | None = None
         self.epoch = -1  # of the directory
         self.failure = ""
         self.is_removed = False  # whether the run goes on without this node
         self.stop_at: int | None = None
-        self.losses: dict[str, PeerLost] = {}  # last loss of each node
         self.scheduler, self.resend_s = scheduler, resend_s
         self._start = start
         self._handlers: dict[type[Message], Handler] = dict.fromkeys(
@@ -108,23 +101,11 @@ class Postoffice:
         self._expected: dict[int, Handler] = {}
         self._soon: deque[Callable[[], None]] = deque()
         self._announced = 0  # number of the last NodeJoin that the scheduler has not answered
-        self._broken: dict[str, int] = {}  # when to try again
-        self._refused: set[str] = set()  # nodes at whose address no process listens
         self._resent_ns = van.clock.now_ns()
         # servers may still hold requests of an earlier life of this node: numbers must differ
         self._ids = itertools.count((van.incarnation % (1 << 30) << 32) + 1)
         self.lock = threading.Condition(threading.RLock())
         self._is_receiving = False
-
-    @property
-    def has_scheduler(self) -> bool:
-        """Whether the link to the scheduler works, as far as this node knows."""
-        return SCHEDULER not in self._broken
-
-    @property
-    def is_left_behind(self) -> bool:
-        """Whether all links are broken, and no process listens at the other nodes' addresses."""
-        return SCHEDULER in self._refused and self._refused >= {*self._broken, *self.van.peers}
 
     def register(
         self,
@@ -195,8 +176,7 @@ class Postoffice:
         """
         self.poll()
         if not self.failure:
-            self.van.connect(SCHEDULER, self.scheduler, timeout_s=timeout_s)
-            self._broken.pop(SCHEDULER, None)
+            self.links.open(SCHEDULER, self.scheduler, timeout_s)
             self.announce()
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -210,7 +190,7 @@ class Postoffice:
         try:
             with self.waits.ask(NodeJoin(""), [SCHEDULER], 0):
                 self.wait_until(
-                    lambda: self.directory is not None or self.failure or SCHEDULER in self._broken,
+                    lambda: self.directory or self.failure or not self.links.works(SCHEDULER),
                     timeout_s,
                     lambda: "not all servers and workers have joined the scheduler",
                 )
@@ -283,7 +263,7 @@ class Postoffice:
             Whether the node could be reached. It may be lost before the message arrives.
         """
         try:
-            if not self.van.is_connected(to) and (to in self._broken or not self._connect(to)):
+            if not self.van.is_connected(to) and not self.links.connect(to):
                 return False
             self.van.send(
                 to,
@@ -294,26 +274,14 @@ class Postoffice:
                 priority=priority,
             )
         except (PeerLostError, StaleError):
-            self._break(to)
+            self.links.note_broken(to)
             return False
         return True
 
-    def _connect(self, to: str) -> bool:
-        address = None if self.directory is None else self.directory.address_of(to)
-        if to == SCHEDULER:
-            address = self.scheduler or None  # empty at the scheduler itself
-        if address is None:  # vans inside one process have an empty one
-            return False
-        try:
-            self.van.connect(to, address, timeout_s=CONNECT_S)
-        except (CommError, RendezvousError) as exc:
-            self._break(to)
-            if isinstance(exc.__cause__, ConnectionRefusedError | FileNotFoundError):
-                self._refused.add(to)
-            return False
-        self._broken.pop(to, None)
-        self._refused.discard(to)
-        return True
+    def _address_of(self, node: str) -> str | None:
+        if node == SCHEDULER:
+            return self.scheduler or None  # empty at the scheduler itself
+        return None if self.directory is None else self.directory.address_of(node)
 
     # -- receiving
 
@@ -406,31 +374,17 @@ class Postoffice:
         now_ns = self.van.clock.now_ns()
         for call in self._on_tick:
             call()
-        for node in [node for node, due_ns in self._broken.items() if due_ns <= now_ns]:
-            self._restore(node)
+        for node in self.links.restore(now_ns):
+            if node == SCHEDULER:
+                self.announce()
+            for on_linked in self._on_linked:
+                on_linked(node)
         if self.resend_s is not None and now_ns - self._resent_ns >= self.resend_s * 1e9:
             self._resent_ns = now_ns
             if self._announced:
                 self.announce()
             for call in self._on_resend:
                 call()
-
-    def _break(self, node: str) -> None:
-        """Record that the link to a node is broken."""
-        self._broken[node] = self.van.clock.after_ns(AGAIN_S)
-
-    def _restore(self, node: str) -> None:
-        """Try to connect again to a node with a broken link."""
-        if not self.van.is_connected(node) and not self._connect(node):
-            is_alive = self.directory is not None and self.directory.address_of(node) is not None
-            if node.startswith("worker:") or (node.startswith("server:") and not is_alive):
-                self._broken.pop(node, None)
-            return
-        self._broken.pop(node, None)
-        if node == SCHEDULER:
-            self.announce()
-        for call in self._on_linked:
-            call(node)
 
     # -- messages for the whole node
 
@@ -484,15 +438,11 @@ class Postoffice:
         self.is_removed = self.is_removed or not self.failure
         self.failure = self.failure or text
 
-    def drop_link(self, node: str) -> None:
-        """Stop reconnecting to a node whose link is broken."""
-        self._broken.pop(node, None)
-
     def _lose(self, node: str, loss: PeerLost) -> None:
-        self.losses[node] = loss
+        self.links.losses[node] = loss
         if loss.replaced:
             reason = "another process has taken its place"
             self.remove(f"{self.node} was removed from the run, which goes on without it: {reason}")
-        self._break(node)
+        self.links.note_broken(node)
         for call in self._on_lost:
             call(node)

@@ -150,7 +150,7 @@ class Scheduler:
         """Return whether all absent nodes know why the run failed, or LATE_S has passed since."""
         now_ns = self._postoffice.van.clock.now_ns()
         self._failed_ns = self._failed_ns or now_ns
-        unaware = {*self._state.absent} - self._informed - self._postoffice.losses.keys()
+        unaware = {*self._state.absent} - self._informed - self._postoffice.links.losses.keys()
         return not unaware or now_ns - self._failed_ns > LATE_S * 1e9
 
     @property

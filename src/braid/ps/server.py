@@ -127,7 +127,7 @@ class Server:
 
     def alone_text(self, seconds: float) -> str:
         """Return the error message of a server that has had no link for `seconds`."""
-        loss = self._postoffice.losses.get(SCHEDULER)
+        loss = self._postoffice.links.losses.get(SCHEDULER)
         return (
             f"server {self._number} has had no link to any other node for {seconds:g} s (the "
             f"scheduler: {loss.reason if loss else 'unknown'}): its host was cut off, or the run "
@@ -291,7 +291,7 @@ class Server:
         now_ns = self._postoffice.van.clock.now_ns()
         office = self._postoffice
         office.waits.hold(self._awaited)
-        if office.has_scheduler or office.van.peers:
+        if office.links.works(SCHEDULER) or office.van.peers:
             self._alone_ns = None
         elif self._alone_ns is None:
             self._alone_ns = now_ns

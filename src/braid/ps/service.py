@@ -79,7 +79,7 @@ def is_over(office: Postoffice, server: Server, has_ended: Callable[[], bool]) -
 
 def end_if_left_behind(office: Postoffice) -> None:
     """End a worker's waits if all other nodes have ended, for example while it was stopped."""
-    if office.is_left_behind and not office.failure:
+    if office.links.is_left_behind and not office.failure:
         office.remove(
             f"{office.node} is left behind: it was stopped or cut off, and the scheduler and the "
             "servers have ended meanwhile"

@@ -104,7 +104,7 @@ class KVScheduler(Control):
         self._postoffice.send(delivery.sender, answer, answers=delivery.id)
 
     def _lost(self, node: str) -> None:
-        self._act(self.state.loses(node, self._postoffice.losses[node].reason))
+        self._act(self.state.loses(node, self._postoffice.links.losses[node].reason))
 
     def _publish_losses(self) -> None:
         """Publish the lost nodes again, on links that lose messages."""

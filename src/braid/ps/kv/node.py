@@ -329,13 +329,13 @@ class KVNode(BaseNode):
         self.lost = directory.lost_nodes
         self._lost_ns = {node: self._lost_ns.get(node, now_ns) for node in self.lost}
         for node in self.lost:
-            self.postoffice.drop_link(node)
+            self.postoffice.links.drop(node)
 
     def _lose(self, node: str) -> None:
         """Handle a broken link: only a worker reconnects, and only to servers."""
-        loss = self.postoffice.losses[node]
+        loss = self.postoffice.links.losses[node]
         if not self.is_worker or loss.orderly or not node.startswith("server"):
-            self.postoffice.drop_link(node)
+            self.postoffice.links.drop(node)
         if node == SCHEDULER and not self._is_closing:
             self.postoffice.failure = f"lost the scheduler: {loss.reason}"
 
