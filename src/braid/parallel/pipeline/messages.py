@@ -195,9 +195,10 @@ class Messages:
             self.send_tensors(tensors, peer, edge)
             return
         expected = self._expected_there.get((peer, edge))
-        self._expected_there[peer, edge] = _Expected(digest, structure, _layout_of(specs))
+        is_same = expected is not None and expected.digest == digest
+        if not is_same:
+            self._expected_there[peer, edge] = _Expected(digest, structure, _layout_of(specs))
         if expected is not None and expected.layout is not None:
-            is_same = expected.digest == digest
             self._send(_packed(expected.layout, digest, tensors if is_same else ()), peer, edge)
             if is_same:
                 return
@@ -284,4 +285,5 @@ class Messages:
             sent.check()
         version = version_of(tensor)
         work = self._starter.send(tensor, peer, tag=edge, async_op=True)
-        self._under_way.append(_Sent(work, tensor, version))
+        if not work.succeeded:
+            self._under_way.append(_Sent(work, tensor, version))
