@@ -31,7 +31,8 @@ from braid.runtime.terminal_table import new_table
 
 __all__ = ["BENCH", "ElasticBench", "ElasticReport"]
 
-MOST_MEDIAN_S, MOST_P95_S = 0.5, 1.5
+MOST_MEDIAN_S = {"whole models": 0.5, "shards": 1.5, "a mesh with spares": 3.0, "a mesh": 6.0}
+MOST_P95_S = 1.5  # of whole models
 LEAST_SHARE = 0.98
 
 
@@ -54,11 +55,13 @@ class ElasticReport(Report, kw_only=True):
 
     Attributes:
         steps: Number of steps of each run.
+        kind: What the ranks have, a key of `MOST_MEDIAN_S`.
         undisturbed: Runs without kills.
         killed: Runs with kills.
     """
 
     steps: int = 0
+    kind: str = "whole models"
     undisturbed: list[_Run] = msgspec.field(default_factory=list)
     killed: list[_Run] = msgspec.field(default_factory=list)
 
@@ -158,12 +161,21 @@ def _recovery_s(kill_ns: int, steps: list[list[tuple[int, int, int]]]) -> float:
 
 
 def _measure(bench: ElasticBench, console: Console) -> ElasticReport:
-    report = ElasticReport(steps=bench.steps)
+    report = ElasticReport(steps=bench.steps, kind=_kind(bench))
     for number in range(bench.rounds):
         with console.status(f"round {number + 1} of {bench.rounds}"):
             report.undisturbed.append(_run(bench, kills=False, seed=number))
             report.killed.append(_run(bench, kills=True, seed=number))
     return report
+
+
+def _kind(bench: ElasticBench) -> str:
+    """Return what the ranks have, a key of `MOST_MEDIAN_S`."""
+    if not bench.mesh:
+        return "whole models"
+    if bench.shard:
+        return "shards"
+    return "a mesh with spares" if bench.spares else "a mesh"
 
 
 def _share(report: ElasticReport) -> float:
@@ -184,11 +196,14 @@ def _table(report: ElasticReport) -> Table:
 
 def _verdicts(report: ElasticReport) -> Iterator[BenchVerdict]:
     times = report.recoveries_s or [nan]
-    middle, p95 = median(times), quantiles(times, n=20)[-1] if len(times) > 1 else max(times)
-    claim = f"median from a kill to the next step at most {MOST_MEDIAN_S:g} s"
-    yield BenchVerdict(claim, f"measured {middle:.2f} s of {len(times)}", middle <= MOST_MEDIAN_S)
-    claim = f"95 % of them at most {MOST_P95_S:g} s"
-    yield BenchVerdict(claim, f"measured {p95:.2f} s", p95 <= MOST_P95_S)
+    middle, most_s = median(times), MOST_MEDIAN_S[report.kind]
+    claim = f"{report.kind}: median from a kill to the next step at most {most_s:g} s"
+    yield BenchVerdict(claim, f"measured {middle:.2f} s of {len(times)}", middle <= most_s)
+    if report.kind == "whole models":
+        # inclusive, since the other method exceeds the longest of a few
+        p95 = quantiles(times, n=20, method="inclusive")[-1] if len(times) > 1 else times[0]
+        claim = f"95 % of them at most {MOST_P95_S:g} s"
+        yield BenchVerdict(claim, f"measured {p95:.2f} s", p95 <= MOST_P95_S)
     claim = f"at least {LEAST_SHARE:.0%} of the undisturbed rate is left"
     yield BenchVerdict(claim, f"measured {_share(report):.0%}", _share(report) >= LEAST_SHARE)
     digests = {digest for run in report.undisturbed + report.killed for digest in run.digests}
