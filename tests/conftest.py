@@ -87,6 +87,7 @@ LAUNCHING = (
     "world/test_ps_hang.py",
     "world/test_ps_stopped.py",
     "world/test_pslite_programs.py",
+    "world/test_bench_messages.py",
     "world/test_bench_plan.py",
     "world/test_plan_here.py",
     "world/test_bench_rpc.py",
