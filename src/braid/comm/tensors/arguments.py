@@ -91,7 +91,7 @@ def dense(x: Data, devices: frozenset[str]) -> torch.Tensor | None:
     flat = x if x.dim() == 1 else x.view(-1)
     # torch calls a tensor of one element contiguous for any stride, but with a stride other than 1
     # its bytes cannot be viewed
-    return flat if flat.stride(0) == 1 else None
+    return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,))
 
 
 def ordinary(x: torch.Tensor) -> torch.Tensor:

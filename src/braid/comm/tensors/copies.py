@@ -30,7 +30,7 @@ from typing import TypeVar
 
 import torch
 
-from braid.comm.tensors.arguments import ordinary, overlap
+from braid.comm.tensors.arguments import dense, ordinary, overlap
 from braid.errors import ConfigError
 from braid.runtime.transport import DeviceWait
 
@@ -193,15 +193,13 @@ class Copies:
         return partial(_start_copy, target, source, device)
 
     def _flat(self, x: torch.Tensor, *, load: bool, store: bool) -> torch.Tensor:
+        flat = dense(x, self._device_types)
+        if flat is not None:
+            return flat
         _check(x, self._device_types)
         if x.requires_grad:
             x = x.detach()
         here = x.device.type in self._device_types
-        if here and _is_plain(x):
-            flat = x.view(-1)
-            # torch calls a tensor of one element contiguous for any stride, but with a stride
-            # other than 1 its bytes cannot be viewed
-            return flat if flat.stride(0) == 1 else x.as_strided((x.numel(),), (1,))
         if store:
             _check_own_memory(x)
         flat = ordinary(
