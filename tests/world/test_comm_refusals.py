@@ -193,3 +193,22 @@ def _closes_the_world(group: Group, over: threading.Event) -> str:
 def test_a_closed_world_is_known_to_its_members():
     _, text = run_threads(2, _closes_the_world, threading.Event())
     assert "rank 0 has already left" in text
+
+
+def _scatters_to_another_size(group: Group, algorithm: str | None, over: threading.Event) -> str:
+    if group.rank != 0:
+        with pytest.raises(CommTimeout):
+            group.scatter(out=torch.zeros(3), algorithm=algorithm, timeout_s=0.2)
+        over.set()
+        return ""
+    x = torch.arange(2.0 * group.size)
+    with pytest.raises(ConfigError) as caught:
+        group.scatter(x, out=torch.zeros(3), algorithm=algorithm)
+    over.wait(10 if group.size > 1 else 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("size", "algorithm"), [(1, None), (2, "tree"), (2, "naive")])
+def test_a_root_refuses_an_out_of_another_size_than_its_part(size: int, algorithm: str | None):
+    text, *_ = run_threads(size, _scatters_to_another_size, algorithm, threading.Event())
+    assert "the part of this rank has 2 elements, but out has shape [3]" in text

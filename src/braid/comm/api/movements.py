@@ -302,6 +302,8 @@ class Movements(Face):
             flat = copies.read(tensor)
             check_parts_fit(flat, target)
             widths = (flat.numel() // self.size,) * self.size
+        if widths and (algorithm in PROGRAMS or self.size == 1):
+            check_own_part(widths[root], target)  # without a program, all ranks compare sizes
         flat = copies.apart(flat, (place,)) if flat.numel() else flat
         nbytes = nbytes_of(flat) or nbytes_of(place) * self.size
         collective = Collective(
@@ -481,4 +483,18 @@ def check_parts_fit(flat: torch.Tensor, out: torch.Tensor) -> None:
     """
     if flat.dtype != out.dtype:
         msg = f"the parts have dtype {flat.dtype}, but out has {out.dtype}: convert one of them"
+        raise ConfigError(msg)
+
+
+def check_own_part(numel: int, out: torch.Tensor) -> None:
+    """Raise if the root's part of `numel` elements has another size than its destination `out`.
+
+    Raises:
+        ConfigError: The sizes differ.
+    """
+    if numel != out.numel():
+        msg = (
+            f"the part of this rank has {numel} elements, but out has shape {list(out.shape)}: "
+            f"pass an out of {numel} elements on every rank"
+        )
         raise ConfigError(msg)
