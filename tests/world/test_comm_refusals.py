@@ -212,3 +212,15 @@ def _scatters_to_another_size(group: Group, algorithm: str | None, over: threadi
 def test_a_root_refuses_an_out_of_another_size_than_its_part(size: int, algorithm: str | None):
     text, *_ = run_threads(size, _scatters_to_another_size, algorithm, threading.Event())
     assert "the part of this rank has 2 elements, but out has shape [3]" in text
+
+
+def _names_hierarchical(group: Group) -> str:
+    with pytest.raises(ConfigError) as caught:
+        group.all_reduce(torch.ones(2), algorithm="hierarchical")
+    return str(caught.value)
+
+
+def test_an_algorithm_for_several_hosts_is_refused_with_algorithms_of_the_same_operation():
+    (text,) = run_threads(1, _names_hierarchical)
+    assert "halving_doubling, tree, torus, naive," in text
+    assert "hypercube" not in text  # an all-gather

@@ -26,7 +26,7 @@ from braid.errors import ConfigError
 from braid.runtime.events import NameTable, Recorder
 from braid.types import TensorSpec, dtype_name
 
-__all__ = ["Collective", "Describer"]
+__all__ = ["Collective", "Describer", "algorithm_names"]
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "scan")
 HIERARCHICAL = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
@@ -163,10 +163,15 @@ class Describer:
         return f"{c.kind}({what}, {'to' if c.kind == 'send' else 'from'} {peer})"
 
 
+def algorithm_names(kind: str) -> tuple[str, ...]:
+    """Return the names of algorithms of a kind of collective, on any group."""
+    built_in = tuple(ALGORITHMS) if kind == "all_reduce" else ("staged", "pulled")
+    over_hosts = ("hierarchical",) if kind in HIERARCHICAL else ()
+    return (*built_in, *over_hosts, *names_for(kind))
+
+
 def _check_algorithm(c: Collective) -> None:
-    built_in = tuple(ALGORITHMS) if c.kind == "all_reduce" else ("staged", "pulled")
-    over_hosts = ("hierarchical",) if c.kind in HIERARCHICAL else ()
-    possible = (*built_in, *over_hosts, *names_for(c.kind))
+    possible = algorithm_names(c.kind)
     if c.algorithm is not None and c.algorithm not in possible:
         msg = f"{c.kind} has no algorithm {c.algorithm!r}: choose one of {', '.join(possible)}"
         raise ConfigError(msg)

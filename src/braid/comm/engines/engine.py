@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from braid.comm.algorithms.programs import PROGRAMS, check_equal_parts
-from braid.comm.engines.collective import Collective
+from braid.comm.engines.collective import Collective, algorithm_names
 from braid.comm.engines.work import StepsBy, Work
 from braid.errors import ConfigError
 
@@ -52,8 +52,9 @@ class Capabilities(NamedTuple):
             ConfigError: The engine lacks the algorithm or format, or does not support parts of
                 these sizes.
         """
-        name, possible = collective.algorithm, self.algorithms
-        if name is not None and name not in possible:
+        name = collective.algorithm
+        if name is not None and name not in self.algorithms:
+            possible = [n for n in algorithm_names(collective.kind) if n in self.algorithms]
             choices = f"choose one of {', '.join(possible)}" if possible else "leave it out"
             msg = (
                 f"algorithm {name!r} cannot be used by this group: {choices}, or run `braid "
