@@ -106,6 +106,19 @@ def test_segments_of_a_plan_take_a_policy():
     assert counts[ADDMM] == 4
 
 
+@pytest.mark.parametrize("outer", [None, MATMULS])
+def test_checkpoints_with_policies_can_be_nested(outer):
+    expected, _ = gradients(lambda model, x: model(x))
+
+    def nested(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for block in model:
+            x = checkpoint(block, x, policy=[TANH])
+        return x
+
+    found, _ = gradients(lambda model, x: checkpoint(nested, model, x, policy=outer))
+    assert all(map(torch.equal, found, expected))
+
+
 def test_a_second_backward_through_kept_results_is_refused():
     y = checkpoint(blocks()[0], batch().requires_grad_(), policy=MATMULS).sum()
     y.backward(retain_graph=True)

@@ -259,7 +259,6 @@ class CheckpointedCall:
             self._state.again(),
             torch.enable_grad(),
             saved_tensors_hooks(self.save_again, lambda x: x),
-            self.around(again=True),
         ):
             self._call_again()
         self._check_count(self._num_again, self._last)
@@ -267,7 +266,8 @@ class CheckpointedCall:
     def _call_again(self) -> None:
         kept = zip(self._kept.grad_fn.saved_tensors, self._requires_grad, strict=True)
         args, kwargs = unflatten(self._tree, [x.detach().requires_grad_(g) for x, g in kept])
-        self._function(*args, **kwargs)
+        with self.around(again=True):  # not above: an outer checkpoint may recompute arguments
+            self._function(*args, **kwargs)
 
     def save_again(self, x: torch.Tensor) -> torch.Tensor:
         """Fill the next slot with a tensor that the recomputation saves."""
