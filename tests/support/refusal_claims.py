@@ -79,6 +79,7 @@ def wrong_parts_are_refused(group: Group) -> None:
         (lambda: group.all_reduce(torch.ones(2, dtype=torch.int32), "median"), "median"),
         (lambda: group.all_reduce(torch.ones(2), "band"), "float32"),
         (lambda: group.all_reduce(Buffer(0, 3, torch.float32)), "address"),
+        (lambda: group.all_reduce(Buffer(64, 3, "float32")), "a dtype of torch"),  # type: ignore[arg-type]
         (lambda: group.broadcast(x, 0, algorithm="direct"), "direct"),
     ]
     for call, part in calls:

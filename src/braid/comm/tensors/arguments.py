@@ -257,6 +257,9 @@ def slice_shape(x: torch.Tensor, size: int, kind: str) -> tuple[int, ...]:
 
 
 def _from_pointer(x: Buffer) -> torch.Tensor:
+    if not isinstance(x.dtype, torch.dtype):
+        msg = f"a Buffer needs a dtype of torch, such as torch.float32, got {x.dtype!r}"  # type: ignore[unreachable]
+        raise ConfigError(msg)
     if x.count < 0 or (x.count and not x.pointer):
         msg = f"a Buffer needs an address of memory and a count of at least 0 elements, got {x}"
         raise ConfigError(msg)
