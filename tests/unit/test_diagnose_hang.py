@@ -572,6 +572,11 @@ def test_calls_in_a_circle_are_a_deadlock():
     assert "RpcOptions(num_worker_threads=...)" in str(report)
 
 
+def test_calls_in_a_circle_that_are_answered_are_no_deadlock():
+    views = callers(SLEEPS, call(20, 0, t_s=99.9))  # a function that calls its caller in a loop
+    assert find_hang(views, now_ns=NOW, limit_ns=LIMIT) is None
+
+
 def test_a_request_is_followed_through_the_server_that_holds_it_to_the_worker_that_is_awaited():
     pull = operation(3, 85.0, name="pull(table 'w', asked of ranks 1,4)")
     hold = operation(2, 86.0, name="hold(worker 0 waits for 1 (at clock 2), asked of rank 3)")

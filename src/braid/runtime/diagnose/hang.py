@@ -142,7 +142,7 @@ def find_hang(
     ]
     if links:  # the state of ranks on an unreachable host is unknown
         missing = {r for r in missing if r in by_rank and (by_rank[r].ended or by_rank[r].stack)}
-    elif not missing and _moves(involved):
+    elif not missing and (_moves(involved) or _new_calls(involved, now_ns - limit_ns)):
         return None
     elif missing and _computes(involved, [by_rank[rank] for rank in missing if rank in by_rank]):
         return None  # a long computation is not a hang
@@ -248,6 +248,13 @@ def _strangers(involved: Sequence[Blocked], views: Sequence[RankView]) -> set[in
 def _moves(involved: Sequence[Blocked]) -> bool:
     """Return whether all members have reached the operation and some still work: a transfer."""
     return any(map(_is_busy, involved)) and not any(b.absent for b in involved)
+
+
+def _new_calls(involved: Sequence[Blocked], since_ns: int) -> bool:
+    """Return whether ranks wait only for calls, and one of the calls is new: calls are answered."""
+    return all(b.operation.is_call for b in involved) and any(
+        b.operation.t_ns > since_ns for b in involved
+    )
 
 
 def _is_busy(blocked: Blocked) -> bool:
