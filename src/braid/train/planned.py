@@ -174,7 +174,10 @@ def followed(config: TrainConfig, plan: Plan | PipeDreamPlan) -> TrainConfig:
     for name in dict.fromkeys((*options, *SPLITTING)):
         planned, value = options.get(name, getattr(default, name)), getattr(config, name)
         if value not in {planned, getattr(default, name)}:
-            differing.append(f"--{name.replace('_', '-')} {value} (the plan has {planned or 'no'})")
+            option = f"--{name.replace('_', '-')} {value}"
+            if name == "mesh" and config.versions:  # it chooses a mesh
+                option = f"--versions {config.versions}, which trains on {given}"
+            differing.append(f"{option} (the plan has {planned or 'none'})")
     if differing:
         msg = f"these options contradict --plan, leave them out: {', '.join(differing)}"
         raise ConfigError(msg)

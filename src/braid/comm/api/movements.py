@@ -295,15 +295,14 @@ class Movements(Face):
             raise ConfigError(msg)
         elif is_sequence(x):
             flat, widths = self._read_parts(copies, x, "scatter input")  # type: ignore[arg-type]
-            check_parts_fit(flat, target)
         else:
             tensor = as_tensor(x)  # type: ignore[arg-type]
             slice_shape(tensor, self.size, "scatter")
             flat = copies.read(tensor)
-            check_parts_fit(flat, target)
             widths = (flat.numel() // self.size,) * self.size
-        if widths and (algorithm in PROGRAMS or self.size == 1):
-            check_own_part(widths[root], target)  # without a program, all ranks compare sizes
+        if widths:  # without a program, all ranks compare sizes
+            compared = self.size > 1 and algorithm not in PROGRAMS
+            check_own_part(flat.dtype, None if compared else widths[root], target)
         flat = copies.apart(flat, (place,)) if flat.numel() else flat
         nbytes = nbytes_of(flat) or nbytes_of(place) * self.size
         collective = Collective(
@@ -475,24 +474,21 @@ class Movements(Face):
             raise ConfigError(msg)
 
 
-def check_parts_fit(flat: torch.Tensor, out: torch.Tensor) -> None:
-    """Raise if the received parts `flat` have another dtype than their destination `out`.
+def check_own_part(dtype: torch.dtype, numel: int | None, out: torch.Tensor) -> None:
+    """Raise if the root's own part does not fit into its destination `out`.
+
+    Args:
+        dtype: Dtype of the parts.
+        numel: Number of elements of the part; None to accept any number.
+        out: Destination.
 
     Raises:
-        ConfigError: The dtypes differ.
+        ConfigError: The dtypes or sizes differ.
     """
-    if flat.dtype != out.dtype:
-        msg = f"the parts have dtype {flat.dtype}, but out has {out.dtype}: convert one of them"
+    if dtype != out.dtype:
+        msg = f"the parts have dtype {dtype}, but out has {out.dtype}: convert one of them"
         raise ConfigError(msg)
-
-
-def check_own_part(numel: int, out: torch.Tensor) -> None:
-    """Raise if the root's part of `numel` elements has another size than its destination `out`.
-
-    Raises:
-        ConfigError: The sizes differ.
-    """
-    if numel != out.numel():
+    if numel is not None and numel != out.numel():
         msg = (
             f"the part of this rank has {numel} elements, but out has shape {list(out.shape)}: "
             f"pass an out of {numel} elements on every rank"

@@ -29,9 +29,12 @@ __all__ = ["SavedCheckpoint", "StopReport", "error_block", "rank_list", "render_
 
 LABEL_WIDTH = 9
 WHERE_GAP = "      "
-OUT_OF_BATCHES = (
-    "-> if it had fewer batches than the others: train inside of `with model.join():` "
-    "(braid.DistributedDataParallel.join)"
+LEFT_EARLY = (
+    (
+        "-> if it had fewer batches than the others: train inside of `with model.join():` "
+        "(braid.DistributedDataParallel.join)"
+    ),
+    "-> if it is a node of remote calls: call rpc.shutdown() at its end",
 )
 NO_TERMINAL = "-> to read the terminal in one rank, start with `braid run --stdin {rank}`"
 READERS = frozenset({"BdbQuit", "EOFError"})  # a prompt without a terminal ends with these
@@ -182,7 +185,7 @@ def _cause(verdict: Verdict) -> list[str]:
         lines.append(_last_line(first))
     lines = [text for text in lines if text]
     if verdict.kind == "left":
-        lines.append(OUT_OF_BATCHES)
+        lines += LEFT_EARLY
     if first.error is not None and first.error.type in READERS:
         lines.append(NO_TERMINAL.format(rank=first.rank))
     if not verdict.certain:
