@@ -133,7 +133,7 @@ reduce_scatter  dp    -> 1       16  20.0  - | tp,dp"""
                 Layout.parse(MESH, "- ; partial tp"),
                 {"cp": AxisCost()},
             ),
-            r"the source layout tp \| - has 2 dims, but the shape \[4\] has 1; sizes must not be negative, .* 0 bytes; the target - ; partial tp is partial over tp, .*; costs name cp",
+            r"the source layout tp \| - has 2 dims, but the shape \[4\] has 1: use one entry per dim; sizes must not be negative, .* 0 bytes; the target - ; partial tp is partial over tp, .*; costs has cp",
         ),
         (
             lambda: plan(

@@ -141,7 +141,7 @@ class Mailbox:
             receipt.lines = ()
 
     def line(self, source: int) -> _Line:
-        """Return the line on which rank `source` sends to this rank."""
+        """Return the line, the sequence of messages, on which `source` sends to this rank."""
         line = self._lines.get(source)
         if line is None:
             with self._lock:
@@ -149,7 +149,7 @@ class Mailbox:
         return line
 
     def take(self, line: _Line, out: torch.Tensor, tag: int, digest: int) -> bool:
-        """Receive the next message of a line, which has arrived, if nothing speaks against it.
+        """Receive the next message of `line` without a posted receive, if that is allowed.
 
         Args:
             line: Line of the source.
@@ -242,7 +242,7 @@ class _Line:
         self._error = exc if isinstance(exc, Exception) else CommError(text)
 
     def take(self, out: torch.Tensor, tag: int, digest: int) -> bool:
-        """Receive a message of one step without a receipt; see `Mailbox.take`."""
+        """Receive a message of one step without a posted receive; see `Mailbox.take`."""
         ch, source = self.channel, self.source
         value = ch.value + 1
         if self.posted or self._early or self._coming or self._error:

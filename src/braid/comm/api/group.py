@@ -353,7 +353,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
             )
             raise StaleError(msg)
         name = f"{self._name_prefix}/{self.epoch}"
-        self.abort(f"it is rebuilt, as epoch {self.epoch + 1}")
+        self.abort(f"rebuild() replaces it by the group of epoch {self.epoch + 1}")
         # kept for another attempt: other ranks may use the tokens of the first attempt
         self._tokens = self._tokens or ",".join(str(engine.token()) for engine in self._engines())
         values = meet_survivors(

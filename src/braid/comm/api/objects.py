@@ -30,7 +30,7 @@ FAILED = 255  # first byte of an error sent instead of an object; others are in 
 
 
 class Objects:
-    """Object collectives of one group; `Group.objects`.
+    """Collectives of Python objects among the members of a group; see `Group.objects`.
 
     All members pass the same `allow_pickle`.
 

@@ -93,7 +93,7 @@ def linear_map(
     *xs: torch.Tensor,
     edge: torch.Tensor | None = None,
 ) -> Tensors:
-    """Apply a linear map to tensors.
+    """Apply a linear map to tensors; its backward is the transposed map `dual`.
 
     Args:
         run: Function that computes the results from `xs`, without autograd; must not return an

@@ -174,7 +174,7 @@ def all_to_all(
 def check_sizes(
     group: Group, sizes: Sequence[int], length: int | None, operation: str
 ) -> list[int]:
-    """Return the sizes as a list.
+    """Return `sizes` as a list, after checking that they fit the group and this rank's part.
 
     Args:
         group: Ranks that take part.

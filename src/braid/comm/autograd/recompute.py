@@ -225,7 +225,7 @@ class CheckpointedCall:
             self._parameters.append((text, parameter, _version(parameter)))
 
     def around(self, *, again: bool) -> AbstractContextManager[object]:
-        """Return the context of a run."""
+        """Return the context manager around the first run, or around the second if `again`."""
         return contextlib.nullcontext() if self._around is None else self._around(again)
 
     def save(self, x: torch.Tensor) -> _Slot:
@@ -283,7 +283,7 @@ class CheckpointedCall:
         if (before.shape, before.dtype, before.device) != (x.shape, x.dtype, x.device):
             msg = (
                 f"function computed something else in backward: saved tensor {index} of "
-                f"{len(self._notes)} was {before} in forward and is {_note(x)} now: make the "
+                f"{len(self._notes)} was {before} and is {_note(x)} when computed again: make the "
                 "function independent of state that changes between forward and backward"
             )
             raise RecomputeError(msg)

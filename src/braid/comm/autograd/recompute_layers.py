@@ -192,7 +192,7 @@ class RecomputedLayers:
         self._open.clear()
 
     def call(self, forward: LayerForward, args: Any, kwargs: Any) -> Any:
-        """Run the forward of a layer, and save its inputs at most."""
+        """Run the forward of a layer, and save at most its inputs for backward."""
         again = _AGAIN.get()
         if again is not None and again.owner is self:
             return again.run_again(forward, args, kwargs)

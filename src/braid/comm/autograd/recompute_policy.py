@@ -77,14 +77,14 @@ def check_policy(policy: object) -> None:
 def contexts_of(
     policy: RecomputePolicy,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a forward that keeps some results, and of its recomputation.
+    """Return two context managers: for a forward that keeps results, and for its recomputation.
 
     Args:
         policy: Policy, called for each operator of the forward.
 
     Raises:
-        ConfigError: The policy is not one; inside of the context, it returns something else than a
-            `CheckpointPolicy`.
+        ConfigError: The policy is neither a function nor a list of operators; inside of the
+            context, it returns something else than a `CheckpointPolicy`.
     """
     check_policy(policy)
     saved = frozenset() if callable(policy) else frozenset(policy)

@@ -104,7 +104,7 @@ class Audience(NamedTuple):
 
 
 class Channel:
-    """Sequence of steps, which each member publishes in its line of memory; see the module.
+    """Sequence of steps; each member publishes its last step in memory that the others read.
 
     Attributes:
         index: Number of the channel in its group.
@@ -211,7 +211,7 @@ class Channel:
         return Entry(line[0], line[at], line[at + 1], line[at + 2])
 
     def audience(self, members: Sequence[int]) -> Any:
-        """Return the group ranks `members` in the form of the transport's argument `audience`."""
+        """Convert group ranks to the form in which the transport takes the ranks to notify."""
         return self.transport.audience([self.ranks[m] for m in members])
 
     def view(self, member: int, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

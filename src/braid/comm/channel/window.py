@@ -89,7 +89,7 @@ class Window:
         nbytes: int = 0,
         parts: Sequence[tuple[int, int]] | None = None,
     ) -> int:
-        """Take the next step, and notify the members `to`.
+        """Publish the next step, and with it bytes of the window that the members `to` may read.
 
         Args:
             to: Group ranks; all other members ignore this step.

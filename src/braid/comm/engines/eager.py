@@ -46,11 +46,11 @@ class Sent:
 
     @property
     def done(self) -> bool:
-        """True."""
+        """Return True: the message has been sent."""
         return True
 
     def on_done(self, call: Callable[[], None]) -> None:
-        """Call `call` now."""
+        """Call `call` immediately: the message has been sent."""
         call()
 
     def wait(self, _timeout_s: float | None = None) -> None:

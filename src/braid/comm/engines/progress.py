@@ -123,7 +123,7 @@ class Progress:
         return not (self._started or self._queues)
 
     def is_free(self, channel: Channel) -> bool:
-        """Return whether no operation is in progress on `channel`; hold `ordering` meanwhile."""
+        """Return whether no operation is in progress on `channel`; needs the lock `ordering`."""
         return channel not in self._queues and not self._is_started(channel)
 
     def advance_started(self) -> bool:

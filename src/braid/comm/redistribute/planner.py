@@ -121,7 +121,7 @@ def _check(
 ) -> None:
     problems = [
         f"the {role} layout {layout} has {len(layout.dims)} dims, but the shape {list(shape)} has "
-        f"{len(shape)}"
+        f"{len(shape)}: use one entry per dim"
         for role, layout in (("source", source), ("target", target))
         if len(layout.dims) != len(shape)
     ]
@@ -146,5 +146,5 @@ def _check(
     ]
     unknown = [axis for axis in costs if axis not in source.mesh.axes]
     if unknown:
-        problems.append(f"costs name {','.join(unknown)}, not an axis of {source.mesh}")
+        problems.append(f"costs has {','.join(unknown)}, which {source.mesh} lacks: leave it out")
     raise_all(problems)

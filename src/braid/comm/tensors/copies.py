@@ -167,7 +167,7 @@ class Copies:
         return position + len(other._before)
 
     def then(self, act: Callable[[], object]) -> None:
-        """Call `act` after the last step, after the stores that have been added so far."""
+        """Call `act` after the last step and after all stores that were added before it."""
         self._after.append(act)
 
     def around(self, steps: Generator[Y, None, None]) -> Generator[Y | DeviceWait, None, None]:
