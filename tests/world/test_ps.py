@@ -133,10 +133,10 @@ def test_mistakes_are_named_and_the_server_lives_on(world):
     assert "table 'w' has 1 shards here, but the request is for 1" in last[0]
     assert "a learning rate must be at least 0 and finite, got nan" in last[1]
     assert [each.removeprefix("ConfigError: ") for each in last[2:]] == [
-        "a learning rate is a number, got '0.1'",
-        "a clock is a whole number, got 2.5",
-        "a consistency is a ps.Consistency, got 'bsp'",
-        "the name of a barrier is a text, got 5",
+        "a learning rate must be a number, got '0.1'",
+        "a clock must be a whole number, got 2.5",
+        "a consistency must be a ps.Consistency, got 'bsp'",
+        "the name of a barrier must be a text, got 5",
     ]
 
 

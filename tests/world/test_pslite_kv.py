@@ -232,7 +232,7 @@ def test_a_server_with_keys_answers_notes_too():
         assert "pass KVPairs to answer a push or pull" in said
         server.set_note_handle(lambda asked, app: app.response(asked, kv.KVPairs()))
         said = said_by(lambda: worker.wait(worker.request(1, "a", 8), 10), CommError)
-        assert "the answer to a note is a text" in said
+        assert "the answer to a note must be a text" in said
 
 
 def _with_a_text(meta: kv.KVMeta, pairs: kv.KVPairs, server: kv.KVServer) -> None:
@@ -313,8 +313,8 @@ def test_mistakes_are_named_and_the_server_lives_on():
                 [1.5], ones
             ),
             "2^64 - 1, got [-1]": lambda: worker.push([-1], ones),
-            "cmd is a whole number, got 'sum'": lambda: worker.push([1], ones, cmd="sum"),
-            "the body of a note is a text, got 5": lambda: worker.request(1, 5, 8),
+            "cmd must be a whole number, got 'sum'": lambda: worker.push([1], ones, cmd="sum"),
+            "the body of a note must be a text, got 5": lambda: worker.request(1, 5, 8),
             "vals is empty but cannot be resized": lambda: worker.pull(
                 [1], torch.from_numpy(np.empty(0, np.float32))
             ),

@@ -289,7 +289,7 @@ def dealt_ranges(
     Raises:
         ConfigError: A number is less than 1, or the name is not a string.
     """
-    check_type("the name of samples is a text", name, str)
+    check_type("the name of samples must be a text", name, str)
     if min(num_samples, shard_size, epochs) < 1:
         msg = (
             f"num_samples, shard_size and epochs must be at least 1, got {num_samples}, "

@@ -292,7 +292,7 @@ class Node(BaseNode):
         return table
 
     def serve(self) -> None:
-        """Serve, or schedule, until all workers have left; on a spare return immediately.
+        """Run this server or scheduler until all workers have left; on a spare return immediately.
 
         A server that is cut off from all other nodes joins again when its network is back. It
         returns if the scheduler has ended without an error (one that replaces another server also
@@ -348,7 +348,7 @@ class Node(BaseNode):
         if self._customer is None:
             msg = "only workers can enter barriers: call barrier() on workers"
             raise ConfigError(msg)
-        check_type("the name of a barrier is a text", name, str)
+        check_type("the name of a barrier must be a text", name, str)
         self._barrier(name, timeout_s)
 
     def _barrier(self, name: str, timeout_s: float | None = None, *, step: int = -1) -> None:

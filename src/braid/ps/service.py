@@ -28,7 +28,7 @@ ALONE_S = 300.0  # as long as the default deadline of waits: no node waits for t
 
 
 def schedule(office: Postoffice, scheduler: Scheduler) -> None:
-    """Schedule until all workers have left; raise PeerLostError if the run fails."""
+    """Run the scheduler until all workers have left; raise PeerLostError if the run fails."""
     with office.events.span("schedule"):
         office.wait_until(lambda: scheduler.is_over, math.inf)  # no deadline for work to come
     if scheduler.failure:
@@ -43,7 +43,7 @@ def serve(
     is_late: bool,
     has_copies: bool,
 ) -> None:
-    """Serve until all workers have left, or the server is drained or alone.
+    """Answer requests until all workers have left, or the server is drained or alone.
 
     Args:
         office: Post office of the node.

@@ -249,9 +249,9 @@ class Table:
         lr: float | None = None,
     ) -> int:
         clock = self.clock if at_clock is None else at_clock
-        check_type("a clock is a whole number", clock, int)
-        check_type("a learning rate is a number", 0.0 if lr is None else lr, (int, float))
-        check_type("a consistency is a ps.Consistency", consistency or BSP, Consistency)
+        check_type("a clock must be a whole number", clock, int)
+        check_type("a learning rate must be a number", 0.0 if lr is None else lr, (int, float))
+        check_type("a consistency must be a ps.Consistency", consistency or BSP, Consistency)
 
         def build(parts: tuple[int, ...]) -> tuple[TableChange, Sequence[memoryview]]:
             return TableChange(self.epoch, self.name, parts, clock, consistency, lr), ()

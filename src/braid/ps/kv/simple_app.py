@@ -93,8 +93,8 @@ class SimpleApp(App):
             ConfigError: The node or group does not exist or includes this node, `head` is not an
                 int, or `body` is not a string.
         """
-        check_type("the head of a note is a whole number", head, int)
-        check_type("the body of a note is a text", body, str)
+        check_type("the head of a note must be a whole number", head, int)
+        check_type("the body of a note must be a text", body, str)
         nodes = members_of(to, self._node.num_servers, self._node.num_workers)
         if self._node.name in nodes:
             msg = (
@@ -130,7 +130,7 @@ class SimpleApp(App):
         if asked.ticket is None:
             msg = "response() got an answer: pass the request that your handle function received"
             raise ConfigError(msg)
-        check_type("the answer to a note is a text", body, str)
+        check_type("the answer to a note must be a text", body, str)
         self._reply(asked.ticket, NoteReceived((asked.ticket.part,), body))
 
     def _execute(self, delivery: Delivery, ticket: Ticket) -> None:

@@ -213,7 +213,7 @@ class KVWorker(SimpleApp):
         if not 0 <= priority < NUM_PRIORITIES:
             msg = f"a priority must be from 0 to {NUM_PRIORITIES - 1}, got {priority}"
             raise ConfigError(msg)
-        check_type("cmd is a whole number", cmd, int)
+        check_type("cmd must be a whole number", cmd, int)
         push = bool(len(pairs.vals)) or out is None
         check_pairs(pairs.keys, len(pairs.vals) if push else None, pairs.lens)
         _check_out(len(pairs), out, out_lens)
