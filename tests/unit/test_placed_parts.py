@@ -199,7 +199,7 @@ def test_a_step_that_ends_leaves_nothing_and_refuses_what_comes_later():
 def test_a_key_of_another_incarnation_fails_immediately():
     (failure,) = RendezvousState("b").ask(key(), 1)
     assert failure.reason == (
-        "/task:0 has restarted: value 3 of step 1 was asked from incarnation a, this is b"
+        "/task:0 has restarted: value 3 of step 1 was requested from its process a, but b runs there now"
     )
 
 

@@ -68,11 +68,11 @@ class StepRounds:
         self.buffers.begin(is_first=self.position == (0, None))
 
     def add_loss(self, value: float) -> None:
-        """Add `value` to this micro-batch's loss, which is NaN without."""
+        """Add `value` to the loss of this micro-batch; the loss is NaN if this is never called."""
         self._loss = value if math.isnan(self._loss) else self._loss + value
 
     def end_check(self) -> bool:
-        """Keep the checksum of a micro-batch of the next rank; returns whether this was one."""
+        """Return whether this micro-batch was a check of the next rank; keep its checksum then."""
         if self._is_check:
             self._checks.checksum = self._sums.checksum()
         return self._is_check
@@ -84,7 +84,7 @@ class StepRounds:
         return self._checks.find_wrong(self._group, self._sums.checksum(), step)
 
     def add_up(self, sizes: Sequence[int], wants_pause: Callable[[], bool]) -> bool | None:
-        """Add the micro-batch to the step, with all rounds in which this rank has none.
+        """Add the micro-batch to the step, and run the rounds in which this rank has none.
 
         Args:
             sizes: Numbers of samples of the micro-batches of the step.
@@ -112,7 +112,7 @@ class StepRounds:
                 return None
 
     def give(self) -> float:
-        """Set `.grad` to the mean, and share buffers; returns the mean loss; a collective."""
+        """Set `.grad` to the mean, share buffers, and return the mean loss; a collective."""
         self.buffers.share()
         self._sums.give()
         return self._sums.loss
@@ -124,7 +124,7 @@ class StepRounds:
         self._checks.end()
 
     def restart(self) -> None:
-        """Begin the step again, from the buffers before it."""
+        """Begin the step again, with the buffers from before the step."""
         self._sums.clear()
         self.buffers.restore()
         self._number, self._checks.checksum = 0, None

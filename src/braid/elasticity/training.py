@@ -268,7 +268,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         """Context for the backward of one micro-batch; the last one of a step updates weights.
 
         Then `.grad` is the mean over all micro-batches, and the optimizer (or `update`) is called.
-        If a rank is lost inside of this context, it raises nothing, and the step is repeated.
+        If a rank is lost meanwhile, the context raises no error, and the step is repeated.
         """
         try:
             refuse_changes(self._replica.state, self._fingerprint, self._replica.records)

@@ -72,7 +72,7 @@ class References:
 
     @property
     def oldest_open(self) -> int:
-        """Number below which all requests of this node are over."""
+        """Lowest number of an unfinished request of this node."""
         with self._lock:
             return self.state.oldest_open
 

@@ -415,7 +415,9 @@ class Contexts:
             body, buffers = self.codec.pack(grads, ship.to).as_body()
         except BraidError as exc:
             with context.lock:
-                instructions = context.state.fail(f"a gradient cannot travel: {exc}", ship.backward)
+                instructions = context.state.fail(
+                    f"a gradient cannot be sent: {exc}", ship.backward
+                )
             self._act(context, instructions)
             return
         message = Gradients(

@@ -54,7 +54,7 @@ class Context:
         self._reached: dict[Id | None, Reached] = {}
 
     def reached(self, source: Id | None) -> Reached:
-        """Return what the sent message `source` (None: the roots) depends on in this node."""
+        """Return the leaves and receives on which a sent message, or the roots (None), depend."""
         if source not in self._reached:
             tensors = self.roots if source is None else self.sends.get(source, [])
             self._reached[source] = reached_from(tensors)

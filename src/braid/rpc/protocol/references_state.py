@@ -179,7 +179,7 @@ class ReferencesState:
 
     @property
     def oldest_open(self) -> int:
-        """Number below which all requests of this process, and forks passed on by it, are over."""
+        """Lowest number of an unfinished request of this process, or fork that it passed on."""
         numbers = [
             entry.number
             for entry in self._forks.values()

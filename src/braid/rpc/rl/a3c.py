@@ -72,7 +72,7 @@ class A3CLearner(Learner):
 
 
 def play_a3c(learner: Any, actor: Actor, options: LossOptions | None = None) -> None:
-    """Play, and send gradients, until training is over.
+    """Play environments, and send gradients to the learner, until training is over.
 
     Args:
         learner: The learner, or a proxy of it: `reference.rpc_sync(0)`.

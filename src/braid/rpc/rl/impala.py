@@ -187,7 +187,7 @@ class ImpalaLearner(Learner):
 
 
 def play_impala(learner: Any, actor: Actor) -> None:
-    """Play, and send unrolls, until training is over.
+    """Play environments, and send unrolls to the learner, until training is over.
 
     Args:
         learner: The learner, or a proxy of it: `reference.rpc_async(0)`.

@@ -307,7 +307,7 @@ class ParameterServerStrategy(Strategy):
         self._node.barrier(f"after snapshot {step}")
 
     def serve(self) -> None:
-        """Serve until the run is over; called by servers, and by workers that run closures.
+        """Answer requests until the run is over; for servers, and for workers that run closures.
 
         Raises:
             PeerLostError: The run cannot go on.

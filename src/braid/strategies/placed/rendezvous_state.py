@@ -113,8 +113,8 @@ class RendezvousState:
         """Return the instructions for a receiver that asks for `key`; `ticket` is its number."""
         if key.incarnation != self._incarnation:
             reason = (
-                f"{key.source} has restarted: {key.edge} of step {key.step} was asked from "
-                f"incarnation {key.incarnation}, this is {self._incarnation}"
+                f"{key.source} has restarted: {key.edge} of step {key.step} was requested from its "
+                f"process {key.incarnation}, but {self._incarnation} runs there now"
             )
             return [FailAsker(ticket, reason)]
         if self._has_ended(key.graph, key.step):
