@@ -188,7 +188,7 @@ def load(
     _refuse_parts_of(model, group)
     if isinstance(model, HybridParallel) and model.sharding is not None:
         msg = (
-            "resume got a model on a mesh with shard=, which is already sharded: load into the "
+            "the model is on a mesh with shard=, so it is already sharded: load into the "
             "model and its optimizer first, then make HybridParallel of it, whose attach() "
             "shards the optimizer's states"
         )

@@ -155,6 +155,6 @@ def own_addresses(wanted: Sequence[str]) -> list[str]:
     endpoints = [Endpoint(LAUNCHER, i.name, i.ip, i.prefix, 0) for i in interfaces()]
     usable = eligible(endpoints, wanted, one_machine=True)
     if not usable:
-        msg = f"this host has no address on {', '.join(wanted)}"
+        msg = f"this host has no address on {', '.join(wanted)}: correct --network-interface"
         raise ConfigError(msg)
     return [str(Address(host=e.ip)) for e in sorted(usable, key=lambda e: e.is_loopback)]

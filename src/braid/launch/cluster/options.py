@@ -189,7 +189,8 @@ def forwarded(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, s
     """
     missing = [name for name in names if name not in environ]
     if missing:
-        msg = f"--env names variables that are not set: {', '.join(missing)}"
+        names_text = ", ".join(missing)
+        msg = f"--env names variables that are not set: {names_text}; set them, or leave them out"
         raise ConfigError(msg)
     return {
         name: value

@@ -137,7 +137,10 @@ class KubernetesManifest:
         if not self.image or not self.command:
             problems.append("a container image or a script is missing: pass both")
         if self.nodes < 1 or self.ranks_per_node < 1 or self.gpus < 0:
-            problems.append("nodes and ranks must be at least 1, GPUs at least 0")
+            problems.append(
+                "--nodes and the ranks of a node must be at least 1, and --gpus at least 0, got "
+                f"{self.nodes}, {self.ranks_per_node} and {self.gpus}"
+            )
         most = self.nodes * self.ranks_per_node
         if not 0 <= self.min_ranks <= most:
             problems.append(

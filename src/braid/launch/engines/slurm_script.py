@@ -80,11 +80,15 @@ class BatchScript:
         if not self.command:
             problems.append("there is no program to run: give a script, or -m and a module")
         if self.num_ranks < 1 or self.cpus < 1:
-            problems.append("numbers of ranks and processors must be at least 1")
+            problems.append(
+                f"-n and --cpus must be at least 1, got {self.num_ranks} and {self.cpus}"
+            )
         if not 0 <= self.min_ranks <= self.num_ranks:
             problems.append(f"--min-ranks must be 0 to -n {self.num_ranks}, got {self.min_ranks}")
         if self.nodes < 0 or self.gpus < 0:
-            problems.append("numbers of nodes and GPUs must not be negative")
+            problems.append(
+                f"--nodes and --gpus must not be negative, got {self.nodes} and {self.gpus}"
+            )
         options = shlex.split(self.options)
         texts = (self.time, self.partition, self.name, *options)
         if any("\n" in text for text in texts):

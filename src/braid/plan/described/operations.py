@@ -251,7 +251,7 @@ def _layer(
     if [op[0] for op in few.operations] != [op[0] for op in many.operations]:
         msg = (
             f"layer {name} runs other operations with {ROWS[1]} rows than with {ROWS[0]}: its cost "
-            "cannot be estimated"
+            "cannot be estimated; make its forward independent of the number of rows"
         )
         raise ConfigError(msg)
     params = list(dict.fromkeys(layer.parameters()))
