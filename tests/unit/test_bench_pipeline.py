@@ -151,7 +151,7 @@ def test_the_closed_form_is_the_bubble_of_the_simulator(name, ranks, num_microba
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cases": (Case("deep", "1f1b", 8),)}, "no model deep: choose out of wide, compute, tiny"),
+        ({"cases": (Case("deep", "1f1b", 8),)}, "no model deep: choose one of wide, compute, tiny"),
         ({"cases": (Case("wide", "zbv", 8),)}, "zbv cannot be compared"),
         ({"cases": (Case("wide", "1f1b", 0),)}, "micro-batches of wide must be at least 1"),
         ({"cases": (Case("wide", "interleaved", 7),)}, "7 micro-batches are not a multiple of 2"),

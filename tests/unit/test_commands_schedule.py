@@ -191,11 +191,11 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
         (("compare", "all_reduce", "--sizes"), "--sizes lists no size"),
         (
             ("simulate", "1f1b", "--forward-ms", "nan"),
-            "--forward-ms takes milliseconds from 0, got nan",
+            "--forward-ms must be a number of milliseconds of at least 0, got nan",
         ),
         (
             ("simulate", "1f1b", "--backward-ms", "-5"),
-            "--backward-ms takes milliseconds from 0, got -5",
+            "--backward-ms must be a number of milliseconds of at least 0, got -5",
         ),
         (
             ("simulate", "1f1b", "--root", "7"),

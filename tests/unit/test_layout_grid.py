@@ -62,7 +62,7 @@ def test_groups_hold_ranks_whose_other_indices_are_equal(sizes, order, kinds, fi
 @pytest.mark.parametrize(
     ("sizes", "order", "text"),
     [
-        ({"tp": 2, "pp": 2}, "tp-dp", "pp has 2 ranks, and no place in the order tp-dp"),
+        ({"tp": 2, "pp": 2}, "tp-dp", "pp has 2 ranks, but is not in the order tp-dp: add it"),
         ({"tp": 2, "xp": 2}, "tp", "unknown kind 'xp': use tp, cp, ep, dp, pp"),
         ({"tp": 2}, "tp-tp", "tp comes twice"),
         ({"tp": 2}, "tp-zz", "unknown kind 'zz'"),

@@ -112,7 +112,7 @@ def test_text_names_dims_in_order_and_partial_axes_in_the_order_of_the_mesh():
     [
         (
             lambda: Layout(MESH, (("dp", "xp"), ("dp",)), ("dp",)),
-            "unknown axis xp in the mesh dp=2,tp=2,cp=3; axis dp is named 3 times",
+            "the mesh dp=2,tp=2,cp=3 has no axis xp; axis dp is named 3 times",
         ),
         (
             lambda: Layout(MESH, ("dp", ())),

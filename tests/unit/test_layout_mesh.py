@@ -49,7 +49,7 @@ def test_neighbours_differ_along_the_last_axis():
     ("make", "text"),
     [
         (lambda: Mesh({}), "a mesh needs at least one axis"),
-        (lambda: Mesh({"PP": 2, "dp": 0}), "'PP' is not an axis name; axis dp must have at least 1 rank, got 0"),
+        (lambda: Mesh({"PP": 2, "dp": 0}), "'PP' is not an axis name, such as dp; axis dp must have at least 1 rank, got 0"),
         (lambda: Mesh({"dp": True}), "got True"),
         (lambda: Mesh.parse("pp=2,pp=3"), "each axis once"),
         (lambda: Mesh.parse("pp"), "a mesh is written as pp=2,dp=4"),

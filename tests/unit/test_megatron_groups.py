@@ -137,7 +137,7 @@ def test_every_rank_is_in_one_group_of_each_kind(world, tp, pp, ep):
         ({"cp": 4, "hierarchical_cp": (2, 4)}, ["[2, 4] must have the product", "4"]),
         ({"instances": 3}, ["=3 does not divide the 8 ranks of data", "of expert data"]),
         ({"order": "tp-tp-dp"}, ["tp comes twice"]),
-        ({"tp": 2, "order": "dp-pp"}, ["tp has 2 ranks, and no place in the order"]),
+        ({"tp": 2, "order": "dp-pp"}, ["tp has 2 ranks, but is not in the order"]),
         ({"tp": 2, "ep": 4, "pp": 2, "expert_tp": 1, "order": "tp-cp-ep-pp-dp"}, ["put pp last"]),
         ({"pp": 2, "embedding_ranks": lambda _: [99]}, ["get_embedding_ranks must return"]),
     ],

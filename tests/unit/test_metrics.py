@@ -100,7 +100,7 @@ def test_a_file_with_a_number_beyond_those_of_floats_is_read(tmp_path):
 
 
 def test_too_many_values_are_refused():
-    with pytest.raises(ConfigError, match="201 values are more than the limit of a row, 200"):
+    with pytest.raises(ConfigError, match="201 values exceed the limit of a row, 200"):
         row_of(0, {f"x{i}": i for i in range(201)}, {})
 
 

@@ -137,7 +137,7 @@ def test_reports_are_judged_and_shown(tmp_path, capsys):
 
 
 def test_parts_that_do_not_exist_are_refused():
-    with pytest.raises(ConfigError, match="there is no part steps: choose out of dense"):
+    with pytest.raises(ConfigError, match="there is no part steps: choose one of dense"):
         ps.PsBench(only=("steps",))
     with pytest.raises(ConfigError, match="kills must be at least 1, got 0"):
         ps.PsBench(kills=0)

@@ -42,5 +42,5 @@ def test_verdicts_compare_round_by_round():
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(ConfigError, match="there is no part fast: choose out of small"):
+    with pytest.raises(ConfigError, match="there is no part fast: choose one of small"):
         rpc.RpcBench(only=("fast",))

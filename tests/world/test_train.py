@@ -214,7 +214,7 @@ def test_a_mesh_that_cannot_be_trained_on_is_refused(config, mesh, ranks, text, 
         ConfigError, match=r"--versions stash needs --recompute always.*, got memory"
     ):
         replace(config, recompute="memory", versions="stash")
-    with pytest.raises(ConfigError, match="--strategy ps does not go together with --recompute"):
+    with pytest.raises(ConfigError, match="--strategy ps cannot be combined with --recompute"):
         replace(config, recompute="memory", strategy="ps")
     with pytest.raises(ConfigError, match="zbv on 4 ranks has 8 stages, and tiny has 4 layers"):
         replace(config, schedule="zbv", mesh="pp=4").check_ranks(4)

@@ -81,7 +81,7 @@ def test_a_killed_rank_costs_no_step_and_no_bit(tmp_path, victim, options):
     ("options", "words"),
     [
         ({"spares": 1}, "--spares needs --min-ranks"),
-        ({"min_ranks": 1, "strategy": "ps"}, "--min-ranks does not go together with --strategy"),
+        ({"min_ranks": 1, "strategy": "ps"}, "--min-ranks cannot be combined with --strategy"),
         ({"min_ranks": 1, "shard": 1, "verify": 9}, "--verify on a mesh"),
         ({"batch_per_rank": "sqrt"}, "--batch-per-rank needs --min-ranks"),
         ({"mesh": "pp=2; dp=3"}, "several meshes need --min-ranks"),

@@ -69,5 +69,7 @@ def test_options_that_do_not_fit_are_refused():
         TrainConfig(strategy="rpc")
     with pytest.raises(ConfigError, match="staleness needs a parameter server: add --strategy ps"):
         TrainConfig(staleness=1)
-    with pytest.raises(ConfigError, match="does not go together with --mesh; 1 replicas need 2 s"):
+    with pytest.raises(
+        ConfigError, match="with --mesh: leave one out; --replicas 1 needs 2 servers, got"
+    ):
         TrainConfig(strategy="ps", mesh="dp=2", replicas=1)

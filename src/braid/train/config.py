@@ -191,12 +191,14 @@ class TrainConfig:
             ]
         others = {"mesh": "", "shard": 0, "reference_shards": 0, "recompute": "never"}
         problems = [
-            f"--strategy ps does not go together with --{name.replace('_', '-')}"
+            f"--strategy ps cannot be combined with --{name.replace('_', '-')}: leave one out"
             for name, default in others.items()
             if getattr(self, name) != default
         ]
         if self.replicas >= self.servers:
-            problems.append(f"{self.replicas} replicas need {self.replicas + 1} servers")
+            problems.append(
+                f"--replicas {self.replicas} needs {self.replicas + 1} servers, got {self.servers}"
+            )
         return problems
 
     def _elastic_problems(self) -> list[str]:
@@ -212,8 +214,8 @@ class TrainConfig:
         if self.mesh or self.shard:
             others |= {"verify": 0, "replace_slow": 0.0}
         problems = [
-            f"--min-ranks does not go together with --{name.replace('_', '-')}"
-            f"{' on a mesh' * (name in further)}"
+            f"--min-ranks cannot be combined with --{name.replace('_', '-')}"
+            f"{' on a mesh' * (name in further)}: leave one out"
             for name, default in others.items()
             if getattr(self, name) != default
         ]
@@ -237,7 +239,7 @@ class TrainConfig:
             problems.append(f"versions must be one of {known}, got {self.versions!r}")
         others = {"schedule": "1f1b", "shard": 0, "strategy": ""}
         problems += [
-            f"--versions {self.versions} does not go together with --{name}"
+            f"--versions {self.versions} cannot be combined with --{name}: leave one out"
             for name, default in others.items()
             if getattr(self, name) != default
         ]

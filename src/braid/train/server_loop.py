@@ -57,7 +57,7 @@ def train_on_servers(
     member: Membership,
     place: RankDevice,
 ) -> int:
-    """Train or serve on this rank; return the signal that ended the training early, or 0.
+    """Train, or serve parameters, on this rank; return the signal that ended it early, or 0.
 
     Raises:
         ConfigError: There is too little data, or no steps remain.

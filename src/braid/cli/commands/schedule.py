@@ -59,7 +59,7 @@ class ProgramOptions:
             return False
         if self.operation or self.root is not None or self.row is not None:
             msg = (
-                f"--operation, --root and --row do not go with the file {self.name}, which "
+                f"--operation, --root and --row do not apply to the file {self.name}, which "
                 "defines the operation: leave them out"
             )
             raise ConfigError(msg)
@@ -223,7 +223,7 @@ def schedule_simulate(
     times = {"--forward-ms": forward_ms, "--backward-ms": backward_ms}
     for option, value in times.items():
         if not 0 <= value < float("inf"):
-            msg = f"{option} takes milliseconds from 0, got {value}"
+            msg = f"{option} must be a number of milliseconds of at least 0, got {value}"
             raise ConfigError(msg)
     size = bytes_in(nbytes)
     if options.is_in_file():
@@ -302,7 +302,7 @@ def _write(file: str, text: str) -> None:
     try:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as exc:
-        msg = f"{file} cannot be written: {exc}"
+        msg = f"{file} cannot be written: {exc}; choose another path"
         raise ConfigError(msg) from exc
 
 

@@ -78,7 +78,7 @@ class Kernel(Protocol):
     def backward(
         self, inputs: KernelInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
-        """Return what this block adds to the gradients of q, k and v.
+        """Return this block's terms of the gradients of q, k and v.
 
         Args:
             inputs: Inputs of the forward.
@@ -101,7 +101,7 @@ class MatmulKernel:
     def backward(
         self, inputs: KernelInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
-        """Return what this block adds to the gradients of q, k and v; see `Kernel.backward`."""
+        """Return this block's terms of the gradients of q, k and v; see `Kernel.backward`."""
         q, k, v, _, scale = inputs
         heads, kv_heads = q.shape[1], k.shape[1]
         p = (_scores(inputs) - lse.unsqueeze(-1)).exp()
@@ -125,7 +125,7 @@ class FlashKernelCPU:
     def backward(
         self, inputs: KernelInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
-        """Return what this block adds to the gradients of q, k and v; see `Kernel.backward`."""
+        """Return this block's terms of the gradients of q, k and v; see `Kernel.backward`."""
         q, k, v, causal, scale = inputs
         flash = flash_attention_backward_on_cpu
         return cast("Tensors", flash(grad, q, k, v, out, lse, 0.0, causal, scale=scale))
@@ -144,7 +144,7 @@ class FlashKernelCUDA:
     def backward(
         self, inputs: KernelInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
-        """Return what this block adds to the gradients of q, k and v; see `Kernel.backward`."""
+        """Return this block's terms of the gradients of q, k and v; see `Kernel.backward`."""
         q, k, v, causal, scale = inputs
         heads = q.shape[1]
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is 0

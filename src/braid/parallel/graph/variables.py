@@ -23,7 +23,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 def with_rows(whole: CapturedGraph, part: CapturedGraph, rows: int) -> CapturedGraph:
-    """Return a graph with `Scaled` numbers where numbers depend on the rows.
+    """Replace numbers that depend on the number of rows by `Scaled` placeholders, in a new graph.
 
     Args:
         whole: Graph of a run.
@@ -53,7 +53,7 @@ def with_rows(whole: CapturedGraph, part: CapturedGraph, rows: int) -> CapturedG
 
 
 def with_modes(graph: CapturedGraph, other: CapturedGraph, rows: int) -> CapturedGraph:
-    """Return a graph with `ByMode` arguments where arguments depend on the mode.
+    """Replace arguments that differ between training and evaluation by `ByMode` placeholders.
 
     Args:
         graph: Graph with `Scaled` numbers.

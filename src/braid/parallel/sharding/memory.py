@@ -1,6 +1,6 @@
 """Measured bytes of a sharded training on this rank, counted from its tensors.
 
-Tests compare the formulas of `layouts.Bytes` with them.
+Tests compare the formulas of `layouts.Bytes` with these measured bytes.
 """
 
 from __future__ import annotations

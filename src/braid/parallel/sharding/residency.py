@@ -372,7 +372,7 @@ class Residency:
         return is_only and all(c.has_graph and c.is_reached for c in self._calls.of(unit))
 
     def reach_rest(self) -> None:
-        """After this rank's backward has ended early, join the gathers of other ranks' backwards.
+        """Take part in gathers for other ranks' backwards, after this rank's has ended early.
 
         No-op if an engine runs the forward in parts, since each part has a separate backward.
         """
@@ -389,7 +389,7 @@ class Residency:
         self._num_forwards = 0
 
     def shadow_backward(self) -> Iterator[Unit]:
-        """After backward raised on this rank, join the gathers of other ranks' backwards.
+        """Take part in gathers for other ranks' backwards, after backward raised on this rank.
 
         Yields:
             Units in the order of backward, each while it is gathered.

@@ -36,7 +36,7 @@ class Grid:
         first_rank: Rank at the first position of the grid.
 
     Raises:
-        ConfigError: A kind is unknown, comes twice, or has several ranks and no place in the order.
+        ConfigError: A kind is unknown, comes twice, or has several ranks and is not in the order.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Grid:
         unknown = [name for name in (*names, *sizes) if name not in KINDS]
         problems = [f"unknown kind {name!r}: use {', '.join(KINDS)}" for name in unknown]
         twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        problems += [f"{name} comes twice in the order {order}" for name in twice]
+        problems += [f"{name} comes twice in the order {order}: name it once" for name in twice]
         problems += [
-            f"{name} has {size} ranks, and no place in the order {order}"
+            f"{name} has {size} ranks, but is not in the order {order}: add it"
             for name, size in sizes.items()
             if size != 1 and name not in names
         ]

@@ -86,7 +86,7 @@ class Layout:
         if not problems:
             used = [axis for axes in (*self.dims, self.partial, self.varying) for axis in axes]
             problems = [
-                f"unknown axis {axis} in the mesh {self.mesh}"
+                f"the mesh {self.mesh} has no axis {axis}"
                 for axis in dict.fromkeys(used)
                 if axis not in self.mesh.axes
             ]

@@ -42,7 +42,9 @@ class Mesh:
     axes: Mapping[str, int]
 
     def __post_init__(self) -> None:
-        problems = [f"{name!r} is not an axis name" for name in self.axes if not _is_name(name)]
+        problems = [
+            f"{name!r} is not an axis name, such as dp" for name in self.axes if not _is_name(name)
+        ]
         problems += [
             f"axis {name} must have at least 1 rank, got {size!r}"
             for name, size in self.axes.items()

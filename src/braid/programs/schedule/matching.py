@@ -84,7 +84,7 @@ class Moment(NamedTuple):
 
 
 class Deadlock(NamedTuple):
-    """Deadlock: actions that wait for one another in a circle, or for a rank that has ended.
+    """Actions that wait for one another in a circle, or for a rank that has ended.
 
     Attributes:
         circle: Waiting actions. Each waits for a later action on the rank of the next one, and the

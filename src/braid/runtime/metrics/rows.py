@@ -60,7 +60,7 @@ def row_of(step: object, values: Mapping[str, Any], measured: Mapping[str, float
     if number is None:
         problems.append(f"step must be an integer of at least 0, got {step!r}")
     if len(values) > MAX_VALUES:
-        problems.append(f"{len(values)} values are more than the limit of a row, {MAX_VALUES}")
+        problems.append(f"{len(values)} values exceed the limit of a row, {MAX_VALUES}: log fewer")
     row: Row = {"step": number, **measured}
     for name, value in values.items():
         if not NAME.fullmatch(name):

@@ -225,7 +225,9 @@ class StoreTable:
             )
         total = int(text) + request.amount
         if total not in _INT64:
-            return Refusal(f"the sum {total} in key {request.key!r} does not fit into 64 bits")
+            return Refusal(
+                f"the sum {total} in key {request.key!r} does not fit into 64 bits: set it again"
+            )
         self.values[request.key] = str(total).encode()
         return StoreAnswer(total)
 

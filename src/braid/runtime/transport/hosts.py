@@ -95,7 +95,7 @@ class HostsMemory:
         self._of(rank).forget(rank, extent_id)
 
     def ring(self, rank: int, slots: int) -> None:
-        """Wake the threads of a local rank that have bits in `slots`.
+        """Wake the waiting threads of a local rank that have their bits set in `slots`.
 
         Threads of ranks on other hosts wake when data arrives.
         """

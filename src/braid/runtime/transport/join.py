@@ -50,7 +50,7 @@ def connect(
     host: str = "",
     network: Network | None = None,
 ) -> MemoryTransport:
-    """Reach the other ranks of a job.
+    """Connect this rank to the other ranks of a job.
 
     Args:
         rank: Global rank of this process.

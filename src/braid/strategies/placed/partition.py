@@ -116,7 +116,7 @@ class PlacedPart:
 def pruned(
     nodes: Sequence[NodeValues], fetches: Collection[int], feeds: Collection[int]
 ) -> list[int]:
-    """Return the positions of the nodes that fetched values need, and of those that are kept.
+    """Return the positions of the nodes that fetched values need, and of the nodes with `is_kept`.
 
     Args:
         nodes: Nodes in the order of the graph.

@@ -191,7 +191,7 @@ def unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
     """Return a problem for each of `names` that is not in `known`; `kind` says what they name."""
     choices = ", ".join(known := tuple(known))
     return [
-        f"there is no {kind} {name}: choose out of {choices}" for name in names if name not in known
+        f"there is no {kind} {name}: choose one of {choices}" for name in names if name not in known
     ]
 
 

@@ -166,7 +166,7 @@ class PlacedAllReduce(_AllReduceBase):
     kind = "all_reduce"
 
     def suits(self, batch: FusedBatch) -> bool:
-        """Return whether the tensors have places, the same on all ranks."""
+        """Return whether the tensors have places in shared memory, the same on all ranks."""
         return batch.request.op in REDUCTIONS and batch.request.place >= 0
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:

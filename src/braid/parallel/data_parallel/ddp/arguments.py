@@ -75,7 +75,7 @@ def table_of(module: nn.Module, ignored: Collection[str], ranks: Collection[int]
 
 
 def first_given(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
-    """Return whether buffers are kept equal: the first argument that is not None.
+    """Return the first argument that is not None: whether rank 0's buffers are copied to all.
 
     Both arguments have the same meaning; if both are None, the result is True.
     """

@@ -69,7 +69,7 @@ class ExplanationRow:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Conflict: a sharded value that an operation needs whole, and that is therefore gathered.
+    """Sharded value that an operation needs whole, and that is therefore gathered.
 
     Attributes:
         node: Node of the operation that needs the whole value.

@@ -122,7 +122,7 @@ def held_at_end(
 
 
 def header_problems(operation: str, num_ranks: int, num_blocks: int, root: int) -> list[str]:
-    """Return descriptions of what is invalid in a header; an empty list if it is valid."""
+    """Return the errors in a header as texts; an empty list if it is valid."""
     if operation not in OPERATIONS:
         return [f"unknown operation {operation!r}: choose one of {', '.join(OPERATIONS)}"]
     problems = []

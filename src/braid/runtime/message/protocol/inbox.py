@@ -24,11 +24,11 @@ __all__ = ["Inbox", "Peer"]
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One life of another node: a process, from its start to its end.
+    """A process of another node; when the node restarts, it is another `Peer` of the same name.
 
     Attributes:
         name: Name of the node.
-        incarnation: Number of this life; 0 until its Hello.
+        incarnation: Number of the process, greater after a restart; 0 until its Hello.
         epoch: Latest known epoch of the node.
         max_message_bytes: Largest message that the node accepts.
         links: Numbers of its links; messages are sent on the first link that accepts messages.
@@ -91,7 +91,7 @@ class Inbox:
         return [entry[2] for entry in dropped]
 
     def begin_life(self, name: str) -> None:
-        """Begin a new life of `name`: messages of its previous life become the most urgent."""
+        """Record that node `name` has restarted: its earlier messages become the most urgent."""
         if all(peer.name != name for peer, _ in self._farewells):
             return
         self._waiting = [

@@ -76,7 +76,7 @@ class PeerTable:
         self.inbox.begin_life(peer.name)
 
     def greet(self, link: VanLink, hello: Hello) -> bool:
-        """Process the Hello of a link; return False if it is from an earlier life of the peer."""
+        """Process the Hello of a link; return False if an earlier process of the peer sent it."""
         if link.peer is not None:  # known before its Hello
             link.peer.incarnation, link.peer.epoch = hello.incarnation, hello.epoch
             link.peer.max_message_bytes = hello.max_message_bytes

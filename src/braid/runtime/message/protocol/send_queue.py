@@ -67,7 +67,7 @@ class Outgoing(msgspec.Struct, eq=False):
         body: Part of the body that is not in a frame yet; empty if the head contains the body.
         buffers: Parts of the buffers that are not in a frame yet.
         deadline_ns: Time after which the message is dropped; None for never.
-        life: Incarnation of the peer to which the message is sent; 0 until the message is queued,
+        life: Number of the peer's process that is to get it; 0 until the message is queued,
             and until the peer's Hello has arrived.
         begun: Whether the message's head has been sent.
         finished: Whether the van has sent or dropped the message.
@@ -331,7 +331,7 @@ class Sending:
 
     @property
     def life(self) -> int:
-        """Incarnation of the peer to which the message was sent; 0 if its Hello has not arrived."""
+        """Number of the peer's process that was to get the message; 0 before the peer's Hello."""
         return self._outgoing.life
 
     @property
