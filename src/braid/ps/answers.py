@@ -54,7 +54,7 @@ class Answers:
     """Open requests to a server; sends their answers.
 
     Args:
-        postoffice: Post office of the node.
+        postoffice: Sends and receives the node's messages.
     """
 
     def __init__(self, postoffice: Postoffice) -> None:

@@ -17,11 +17,11 @@ AnyNode = TypeVar("AnyNode", bound="BaseNode")
 
 
 class BaseNode(ABC):
-    """The scheduler, a server or a worker, as a context manager.
+    """Base class of the processes of a parameter server; a context manager.
 
     Args:
-        postoffice: Post office of the node; owned and closed by this object.
-        role: Role of the node.
+        postoffice: Sends and receives the node's messages; owned and closed by this object.
+        role: Role of the node: scheduler, server or worker.
         number: Number of this server, or of this worker.
         counts: Number of servers and of workers at the beginning.
 
@@ -31,7 +31,7 @@ class BaseNode(ABC):
         number: Number of this server, or of this worker.
         num_servers: Number of servers at the beginning.
         num_workers: Number of workers at the beginning.
-        postoffice: Post office of the node.
+        postoffice: Sends and receives the node's messages.
     """
 
     def __init__(

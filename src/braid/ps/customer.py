@@ -49,7 +49,7 @@ class Customer:
     """Sends the requests of one component of a node (a process), such as a worker's tables.
 
     Args:
-        postoffice: Post office of the node.
+        postoffice: Sends and receives the node's messages.
         why_lost: Called with parts of a request that no node has; returns the reason for the error.
 
     Attributes:

@@ -24,7 +24,7 @@ class NodeLinks:
     """Links of a node to other nodes; some may be broken.
 
     Args:
-        van: Van of the node.
+        van: Connections of the node to other nodes.
         address_of: Returns the address of a node; None for a node without a known address.
 
     Attributes:

@@ -36,10 +36,10 @@ AnyTable = TypeVar("AnyTable", bound=Table)
 
 
 class Node(BaseNode):
-    """The scheduler, a server or a worker.
+    """A process of a parameter server: the scheduler, a server or a worker, with its tables.
 
     Args:
-        van: Van of the node; owned and closed by this object.
+        van: Connections of the node to other nodes; owned and closed by this object.
         role: Role of the node.
         number: Number of this server, or of this worker.
         counts: Number of servers and of workers at the beginning.

@@ -51,7 +51,7 @@ class Postoffice:
     """Sends and receives the messages of a node, and connects to other nodes.
 
     Args:
-        van: Van of the node; closed by `close`.
+        van: Connections of the node to other nodes; closed by `close`.
         scheduler: Address of the scheduler; empty for the scheduler itself.
         start: First clock of a worker that joins a running job.
         resend_s: Seconds after which unanswered messages are sent again, on links that lose some.

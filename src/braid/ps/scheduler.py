@@ -102,10 +102,10 @@ def _read_journal(path: Path) -> Directory | None:
 
 
 class Scheduler:
-    """Carries out the decisions of `SchedulerState`.
+    """Scheduler of a parameter server: carries out the decisions of `SchedulerState`.
 
     Args:
-        postoffice: Post office of the node.
+        postoffice: Sends and receives the node's messages.
         counts: Number of servers and of workers at the beginning.
         options: Options of the whole parameter server.
 

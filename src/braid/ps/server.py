@@ -58,10 +58,10 @@ __all__ = ["Server"]
 
 
 class Server:
-    """Serves the shards of all tables that one server has.
+    """Server of tables: answers the pushes and pulls for the shards that are on this server.
 
     Args:
-        postoffice: Post office of the node.
+        postoffice: Sends and receives the node's messages.
         number: Number of the server.
         rebalance_s: Seconds between load reports to the scheduler; no reports when None.
 

@@ -54,7 +54,7 @@ class Agent:
     """A node of remote calls: its connections, pending calls, references and contexts.
 
     Args:
-        van: Van of the node, owned and closed by this object.
+        van: Connections of the node to other nodes, owned and closed by this object.
         info: Name and number of the node.
         directory: Records of all nodes.
         options: Options of the node; `Agent.options` is a copy, and its `rpc_timeout` may change.

@@ -28,15 +28,15 @@ NUMBERS = (1 << 31) - 1  # of calls, as the trace shows them
 
 
 class Scope:
-    """A call that runs in this process.
+    """A remote call that runs in this process, with its deadline and the calls that it makes.
 
     Args:
         deadline_ns: Time after which the caller no longer waits; None for no deadline.
         is_kept: Whether the result stays in this process as the value of a remote reference.
 
     Attributes:
-        is_cancelled: Whether the caller has cancelled it, or is lost.
-        calls: Numbers of the calls that it has made and that are not answered.
+        is_cancelled: Whether the caller has cancelled this call, or is lost.
+        calls: Numbers of the calls that this call has made and that are not answered.
     """
 
     __slots__ = ("calls", "deadline_ns", "is_cancelled", "is_kept")

@@ -44,7 +44,7 @@ NO_NEWS = 0  # epoch of `Health` before any loss: losses while the group was mad
 
 
 class Operation:
-    """One collective on one channel of one rank.
+    """A collective in progress on this rank: its steps, its deadline and its errors.
 
     Args:
         pages: The group's control pages.

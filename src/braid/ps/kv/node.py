@@ -58,10 +58,10 @@ FAREWELL_S = 10.0  # time that the scheduler waits for all links to close
 
 
 class KVNode(BaseNode):
-    """A node of a run, with the apps of its process.
+    """A process of a key-value run: scheduler, server or worker, with the apps of the process.
 
     Args:
-        van: Van of the node; owned and closed by this object.
+        van: Connections of the node to other nodes; owned and closed by this object.
         role: Role of the node.
         number: Number of this server, or of this worker.
         counts: Number of servers and of workers.

@@ -64,7 +64,7 @@ Instruction: TypeAlias = CallSpare | StopWorkers | PublishDirectory | ReleaseNod
 
 
 class SchedulerState(MembersState[str, int]):
-    """State of the scheduler.
+    """State machine of the scheduler: members, servers of each shard, and barriers.
 
     Args:
         num_servers: Number of servers that must join before the first directory.

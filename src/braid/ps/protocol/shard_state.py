@@ -55,16 +55,16 @@ __all__ = ["ShardState", "TaskKey"]
 
 
 class ShardState:
-    """State of one shard on one server.
+    """State machine of one shard (a part of a table) on one server.
 
     Args:
         server: Number of the server.
         consistency: Initial consistency: when pushes are applied, and pulls answered.
 
     Attributes:
-        applied: Progress of the applied records.
-        decided: Progress of all records that the head has decided on, confirmed or not.
-        confirmed: Number of the last record that the whole chain has.
+        applied: Progress of the applied records (changes of the shard).
+        decided: Progress of all records that the deciding server has made, confirmed or not.
+        confirmed: Number of the last record that all servers with a copy have.
         log: Records that are not confirmed yet.
         is_installed: Whether the server has the shard's state.
     """

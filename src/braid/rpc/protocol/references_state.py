@@ -112,7 +112,7 @@ class _UserFork:
 
 
 class ReferencesState:
-    """References of one process, as owner and as user.
+    """State machine of one process: references to its values, and to values of others.
 
     Args:
         process: Number of this process.

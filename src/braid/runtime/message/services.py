@@ -100,7 +100,7 @@ class Service:
     """Message router: calls handlers by type, sends their results as answers, calls other nodes.
 
     Args:
-        van: Van, owned and closed by the service.
+        van: Connections of this node to other nodes; owned and closed by the service.
         handlers: Handler for each type of message. Its result is the answer, None for no answer.
             `PeerLost` is routed like a message, and an exception of its handler ends `serve`.
         num_remembered: Number of remembered requests per caller; must exceed the number of a

@@ -56,7 +56,7 @@ __all__ = ["Van"]
 
 
 class Van(ABC):
-    """Connections for messages to and from named nodes. Any thread may send and receive.
+    """Typed messages to and from named nodes. Any thread may send and receive.
 
     A concrete van implements `connect`, `_carry`, `_cut`, `_read_again` and `_release`, and may
     replace `_wait`. A van is a context manager that closes itself.

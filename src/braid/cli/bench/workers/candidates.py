@@ -30,8 +30,8 @@ class Buffers(NamedTuple):
     Attributes:
         x: Input, as long as the largest full buffer.
         out: Output, as long as the largest full buffer.
-        part: The first n-th of `x`.
-        small: The first n-th of `out`.
+        part: The first 1/n of `x`, for n ranks.
+        small: The first 1/n of `out`.
     """
 
     x: torch.Tensor

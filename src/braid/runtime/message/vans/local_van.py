@@ -142,7 +142,7 @@ class LocalNetwork:
 
 
 class LocalVan(Van):
-    """Van between nodes of one process; made by `LocalNetwork.join`."""
+    """Van (typed messages) between nodes of one process; made by `LocalNetwork.join`."""
 
     def __init__(self, network: LocalNetwork, state: VanState) -> None:
         super().__init__(state, network.schema, network.clock, network.guard)

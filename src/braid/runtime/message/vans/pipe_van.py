@@ -139,7 +139,7 @@ class PipeStream:
 
 
 class PipeVan(StreamVan):
-    """Van over pipes, and over connections that are already open.
+    """Van (typed messages between named nodes) over pipes and connections that are open already.
 
     Args:
         node: Name of this node; other ends may use other names for it.

@@ -20,7 +20,7 @@ __all__ = ["SocketVan"]
 
 
 class SocketVan(StreamVan):
-    """Van between processes and hosts, over unix sockets and TCP.
+    """Van (typed messages between named nodes) over unix sockets and TCP.
 
     Args:
         node: Name of this node, such as "worker:3" or "launcher".

@@ -82,7 +82,7 @@ class _Wire:
 
 
 class StreamVan(Van):
-    """Van over streams, with a thread that writes and reads them while no other thread waits.
+    """Base class of vans over streams; a thread reads and writes them while no other one waits.
 
     `SocketVan` and `PipeVan` define how streams are opened.
 
