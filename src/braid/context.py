@@ -119,7 +119,7 @@ def _share_world(member: Membership, timeout_s: float) -> Group:
 def next_epoch(
     num_steps: int, timeout_s: float = 600.0, *, limit_s: float | None = None
 ) -> tuple[Group, NewEpoch]:
-    """Leave this epoch of an elastic run, join the next epoch and return its group of all ranks.
+    """Join the next epoch (period with the same ranks) of an elastic run; return its group.
 
     An epoch is a period of the run in which the ranks stay the same.
 

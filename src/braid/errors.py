@@ -75,7 +75,7 @@ class RendezvousError(BraidError, RuntimeError):
 
 
 class StaleError(BraidError, RuntimeError):
-    """The program used an object of an earlier epoch or of a closed group."""
+    """The program used an object of an earlier membership (epoch) or of a closed group."""
 
 
 class CheckpointError(BraidError, RuntimeError):

@@ -48,7 +48,7 @@ class Members(Protocol):
 
     @property
     def group(self) -> Group:
-        """Group of the members in the current epoch."""
+        """Group of the current members."""
         ...
 
     @property

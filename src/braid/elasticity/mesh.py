@@ -181,7 +181,7 @@ class MeshReplica:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Optimizer of the model in this epoch."""
+        """Optimizer of the model on the current mesh."""
         return self.state.optimizer
 
     def enter(

@@ -34,7 +34,7 @@ class Replica(Protocol):
 
     @property
     def part_names(self) -> Sequence[str]:
-        """Names of the parts of the state that this member has, and that the next epoch copies."""
+        """Names of the parts of the state on this member, to copy when the members change."""
         ...
 
     def enter(

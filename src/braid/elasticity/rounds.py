@@ -23,7 +23,7 @@ __all__ = ["StepRounds"]
 
 
 class StepRounds:
-    """Adds up the micro-batches of each step of an epoch of members.
+    """Adds up the micro-batches of each step, while the members stay the same.
 
     Args:
         replica: Model of this member.

@@ -70,15 +70,15 @@ class RRef:
         finalizer.atexit = False
 
     def is_owner(self) -> bool:
-        """Return whether the value lives in this node."""
+        """Return whether the value is on this node."""
         return self._owner.id == self._agent.info.id
 
     def owner(self) -> WorkerInfo:
-        """Return the node in which the value lives."""
+        """Return the node that has the value."""
         return self._owner
 
     def owner_name(self) -> str:
-        """Return the name of the node in which the value lives."""
+        """Return the name of the node that has the value."""
         return self._owner.name
 
     def confirmed_by_owner(self) -> bool:

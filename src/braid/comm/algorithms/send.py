@@ -75,7 +75,7 @@ def send(
 
 
 def stage(ch: Channel, first: torch.Tensor, envelope: Envelope) -> None:
-    """Write a message's envelope and first elements into the slot of the next step."""
+    """Write a message's envelope (header) and first elements into memory of the next step."""
     ch.own.slot(ENVELOPE_BYTES + first.nbytes, torch.uint8)
     words = ch.words(ch.rank, ch.own.address)
     words[_TAG], words[_NBYTES], words[_ADDRESS] = (
@@ -87,11 +87,11 @@ def stage(ch: Channel, first: torch.Tensor, envelope: Envelope) -> None:
 
 
 def read_envelope(ch: Channel, source: int, block: int) -> Envelope:
-    """Return the envelope at address `block` of member `source`."""
+    """Return the envelope (header) of a message, at address `block` of member `source`."""
     words = ch.words(source, block)
     return Envelope(words[_TAG] - TAG_BIAS, words[_NBYTES], words[_ADDRESS])
 
 
 def first_part(ch: Channel, member: int, block: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the elements behind the envelope at address `block`, as many as `like` has."""
+    """Return the first elements of a message, which follow its envelope at address `block`."""
     return ch.view(member, block + ENVELOPE_LINES, like.numel(), like.dtype)

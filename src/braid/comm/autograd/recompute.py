@@ -229,7 +229,7 @@ class CheckpointedCall:
         return contextlib.nullcontext() if self._around is None else self._around(again)
 
     def save(self, x: torch.Tensor) -> _Slot:
-        """Return a slot for a tensor that the first run saves."""
+        """Return a slot, which autograd keeps instead of a tensor that the first run saves."""
         slot = _Slot()
         self._slots.append(weakref.ref(slot))
         self._notes.append(_note(x))

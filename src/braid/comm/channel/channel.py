@@ -342,7 +342,7 @@ class Channel:
         return words
 
     def close(self) -> None:
-        """Free the staging slots."""
+        """Free the shared memory (slots) of this channel."""
         self._words.clear()
         self.own.free()
 

@@ -297,7 +297,7 @@ class ControlPages:
         )
 
     def reclaim(self) -> None:
-        """Free the staging slots and this rank's pages."""
+        """Free the memory of this rank: the slots of all channels, and the control pages."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()

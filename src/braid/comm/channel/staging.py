@@ -70,7 +70,7 @@ class Staging:
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the slot of the next step, to fill before the step is published."""
+        """Return the memory (slot) of the next step, to fill before the step is published."""
         parity = self.parity
         nbytes = numel * dtype.itemsize
         block = self._slots[parity]
@@ -148,7 +148,7 @@ class Staging:
         return self._scratch[:nbytes].view(dtype)
 
     def free(self) -> None:
-        """Free the slots."""
+        """Free the memory of all slots."""
         for block in self._slots:
             if block is not None:
                 self._arena.free(block)

@@ -228,11 +228,11 @@ class SharedMemoryEngine:
         return self.progress.advance_started()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor in the arena; collectives on it need no copies."""
+        """Return a tensor in the arena (shared memory); collectives on it need no copies."""
         return self.transport.arena.empty(shape, dtype)
 
     def adopt(self, x: torch.Tensor) -> None:
-        """Move the storage of `x` into the arena, in place."""
+        """Move the storage of `x` into the arena (shared memory), in place."""
         self.transport.arena.adopt(x)
 
     def token(self) -> int:

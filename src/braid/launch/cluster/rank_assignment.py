@@ -58,7 +58,7 @@ class RankPlace(NamedTuple):
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Parse a list such as `a:2,b:2`; a host without number has one slot.
+    """Parse a list of hosts with their numbers of ranks, such as `a:2,b:2`; 1 if missing.
 
     Raises:
         ConfigError: An item is empty or malformed, or a host is named twice; the message lists all
@@ -94,7 +94,7 @@ def parse_hostfile(text: str, name: str = "hostfile") -> tuple[Host, ...]:
 
 
 def assign(hosts: Sequence[Host], num_ranks: int | None = None) -> tuple[RankPlace, ...]:
-    """Assign ranks to slots, host by host; hosts without ranks do not appear in the result.
+    """Assign ranks to the slots of hosts, host by host; the result has only hosts with ranks.
 
     Args:
         hosts: Hosts in the order of their ranks.

@@ -119,7 +119,7 @@ class MemberDriver:
         return min(due, default=None)
 
     def poll(self) -> None:
-        """Check the number of slots, and notify the user of ranks that are late."""
+        """Check the number of slots (places for ranks), and notify the user of late ranks."""
         self._name_missing()
         self._name_late()
         num_slots, notice = self._slots.poll() if self._slots is not None else (None, "")
@@ -153,7 +153,7 @@ class MemberDriver:
         self._execute(self.state.started(rank))
 
     def ready(self, process: Rank, message: Ready) -> None:
-        """Record that a process waits for the next epoch, or leaves the run."""
+        """Record that a process waits for the next change of the members, or leaves the run."""
         self._joining_ns.pop(process.rank, None)
         if not self._run.is_running:
             process.send(Stop(ENDING))

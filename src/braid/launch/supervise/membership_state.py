@@ -50,7 +50,7 @@ NO_EPOCH = -1
 
 
 class Begin(NamedTuple):
-    """Instruction: begin an epoch with these members.
+    """Instruction: begin an epoch, in which these are the members.
 
     Attributes:
         epoch: Number of the epoch, from 0.
@@ -64,7 +64,7 @@ class Begin(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Instruction: ask members to report ready for the next epoch at the end of their step."""
+    """Instruction: ask members to stop after their step, so that the members can change."""
 
     members: tuple[int, ...]
 
@@ -137,7 +137,7 @@ class MembershipState:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Members that are not ready for the next epoch while other members wait for it."""
+        """Members that are not ready for a change of members, while other members wait for it."""
         if not self._ready.keys() & set(self.members):
             return ()
         return tuple(member for member in self.members if member not in self._ready)
@@ -166,7 +166,7 @@ class MembershipState:
         return [Dismiss((rank,))] if self.is_over else []
 
     def ready(self, rank: int, epoch: int, num_steps: int) -> list[Order]:
-        """Record that a process waits for the next epoch; return the orders that follow.
+        """Record that a process waits for the next change of members; return the orders.
 
         Args:
             rank: The process.

@@ -16,7 +16,7 @@ class SlotSource(Protocol):
         ...
 
     def poll(self) -> tuple[int | None, str]:
-        """Return the number of slots if it has changed, and a notice for the user; never block."""
+        """Return the number of places if it changed, and a notice for the user; never block."""
         ...
 
     def lost(self) -> None:

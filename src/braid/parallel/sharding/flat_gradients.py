@@ -117,7 +117,7 @@ class FlatGradients:
             self._local[index] = grad.to(self.flat.dtypes.reduce)
 
     def launch(self) -> None:
-        """Copy the gradients of whole parameters and start their sum; both slots must be free."""
+        """Copy gradients to temporary memory (two slots, which must be free); start their sum."""
         self.is_launched = True
         self.slot.holder = self
         if self._part_slot is not None:
@@ -137,7 +137,7 @@ class FlatGradients:
         self._work = self._request.start(steps_by=StepsBy.WAITER)
 
     def finish(self) -> None:
-        """Wait for the averages, and release the slots."""
+        """Wait for the averages, and release the temporary memory (slots)."""
         if self._work is None:
             return
         work, self._work = self._work, None

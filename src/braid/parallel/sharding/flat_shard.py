@@ -201,7 +201,7 @@ class FlatShard:
             self._source.copy_(self._master, non_blocking=self.dtypes.pinned)
 
     def start_gather(self) -> None:
-        """Start to gather the whole vector; the slot must be free."""
+        """Start to gather the whole vector into its temporary memory, which must be free."""
         if self._gathering is not None:
             return
         assert self._request is not None, "use_slot comes first"
@@ -231,7 +231,7 @@ class FlatShard:
         return full
 
     def use_aside(self) -> None:
-        """Gather into new memory, since the slot is in use, and make parameters views of it."""
+        """Gather into new memory, since the slot is in use; parameters become views of it."""
         self._full = self.gather_aside()
         self._show()
 

@@ -43,7 +43,7 @@ def plan_slots(
     dtypes: Sequence[torch.dtype],
     allocate: Sequence[Allocate],
 ) -> list[Slot[Holder]]:
-    """Allocate one slot per key, with the length of the longest vector that uses it.
+    """Allocate one slot (temporary memory) per key, as long as the longest vector that uses it.
 
     Args:
         keys: Key of each vector; vectors with the same key use the slot in turn.

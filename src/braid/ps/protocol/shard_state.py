@@ -111,7 +111,7 @@ class ShardState:
     # -- events
 
     def configure(self, view: View) -> list[Instruction]:
-        """Continue with the chain of servers of a later epoch; ignore an earlier `view`."""
+        """Continue with the servers that a later directory names; ignore an earlier `view`."""
         if view.epoch <= self.view.epoch:
             return []
         was_head, is_first = self.is_head, self.view.epoch < 0

@@ -29,7 +29,7 @@ SMALLEST = 64  # buckets
 
 
 class HashIndex:
-    """Slots of ids. The owner stores the id of each slot, and passes these ids to the methods."""
+    """Map from ids to slots (row indices). The owner stores the id of each slot."""
 
     def __init__(self) -> None:
         self._buckets = torch.full((SMALLEST,), EMPTY)
@@ -41,7 +41,7 @@ class HashIndex:
         return len(self._buckets)
 
     def find(self, ids: torch.Tensor, ids_of_slots: torch.Tensor) -> torch.Tensor:
-        """Return the slots of ids, and -1 for ids without a slot.
+        """Return the slot (row index) of each id, and -1 for ids without a slot.
 
         Args:
             ids: Ids in any order; may repeat.

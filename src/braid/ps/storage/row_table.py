@@ -67,7 +67,7 @@ class RowTable:
         return sum(tensor.nbytes for tensor in tensors) + 8 * self._index.num_buckets
 
     def find(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the slot of each id, and -1 for ids without a row; shape [n] each."""
+        """Return the slot (row index) of each id, and -1 for ids without a row; shape [n] each."""
         return self._index.find(ids, self._ids)
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
@@ -95,17 +95,17 @@ class RowTable:
         return slots
 
     def remove(self, slots: torch.Tensor) -> None:
-        """Remove the rows of distinct slots."""
+        """Remove the rows at these distinct slots (row indices)."""
         self._index.remove(self._ids.index_select(0, slots), self._ids)
         self._live.index_fill_(0, slots, value=False)
         self._free = torch.cat([self._free, slots])
 
     def slots(self) -> torch.Tensor:
-        """Return the slots of all rows, shape [rows]."""
+        """Return the slots (indices) of all rows, shape [rows]."""
         return self._live[: self._size].nonzero().flatten()
 
     def ids(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the ids of slots, shape [n] each."""
+        """Return the ids of the rows at these slots, shape [n] each."""
         return self._ids.index_select(0, slots)
 
     def export(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

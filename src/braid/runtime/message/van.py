@@ -273,7 +273,7 @@ class Van(ABC):
                 self._state.allocators[message_type] = allocate
 
     def advance_epoch(self, epoch: int) -> None:
-        """Begin a later epoch: from now on, messages of earlier epochs are dropped and counted.
+        """Begin a later epoch (membership); messages of earlier epochs are dropped and counted.
 
         This holds for messages that wait on this node and for messages that arrive. Their senders
         are notified, and their next `send` raises StaleError.

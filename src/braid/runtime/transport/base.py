@@ -180,7 +180,7 @@ class MemoryTransport:
         self._peers.pull(rank, address, out)
 
     def fds(self) -> list[int]:
-        """Descriptors of doorbells, memory and pidfds, which a forked child must not keep."""
+        """Descriptors of pipes, memory and pidfds, which a forked child must not keep."""
         root = [self._root.file.fd] if self._root.file.fd >= 0 else []
         sockets = [fd for socket in self._sockets if (fd := socket.fileno()) >= 0]
         return [*self.bells.fds(), *self.arena.fds(), *root, *self.health.fds(), *sockets]

@@ -37,7 +37,7 @@ SHARED_MEMORY = "shared memory"
 
 
 class Shared(NamedTuple):
-    """Memory and doorbells that the ranks of one host share.
+    """Memory, and pipes that wake sleeping threads (doorbells), shared by the ranks of a host.
 
     Attributes:
         root: This rank's root: the memory in which peers find its other memory.

@@ -155,7 +155,7 @@ class Doorbells:
         return [fd for pipe in self._pipes for fd in pipe]
 
     def acquire(self) -> int:
-        """Take a doorbell for this thread and return its number.
+        """Take a doorbell (a pipe that wakes this thread) and return its number.
 
         Returns -1 if all doorbells are in use; the thread then wakes only at the end of its sleep.
         """
@@ -273,7 +273,7 @@ class Waiter:
 
 
 class Sleep:
-    """A doorbell slot that one thread holds while it sleeps."""
+    """Context in which a thread may sleep; it holds a doorbell (a pipe that wakes it)."""
 
     def __init__(self, bells: Doorbells) -> None:
         self._bells = bells

@@ -36,7 +36,7 @@ SCRIPT = "--host-discovery-script"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticPlan:
-    """Limits of an elastic job, and the slots for its ranks.
+    """Limits of an elastic job, and the slots (places) for its ranks.
 
     Attributes:
         num_ranks: Number of ranks to begin with.
@@ -154,7 +154,7 @@ def hosts_of_script(text: str, slots_per_host: int) -> tuple[Host, ...]:
 
 
 def local_slots(hosts: Sequence[Host], is_here: Callable[[str], bool]) -> int:
-    """Return the number of slots on this host.
+    """Return the number of slots (places for ranks) on this host.
 
     Raises:
         ConfigError: Some hosts are not this host.

@@ -129,7 +129,7 @@ class HostSlots(AbstractContextManager["HostSlots"]):
         return self._clock.after_ns(LOOK_S) if self._run is not None else self._next_ns
 
     def lost(self) -> None:
-        """Block a slot after the death of a rank: permanently, or each time twice as long."""
+        """Block a slot (place of a rank) after a death: permanently, or each time twice as long."""
         rests_ns = float("inf")
         if self._plan.cooldown_s is not None:
             low, high = self._plan.cooldown_s

@@ -80,7 +80,7 @@ class Inbox:
         self._farewells.append((peer, notice))
 
     def drop_before(self, epoch: int) -> list[Peer]:
-        """Drop the messages of epochs before `epoch`; return the sender of each dropped message."""
+        """Drop the messages of earlier memberships (epochs); return the sender of each one."""
         dropped = [entry for entry in self._waiting if entry[4].epoch < epoch]
         if dropped:
             self._waiting = [entry for entry in self._waiting if entry[4].epoch >= epoch]
