@@ -40,7 +40,7 @@ HOOKS = ("_optimizer_", "_hook_for_profile", "_zero_grad_profile_name", "_patche
 
 
 def ring_of(group: Group) -> list[int]:
-    """Return the members in ring order; neighbours are on different hosts if there are several."""
+    """Return the members in the order of copies; neighbours are on different hosts if possible."""
     nodes = getattr(group.engine, "nodes", None)
     if nodes is None:
         return list(range(group.size))

@@ -264,6 +264,6 @@ def stage_rows(
 
 
 def staged_row(ch: Channel, peer: int, numel: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the `numel` elements that `peer` staged here by `stage_rows` with `stride`."""
+    """Return the elements that `peer` has copied for this rank by `stage_rows`."""
     low = ch.rank * stride
     return ch.peek(peer, stride * ch.size, dtype)[low : low + numel]

@@ -99,7 +99,7 @@ class GraphNodes(nn.Module):
 
     @property
     def training(self) -> bool:
-        """Whether the segment is in training mode, or the module `whole` of `share_modules` is."""
+        """Whether the segment, or the module that shares its modules, is in training mode."""
         return self._whole[0].training if self._whole else self._is_training
 
     @training.setter

@@ -51,7 +51,7 @@ def step_plan(
     key: PlanKey,
     loss: LossSpec | None,
 ) -> StepPlan:
-    """Return a new plan, in which the loss is on the device of the first result.
+    """Return a plan that computes the values of `key`; the loss is with the first result.
 
     Args:
         number: Number of the plan.
