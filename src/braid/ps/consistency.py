@@ -71,7 +71,7 @@ class Consistency:
 
     @property
     def by_clock(self) -> bool:
-        """Whether pushes of a clock are applied together."""
+        """Whether pushes of one clock (a step of all workers) are applied together."""
         return self.staleness == 0
 
 

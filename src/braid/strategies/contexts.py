@@ -136,7 +136,7 @@ def _check_is_replica(name: str) -> None:
 
 
 def checked_op(op: str) -> str:
-    """Return `sum` or `mean` for a name, or for an enum member of this name, as TensorFlow's.
+    """Return `sum` or `mean` for this name, or for an enum member of TensorFlow with the name.
 
     Raises:
         ConfigError: The name is neither `sum` nor `mean`.

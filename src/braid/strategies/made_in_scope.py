@@ -212,7 +212,7 @@ class MadeInScope:
                     raise ConfigError(msg)
 
     def redirect(self) -> None:
-        """From now on, redirect calls of each object to the current replica's copy."""
+        """Make each object pass its calls to the current replica's copy, from now on."""
         whole = {id(module) for module in self.modules()}
         for ref in self._objects:
             thing = ref()

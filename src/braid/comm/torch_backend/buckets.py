@@ -43,7 +43,7 @@ class BucketStorages:
         self._off = group.size == 1 or not group.engine.capabilities.adopts
 
     def note(self, x: torch.Tensor) -> None:
-        """Count a reduction of a tensor inside backward; move the tensor the second time."""
+        """Count a tensor's reductions inside backward; at the second, move it to shared memory."""
         nbytes = x.numel() * x.element_size()
         if self._off or nbytes < BUCKET_BYTES:
             return

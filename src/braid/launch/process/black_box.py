@@ -47,7 +47,7 @@ class BlackBox(AbstractContextManager["BlackBox"]):
 
     @property
     def has_events(self) -> bool:
-        """Whether the rank recorded anything."""
+        """Whether the rank recorded any event."""
         return self.ring.written > 0
 
     @property

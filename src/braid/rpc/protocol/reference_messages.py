@@ -49,7 +49,7 @@ class Fork(msgspec.Struct, tag="rpc.fork", frozen=True):
 
 
 class Forked(msgspec.Struct, tag="rpc.forked", frozen=True):
-    """The owner's answer to `Fork`: the fork is registered, or the owner has no such value."""
+    """The owner's answer to a user: the reference is registered, or the value does not exist."""
 
     fork: Id
     is_known: bool

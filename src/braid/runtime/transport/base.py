@@ -186,7 +186,7 @@ class MemoryTransport:
         return [*self.bells.fds(), *self.arena.fds(), *root, *self.health.fds(), *sockets]
 
     def open_fds(self) -> list[int]:
-        """Return `fds`; empty once the transport is closed, since other files may reuse them."""
+        """Return the open descriptors of `fds`; none once the transport is closed."""
         return [] if self.closed else self.fds()
 
     def keep_from_children(self, sockets: Iterable[_OpenSocket]) -> None:

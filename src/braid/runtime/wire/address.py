@@ -22,7 +22,7 @@ _FORMS = "write unix:@name, unix:/path or tcp://host:port"
 
 
 class Address(NamedTuple):
-    """Address of a listener.
+    """Address on which a process accepts connections: a unix socket, or a host and a port.
 
     Attributes:
         path: Path of a unix socket; begins with `@` when abstract. Empty for TCP.

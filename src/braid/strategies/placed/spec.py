@@ -35,7 +35,7 @@ _FIELD = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """Name of a device; None for a field that is not named.
+    """Fields of a device's name, such as `/job:worker/task:1/cpu:0`; None if left out.
 
     Attributes:
         job: Job of the task, such as `worker`.

@@ -34,7 +34,7 @@ class FusedBatch(NamedTuple):
 
     @property
     def request(self) -> Request:
-        """Request of the first response, for the fields that all responses have in common."""
+        """The first response's request, whose type, dtype and the like hold for the whole batch."""
         return self.responses[0].request
 
     @property

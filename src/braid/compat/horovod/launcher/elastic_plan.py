@@ -83,7 +83,7 @@ def wants_elastic(flags: Flags) -> bool:
 def elastic_plan(
     flags: Flags, hosts: Sequence[Host], is_here: Callable[[str], bool]
 ) -> ElasticPlan:
-    """Return the elastic part of a job.
+    """Return the options of an elastic job, whose ranks may leave and join.
 
     Args:
         flags: Options and command.

@@ -108,7 +108,7 @@ class Executed(Generic[Reply]):
             requests.replies[timestamp] = reply
 
     def waiting(self) -> list[str]:
-        """Return lines of text about requests that the program's handles have not answered."""
+        """Return lines of text about requests that the program's functions have not answered."""
         counts = {
             stream: sum(reply is None for reply in requests.replies.values())
             for stream, requests in self._streams.items()
