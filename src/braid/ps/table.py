@@ -35,7 +35,7 @@ __all__ = ["Table", "TableSpec"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSpec:
-    """Specification of a table, the same on all nodes.
+    """Specification of a table (parameters on servers), the same on all nodes.
 
     Attributes:
         name: Name of the table.
@@ -68,7 +68,7 @@ class TableSpec:
 
 
 class Table:
-    """A table, as a worker uses it.
+    """A table of parameters on servers, as a worker uses it.
 
     Args:
         customer: Customer of this worker; None on servers and the scheduler.

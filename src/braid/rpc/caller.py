@@ -68,7 +68,7 @@ class OutgoingCall(NamedTuple):
 
 @dataclass(eq=False)
 class Caller:
-    """Calls that a node makes.
+    """Makes the calls of a node: sends them, and completes their results.
 
     Attributes:
         peers: Sends the calls.

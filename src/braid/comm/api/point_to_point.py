@@ -16,7 +16,7 @@ X = TypeVar("X", bound=Data)
 
 
 class PointToPoint(Face):
-    """Public calls send and recv.
+    """Sends and receives tensors between two members of a group.
 
     Messages of one pair and tag keep their order; messages with different tags may be received in
     any order.

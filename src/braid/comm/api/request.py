@@ -82,7 +82,7 @@ class Numbers:
 
 
 class Request:
-    """An operation registered with `Group.persistent`.
+    """An operation that is prepared once, with `Group.persistent`, and started often.
 
     Attributes:
         result: Result of the last start that has ended.

@@ -131,7 +131,7 @@ class C10dEngine:
         """Do nothing: the backend chooses its algorithms."""
 
     def explain(self) -> str:
-        """Return a text: the backend chooses its algorithms."""
+        """Return the text that the backend of torch chooses its algorithms itself."""
         return f"{self.size} ranks, {self._group.name()} chooses its algorithms itself"
 
     def record(self) -> dict[str, list[tuple[int, str]]]:

@@ -97,7 +97,7 @@ class Collective:
 
 
 class Describer:
-    """Cache of the descriptions that one group has used.
+    """Keeps the texts that describe a group's operations in records and messages.
 
     Args:
         names: Name table of this rank, which peers read.

@@ -30,7 +30,7 @@ DUPLICATE = re.compile(
 
 
 class MemberOperation(NamedTuple):
-    """Description of one member's operation.
+    """Description of the operation that a member of a group has called.
 
     Attributes:
         rank: Global rank.

@@ -89,7 +89,7 @@ class GroupStatistics:
 
 
 class EngineRequest(Protocol):
-    """An engine's part of a persistent request."""
+    """An engine's part of a persistent request, an operation that is started often."""
 
     def start(self, collective: Collective, scale: float | None, steps_by: StepsBy) -> Work:
         """Start the operation again.
@@ -144,7 +144,7 @@ class Engine(Protocol):
         ...
 
     def record(self) -> dict[str, list[tuple[int, str]]]:
-        """Return the choices as data: operation -> [(from bytes, algorithm)]; empty if unknown."""
+        """Return algorithms by size: operation -> [(from bytes, algorithm)]; empty if unknown."""
         ...
 
     def run(self, collective: Collective) -> None:

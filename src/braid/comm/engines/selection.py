@@ -268,7 +268,7 @@ class Selection:
         return "\n".join(lines)
 
     def record(self) -> dict[str, list[tuple[int, str]]]:
-        """Return the choices as data: operation -> [(from bytes, algorithm)]."""
+        """Return algorithms by size: operation -> [(from bytes, algorithm)]."""
         return {
             kind: list(zip([0, *bounds], names, strict=True))
             for kind, (bounds, names) in ((kind, self._table(kind)) for kind in _KINDS)

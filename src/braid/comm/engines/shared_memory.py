@@ -195,7 +195,7 @@ class SharedMemoryEngine:
         return self.selection.explain()
 
     def record(self) -> dict[str, list[tuple[int, str]]]:
-        """Return the choices as data."""
+        """Return the algorithm of each operation by size; see `Engine.record`."""
         return self.selection.record()
 
     def run(self, collective: Collective) -> None:

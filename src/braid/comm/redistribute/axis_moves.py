@@ -43,7 +43,7 @@ class AxisState(NamedTuple):
 
 
 class AxisMove(NamedTuple):
-    """Change along one axis: an edge of the planner's graph.
+    """Change of a tensor's layout along one mesh axis: an edge of the planner's graph.
 
     Attributes:
         kind: slice, all_gather, all_to_all, reduce_scatter or all_reduce.

@@ -56,7 +56,7 @@ class NodeMap(NamedTuple):
         return next(host for host in self.hosts if member in host)
 
     def slice(self, member: int) -> int:
-        """Return the slice that `member` works on; -1 for none."""
+        """Return the number of the slice of a tensor that `member` works on; -1 for none."""
         index = self.local_peers(member).index(member)
         return index if index < self.num_slices else -1
 

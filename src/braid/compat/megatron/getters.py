@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class GroupGetter(Protocol):
-    """Function that returns a group."""
+    """Function of Megatron's `parallel_state` that returns a process group."""
 
     def __call__(self, check_initialized: bool = True) -> Any:
         """Return the group; raise if there is none and `check_initialized`, else return None."""

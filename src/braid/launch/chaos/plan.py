@@ -28,7 +28,7 @@ SLOW_S = 0.5  # seconds for which a slow rank is stopped, and then goes on
 
 
 class Fault(NamedTuple):
-    """One planned fault.
+    """A planned fault, such as the death of a rank.
 
     Attributes:
         at_s: Seconds after the first step of the run.

@@ -292,7 +292,10 @@ class _Agent(AbstractContextManager["_Agent"]):
             try:
                 os.chdir(greeting.cwd)
             except OSError as exc:
-                problem = f"cannot run in the directory {greeting.cwd}: {exc.strerror}"
+                problem = (
+                    f"cannot run in the directory {greeting.cwd}: {exc.strerror}; make it on this "
+                    "host as well, or run in a directory that all hosts have"
+                )
         assert self._secret is not None
         self._probe_listener = ProbeListener(
             self._node, interfaces(), self._run_id, self._secret, self._clock

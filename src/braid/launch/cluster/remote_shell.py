@@ -118,7 +118,7 @@ class LocalPlacement:
     """Starts an agent on this host."""
 
     def start(self) -> Placed:
-        """Start the agent."""
+        """Start the agent on this host; return its process and pipes."""
         return _placed([sys.executable, *AGENT], "this host", "is there an interpreter?")
 
 

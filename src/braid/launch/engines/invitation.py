@@ -28,7 +28,7 @@ OF_ONE_PROCESS = (
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
-    """Invitation of a launcher to the agents of all nodes.
+    """Data with which agents (braid's processes on the nodes) join their launcher.
 
     Attributes:
         addresses: Addresses of the launcher.

@@ -34,7 +34,7 @@ STYLES = {"training": "green", "running": "green", "lost": "red", "failed": "red
 
 @dataclass(kw_only=True, slots=True)
 class RankStatus:
-    """State of one rank.
+    """State of one rank of a run, for display.
 
     Attributes:
         rank: Rank.

@@ -99,7 +99,7 @@ class BackwardState:
         return self.total_weight if self.is_weighted else 1.0
 
     def begin(self, phase: BackwardPhase) -> None:
-        """Begin a backward of this kind."""
+        """Begin a backward of the kind `phase`, without gradients and weights so far."""
         self.phase = phase
         self.has_gradient = False
         self.weights.clear()

@@ -47,7 +47,7 @@ def device_scope(device: str | None) -> Iterator[None]:
 
 @contextmanager
 def whole_call(module: str) -> Iterator[None]:
-    """Return a context for code that is captured as one call of a module."""
+    """Return a context for code that a graph contains as one call of a module."""
     token = _WHOLE.set(module or "the model")
     try:
         yield

@@ -26,7 +26,7 @@ STAGES = (1, 2, 3)
 
 
 class Layouts(NamedTuple):
-    """Layouts of a flat vector of parameters.
+    """Layouts (parts on each rank) of a flat vector of parameters, by phase of a step.
 
     Attributes:
         compute: Layout in forward and backward.

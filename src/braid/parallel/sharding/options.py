@@ -69,7 +69,7 @@ class ShardingOptions:
         raise_all(problems)
 
     def dtypes_of(self, dtype: torch.dtype) -> Dtypes:
-        """Return the dtypes of a flat vector of parameters."""
+        """Return the dtypes in which a flat vector of parameters is computed, kept and reduced."""
         compute = self.param_dtype or dtype
         return Dtypes(
             compute=compute,

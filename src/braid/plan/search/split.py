@@ -74,7 +74,7 @@ class Split:
 
     @property
     def samples(self) -> int:
-        """Number of ranks with different samples."""
+        """Number of ranks that each train on their own samples of a batch."""
         return self.dp * self.ep
 
     @property

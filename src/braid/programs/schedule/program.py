@@ -54,7 +54,7 @@ class Action(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of action in a vocabulary.
+    """A kind of action that programs (schedules of ranks' actions) may contain.
 
     Attributes:
         role: send, receive, or local for actions without peer.

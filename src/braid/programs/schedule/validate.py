@@ -54,7 +54,7 @@ class Violation(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Rules of a vocabulary, in addition to the rules of all programs.
+    """Rules of the programs with one set of actions, beside the rules of all programs.
 
     Attributes:
         before: Function that checks actions before messages are matched.

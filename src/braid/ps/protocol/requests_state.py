@@ -31,7 +31,7 @@ OnAnswer: TypeAlias = Callable[[Delivery, tuple[int, ...]], None]
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """A request in flight.
+    """A request that not all nodes have answered.
 
     Attributes:
         parts: Parts of the request, such as shards.

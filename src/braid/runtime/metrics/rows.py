@@ -45,7 +45,7 @@ EXACT = 1 << 53  # integers below it are exact as floats, to which readers conve
 
 
 def row_of(step: object, values: Mapping[str, Any], measured: Mapping[str, float]) -> Row:
-    """Return the row of one step.
+    """Return a step's numbers as a row of the metrics file.
 
     Args:
         step: Number of the step.

@@ -28,7 +28,7 @@ STORE_LIMITS = FrameLimits(max_buffers=1, max_frame_bytes=256 << 20)
 
 
 class StoreCall(msgspec.Struct, array_like=True, frozen=True):
-    """A request of a client.
+    """A client's request to the store, which keeps values by key for all ranks.
 
     Attributes:
         number: Number that the client gave to the request.

@@ -72,7 +72,7 @@ class Operations:
         self._operations.insert(0, operation)
 
     def choose(self, batch: FusedBatch) -> BatchOperation:
-        """Return the first operation that suits a batch.
+        """Return the first registered operation that can carry out a batch.
 
         Raises:
             CommError: No operation suits the batch.

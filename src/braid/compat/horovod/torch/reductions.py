@@ -81,7 +81,7 @@ def chosen_op(op: Any, average: Any = None) -> ReduceOp:
 
 
 def engine_op(op: ReduceOp, tensor: torch.Tensor) -> str:
-    """Return the engine's name of a reduction.
+    """Return the name under which braid's engine knows a reduction.
 
     Raises:
         ConfigError: Adasum does not support the dtype.

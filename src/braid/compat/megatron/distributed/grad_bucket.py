@@ -22,7 +22,7 @@ __all__ = ["BucketOptions", "MegatronBucket"]
 
 
 class BucketOptions(NamedTuple):
-    """Options of the reduction of a bucket.
+    """Options of the sum of a bucket's gradients over ranks.
 
     Attributes:
         scale: Factor of gradients.

@@ -63,7 +63,7 @@ class ScheduleCall(NamedTuple):
 
 
 class ScheduleRun:
-    """Driver of this rank's actions; used for one call.
+    """Carries out this rank's actions of a pipeline's schedule, in one call of it.
 
     Args:
         program: Order of actions of all ranks.

@@ -51,7 +51,7 @@ class DividedLayer(nn.Module):
 
     @property
     def group(self) -> Group:
-        """Braid's group behind `tp_group`."""
+        """Braid's group of the layer's tensor parallel ranks, for `tp_group`."""
         return braid_group(self.tp_group)
 
     def _device(self) -> torch.device:

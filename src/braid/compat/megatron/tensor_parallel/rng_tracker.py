@@ -51,7 +51,7 @@ def _generator() -> torch.Generator:
 
 
 class CudaRNGStatesTracker:
-    """States of the random generator by name.
+    """Keeps named states of the random generator, and draws from the one that is chosen.
 
     Args:
         use_cudagraphable_rng: Must be False.
