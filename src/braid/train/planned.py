@@ -176,7 +176,7 @@ def followed(config: TrainConfig, plan: Plan | PipeDreamPlan) -> TrainConfig:
         if value not in {planned, getattr(default, name)}:
             option = f"--{name.replace('_', '-')} {value}"
             if name == "mesh" and config.versions:  # it chooses a mesh
-                option = f"--versions {config.versions}, which trains on {given}"
+                option = f"--versions {config.versions}, which trains on {option}"
             differing.append(f"{option} (the plan has {planned or 'none'})")
     if differing:
         msg = f"these options contradict --plan, leave them out: {', '.join(differing)}"
