@@ -564,6 +564,16 @@ def test_a_called_function_that_computes_is_no_hang():
     assert find_hang(callers(RUNS), now_ns=NOW, limit_ns=LIMIT) is None
 
 
+def test_a_called_function_that_calls_others_in_turn_is_no_hang():
+    """On a busy host it gets few cores: it was seen between two calls."""
+    views = callers(SLEEPS)
+    made = operation(20, 99.5, 0.2, name="call(job:relay, to rank 0)", channel=20)
+    views[2] = RankView(2, 812, (serve(11, 1), made), SLEEPS, SERVES)
+    assert find_hang(views, now_ns=NOW, limit_ns=LIMIT) is None
+    views[2] = RankView(2, 812, (serve(11, 1), made._replace(t_ns=86 * S)), SLEEPS, SERVES)
+    assert find_hang(views, now_ns=NOW, limit_ns=LIMIT).missing_ranks == (2,)
+
+
 def test_calls_in_a_circle_are_a_deadlock():
     report = find_hang(callers(SLEEPS, call(20, 0)), now_ns=NOW, limit_ns=LIMIT)
     assert report.waiting_ranks == (0, 1, 2)

@@ -144,7 +144,9 @@ def find_hang(
         missing = {r for r in missing if r in by_rank and (by_rank[r].ended or by_rank[r].stack)}
     elif not missing and (_moves(involved) or _new_calls(involved, now_ns - limit_ns)):
         return None
-    elif missing and _computes(involved, [by_rank[rank] for rank in missing if rank in by_rank]):
+    elif missing and _serves(
+        involved, [by_rank[rank] for rank in missing if rank in by_rank], now_ns - limit_ns
+    ):
         return None  # a long computation is not a hang
     cases = [
         HangCase(by_rank[rank], by_rank[rank].thread, tuple(involved), now_ns)
@@ -261,11 +263,20 @@ def _is_busy(blocked: Blocked) -> bool:
     return (blocked.view.process.cpu_share or 0.0) >= BUSY_CORES
 
 
-def _computes(involved: Sequence[Blocked], missing: Sequence[RankView]) -> bool:
-    """Return whether ranks wait only for calls, and the ranks that serve them compute."""
+def _serves(involved: Sequence[Blocked], missing: Sequence[RankView], since_ns: int) -> bool:
+    """Return whether ranks wait only for calls, which other ranks serve with computations or calls.
+
+    A rank that calls others in turn may use little of a busy host's cores.
+    """
     return all(b.operation.is_call for b in involved) and all(
-        view.services and (view.process.cpu_share or 0.0) >= BUSY_CORES for view in missing
+        view.services
+        and ((view.process.cpu_share or 0.0) >= BUSY_CORES or _last_ns(view) > since_ns)
+        for view in missing
     )
+
+
+def _last_ns(view: RankView) -> int:
+    return 0 if view.last is None else view.last.end_ns
 
 
 def _without_missing(involved: Sequence[Blocked]) -> Cause:
