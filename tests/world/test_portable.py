@@ -77,7 +77,7 @@ def _only_possible_algorithms(group: Group) -> tuple[bool, str]:
 def test_portable_ranks_choose_what_is_possible_and_refuse_the_rest(portable):
     for possible_only, text in portable(3, _only_possible_algorithms):
         assert possible_only
-        assert "choose one of direct, two_phase, hierarchical, staged, " in text
+        assert "choose one of direct, two_phase, hierarchical, " in text
         assert "registered" not in text.partition(": choose one of")[2]
 
 

@@ -44,7 +44,7 @@ class TrainingCheckpoints:
         Args:
             group: The members.
             model: Model, whole or on a mesh.
-            state: Objects whose states belong together.
+            state: Model, optimizer and other objects of the training.
             progress: Further plain values to save, such as the number of steps.
         """
         parts: dict[str, Any] = {PROGRESS: _Values(dict(progress)), **state.others}

@@ -239,7 +239,7 @@ def refuse_changes(
     """Raise if the state was changed outside of an update, since ranks could then differ.
 
     Args:
-        state: Objects whose states belong together.
+        state: Model, optimizer and other objects of the training.
         before: `fingerprint` of these objects after the last update.
         records: Trained parameters; they must not be frozen or unfrozen either.
 

@@ -11,7 +11,7 @@ or hooks, or a loaded optimizer state, make new copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ class ReplicaCopies:
     Args:
         made: The program's objects.
         replicas: The replicas.
-        average: Called in each replica with its objects, index and group; averages its gradients
-            from then on and returns hooks, which are removed with the copies.
+        average: Called in each replica with its objects, index, group and a list; averages its
+            gradients from then on, and adds hooks to the list, which are removed with the copies.
 
     Attributes:
         objects: Objects of each replica; empty until they are made.
@@ -42,7 +42,7 @@ class ReplicaCopies:
         self,
         made: MadeInScope,
         replicas: LocalReplicas,
-        average: Callable[[ReplicaObjects, int, Group], Sequence[Any]],
+        average: Callable[[ReplicaObjects, int, Group, list[Any]], None],
     ) -> None:
         self._made = made
         self._replicas = replicas
@@ -128,7 +128,7 @@ class ReplicaCopies:
         self._note(first.digests() if others else torch.empty(0))
 
     def _begin_average(self, index: int, group: Group) -> None:
-        self._hooks.extend(self._average(self.objects[index], index, group))
+        self._average(self.objects[index], index, group, self._hooks)
 
     def _become_stale(self, _optimizer: object) -> None:
         """Note that the program has loaded a state that is missing in the other replicas."""

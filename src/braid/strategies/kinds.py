@@ -122,15 +122,16 @@ class CentralStorageStrategy(Strategy):
             devices.insert(0, first)
         super().__init__(ThreadReplicas(devices))
 
-    def _average_gradients(self, objects: ReplicaObjects, index: int, group: Group) -> list[Any]:
-        hooks = super()._average_gradients(objects, index, group)
+    def _average_gradients(
+        self, objects: ReplicaObjects, index: int, group: Group, hooks: list[Any]
+    ) -> None:
+        super()._average_gradients(objects, index, group, hooks)
         for optimizer in objects.optimizers:
             central = _CentralStep(group)
             hooks += [
                 optimizer.register_step_pre_hook(central.before),
                 optimizer.register_step_post_hook(central.after),
             ]
-        return hooks
 
 
 class _CentralStep:

@@ -331,9 +331,10 @@ class Strategy:
             return None
         return self._copies.objects[self.local_index(replica)].copies.get(id(thing))
 
-    def _average_gradients(self, objects: ReplicaObjects, index: int, group: Group) -> list[Any]:
-        """Average a replica's gradients from now on; return hooks to remove at the end."""
-        hooks: list[Any] = []
+    def _average_gradients(
+        self, objects: ReplicaObjects, index: int, group: Group, hooks: list[Any]
+    ) -> None:
+        """Average a replica's gradients from now on; add hooks to remove at the end to `hooks`."""
         for x in objects.tensors().values():
             group.broadcast(x.detach(), 0)
         named = objects.named()
@@ -342,7 +343,6 @@ class Strategy:
             of_optimizer = [(name, p) for name, p in named if id(p) in params]
             hooks += self._average(objects, index, group, optimizer, of_optimizer)
             hooks.append(optimizer.register_step_pre_hook(partial(average_closure, group)))
-        return hooks
 
     def _average(
         self, objects: ReplicaObjects, index: int, group: Group, optimizer: Any, named: list[Any]

@@ -234,6 +234,7 @@ class Channel:
         line[at + 1] = staging.address
         line[at + 2] = self.site
         line[0] = self.value = value  # last: a peer that sees it sees the entry and the data
+        staging.parity = 1 - parity
         publish, line_address = self.transport.publish, self._address
         if not wake:
             assert staging.nbytes == 0, "staged data must be sent with its step"
@@ -245,7 +246,6 @@ class Channel:
             )
         staging.address = staging.nbytes = 0
         staging.parts = None
-        staging.parity = 1 - parity
         return value
 
     def wake(self) -> None:

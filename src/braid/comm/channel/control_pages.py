@@ -269,7 +269,8 @@ class ControlPages:
         words[_VALUE] = value
         words[_REASON] = self.transport.names.add(reason, last_words=True) if reason else 0
         words[_STATE] = healthy | code | channel << 8
-        self.end_reason = reason  # after the state, which tells the kind of end
+        # after the state, which tells the kind of end
+        self.end_reason = reason or "this rank has closed it"
         self._publish_directory()
 
     def text_of(self, member: int, digest: int) -> str:

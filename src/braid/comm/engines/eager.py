@@ -7,9 +7,10 @@ Idea: all of that serves messages that wait, queue or fail. Most small messages 
 slot is free, and the message arrives while the receiver spins. `EagerMessages` carries out this
 case only. In any other it changes nothing and returns False, and the engine makes an operation,
 which has every check and every error. Both use the same lines and slots (see `send`), so each end
-decides alone.
+decides alone. As with an operation, an exception (such as KeyboardInterrupt) ends the group, since
+a message may be half sent or half received.
 
-Cost: one copy on each end, and no system call while the peer runs.
+Cost: one copy on each end; no system call if the message has arrived.
 
 Source: the eager protocol of MPI implementations; see `send`.
 """
@@ -22,17 +23,26 @@ import torch
 
 from braid.comm.algorithms.receive import Mailbox
 from braid.comm.algorithms.send import EAGER_BYTES, Envelope, stage
-from braid.comm.channel.control_pages import ControlPages
+from braid.comm.channel.control_pages import ABANDONED, ControlPages
 from braid.comm.engines.collective import Collective
 from braid.comm.engines.engine import GroupStatistics
+from braid.comm.engines.operation import call_back, stop_reason
 from braid.comm.engines.progress import Progress
 from braid.runtime.events import Recorder
 
-__all__ = ["EagerMessages", "Sent"]
+__all__ = ["EagerMessages", "SentMessage"]
+
+# torch changes bytes of other dtypes, or has no copy for them
+COPIED_BYTE_BY_BYTE = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    }
+)
 
 
-class Sent:
-    """Counterpart of `Operation` for a message that was sent at once.
+class SentMessage:
+    """Counterpart of `Operation` for a message that was sent without one.
 
     Args:
         text: Description of the message.
@@ -51,7 +61,7 @@ class Sent:
 
     def on_done(self, call: Callable[[], None]) -> None:
         """Call `call` immediately: the message has been sent."""
-        call()
+        call_back(call)
 
     def wait(self, _timeout_s: float | None = None) -> None:
         """Do nothing: the message has been sent."""
@@ -95,10 +105,14 @@ class EagerMessages:
         with progress.ordering:
             if not progress.is_free(channel) or self._acks.counter(c.peer) < channel.value - 1:
                 return False
-            channel.digest = c.digest
-            channel.site = c.site
-            stage(channel, c.ins[0], Envelope(c.tag, c.nbytes, 0))
-            value = channel.publish()
+            try:
+                channel.digest = c.digest
+                channel.site = c.site
+                stage(channel, c.ins[0], Envelope(c.tag, c.nbytes, 0))
+                value = channel.publish()
+            except BaseException as exc:
+                pages.stop(ABANDONED, reason=stop_reason(c.text, exc))
+                raise
         self._note(c, start_ns, channel.index, value)
         return True
 
@@ -111,9 +125,21 @@ class EagerMessages:
         words, value = line.channel.line(c.peer), line.channel.value + 1
         if words is None:
             return False
-        waited_ns = self._pages.transport.waiter.spin(lambda: words[0] >= value)
-        if waited_ns < 0 or not self._mailbox.take(line, c.outs[0], c.tag, c.digest):
-            return False
+        waited_ns, pages = 0, self._pages
+        try:
+            if words[0] < value:
+                waited_ns = pages.transport.waiter.spin(
+                    lambda: words[0] >= value or bool(pages.end_reason)
+                )
+            if (
+                waited_ns < 0
+                or pages.end_reason  # another thread has closed the group
+                or not self._mailbox.take(line, c.outs[0], c.tag, c.digest)
+            ):
+                return False
+        except BaseException as exc:
+            pages.stop(ABANDONED, reason=stop_reason(c.text, exc))
+            raise
         self._statistics.waited_ns += waited_ns
         self._note(c, start_ns, line.channel.index, value)
         return True
@@ -122,6 +148,7 @@ class EagerMessages:
         return (
             self._possible
             and c.nbytes <= EAGER_BYTES
+            and c.dtype in COPIED_BYTE_BY_BYTE
             and (c.copies is None or not c.copies.needed)
             and not self._pages.end_reason
             and self._events.listener is None

@@ -34,7 +34,7 @@ from braid.errors import (
 from braid.runtime.events import Recorder, Span
 from braid.runtime.transport import DeviceWait, Wait, WaitAny
 
-__all__ = ["Operation", "OperationSteps"]
+__all__ = ["Operation", "OperationSteps", "call_back", "stop_reason"]
 
 LEFT_GRACE_S = 0.1
 MISMATCH_GRACE_S = 2.0  # seconds to wait for missing ranks before the table is made
@@ -310,8 +310,7 @@ class Operation:
                 if not (self.pages.shares or departed):
                     self.pages.stop(ABANDONED, value=exc.rank + 1, reason=f"{exc}")
             else:
-                where = "" if self.text in str(exc) else f" in {self.text}"
-                self.pages.stop(ABANDONED, reason=f"{type(exc).__name__}{where}: {exc}")
+                self.pages.stop(ABANDONED, reason=stop_reason(self.text, exc))
             self._finish()
 
     def _explain(self, exc: BaseException) -> BaseException:
@@ -365,7 +364,7 @@ class Operation:
             if not self.done:
                 self._ended.append(call)
                 return
-        _call_back(call)
+        call_back(call)
 
     def note_wait(self, waited_ns: int) -> None:
         """Record that a thread has waited `waited_ns` for this operation."""
@@ -391,7 +390,13 @@ class Operation:
         if self._ended:
             ended, self._ended = self._ended, []  # callbacks refer to results
             for call in ended:
-                _call_back(call)
+                call_back(call)
+
+
+def stop_reason(text: str, exc: BaseException) -> str:
+    """Return why a rank leaves a group, for the other members, after an error in `text`."""
+    where = "" if text in str(exc) else f" in {text}"
+    return f"{type(exc).__name__}{where}: {exc}"
 
 
 def _awaited(wait: Wait | WaitAny | DeviceWait) -> list[int]:
@@ -401,7 +406,7 @@ def _awaited(wait: Wait | WaitAny | DeviceWait) -> list[int]:
     return [one.peer for one in (wait.waits if isinstance(wait, WaitAny) else (wait,))]
 
 
-def _call_back(call: Callable[[], None]) -> None:
+def call_back(call: Callable[[], None]) -> None:
     """Call `call`; report an exception to `threading.excepthook`, so that steps can continue."""
     try:
         call()

@@ -25,7 +25,7 @@ from braid.comm.channel.channel import Channel
 from braid.comm.channel.control_pages import ABANDONED, CLOSED, ControlPages
 from braid.comm.engines.by_program import by_program
 from braid.comm.engines.collective import Collective
-from braid.comm.engines.eager import EagerMessages, Sent
+from braid.comm.engines.eager import EagerMessages, SentMessage
 from braid.comm.engines.engine import Capabilities, GroupStatistics
 from braid.comm.engines.operation import Operation, OperationSteps
 from braid.comm.engines.progress import Progress
@@ -212,7 +212,10 @@ class SharedMemoryEngine:
         """Start a collective after the operations started on its channel."""
         progress, result, source = self.progress, collective.result, collective.source
         if collective.kind == "send" and self._eager.send(collective):
-            return Work(Sent(collective.text), Sent.wait, Sent.wait, result, source)
+            if steps_by is StepsBy.CALLER and not progress.idle:
+                progress.advance_started()
+            sent = SentMessage(collective.text)
+            return Work(sent, SentMessage.wait, SentMessage.wait, result, source)
         operation = self._operation(collective)
         progress.start(operation, steps_by)
         return Work(operation, progress.wait, progress.poll, result, source)
@@ -308,7 +311,8 @@ class SharedMemoryEngine:
 
     def _receive(self, c: Collective) -> Operation:
         source = c.peer if c.peer >= 0 else None
-        x = c.outs[0].view(torch.uint8)
+        with torch.inference_mode(False):  # the message may be taken outside of this mode
+            x = c.outs[0].view(torch.uint8)
         receipt = self._mailbox.post(x, c.tag, source, digest=c.digest, site=c.site)
         view = self._view(c.peer)  # one per receive: receives do not block each other
         steps: OperationSteps = self._mailbox.steps(receipt)

@@ -15,7 +15,7 @@ from braid.comm.torch_backend.base import c10d
 
 __all__ = ["is_blocking"]
 
-_BLOCKING = {inspect.unwrap(call).__code__ for call in (c10d.send, c10d.recv)}
+_BLOCKING = {getattr(inspect.unwrap(call), "__code__", None) for call in (c10d.send, c10d.recv)}
 
 
 def is_blocking() -> bool:

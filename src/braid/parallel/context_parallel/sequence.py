@@ -37,9 +37,13 @@ __all__ = [
 
 
 def chunks_of(size: int, rank: int, *, balanced: bool = True) -> tuple[int, ...]:
-    """Return the numbers of the equally long chunks of a sequence that a rank has.
+    """Return the indices of a rank's chunks, if a sequence is cut into chunks of equal length.
 
-    With `balanced` a rank has an early and a late chunk, else one chunk.
+    Args:
+        size: Number of ranks.
+        rank: Index of the rank.
+        balanced: Whether there are two chunks per rank, and a rank has an early and a late one;
+            else there is one per rank.
     """
     return (rank, 2 * size - 1 - rank) if balanced and size > 1 else (rank,)
 

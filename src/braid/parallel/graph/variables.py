@@ -76,7 +76,7 @@ def _difference_of(one: CapturedGraph, other: CapturedGraph) -> str:
     """Return the first difference between the calls of two runs; empty if there is none."""
     for a, b in zip(one.nodes, other.nodes, strict=False):
         if _calls(a) != _calls(b):
-            return f"the model calls {b} at {b.where} instead of {a}"
+            return f"the model calls {b} at {b.where} instead of the {a} of the other run"
     if len(one.nodes) != len(other.nodes):
         return f"the model makes {len(other.nodes)} calls instead of {len(one.nodes)}"
     return "" if one.results == other.results else "the model returns other values"
@@ -192,7 +192,10 @@ def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _check_object(one: Any, another: Any, node: GraphNode) -> None:
-    """Raise if the model creates an argument in each run, such as a cache of keys."""
+    """Raise if two runs of the model passed different objects, `one` and `another`, to a call.
+
+    The model then creates an object in each run, such as a cache of keys.
+    """
     try:
         same = one is another or bool(one == another)
     except Exception:  # noqa: BLE001 - comparison by the user's class

@@ -288,7 +288,10 @@ class _Solved:
 
 
 def _stages(solved: Sequence[_Solved], begin: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Yield first state, end and replicas of all stages, down to single machines."""
+    """Yield each stage: its first cut of the graph, the cut after its last, and its replicas.
+
+    A stage of the outermost level is divided by the solutions of the inner levels.
+    """
     *inner, outer = solved
     for first, own_last, machines in outer.parts(len(outer.best) - 1, begin, last):
         if not inner:

@@ -305,7 +305,7 @@ class ShardState:
     # -- inside
 
     def _pushed(self) -> dict[int, int]:
-        """Return the next clock of each worker after its kept pushes."""
+        """Return the number of each worker's first step whose push has not arrived."""
         return self._kept.clocks_after(self.applied.clocks_of(self.view.members))
 
     def _install_successor(self) -> list[Instruction]:

@@ -86,7 +86,7 @@ class ClosureCodec:
             receive=lambda shared, sender, will_answer: None,  # noqa: ARG005
             device_for=lambda device, receiver: "",  # noqa: ARG005 - tensors arrive on the CPU
             advice="pass plain data, tensors, numpy arrays, layers of torch.nn or dataclasses, or "
-            "let each worker make it with create_per_worker_resource",
+            "let each worker make the value with create_per_worker_resource",
         )
 
     def pack(self, value: Any, where: str) -> tuple[bytes, list[memoryview]]:

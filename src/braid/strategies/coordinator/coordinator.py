@@ -349,7 +349,11 @@ class ClusterCoordinator:
         return self._queue.failed is not None or self._failure is not None
 
     def _raise_failure(self, timeout_s: float | None = None) -> None:
-        """Raise the error of the run, or once the error of a closure."""
+        """Raise the error of the run if there is one; else a closure's error, only one time.
+
+        Args:
+            timeout_s: Seconds to wait for the closures that ran beside the failed one.
+        """
         if self._failure is not None:
             raise self._failure
         if self._queue.failed is None:

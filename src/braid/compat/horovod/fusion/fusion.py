@@ -183,9 +183,10 @@ class Fusion:
             self._lock.notify()
 
     def reserve(self, numel: int) -> int:
-        """Return the first place (`Request.place`) for a new flat tensor with `numel` elements.
+        """Return the offset of a new flat tensor with `numel` elements among all flat tensors.
 
-        Other flat tensors get different places, with a gap between them.
+        Requests name a part of a flat tensor by its offset (`Request.place`). There is a gap
+        between two flat tensors, so that their parts are never taken for neighbours.
         """
         with self._lock:
             first = self._num_places

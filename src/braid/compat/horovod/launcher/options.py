@@ -170,11 +170,13 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             negated=True, convert=_inverse,
         ),
         Option(
-            ("--stall-check-warning-time-seconds",), "time until the report (default: 60)",
+            ("--stall-check-warning-time-seconds",), "time that a tensor may be missing on a rank "
+                                                     "before the report (default: 60)",
             "SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS", "stall-check", "warning-time-seconds",
         ),
         Option(
-            ("--stall-check-shutdown-time-seconds",), "time until the job is ended; 0 for never "
+            ("--stall-check-shutdown-time-seconds",), "time that a tensor may be missing on a rank "
+                                                      "before the job is ended; 0 for never "
                                                       "(default: 0)",
             "SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall-check",
             "shutdown-time-seconds",

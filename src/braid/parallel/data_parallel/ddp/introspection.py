@@ -165,7 +165,7 @@ class TorchNames(nn.Module):
                 yield (name, param) if named_params else param
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return figures under torch's names; sizes are empty before a copy has been trained."""
+        """Return figures under torch's names; those of buckets are empty before training."""
         sizes = self._reducer.buckets.sizes_bytes if self._reducer.is_set_up else []
         params = [record.param for record in self._table]
         return {

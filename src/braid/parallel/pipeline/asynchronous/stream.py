@@ -24,7 +24,7 @@ class MicrobatchStream:
     Args:
         microbatches: Pairs of input and target.
         count: Number of pairs to take.
-        seed: Seed of random numbers.
+        seed: Seed of the random numbers in layers, such as dropout.
         first: Number of the first micro-batch since the training began.
     """
 

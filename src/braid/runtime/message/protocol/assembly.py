@@ -152,7 +152,9 @@ class Inflow:
             raise self._broken(f"buffers beside {type(head).__name__}")
         assembly = self._open.get(head.priority)
         if assembly is None:
-            raise self._broken(f"more of a message of priority {head.priority} that is not open")
+            raise self._broken(
+                f"a later part of a message of priority {head.priority} without its first part"
+            )
         try:
             slices = assembly.slices(sizes)
         except ValueError:

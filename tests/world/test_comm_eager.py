@@ -1,0 +1,151 @@
+"""Small messages that need no operation behave as messages with one, also when something fails."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from braid.comm import Group
+from braid.errors import CommError, StaleError
+
+
+def _is_interrupted(group: Group) -> list[str]:
+    """Rank 0 is interrupted inside of its second send; each rank returns what it got."""
+    x, seen = torch.zeros(4), []
+    if group.rank:
+        for _ in range(3):
+            try:
+                seen.append(str(group.recv(x, 0, timeout_s=20.0)[0].item()))
+            except CommError as exc:
+                seen.append(str(exc))
+        return seen
+    transport = group.engine.transport
+    publish = transport.publish
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        publish(*args, **options)
+        if seen == ["1"]:
+            raise KeyboardInterrupt
+
+    transport.publish = interrupted
+    for number in (1, 2, 3):
+        try:
+            group.send(torch.full((4,), float(number)), 1)
+            seen.append(str(number))
+        except (KeyboardInterrupt, StaleError) as exc:
+            seen.append(type(exc).__name__)
+            transport.publish = publish
+    return seen
+
+
+def test_an_interrupt_inside_of_a_send_ends_the_group(procs):
+    sender, receiver = procs(2, _is_interrupted)
+    assert sender == ["1", "KeyboardInterrupt", "StaleError"]
+    assert receiver[:2] == ["1.0", "2.0"]  # it was published
+    assert "KeyboardInterrupt in send(float32[4], to rank 1)" in receiver[2]
+
+
+def _is_closed_meanwhile(group: Group) -> str:
+    part = group.split(0)
+    group.barrier()
+    result = []
+    if group.rank:
+        begun, waiter = threading.Event(), part.engine.transport.waiter
+
+        def spin(ready: Any) -> int:
+            begun.set()
+            return type(waiter).spin(waiter, ready)
+
+        def receive() -> None:
+            with pytest.raises(StaleError) as raised:
+                part.recv(torch.zeros(4), 0, timeout_s=20.0)
+            result.append(str(raised.value))
+
+        waiter.spin = spin
+        thread = threading.Thread(target=receive)
+        thread.start()
+        begun.wait()
+        part.close()
+        thread.join()
+        del waiter.spin
+    group.barrier()
+    return "".join(result)
+
+
+def test_closing_a_group_ends_a_receive_that_has_just_begun(procs):
+    assert "close" in procs(2, _is_closed_meanwhile)[1]
+
+
+def _of_any_dtype(group: Group) -> list[bool]:
+    raw = torch.arange(64, dtype=torch.uint8)
+    same = []
+    for dtype in (torch.bool, torch.uint4, torch.bfloat16, torch.complex64, torch.float8_e5m2):
+        x, y = raw.clone().view(dtype), torch.zeros_like(raw).view(dtype)
+        if group.rank == 0:
+            group.send(x, 1)
+        else:
+            same.append(torch.equal(group.recv(y, 0).view(torch.uint8), raw))
+    return same
+
+
+def test_a_message_of_any_dtype_keeps_its_bytes(procs):
+    assert procs(2, _of_any_dtype)[1] == [True] * 5
+
+
+def _posted_before(group: Group) -> list[float]:
+    """A receive from any rank was posted before, so it gets the first message."""
+    x, y = torch.zeros(4), torch.zeros(4)
+    if group.rank == 0:
+        group.barrier()
+        for number in (1.0, 2.0):
+            group.send(torch.full((4,), number), 1)
+        return []
+    work = group.recv(x, None, async_op=True)
+    group.barrier()
+    group.recv(y, 0)
+    work.wait()
+    return [x[0].item(), y[0].item()]
+
+
+def test_messages_reach_receives_in_the_order_in_which_they_were_posted(procs):
+    assert procs(2, _posted_before)[1] == [1.0, 2.0]
+
+
+def _in_inference_mode(group: Group) -> list[float]:
+    x = torch.ones(4)
+    with torch.inference_mode():
+        made = torch.ones(4)
+        for one in (x, made):
+            if group.rank == 0:
+                group.send(one, 1)
+            else:
+                group.recv(one.zero_(), 0)
+    return [*x.tolist(), *made.tolist()]
+
+
+def test_messages_pass_in_inference_mode(procs):
+    assert procs(2, _in_inference_mode)[1] == [1.0] * 8
+
+
+def _calls_back(group: Group) -> list[str]:
+    """The callback of a message that was sent fails in the callback only."""
+    if group.rank:
+        group.recv(torch.zeros(4), 0)
+        return []
+    seen: list[str] = []
+    before, threading.excepthook = threading.excepthook, lambda args: seen.append(str(args[1]))
+    try:
+        work = group.send(torch.ones(4), 1, async_op=True)
+        work.add_done_callback(lambda work: seen.append(str(work)) or 1 / 0)
+        work.wait()
+    finally:
+        threading.excepthook = before
+    return seen
+
+
+def test_an_error_of_a_callback_does_not_reach_the_sender(procs):
+    seen = procs(2, _calls_back)[0]
+    assert seen == ["Work(send(float32[4], to rank 1), done)", "division by zero"]
