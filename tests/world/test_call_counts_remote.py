@@ -36,8 +36,8 @@ def _pushes(group: Group) -> CallCounts | None:
 
 def test_a_push_makes_few_calls(procs):
     *_, counts = procs(3, _pushes)
-    assert counts.calls <= 69, counts.by_function
-    assert counts.files <= 19, counts.by_function
+    assert counts.calls <= 68, counts.by_function
+    assert counts.files <= 18, counts.by_function
 
 
 def twice(x: torch.Tensor) -> torch.Tensor:
@@ -52,8 +52,8 @@ def test_a_remote_call_makes_few_calls():
             counts.append(count_calls(lambda f=futures: f.append(rpc.rpc_async("w1", twice, (x,)))))
             futures[0].wait()
     fewest = _fewest(counts)
-    assert fewest.calls <= 74, fewest.by_function
-    assert fewest.files <= 26, fewest.by_function
+    assert fewest.calls <= 73, fewest.by_function
+    assert fewest.files <= 25, fewest.by_function
 
 
 def _divides(group: Group, num_pairs: int) -> CallCounts:

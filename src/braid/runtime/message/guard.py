@@ -12,22 +12,23 @@ class Guard(threading.Condition):
 
     Attributes:
         lock: Lock of the condition; `with guard.lock` is faster than `with guard`.
+        num_waiting: Number of threads that wait.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._num_waiting = 0
+        self.num_waiting = 0
         super().__init__(self.lock)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for a change; return False after `timeout` seconds without one."""
-        self._num_waiting += 1
+        self.num_waiting += 1
         try:
             return super().wait(timeout)
         finally:
-            self._num_waiting -= 1
+            self.num_waiting -= 1
 
     def notify_all(self) -> None:
         """Wake all waiting threads."""
-        if self._num_waiting:
+        if self.num_waiting:
             super().notify_all()

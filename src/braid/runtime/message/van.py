@@ -365,7 +365,8 @@ class Van(ABC):
                 self._read_again(instruction.link)
         if self._signal is not None:
             self._signal.show(bool(self._state.inbox))
-        self._guard.notify_all()
+        if self._guard.num_waiting:
+            self._guard.notify_all()
 
     def _tick_if_due(self, now_ns: int) -> None:
         """Run the state's timers that are due at `now_ns`."""
