@@ -238,7 +238,7 @@ class MeshReplica:
 
     @property
     def part_names(self) -> list[str]:
-        """Names of the parts that this member has; empty with `copies=False`."""
+        """Names of the parts of the state that this member could send; none without copies."""
         parts = self._divisions[max(self._divisions)].parts if self._copies else []
         return [part.name for part in parts]
 

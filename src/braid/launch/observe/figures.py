@@ -93,7 +93,7 @@ class Lane(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """Section of the timeline of all ranks."""
+    """Drawing of the timeline of all ranks between two moments."""
 
     title: str
     lanes: tuple[Lane, ...]

@@ -97,7 +97,7 @@ class RankObserver:
             send_signal(self._pid, SIGUSR1)
 
     def _takes_part_in_calls(self) -> bool:
-        """Return whether threads of the rank run Python beside its main one, for calls."""
+        """Return whether threads of the rank other than the main one execute remote calls."""
         ring = self._box.ring
         events = (*self._box.open_spans(), *ring.tail(NUM_CALLS))
         return any(ring.name(event.kind).startswith(("call(", "serve(")) for event in events)

@@ -51,7 +51,7 @@ class LocalSteps:
         self._copy = None
 
     def check(self, num_accumulated: int, num_steps: int) -> None:
-        """Warn, once, if the copied parameter has changed; called before the next forward.
+        """Warn, once, if the optimizer has stepped between two averages: a parameter has changed.
 
         Args:
             num_accumulated: Number of backwards since the last average.

@@ -281,7 +281,7 @@ class FlatShard:
                 leaf.requires_grad_(owned.requires_grad)
 
     def _make_master(self, values: Sequence[torch.Tensor]) -> None:
-        """Allocate the memory of this rank, and copy the parameters' values into it."""
+        """Allocate this rank's shard, and copy its part of the parameters' values into it."""
         dtypes, width = self.dtypes, self._high - self._low
         same = dtypes.compute == dtypes.master and self.master_device == self.device
         if self.stage == 3:

@@ -87,7 +87,7 @@ class Thread(NamedTuple):
 
     @property
     def call(self) -> str:
-        """Library function called by `place`, or the DataLoader that calls it; may be empty."""
+        """Library function that `place` calls, or the DataLoader that calls `place`; else empty."""
         called = ""
         for frame in self.frames:
             if frame.is_users:

@@ -363,9 +363,8 @@ class PlacedWorker:
 
     def _hosted(self, name: str) -> HostedGraph:
         if name not in self._graphs:
-            msg = (
-                f"{self.node or 'this task'} has no graph {name}, because its master has closed it"
-            )
+            task = self.node or "this task"
+            msg = f"{task} has no graph {name}: the process that made the graph has closed it"
             raise StaleError(msg)
         return self._graphs[name]
 
