@@ -121,7 +121,10 @@ def test_a_worker_of_another_incarnation_refuses_steps_and_keys_until_it_is_rest
         loss = program.step(BATCH, TARGET, loss=functional.cross_entropy)
         old = restarted(agents[1])
         key = RendezvousKey("/job:w1/task:0", old.incarnation, "/job:w0", "value 2", "g", 9)
-        with acting_for(agents[1]), pytest.raises(StaleError, match="was requested from its process"):
+        with (
+            acting_for(agents[1]),
+            pytest.raises(StaleError, match="was requested from its process"),
+        ):
             receive_placed(key).wait()
         with pytest.raises(StaleError, match=r"w1 has restarted .* call placed.restore\(state\)"):
             program.step(BATCH, TARGET, loss=functional.cross_entropy)
