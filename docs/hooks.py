@@ -91,7 +91,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         names = [name for name in module.__all__ if not name.startswith("__")]
         summary = (module.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
         table = "\n".join(["| name | |", "|---|---|", *_sentences(package, module, names)])
-        paths = [f"{package}.{name}" for name in names]
+        paths = [f"{package}.{name}" for name in names if not _is_torchs(getattr(module, name))]
         entries = "\n".join(f"::: {path}" for path in paths if path not in PACKAGES)
         page = f"# {package}\n\n{summary}\n\n{table}\n\n{entries}\n"
         uri = f"api/{package}.md"
@@ -112,7 +112,14 @@ def _sentences(package: str, module: Any, names: list[str]) -> Iterator[str]:
             sentence = (getdoc(value) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
             path = f"{package}.{name}"
             target = f"({path}.md)" if path in PACKAGES else f"[{path}]"
-            yield f"| [`{name}`]{target} | {sentence} |"
+            link = f"`{name}`" if _is_torchs(value) else f"[`{name}`]{target}"
+            yield f"| {link} | {sentence} |"
+
+
+def _is_torchs(value: Any) -> bool:
+    """Return whether a class or function is torch's, so that the reference has no entry for it."""
+    has_module = isinstance(value, type) or isroutine(value)
+    return has_module and (value.__module__ or "").partition(".")[0] == "torch"
 
 
 def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str:
