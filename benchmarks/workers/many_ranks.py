@@ -1,4 +1,4 @@
-"""Runs Horovod's state machine as many ranks in one process, to compare the first with the others.
+"""Runs Horovod's state machine for many ranks in one process, to compare the first with the others.
 
 The first rank merges the lists of all ranks, so it could become a bottleneck. In steady state,
 ranks exchange bits instead of lists, and each rank does the same work.
