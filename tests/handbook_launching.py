@@ -211,8 +211,7 @@ def after_a_death() -> str:
 def _braid() -> Measured:
     """Times of the launcher's signals, from its state machine."""
     job = JobSpec(command=("train.py",), num_ranks=2)
-    limits = TimeLimits(round(job.grace_s * 1e9), round(job.stopped_limit_s * 1e9), 0)
-    state = SupervisorState(2, limits, 0)
+    state = SupervisorState(2, TimeLimits.of(job), 0)
     sent: dict[int, float] = {}
     for rank in range(2):
         state.handle(Started(rank), 0)

@@ -29,7 +29,7 @@ from braid.launch.supervise.supervisor_state import (
 from braid.runtime.rendezvous import RankLost, Stop
 
 S = 1_000_000_000
-LIMITS = TimeLimits(grace_ns=5 * S, stopped_ns=30 * S, interrupt_ns=20 * S, timeout_ns=100 * S)
+LIMITS = TimeLimits(5 * S, 30 * S, replaced_ns=S, interrupt_ns=20 * S, timeout_ns=100 * S)
 TERM, KILL, INT, STOP = (
     int(s) for s in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGSTOP)
 )
@@ -115,7 +115,7 @@ def test_what_a_signalled_rank_says_is_no_failure(three):
 
 
 def test_a_stop_is_a_warning_and_a_continue_clears_it(three):
-    assert three.handle(Stopped(1, STOP), S) == [Warn(1, STOP)]
+    assert three.handle(Stopped(1, STOP), S) == [Warn(1, STOP, limit_s=30)]
     assert three.deadline_ns == 31 * S
     assert three.handle(Continued(1), 2 * S) == [Warn(1, 0)]
     assert three.handle(Tick(), 50 * S) == []

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from braid.launch.process.job import ElasticLimits
 from braid.launch.supervise.membership_state import MembershipState, Replace
 from braid.launch.supervise.supervisor_state import (
+    Continued,
     Exited,
     Interrupted,
     ReportedFailure,
     RunPhase,
     SendSignal,
+    SendToRank,
     Started,
     Stopped,
     SupervisorState,
@@ -28,7 +30,7 @@ from braid.runtime.diagnose.verdict import RankEnd, Verdict, exit_code, judge
 from survived_deaths import FIRST, STORIES, Story
 
 S = 1_000_000_000
-LIMITS = TimeLimits(grace_ns=5 * S, stopped_ns=30 * S, interrupt_ns=20 * S, timeout_ns=1000 * S)
+LIMITS = TimeLimits(5 * S, 30 * S, replaced_ns=S, interrupt_ns=20 * S, timeout_ns=1000 * S)
 KILL = int(signal.SIGKILL)
 
 
@@ -107,6 +109,37 @@ def test_after_a_survived_death_the_later_fault_is_the_cause(story):
     assert play.told(verdict) == story.verdict
     assert [end.rank for end in verdict.survived] == [story.victim]
     assert story.victim not in [end.rank for end in verdict.affected]
+
+
+def _elastic(num_ranks: int, min_ranks: int) -> SupervisorState:
+    members = MembershipState(ElasticLimits(min_ranks=min_ranks, restarts=0), num_ranks)
+    state = SupervisorState(num_ranks, LIMITS, 0, members=members)
+    for rank in range(num_ranks):
+        state.handle(Started(rank), 0)
+        members.started(rank)
+    for rank in range(num_ranks):
+        members.ready(rank, -1, -1)
+    return state
+
+
+def test_members_wait_for_a_stopped_rank_as_long_as_its_replacement_takes():
+    state = _elastic(3, min_ranks=2)
+    for start_ns in (S, 3 * S):  # half of the limit each time
+        state.handle(Stopped(1, int(signal.SIGSTOP)), start_ns)
+        assert state.deadline_ns == start_ns + LIMITS.replaced_ns // (1 if start_ns == S else 2)
+        out = state.handle(Tick(), start_ns + LIMITS.replaced_ns // 2)
+        state.handle(Continued(1), start_ns + LIMITS.replaced_ns // 2)
+    assert [type(instruction) for instruction in out] == [SendToRank, SendSignal]
+    assert (state.ranks[1].declared_dead, state.ranks[1].survived) == (True, True)
+
+
+@pytest.mark.parametrize(("min_ranks", "stopped"), [(3, (1,)), (1, (0, 1, 2))])
+def test_a_stopped_rank_that_cannot_be_replaced_is_waited_for(min_ranks, stopped):
+    state = _elastic(3, min_ranks)
+    for rank in stopped:
+        state.handle(Stopped(rank, int(signal.SIGSTOP)), S)
+    assert state.deadline_ns == S + LIMITS.stopped_ns
+    assert state.handle(Tick(), LIMITS.stopped_ns) == []
 
 
 def test_a_fault_before_a_given_up_rank_is_reaped_is_a_later_one():

@@ -99,7 +99,8 @@ class RunOptions:
         timeout_s: Longest duration of the run, in seconds; then programs that called braid.init()
             give their stacks.
         threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
-        stopped_limit_s: Seconds that a rank may be stopped (SIGSTOP) before it is killed.
+        stopped_limit_s: Seconds that a rank may be stopped (SIGSTOP) before it is killed (default:
+            30; 0.5 for all stops together if the members of an elastic run go on without it).
         hang_report_s: Seconds that ranks may wait for another rank before it is reported; 0 for
             never.
         grace_s: Seconds that the other ranks have to end by themselves after a failure.
@@ -111,7 +112,7 @@ class RunOptions:
     log_dir: Annotated[str | None, shown_as("DIR")] = None
     timeout_s: Annotated[float | None, shown_as("FLOAT", name="timeout")] = None
     threads: Annotated[int | None, shown_as("INT")] = None
-    stopped_limit_s: Annotated[float, shown_as(None, name="stopped-limit")] = 30.0
+    stopped_limit_s: Annotated[float | None, shown_as("FLOAT", name="stopped-limit")] = None
     hang_report_s: Annotated[float, shown_as(None, name="hang-report")] = 10.0
     grace_s: Annotated[float, shown_as(None, name="grace")] = 5.0
     resume: Annotated[str, shown_as("PATH")] = ""
@@ -172,7 +173,7 @@ class JobSpec(RunOptions):
         problems += [
             f"{name} must be 0 or more, got {getattr(self, name):g}"
             for name in limits
-            if not getattr(self, name) >= 0
+            if not (getattr(self, name) or 0) >= 0
         ]
         raise_all(problems)
 

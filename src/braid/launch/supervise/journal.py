@@ -177,7 +177,7 @@ class RunJournal(AbstractContextManager["RunJournal"]):
         inside = process.last_events()
         stopped = f"{process.name} was stopped by {signal_name(signum)}{' ' * bool(inside)}{inside}"
         self.notice(
-            f"{stopped}; it is killed after {self._job.stopped_limit_s:g} s unless "
+            f"{stopped}; it is killed after {warning.limit_s:.2g} s unless "
             f"`kill -CONT {process.pid}` lets it go on"
         )
 

@@ -120,7 +120,7 @@ class _Run(AbstractContextManager["_Run"]):
         self.journal = RunJournal(job, console, clock, backend, self.ranks)
         self._state = SupervisorState(
             job.num_ranks + (elastic.spares if elastic else 0),
-            _limits(job),
+            TimeLimits.of(job),
             clock.now_ns(),
             job.expendable,
             job.needed,
@@ -421,12 +421,3 @@ class _Run(AbstractContextManager["_Run"]):
         """Kill all ranks that still live, and release their resources."""
         for process in self.ranks.values():
             process.close()
-
-
-def _limits(job: JobSpec) -> TimeLimits:
-    return TimeLimits(
-        grace_ns=round(job.grace_s * 1e9),
-        stopped_ns=round(job.stopped_limit_s * 1e9),
-        interrupt_ns=round(job.interrupt_limit_s * 1e9),
-        timeout_ns=None if job.timeout_s is None else round(job.timeout_s * 1e9),
-    )

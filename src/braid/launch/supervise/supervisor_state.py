@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
+from braid.launch.process.job import JobSpec
 from braid.launch.supervise.membership_state import MembershipState
 from braid.runtime.diagnose.verdict import signal_name
 from braid.runtime.rendezvous import RankLost, Stop
@@ -62,6 +63,8 @@ __all__ = [
 ]
 
 STACKS_NS = 500_000_000  # faulthandler needs microseconds; a swapped-out process needs this
+STOPPED_S = 30.0  # for which a rank may be stopped
+REPLACED_S = 0.5  # the same if the others go on without it: as long as a replacement takes
 TERMINATE_NS = 2_000_000_000  # a program that handles SIGTERM has had its grace period before
 
 
@@ -78,12 +81,29 @@ class RunPhase(Enum):
 
 
 class TimeLimits(NamedTuple):
-    """Time limits of a run, in nanoseconds; `timeout_ns` is None for no limit."""
+    """Time limits of a run, in nanoseconds; `timeout_ns` is None for no limit.
+
+    A rank that the members of an elastic run can lose is given up after all its stops together have
+    lasted `replaced_ns`, any other rank after one stop of `stopped_ns`.
+    """
 
     grace_ns: int
     stopped_ns: int
+    replaced_ns: int
     interrupt_ns: int
     timeout_ns: int | None = None
+
+    @classmethod
+    def of(cls, job: JobSpec) -> TimeLimits:
+        """Return the limits of a job."""
+        limit_s = job.stopped_limit_s
+        return cls(
+            grace_ns=round(job.grace_s * 1e9),
+            stopped_ns=round((STOPPED_S if limit_s is None else limit_s) * 1e9),
+            replaced_ns=round((REPLACED_S if limit_s is None else limit_s) * 1e9),
+            interrupt_ns=round(job.interrupt_limit_s * 1e9),
+            timeout_ns=None if job.timeout_s is None else round(job.timeout_s * 1e9),
+        )
 
 
 class Started(NamedTuple):
@@ -165,11 +185,13 @@ class Warn(NamedTuple):
     """Instruction: notify the user that `rank` was stopped by `signum`, or goes on (`signum` 0).
 
     If `reason` is not empty, the rank has ended for this reason, and the run goes on without it.
+    A stopped rank is killed after `limit_s` seconds.
     """
 
     rank: int
     signum: int
     reason: str = ""
+    limit_s: float = 0.0
 
 
 class CollectStacks(NamedTuple):
@@ -191,6 +213,7 @@ class RankFacts:
         stopped_ns: Time since which the process is stopped; None while it runs.
         stop_signal: Signal that stopped the process last.
         paused_ns: Longest time for which the process was stopped before it went on.
+        pauses_ns: Sum of these times.
         declared_dead: Whether the rank was killed because it was stopped for too long.
         signalled: Whether the launcher sent the process a signal that ends it.
         failed_ns: Time at which the rank reported its failure, before any signal; else None.
@@ -205,6 +228,7 @@ class RankFacts:
     stopped_ns: int | None = None
     stop_signal: int = int(signal.SIGSTOP)
     paused_ns: int = 0
+    pauses_ns: int = 0
     declared_dead: bool = False
     signalled: bool = False
     failed_ns: int | None = None
@@ -270,11 +294,7 @@ class SupervisorState:
     @property
     def deadline_ns(self) -> int | None:
         """Time at which a `Tick` is due; None if no deadline is set."""
-        due = [
-            facts.stopped_ns + self._limits.stopped_ns
-            for facts in self.ranks.values()
-            if facts.alive and facts.stopped_ns is not None and not facts.declared_dead
-        ]
+        due = [ns for rank in self.ranks if (ns := self._stop_deadline_ns(rank)) is not None]
         if self._deadline_ns is not None:
             due.append(self._deadline_ns)
         return min(due, default=None)
@@ -292,11 +312,13 @@ class SupervisorState:
         elif isinstance(event, Stopped):
             facts = self.ranks[event.rank]
             facts.stopped_ns, facts.stop_signal = now_ns, event.signum
-            out.append(Warn(event.rank, event.signum))
+            deadline_ns = self._stop_deadline_ns(event.rank) or now_ns
+            out.append(Warn(event.rank, event.signum, limit_s=(deadline_ns - now_ns) / 1e9))
         elif isinstance(event, Continued):
             facts = self.ranks[event.rank]
             if facts.stopped_ns is not None and not facts.declared_dead:
                 facts.paused_ns = max(facts.paused_ns, now_ns - facts.stopped_ns)
+                facts.pauses_ns += now_ns - facts.stopped_ns
                 facts.stopped_ns = None
                 out.append(Warn(event.rank, 0))
         elif isinstance(event, Interrupted):
@@ -372,9 +394,8 @@ class SupervisorState:
         out: list[Instruction] = []
         for rank in self._alive():
             facts = self.ranks[rank]
-            if facts.stopped_ns is None or facts.declared_dead:
-                continue
-            if now_ns >= facts.stopped_ns + self._limits.stopped_ns:
+            end_ns = self._stop_deadline_ns(rank)
+            if facts.stopped_ns is not None and end_ns is not None and now_ns >= end_ns:
                 facts.declared_dead = True
                 self._survives(rank)  # what follows before the process is reaped is a later fault
                 lasted_s = (now_ns - facts.stopped_ns) / 1e9
@@ -386,6 +407,26 @@ class SupervisorState:
         elif self.phase in {RunPhase.GRACE, RunPhase.INTERRUPTED} and self._only_stopped_left():
             out += self._terminate(now_ns)
         return out
+
+    def _stop_deadline_ns(self, rank: int) -> int | None:
+        """Return the time at which a stopped rank counts as lost; None if it is not stopped."""
+        facts = self.ranks[rank]
+        if not facts.alive or facts.stopped_ns is None or facts.declared_dead:
+            return None
+        if self._is_replaceable(rank):
+            return facts.stopped_ns + max(0, self._limits.replaced_ns - facts.pauses_ns)
+        return facts.stopped_ns + self._limits.stopped_ns
+
+    def _is_replaceable(self, rank: int) -> bool:
+        """Return whether the members, of which some are not stopped, can lose this rank."""
+        if self._members is None or self._expendable or self.phase is not RunPhase.RUNNING:
+            return False
+        others_run = any(
+            facts.alive and facts.stopped_ns is None
+            for other, facts in self.ranks.items()
+            if other != rank and not self._members.is_outside(other)
+        )
+        return others_run and self._members.can_lose(rank)
 
     def _deadline_passed(self, now_ns: int) -> list[Instruction]:
         if self.phase is RunPhase.RUNNING:
