@@ -11,7 +11,7 @@
 Start it with `braid run -n 2`, torchrun, or `torch.multiprocessing.spawn` and MASTER_ADDR.
 """
 
-from braid.compat.torch_rpc import dist_autograd, rpc
+from braid.compat.torch_rpc import dist_autograd, futures, rpc
 from braid.rpc import DistributedOptimizer, RemoteModule
 
-__all__ = ["DistributedOptimizer", "RemoteModule", "dist_autograd", "rpc"]
+__all__ = ["DistributedOptimizer", "RemoteModule", "dist_autograd", "futures", "rpc"]

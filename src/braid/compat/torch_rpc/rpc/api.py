@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from braid.compat.torch_rpc.dist_autograd import average_ddp
+from braid.compat.torch_rpc.futures import wait_all
 from braid.compat.torch_rpc.rpc.agent import _get_current_rpc_agent, _is_current_rpc_agent_set
 from braid.compat.torch_rpc.rpc.backend_registry import BackendType
 from braid.compat.torch_rpc.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -118,11 +118,7 @@ def _wait_all() -> Iterator[None]:
     finally:
         futures = _thread_local_var.future_list
         del _thread_local_var.future_list
-        ended: SimpleQueue[torch.futures.Future[Any]] = SimpleQueue()
-        for future in futures:
-            future.add_done_callback(ended.put)
-        for _ in futures:
-            ended.get().wait()
+        wait_all(futures)
 
 
 def _all_gather(
