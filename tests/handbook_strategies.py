@@ -120,7 +120,7 @@ class _CoordinatedRun:
     def over(self, now_s: float, worker: int, life: int, number: int) -> None:
         """Take the result, unless the worker was killed before it could send it."""
         if self.lives[worker] == life:
-            self.act(self.queue.over(number, f"worker:{worker}"), now_s)
+            self.act(self.queue.finished(number, f"worker:{worker}"), now_s)
 
     def kill(self, now_s: float) -> None:
         """Lose worker 0."""

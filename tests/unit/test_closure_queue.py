@@ -20,9 +20,9 @@ def test_what_a_lost_worker_had_runs_first_on_another():
     assert queue.schedule(1) == []
     assert queue.lost("worker:0") == []
     assert queue.ready("worker:1") == [Assign(0, "worker:1")]
-    assert queue.over(0, "worker:1") == [EndClosure(0), Assign(1, "worker:1")]
+    assert queue.finished(0, "worker:1") == [EndClosure(0), Assign(1, "worker:1")]
     assert not queue.is_done
-    assert queue.over(1, "worker:1") == [EndClosure(1)]
+    assert queue.finished(1, "worker:1") == [EndClosure(1)]
     assert queue.is_done
 
 
@@ -32,8 +32,8 @@ def test_of_a_closure_that_ran_twice_the_first_end_counts():
     queue.schedule(0)
     queue.lost("worker:0")
     queue.ready("worker:1")
-    assert queue.over(0, "worker:0") == [EndClosure(0)], "the link was broken, not the worker"
-    assert queue.over(0, "worker:1") == []
+    assert queue.finished(0, "worker:0") == [EndClosure(0)], "the link was broken, not the worker"
+    assert queue.finished(0, "worker:1") == []
 
 
 def test_an_error_cancels_what_waits_and_what_runs_and_shows_once():
@@ -42,13 +42,13 @@ def test_an_error_cancels_what_waits_and_what_runs_and_shows_once():
     queue.ready("worker:1")
     for number in range(4):
         queue.schedule(number)
-    assert queue.over(1, "worker:1", failed=True) == [
+    assert queue.finished(1, "worker:1", failed=True) == [
         EndClosure(1),
         CancelClosure(2),
         CancelClosure(3),
     ]
     assert queue.take_failure() is None, "closure 0 still runs"
-    assert queue.over(0, "worker:0") == [CancelClosure(0)]
+    assert queue.finished(0, "worker:0") == [CancelClosure(0)]
     assert queue.take_failure() == 1
     assert queue.take_failure() is None
     assert queue.schedule(4) == [Assign(4, "worker:0")]
@@ -59,17 +59,17 @@ def test_each_process_of_a_worker_makes_its_resources_before_anything_else():
     queue.ready("worker:0")
     assert queue.add_resource(-1) == [Assign(-1, "worker:0")]
     assert queue.schedule(0) == []
-    assert queue.over(-1, "worker:0") == [EndClosure(-1), Assign(0, "worker:0")]
+    assert queue.finished(-1, "worker:0") == [EndClosure(-1), Assign(0, "worker:0")]
     assert queue.ready("worker:0") == [Assign(-1, "worker:0")], "another process"
     assert queue.oldest == 0
-    assert queue.over(-1, "worker:0") == [EndClosure(-1), Assign(0, "worker:0")]
+    assert queue.finished(-1, "worker:0") == [EndClosure(-1), Assign(0, "worker:0")]
 
 
 def test_workers_of_a_synchronous_strategy_run_closures_in_turns():
     queue = ClosureQueue(8, ["worker:0", "worker:1"])
     assert queue.ready("worker:0") == []
     assert queue.schedule(0) == [Assign(0, "worker:0")]
-    assert queue.over(0, "worker:0") == [EndClosure(0)]
+    assert queue.finished(0, "worker:0") == [EndClosure(0)]
     assert queue.num_incomplete == 1
     assert queue.schedule(1) == [], "worker 1 is next"
     assert queue.ask(-1) == [Assign(-1, "worker:0")], "a question is in no turn"
@@ -118,10 +118,10 @@ def test_no_closure_is_lost_or_ends_twice(events, window):
                 queue.take_failure()
             case _ if queue.running.get(worker):
                 first = queue.running[worker][0]
-                act(queue.over(first, worker, failed=event == "fail" and first >= 0))
+                act(queue.finished(first, worker, failed=event == "fail" and first >= 0))
     act(queue.ready("worker:9"))
     for _ in range(1000):
         for worker, running in queue.running.items():
-            act(queue.over(running[0], worker))
+            act(queue.finished(running[0], worker))
     assert sorted(ended) == list(range(scheduled))
     assert queue.is_done

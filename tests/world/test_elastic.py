@@ -65,7 +65,7 @@ def _sums(group: Group, num_shards: int) -> list[torch.Tensor | None]:
             model(shard).backward()
         sums.add(number, has_shard=shard is not None)
         sums.reduce(number, num_shards, flag=False)
-    sums.give()
+    sums.set_gradients()
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
@@ -99,7 +99,7 @@ def test_a_rank_without_a_micro_batch_changes_no_sign_of_zero():
             param.grad = torch.tensor([-0.0, 0.0, 1.0])
         sums.add(0, has_shard=group.rank == 0)
         sums.reduce(0, 1, flag=False)
-        sums.give()
+        sums.set_gradients()
         return param.grad.clone()
 
     for grad in run_threads(2, main):

@@ -176,7 +176,7 @@ class GradientSums:
         sums = [0 if r.param.grad is None else checksum(r.param.grad) for r in self._records]
         return crc32(repr(sums).encode())
 
-    def give(self) -> None:
+    def set_gradients(self) -> None:
         """Set `.grad` of each parameter to its mean, if it has a gradient in any micro-batch."""
         for record, view, present in zip(
             self._records, self._views, self._is_present.tolist()[:-1], strict=True

@@ -111,10 +111,10 @@ class StepRounds:
             if self._needs_all or self._next_shard(len(sizes)) is not None:
                 return None
 
-    def give(self) -> float:
+    def set_gradients(self) -> float:
         """Set `.grad` to the mean, share buffers, and return the mean loss; a collective."""
         self.buffers.share()
-        self._sums.give()
+        self._sums.set_gradients()
         return self._sums.loss
 
     def end(self) -> None:

@@ -341,7 +341,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     def _end_step(self, pauses: bool) -> bool:
         """Update the weights; returns whether any member wants a pause."""
-        self.loss = self._rounds.give()
+        self.loss = self._rounds.set_gradients()
         self.grad_norm = self._replica.prepare()
         self._is_prepared = True
         pauses = self._replica.agree(flag=pauses)

@@ -398,7 +398,7 @@ class SupervisorState:
             if facts.stopped_ns is not None and end_ns is not None and now_ns >= end_ns:
                 facts.declared_dead = True
                 self._survives(rank)  # what follows before the process is reaped is a later fault
-                lasted_s = (now_ns - facts.stopped_ns) / 1e9
+                lasted_s = (now_ns - facts.stopped_ns + facts.pauses_ns) / 1e9
                 reason = f"was stopped by {signal_name(facts.stop_signal)} for {lasted_s:.3g} s"
                 out += self._send_loss(rank, reason)
                 out += self._signal([rank], signal.SIGKILL)

@@ -120,7 +120,7 @@ class RankEnd:
         missed: Ranks that had left before, while this rank still needed them.
         departed: Whether the rank had left its groups before the launcher sent it a signal.
         asked_to_stop: Whether the launcher had sent the rank a signal before.
-        stopped_s: Seconds for which the rank had been stopped (SIGSTOP); None if it was not.
+        stopped_s: Seconds of all stops (SIGSTOP), if the rank ended in one; else None.
         stop_signal: Signal that stopped the rank.
         paused_s: Longest time for which the rank had been stopped before it continued, in seconds.
         declared_dead: Whether the launcher killed the rank because it was stopped for too long.

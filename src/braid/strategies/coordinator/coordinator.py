@@ -389,7 +389,7 @@ class ClusterCoordinator:
 
     def _ended(self, delivery: Delivery) -> None:
         self._progress_ns = time.monotonic_ns()
-        self._dispatcher.over(delivery)
+        self._dispatcher.finished(delivery)
         self._wake()
 
     def _lost(self, node: str) -> None:

@@ -104,7 +104,7 @@ class Dispatcher:
         self._batches.pop(worker, None)
         self._act(self.queue.lost(worker))
 
-    def over(self, delivery: Delivery) -> None:
+    def finished(self, delivery: Delivery) -> None:
         """Handle `TasksDone`: closures have ended."""
         message, worker = delivery.message, delivery.sender
         assert isinstance(message, TasksDone), "this handler is for ends of closures"
@@ -132,7 +132,7 @@ class Dispatcher:
             self.queue.window = min(MAX_AHEAD, 1 + int(AHEAD_S / self._mean_s))
         if end.failed:
             self._errors[end.number] = self._codec.unpack_error(end.packed)
-        instructions = self.queue.over(
+        instructions = self.queue.finished(
             end.number, result.worker, failed=end.failed, num_pushes=end.num_pushes
         )
         self._decide(instructions, result)

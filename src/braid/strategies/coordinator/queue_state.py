@@ -166,7 +166,7 @@ class ClosureQueue:
         self._doomed.difference_update(numbers)
         return [*cancelled, *self._assign()]
 
-    def over(
+    def finished(
         self, number: int, worker: str, *, failed: bool = False, num_pushes: int = 1
     ) -> list[QueueInstruction]:
         """Record that a worker has finished a closure; if it ran twice, only the first end counts.
