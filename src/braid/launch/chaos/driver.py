@@ -341,9 +341,12 @@ class _Strikes:
             self._due.clear()
             self._process.terminate()
             return
-        if now_s < self._next_s or left_s < NAMED_S:
+        if left_s < NAMED_S:
             return
         for fault in self._waiting:
+            # a newcomer exists only for a moment after another fault
+            if now_s < self._next_s and fault.kind != "newcomer":
+                continue
             if fault.at_s <= now_s - self._begin_s and self._strike(fault, now_s):
                 self._waiting.remove(fault)
                 # two ranks cannot decide which one computes wrongly: lose no rank meanwhile

@@ -25,6 +25,7 @@ __all__ = ["KINDS", "Fault", "Signal", "choose_host", "choose_ranks", "plan_faul
 
 KINDS = ("kill", "stop", "slow", "leave", "newcomer", "two", "bitflip", "disk", "partition")
 SLOW_S = 0.5  # seconds for which a slow rank is stopped, and then goes on
+NEWCOMER_S = 0.5  # in which a newcomer does not become a member
 
 
 class Fault(NamedTuple):
@@ -76,7 +77,7 @@ def plan_faults(
         if not hand:
             hand = rng.sample(kinds, len(kinds))
         kind = hand.pop()
-        longest_s = min(2.0, every_s / 2) if kind == "newcomer" else every_s / 2
+        longest_s = NEWCOMER_S if kind == "newcomer" else every_s / 2
         faults.append(Fault(at_s, kind, rng.random(), rng.uniform(0.1, 1.0) * longest_s))
 
 
