@@ -41,6 +41,8 @@ class TensorPlace:
 
 def flatten(tree: Any) -> tuple[Any, list[torch.Tensor]]:
     """Return `tree` with placeholders instead of tensors, and the tensors, each once."""
+    if type(tree) is torch.Tensor:
+        return TensorPlace(0), [tree]
     tensors: list[torch.Tensor] = []
     indices: dict[int, int] = {}
 
@@ -57,6 +59,8 @@ def flatten(tree: Any) -> tuple[Any, list[torch.Tensor]]:
 
 def unflatten(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return a `tree` of `flatten` with `tensors` instead of its placeholders."""
+    if type(tree) is TensorPlace:
+        return tensors[tree.index]
     return _map_leaves(tree, lambda x: tensors[x.index] if isinstance(x, TensorPlace) else x)
 
 

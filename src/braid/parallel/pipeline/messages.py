@@ -88,10 +88,67 @@ class Carrier(Protocol):
 
 
 class _Layout(NamedTuple):
-    """Offsets of small tensors in one message."""
+    """Places of small tensors in one message, in few calls of torch (each takes microseconds).
+
+    Attributes:
+        nbytes: Size of the message.
+        header: First bytes of the message: the digest of the structure.
+        header_bytes: The same as bytes, which are compared without torch.
+        views: Shape, strides and first element of each tensor, in a message of its dtype.
+        gaps: Zeros after each tensor, which align the next one for any dtype.
+    """
 
     nbytes: int
-    offsets: tuple[int, ...]
+    header: torch.Tensor
+    header_bytes: bytes
+    views: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    gaps: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, specs: Sequence[SentSpec], digest: int) -> _Layout | None:
+        """Return the layout of a message; None if it would be too large."""
+        at, views, gaps = HEADER_BYTES, [], []
+        for spec in specs:
+            nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+            gap = -nbytes % HEADER_BYTES
+            if not spec.on_cpu or at + nbytes + gap > PACKED_BYTES:
+                return None
+            strides = restored(torch.empty(nbytes // spec.dtype.itemsize), spec.shape, spec.order)
+            views.append((spec.shape, strides.stride(), at // spec.dtype.itemsize))
+            gaps.append(torch.zeros(gap, dtype=torch.uint8))
+            at += nbytes + gap
+        header = _header(digest)
+        return cls(at, header, header.numpy().tobytes(), tuple(views), tuple(gaps))
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a message of the tensors, all of this layout."""
+        parts = [self.header]
+        for tensor, gap in zip(tensors, self.gaps, strict=True):
+            memory = as_in_memory(tensor.detach().resolve_conj().resolve_neg())
+            parts += [memory.view(-1).view(torch.uint8), gap]
+        return torch.cat(parts)
+
+    def refuse(self, digest: int) -> torch.Tensor:
+        """Return a message of the same size with another digest; other messages follow."""
+        return torch.cat(
+            [_header(digest), torch.zeros(self.nbytes - HEADER_BYTES, dtype=torch.uint8)]
+        )
+
+    def is_in(self, packed: torch.Tensor) -> bool:
+        """Return whether a message has the digest of this layout's structure."""
+        return packed.numpy()[:HEADER_BYTES].tobytes() == self.header_bytes
+
+    def unpack(self, packed: torch.Tensor, structure: SentStructure) -> Any:
+        """Return the value of a message; its tensors share the message's memory."""
+        tensors = [
+            packed.view(spec.dtype).as_strided(*view).requires_grad_(spec.requires_grad)
+            for spec, view in zip(structure.specs, self.views, strict=True)
+        ]
+        return unflatten(structure.tree, tensors)
+
+
+def _header(digest: int) -> torch.Tensor:
+    return torch.tensor([digest, 0]).view(torch.uint8)
 
 
 class _Expected(NamedTuple):
@@ -101,40 +158,10 @@ class _Expected(NamedTuple):
     structure: SentStructure
     layout: _Layout | None
 
-
-def _layout_of(specs: Sequence[SentSpec]) -> _Layout | None:
-    """Return offsets of tensors in a message after a digest; None if they are too large."""
-    at, offsets = HEADER_BYTES, []
-    for spec in specs:
-        offsets.append(at)
-        nbytes = math.prod(spec.shape) * spec.dtype.itemsize
-        at += -(-nbytes // HEADER_BYTES) * HEADER_BYTES  # aligned for any dtype
-        if not spec.on_cpu or at > PACKED_BYTES:
-            return None
-    return _Layout(at, tuple(offsets))
-
-
-def _packed(layout: _Layout, digest: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a message of a digest and tensors; without tensors, other messages follow."""
-    packed = torch.empty(layout.nbytes, dtype=torch.uint8)
-    packed[:HEADER_BYTES].view(torch.int64)[0] = digest
-    for tensor, offset in zip(tensors, layout.offsets, strict=False):
-        content = as_in_memory(tensor.detach())
-        packed[offset : offset + content.nbytes].view(content.dtype).view(content.shape).copy_(
-            content
-        )
-    return packed
-
-
-def _unpacked(packed: torch.Tensor, expected: _Expected) -> Any:
-    """Return the value of a message; its tensors share the message's memory."""
-    assert expected.layout is not None
-    tensors = []
-    for spec, offset in zip(expected.structure.specs, expected.layout.offsets, strict=True):
-        end = offset + math.prod(spec.shape) * spec.dtype.itemsize
-        tensor = restored(packed[offset:end].view(spec.dtype), spec.shape, spec.order)
-        tensors.append(tensor.requires_grad_(spec.requires_grad))
-    return unflatten(expected.structure.tree, tensors)
+    @classmethod
+    def of(cls, digest: int, structure: SentStructure) -> _Expected:
+        """Return the structure with its digest and its layout."""
+        return cls(digest, structure, _Layout.of(structure.specs, digest))
 
 
 class _Sent(NamedTuple):
@@ -185,8 +212,9 @@ class Messages:
         """Send an output to rank `peer`; see `Carrier.send_value`."""
         tree, tensors = flatten(value)
         specs = tuple(map(SentSpec.of, tensors))
-        parts = value if type(value) is tuple else (value,)
-        is_plain = all(isinstance(part, torch.Tensor) for part in parts)
+        is_plain = isinstance(value, torch.Tensor) or (
+            type(value) is tuple and all(isinstance(part, torch.Tensor) for part in value)
+        )
         structure = SentStructure(tree, specs)
         raw, digest = self._described(structure, is_plain=is_plain)
         if edge:  # messages of skip connections have no fixed order
@@ -197,9 +225,10 @@ class Messages:
         expected = self._expected_there.get((peer, edge))
         is_same = expected is not None and expected.digest == digest
         if not is_same:
-            self._expected_there[peer, edge] = _Expected(digest, structure, _layout_of(specs))
+            self._expected_there[peer, edge] = _Expected.of(digest, structure)
         if expected is not None and expected.layout is not None:
-            self._send(_packed(expected.layout, digest, tensors if is_same else ()), peer, edge)
+            layout = expected.layout
+            self._send(layout.pack(tensors) if is_same else layout.refuse(digest), peer, edge)
             if is_same:
                 return
         is_new = (peer, edge, digest) not in self._sent
@@ -215,15 +244,15 @@ class Messages:
         if expected is not None and expected.layout is not None:
             packed = torch.empty(expected.layout.nbytes, dtype=torch.uint8)
             self._group.recv(packed, peer, tag=edge)
-            if packed[:HEADER_BYTES].view(torch.int64)[0] == expected.digest:
-                return _unpacked(packed, expected)
+            if expected.layout.is_in(packed):
+                return expected.layout.unpack(packed, expected.structure)
         announced = self._group.recv(torch.empty(2, dtype=torch.int64), peer, tag=edge)
         digest, nbytes = announced.tolist()
         if nbytes:
             raw = self._group.recv(torch.empty(nbytes, dtype=torch.uint8), peer, tag=edge)
             self._structures[peer, edge, digest] = read_structure(raw.numpy().tobytes())
         structure = self._structures[peer, edge, digest]
-        self._expected_here[peer, edge] = _Expected(digest, structure, _layout_of(structure.specs))
+        self._expected_here[peer, edge] = _Expected.of(digest, structure)
         tensors = [spec.empty("cpu" if spec.on_cpu else self._device) for spec in structure.specs]
         self._recv(tensors, peer, edge)
         for tensor, spec in zip(tensors, structure.specs, strict=True):
@@ -233,7 +262,7 @@ class Messages:
     def send_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
         """Send tensors of known shapes; see `Carrier.send_tensors`."""
         for tensor in tensors:
-            self._send(tensor.detach(), peer, edge)
+            self._send(as_in_memory(tensor.detach()), peer, edge)
 
     def recv_tensors(
         self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
@@ -279,7 +308,6 @@ class Messages:
             self._group.recv(as_in_memory(tensor), peer, tag=edge)
 
     def _send(self, tensor: torch.Tensor, peer: int, edge: int) -> None:
-        tensor = as_in_memory(tensor)
         for sent in [sent for sent in self._under_way if sent.work.done()]:
             self._under_way.remove(sent)
             sent.check()

@@ -1,0 +1,69 @@
+"""Small values of a pipeline arrive from one packed message as they were sent."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.comm.autograd.nested import flatten
+from braid.parallel.pipeline.messages import PACKED_BYTES, _Layout
+from braid.parallel.pipeline.sent_structure import SentSpec, SentStructure
+
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8,
+    torch.int64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+)  # fmt: skip
+
+
+def arrived(value: object) -> object:
+    """Return the value of the message of a value."""
+    tree, tensors = flatten(value)
+    structure = SentStructure(tree, tuple(map(SentSpec.of, tensors)))
+    layout = _Layout.of(structure.specs, 1234567890123456789)
+    assert layout is not None
+    packed = layout.pack(tensors)
+    assert (packed.nbytes, layout.is_in(packed)) == (layout.nbytes, True)
+    refused = layout.refuse(3)
+    assert (refused.nbytes, layout.is_in(refused)) == (layout.nbytes, False)
+    return layout.unpack(packed, structure)
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    dtype = draw(st.sampled_from(DTYPES))
+    x = torch.empty(shape, dtype=dtype)
+    x.view(-1).view(torch.uint8).random_(0, 2)
+    if draw(st.booleans()) and x.dim() > 1:
+        x = x.transpose(0, -1)
+    if draw(st.booleans()) and x.dim() and len(x):
+        x = x[::2]
+    if dtype.is_complex and draw(st.booleans()):
+        x = x.conj()
+        x = x.imag if draw(st.booleans()) else x
+    return x
+
+
+@given(st.lists(tensors(), min_size=1, max_size=4))
+def test_a_packed_value_arrives_with_its_bits_and_order_in_memory(sent):
+    received = arrived(tuple(sent))
+    for x, y in zip(sent, received, strict=True):
+        assert (y.shape, y.dtype, y.requires_grad) == (x.shape, x.dtype, False)
+        plain = x.resolve_conj().resolve_neg().contiguous()
+        assert torch.equal(
+            y.contiguous().view(-1).view(torch.uint8), plain.view(-1).view(torch.uint8)
+        )
+        if x.is_contiguous():
+            assert y.is_contiguous()
+
+
+def test_images_keep_their_order_and_gradients_are_required():
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
+    y = arrived({"image": x})["image"]
+    assert (y.stride(), y.requires_grad, torch.equal(x, y)) == (x.stride(), True, True)
+
+
+def test_large_values_are_not_packed():
+    spec = SentSpec.of(torch.empty(PACKED_BYTES, dtype=torch.uint8))
+    assert _Layout.of((spec,), 1) is None
