@@ -74,6 +74,8 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
 
     Immutable mappings other than `MappingProxyType` stay as they are.
     """
+    if type(tree) is torch.Tensor:
+        return change(tree)
     changed: dict[int, torch.Tensor] = {}
 
     def change_once(leaf: Any) -> Any:

@@ -26,7 +26,7 @@ import torch
 from braid.comm import Group, Work
 from braid.comm.autograd.nested import flatten, unflatten
 from braid.errors import ConfigError
-from braid.parallel.pipeline.memory_order import as_in_memory, restored
+from braid.parallel.pipeline.memory_order import as_in_memory
 from braid.parallel.pipeline.sent_structure import SentSpec, SentStructure, read_structure
 from braid.runtime.torch_internals import version_of
 from braid.types import text_digest
@@ -113,9 +113,8 @@ class _Layout(NamedTuple):
             gap = -nbytes % HEADER_BYTES
             if not spec.on_cpu or at + nbytes + gap > PACKED_BYTES:
                 return None
-            strides = restored(torch.empty(nbytes // spec.dtype.itemsize), spec.shape, spec.order)
-            views.append((spec.shape, strides.stride(), at // spec.dtype.itemsize))
-            gaps.append(torch.zeros(gap, dtype=torch.uint8))
+            views.append((spec.shape, spec.empty("meta").stride(), at // spec.dtype.itemsize))
+            gaps.append(torch.zeros(gap, dtype=torch.uint8, device="cpu"))
             at += nbytes + gap
         header = _header(digest)
         return cls(at, header, header.numpy().tobytes(), tuple(views), tuple(gaps))
@@ -130,9 +129,8 @@ class _Layout(NamedTuple):
 
     def refuse(self, digest: int) -> torch.Tensor:
         """Return a message of the same size with another digest; other messages follow."""
-        return torch.cat(
-            [_header(digest), torch.zeros(self.nbytes - HEADER_BYTES, dtype=torch.uint8)]
-        )
+        rest = torch.zeros(self.nbytes - HEADER_BYTES, dtype=torch.uint8, device="cpu")
+        return torch.cat([_header(digest), rest])
 
     def is_in(self, packed: torch.Tensor) -> bool:
         """Return whether a message has the digest of this layout's structure."""
@@ -148,7 +146,7 @@ class _Layout(NamedTuple):
 
 
 def _header(digest: int) -> torch.Tensor:
-    return torch.tensor([digest, 0]).view(torch.uint8)
+    return torch.tensor([digest, 0], device="cpu").view(torch.uint8)
 
 
 class _Expected(NamedTuple):
@@ -242,7 +240,7 @@ class Messages:
         """Receive the output that rank `peer` has sent; see `Carrier.recv_value`."""
         expected = None if edge else self._expected_here.get((peer, edge))
         if expected is not None and expected.layout is not None:
-            packed = torch.empty(expected.layout.nbytes, dtype=torch.uint8)
+            packed = torch.empty(expected.layout.nbytes, dtype=torch.uint8, device="cpu")
             self._group.recv(packed, peer, tag=edge)
             if expected.layout.is_in(packed):
                 return expected.layout.unpack(packed, expected.structure)

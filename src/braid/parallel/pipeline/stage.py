@@ -192,11 +192,12 @@ class Stage:
         again = drops or (keeps and self._every)
         if again:
             arguments = arguments._replace(buffers=self._copies_of_buffers())
-        versions = [version_of(x) for x in tensors_in((arguments.value, popped))]
+        inputs = [*tensors_in((arguments.value, popped))] if again else []
+        versions = [version_of(x) for x in inputs]
         noting = self._noting_buffers() if again else nullcontext()
         with torch.set_grad_enabled(keeps), noting, _dropping(drops=drops), keeping:
             value, stashed = self._run(arguments)
-        if again and versions != [version_of(x) for x in tensors_in((arguments.value, popped))]:
+        if versions != [version_of(x) for x in inputs]:
             msg = (
                 f"stage {self.index} changes its input in place, so its forward cannot be "
                 'recomputed: make its first layer return a new tensor, or use recompute="never"'
