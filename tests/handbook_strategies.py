@@ -115,9 +115,9 @@ class _CoordinatedRun:
         title = f"the update of closure {key.task} is {text}"
         self.bars.append(Bar(3, now_s, now_s + SHOWN_S, colour, title, f"{key.task}"))
         result_s = now_s + 2 * MESSAGE_S  # the push is accepted, then the result is sent
-        self.at(result_s, lambda t: self.over(t, worker, life, key.task))
+        self.at(result_s, lambda t: self.finished(t, worker, life, key.task))
 
-    def over(self, now_s: float, worker: int, life: int, number: int) -> None:
+    def finished(self, now_s: float, worker: int, life: int, number: int) -> None:
         """Take the result, unless the worker was killed before it could send it."""
         if self.lives[worker] == life:
             self.act(self.queue.finished(number, f"worker:{worker}"), now_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from braid.launch.supervise.membership_state import MembershipState, Replace
 from braid.launch.supervise.supervisor_state import (
     Continued,
     Exited,
+    Instruction,
     Interrupted,
     ReportedFailure,
     RunPhase,
@@ -27,6 +29,7 @@ from braid.launch.supervise.supervisor_state import (
 from braid.runtime.diagnose.block import StopReport, error_block, render_block
 from braid.runtime.diagnose.tracebacks import ParsedError
 from braid.runtime.diagnose.verdict import RankEnd, Verdict, exit_code, judge
+from braid.runtime.rendezvous import RankLost
 from survived_deaths import FIRST, STORIES, Story
 
 S = 1_000_000_000
@@ -111,7 +114,10 @@ def test_after_a_survived_death_the_later_fault_is_the_cause(story):
     assert story.victim not in [end.rank for end in verdict.affected]
 
 
-def _elastic(num_ranks: int, min_ranks: int) -> SupervisorState:
+STOP = int(signal.SIGSTOP)
+
+
+def _elastic(num_ranks: int, min_ranks: int, *, has_trained: bool = True) -> SupervisorState:
     members = MembershipState(ElasticLimits(min_ranks=min_ranks, restarts=0), num_ranks)
     state = SupervisorState(num_ranks, LIMITS, 0, members=members)
     for rank in range(num_ranks):
@@ -119,27 +125,79 @@ def _elastic(num_ranks: int, min_ranks: int) -> SupervisorState:
         members.started(rank)
     for rank in range(num_ranks):
         members.ready(rank, -1, -1)
+    if has_trained:
+        members.trained(0)
     return state
+
+
+def _killed(instructions: Sequence[Instruction]) -> list[int]:
+    return [rank for i in instructions if isinstance(i, SendSignal) for rank in i.ranks]
 
 
 def test_members_wait_for_a_stopped_rank_as_long_as_its_replacement_takes():
     state = _elastic(3, min_ranks=2)
-    for start_ns in (S, 3 * S):  # half of the limit each time
-        state.handle(Stopped(1, int(signal.SIGSTOP)), start_ns)
-        assert state.deadline_ns == start_ns + LIMITS.replaced_ns // (1 if start_ns == S else 2)
-        out = state.handle(Tick(), start_ns + LIMITS.replaced_ns // 2)
-        state.handle(Continued(1), start_ns + LIMITS.replaced_ns // 2)
-    assert [type(instruction) for instruction in out] == [SendToRank, SendSignal]
+    half_ns = LIMITS.replaced_ns // 2
+    for start_ns, limit_ns in ((S, LIMITS.replaced_ns), (3 * S, half_ns)):
+        (warning,) = state.handle(Stopped(1, STOP), start_ns)
+        assert (state.deadline_ns, warning.limit_s) == (start_ns + limit_ns, limit_ns / S)
+        out = state.handle(Tick(), start_ns + half_ns)
+        state.handle(Continued(1), start_ns + half_ns)
+    assert _killed(out) == [1]
+    assert out[0] == SendToRank(RankLost(1, "was stopped by SIGSTOP for 1 s"))
     assert (state.ranks[1].declared_dead, state.ranks[1].survived) == (True, True)
 
 
-@pytest.mark.parametrize(("min_ranks", "stopped"), [(3, (1,)), (1, (0, 1, 2))])
-def test_a_stopped_rank_that_cannot_be_replaced_is_waited_for(min_ranks, stopped):
-    state = _elastic(3, min_ranks)
+def test_stops_of_long_ago_do_not_count():
+    state = _elastic(3, min_ranks=2)
+    for start_ns in (S, 2 * S + LIMITS.stopped_ns):
+        state.handle(Stopped(1, STOP), start_ns)
+        assert state.deadline_ns == start_ns + LIMITS.replaced_ns
+        state.handle(Continued(1), start_ns + S // 2)
+
+
+@pytest.mark.parametrize(
+    ("min_ranks", "stopped", "has_trained"),
+    [(3, (1,), True), (1, (0, 1, 2), True), (1, (1,), False)],
+    ids=["too few are left", "nobody waits", "the state may be missing elsewhere"],
+)
+def test_a_stopped_rank_that_cannot_be_replaced_is_waited_for(min_ranks, stopped, has_trained):
+    state = _elastic(3, min_ranks, has_trained=has_trained)
     for rank in stopped:
-        state.handle(Stopped(rank, int(signal.SIGSTOP)), S)
+        state.handle(Stopped(rank, STOP), S)
     assert state.deadline_ns == S + LIMITS.stopped_ns
     assert state.handle(Tick(), LIMITS.stopped_ns) == []
+
+
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(["stop", "go on", "wait"]), st.integers(0, S)),
+    max_size=30,
+)
+
+
+@given(EVENTS)
+def test_a_rank_is_killed_only_if_a_running_member_has_waited_for_it(events):
+    state = _elastic(3, min_ranks=1)
+    stopped: set[int] = set()
+    waited_ns = dict.fromkeys(range(3), 0)
+    now_ns = 0
+    for rank, kind, after_ns in events:
+        alive = {r for r in range(3) if not state.ranks[r].declared_dead}
+        for waiting in stopped if alive - stopped else ():
+            waited_ns[waiting] += after_ns
+        now_ns += after_ns
+        event = Tick()
+        if kind == "stop" and rank in alive - stopped:
+            event = Stopped(rank, STOP)
+        elif kind == "go on" and rank in stopped:
+            event = Continued(rank)
+        killed = _killed(state.handle(event, now_ns))
+        stopped ^= {rank} if isinstance(event, Stopped | Continued) else set()
+        assert all(waited_ns[r] >= LIMITS.replaced_ns for r in killed)
+        overdue = (
+            {r for r in stopped if waited_ns[r] >= LIMITS.replaced_ns} if alive - stopped else set()
+        )
+        assert overdue - set(killed) == set()
+        stopped -= set(killed)
 
 
 def test_a_fault_before_a_given_up_rank_is_reaped_is_a_later_one():

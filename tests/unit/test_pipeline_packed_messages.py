@@ -24,8 +24,8 @@ def arrived(value: object) -> object:
     assert layout is not None
     packed = layout.pack(tensors)
     assert (packed.nbytes, layout.is_in(packed)) == (layout.nbytes, True)
-    refused = layout.refuse(3)
-    assert (refused.nbytes, layout.is_in(refused)) == (layout.nbytes, False)
+    other = layout.pack_digest(3)
+    assert (other.nbytes, layout.is_in(other)) == (layout.nbytes, False)
     return layout.unpack(packed, structure)
 
 
@@ -62,6 +62,25 @@ def test_images_keep_their_order_and_gradients_are_required():
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
     y = arrived({"image": x})["image"]
     assert (y.stride(), y.requires_grad, torch.equal(x, y)) == (x.stride(), True, True)
+
+
+def test_a_change_in_place_of_one_tensor_does_not_concern_the_others():
+    x, mask = arrived((torch.ones(3), torch.ones(3)))
+    w = torch.ones(3, requires_grad=True)
+    loss = (x * w).sum()
+    mask.add_(1)
+    loss.backward()
+    assert torch.equal(w.grad, torch.ones(3))
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+def test_a_message_is_no_instance_of_a_value_s_class():
+    x = torch.ones(3).as_subclass(Marked)
+    layout = _Layout.of((SentSpec.of(x),), 1)
+    assert type(layout.pack([x])) is torch.Tensor
 
 
 def test_large_values_are_not_packed():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from braid.compat.torch_rpc import futures
+from braid.rpc.outcomes import AnswerFuture
 
 
 def test_the_values_come_in_the_order_of_the_futures():
@@ -22,10 +23,20 @@ def test_the_first_error_ends_the_wait_with_its_type():
     collected = futures.collect_all([never, fails_later, fails])
     fails.set_exception(LookupError("first"))
     fails_later.set_exception(ValueError("second"))
-    assert not never.done()
+    assert (never.done(), collected.done()) == (False, True)
     for wait in (collected.wait, lambda: futures.wait_all([never, fails])):
         with pytest.raises(LookupError, match="first"):
             wait()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_errors_that_are_no_exceptions_end_the_wait(error):
+    fails = AnswerFuture()
+    collected = futures.collect_all([futures.Future(), fails])
+    fails.set_exception(error)
+    assert collected.done()
+    with pytest.raises(type(error)):
+        collected.wait()
 
 
 def test_no_future_is_waited_for():

@@ -1,7 +1,7 @@
 """The functions of torch.futures, which end at the first error.
 
-torch's `collect_all` sees a success where Python has set an error, since `set_exception` stores it
-as a result: it waits for all futures, and forever if one of them never completes.
+An error that Python sets with `set_exception` is a result for torch's `collect_all`: it waits for
+all futures, and forever if one of them never completes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from torch.futures import Future
 
-from braid.rpc.outcomes import AnswerFuture
+from braid.rpc.outcomes import AnswerFuture, outcome
 
 __all__ = ["Future", "collect_all", "wait_all"]
 
 
 def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
-    """Return a future that completes when all futures have, or with the first of their errors.
+    """Return a future that completes when all futures have, or fails with the first error.
 
     Its value is the list of the futures.
     """
@@ -29,23 +29,21 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     lock = Lock()
 
     def record(index: int, future: Future[Any]) -> None:
-        error = None
-        try:
-            future.value()
-        except Exception as exc:  # noqa: BLE001 - the caller's wait raises it
-            error = exc
+        if not running:  # an earlier error has completed `collected`
+            return
+        _, error = outcome(future)
         with lock:
-            if not running:
-                return  # an earlier error has completed it
+            if index not in running:
+                return
             running.discard(index)
             if error is not None:
                 running.clear()
-            if running:
-                return
+            is_last = not running
         if error is not None:
             collected.set_exception(error)
-        else:
+        elif is_last:
             collected.set_result(listed)
+        del error  # its frames refer to the future, which the garbage collector cannot see
 
     if not listed:
         collected.set_result(listed)

@@ -351,7 +351,8 @@ class _Strikes:
                 self._waiting.remove(fault)
                 # two ranks cannot decide which one computes wrongly: lose no rank meanwhile
                 lasts_s = fault.lasts_s if fault.kind == "bitflip" else 0.0
-                self._next_s = now_s + max(lasts_s, LEAST_GAP * self._options.every_s)
+                gap_s = max(lasts_s, LEAST_GAP * self._options.every_s)
+                self._next_s = max(self._next_s, now_s + gap_s)
                 break
 
     def _strike(self, fault: Fault, now_s: float) -> bool:

@@ -24,8 +24,8 @@ from typing import NamedTuple
 __all__ = ["KINDS", "Fault", "Signal", "choose_host", "choose_ranks", "plan_faults", "signals_of"]
 
 KINDS = ("kill", "stop", "slow", "leave", "newcomer", "two", "bitflip", "disk", "partition")
-SLOW_S = 0.5  # seconds for which a slow rank is stopped, and then goes on
-NEWCOMER_S = 0.5  # in which a newcomer does not become a member
+SLOW_S = 0.2  # seconds for which a slow rank is stopped, and then goes on
+NEWCOMER_S = 0.5  # less than a newcomer needs to become a member
 
 
 class Fault(NamedTuple):

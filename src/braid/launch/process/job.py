@@ -100,7 +100,7 @@ class RunOptions:
             give their stacks.
         threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
         stopped_limit_s: Seconds that a rank may be stopped (SIGSTOP) before it is killed (default:
-            30; 0.5 for all stops together if the members of an elastic run go on without it).
+            30; 0.5, with its earlier stops, if running members of an elastic run wait for it).
         hang_report_s: Seconds that ranks may wait for another rank before it is reported; 0 for
             never.
         grace_s: Seconds that the other ranks have to end by themselves after a failure.

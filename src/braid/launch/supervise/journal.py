@@ -177,7 +177,7 @@ class RunJournal(AbstractContextManager["RunJournal"]):
         inside = process.last_events()
         stopped = f"{process.name} was stopped by {signal_name(signum)}{' ' * bool(inside)}{inside}"
         self.notice(
-            f"{stopped}; it is killed after {warning.limit_s:.2g} s unless "
+            f"{stopped}; it is killed after {round(warning.limit_s, 1):g} s unless "
             f"`kill -CONT {process.pid}` lets it go on"
         )
 

@@ -102,11 +102,14 @@ class MembershipState:
     Attributes:
         epoch: Number of the present epoch; -1 before the first one.
         members: Members of the present epoch, without ranks that were lost or have finished.
+        has_trained: Whether members have finished a step in the present epoch, so that each of them
+            has received its part of the state, and the copies of other parts.
     """
 
     def __init__(self, limits: ElasticLimits, num_ranks: int) -> None:
         self.epoch = NO_EPOCH
         self.members: tuple[int, ...] = ()
+        self.has_trained = False
         self._limits = limits.with_ranks(num_ranks)
         self._num_ranks = num_ranks
         self._alive: set[int] = set()
@@ -158,6 +161,14 @@ class MembershipState:
         to_come = self._num_to_start + self._restarts_left
         is_enough = len(others) + to_come >= self._limits.min_ranks
         return is_enough or self._limits.gains_slots
+
+    def can_spare(self, rank: int) -> bool:
+        """Return whether the other members lose no step if they lose this member now."""
+        return self.has_trained and rank in self.members and self.can_lose(rank)
+
+    def trained(self, rank: int) -> None:
+        """Record that a process has finished a training step."""
+        self.has_trained |= rank in self.members
 
     def started(self, rank: int) -> list[Order]:
         """Record that a process was started; return the orders that follow."""
@@ -289,4 +300,5 @@ class MembershipState:
         self.epoch += 1
         self.members = members
         self._is_ending = False
+        self.has_trained = False
         return Begin(self.epoch, members, tuple(self._ready.pop(member) for member in members))

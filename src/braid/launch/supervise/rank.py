@@ -184,9 +184,7 @@ class Rank(ABC):
         signum = change.status if change.kind == "killed" else None
         asked = facts.signalled and facts.failed_ns is None
         was_stopped = asked and facts.stopped_ns is not None
-        stopped_s = (
-            (ended_ns - (facts.stopped_ns or 0) + facts.pauses_ns) / 1e9 if was_stopped else None
-        )
+        stopped_s = facts.stops_ns(ended_ns) / 1e9 if was_stopped else None
         if facts.failed_ns is not None:  # the rank failed then; the launcher may have ended it
             ended_ns = facts.failed_ns
             reported_code = 1 if self.exiting is None else self.exiting.code

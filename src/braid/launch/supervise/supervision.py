@@ -350,6 +350,8 @@ class _Run(AbstractContextManager["_Run"]):
             self._members.ready(process, message)
         elif isinstance(message, Logged):
             self.journal.log(process.rank, message)
+            if self._members is not None and "members" in message.row:  # see `log_step`
+                self._members.state.trained(process.rank)
         elif isinstance(message, RankFailed):
             process.failure = message
             self._on_failure(process, exit_code=1)

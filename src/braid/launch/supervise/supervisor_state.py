@@ -63,8 +63,8 @@ __all__ = [
 ]
 
 STACKS_NS = 500_000_000  # faulthandler needs microseconds; a swapped-out process needs this
-STOPPED_S = 30.0  # for which a rank may be stopped
-REPLACED_S = 0.5  # the same if the others go on without it: as long as a replacement takes
+STOPPED_S = 30.0  # default of `stopped_ns`
+REPLACED_S = 0.5  # default of `replaced_ns`: a longer wait would cost more than a new process
 TERMINATE_NS = 2_000_000_000  # a program that handles SIGTERM has had its grace period before
 
 
@@ -83,8 +83,8 @@ class RunPhase(Enum):
 class TimeLimits(NamedTuple):
     """Time limits of a run, in nanoseconds; `timeout_ns` is None for no limit.
 
-    A rank that the members of an elastic run can lose is given up after all its stops together have
-    lasted `replaced_ns`, any other rank after one stop of `stopped_ns`.
+    A stopped rank is killed after `stopped_ns`, or when running members that can spare it have
+    waited `replaced_ns` for it, in all of its stops of the last `stopped_ns` together.
     """
 
     grace_ns: int
@@ -213,7 +213,10 @@ class RankFacts:
         stopped_ns: Time since which the process is stopped; None while it runs.
         stop_signal: Signal that stopped the process last.
         paused_ns: Longest time for which the process was stopped before it went on.
-        pauses_ns: Sum of these times.
+        continued_ns: Time at which the process last went on.
+        awaited_since_ns: Time since which running members that can spare the stopped rank wait for
+            it; None if none do.
+        awaited_ns: Time for which they have waited for it in earlier stops.
         declared_dead: Whether the rank was killed because it was stopped for too long.
         signalled: Whether the launcher sent the process a signal that ends it.
         failed_ns: Time at which the rank reported its failure, before any signal; else None.
@@ -228,13 +231,24 @@ class RankFacts:
     stopped_ns: int | None = None
     stop_signal: int = int(signal.SIGSTOP)
     paused_ns: int = 0
-    pauses_ns: int = 0
+    continued_ns: int = 0
+    awaited_since_ns: int | None = None
+    awaited_ns: int = 0
     declared_dead: bool = False
     signalled: bool = False
     failed_ns: int | None = None
     loss_sent: bool = False
     survived: bool = False
     dismissed: bool = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process is stopped, and the launcher has not killed it for that."""
+        return self.alive and self.stopped_ns is not None and not self.declared_dead
+
+    def stops_ns(self, now_ns: int) -> int:
+        """Return how long the stop, and earlier stops that count with it, have lasted."""
+        return now_ns - (self.stopped_ns or now_ns) + self.awaited_ns
 
 
 class SupervisorState:
@@ -294,7 +308,7 @@ class SupervisorState:
     @property
     def deadline_ns(self) -> int | None:
         """Time at which a `Tick` is due; None if no deadline is set."""
-        due = [ns for rank in self.ranks if (ns := self._stop_deadline_ns(rank)) is not None]
+        due = [ns for f in self.ranks.values() if (ns := self._stop_deadline_ns(f)) is not None]
         if self._deadline_ns is not None:
             due.append(self._deadline_ns)
         return min(due, default=None)
@@ -312,20 +326,23 @@ class SupervisorState:
         elif isinstance(event, Stopped):
             facts = self.ranks[event.rank]
             facts.stopped_ns, facts.stop_signal = now_ns, event.signum
-            deadline_ns = self._stop_deadline_ns(event.rank) or now_ns
-            out.append(Warn(event.rank, event.signum, limit_s=(deadline_ns - now_ns) / 1e9))
+            if now_ns - facts.continued_ns > self._limits.stopped_ns:
+                facts.awaited_ns = 0
+            self._note_waits(now_ns)
+            limit_s = ((self._stop_deadline_ns(facts) or now_ns) - now_ns) / 1e9
+            out.append(Warn(event.rank, event.signum, limit_s=limit_s))
         elif isinstance(event, Continued):
             facts = self.ranks[event.rank]
             if facts.stopped_ns is not None and not facts.declared_dead:
                 facts.paused_ns = max(facts.paused_ns, now_ns - facts.stopped_ns)
-                facts.pauses_ns += now_ns - facts.stopped_ns
-                facts.stopped_ns = None
+                facts.stopped_ns, facts.continued_ns = None, now_ns
                 out.append(Warn(event.rank, 0))
         elif isinstance(event, Interrupted):
             out += self._interrupted(event.signum, now_ns)
         elif isinstance(event, Dismissed):
             self.ranks[event.rank].dismissed = True
             out += self._signal([event.rank], signal.SIGTERM)
+        self._note_waits(now_ns)
         out += self._due(now_ns)
         if self.phase is not RunPhase.DONE and not self._alive() and not self.starting:
             self.phase, self._deadline_ns = RunPhase.DONE, None
@@ -394,11 +411,11 @@ class SupervisorState:
         out: list[Instruction] = []
         for rank in self._alive():
             facts = self.ranks[rank]
-            end_ns = self._stop_deadline_ns(rank)
-            if facts.stopped_ns is not None and end_ns is not None and now_ns >= end_ns:
+            end_ns = self._stop_deadline_ns(facts)
+            if end_ns is not None and now_ns >= end_ns:
                 facts.declared_dead = True
                 self._survives(rank)  # what follows before the process is reaped is a later fault
-                lasted_s = (now_ns - facts.stopped_ns + facts.pauses_ns) / 1e9
+                lasted_s = facts.stops_ns(now_ns) / 1e9
                 reason = f"was stopped by {signal_name(facts.stop_signal)} for {lasted_s:.3g} s"
                 out += self._send_loss(rank, reason)
                 out += self._signal([rank], signal.SIGKILL)
@@ -408,25 +425,33 @@ class SupervisorState:
             out += self._terminate(now_ns)
         return out
 
-    def _stop_deadline_ns(self, rank: int) -> int | None:
-        """Return the time at which a stopped rank counts as lost; None if it is not stopped."""
-        facts = self.ranks[rank]
-        if not facts.alive or facts.stopped_ns is None or facts.declared_dead:
-            return None
-        if self._is_replaceable(rank):
-            return facts.stopped_ns + max(0, self._limits.replaced_ns - facts.pauses_ns)
-        return facts.stopped_ns + self._limits.stopped_ns
-
-    def _is_replaceable(self, rank: int) -> bool:
-        """Return whether the members, of which some are not stopped, can lose this rank."""
-        if self._members is None or self._expendable or self.phase is not RunPhase.RUNNING:
-            return False
-        others_run = any(
-            facts.alive and facts.stopped_ns is None
-            for other, facts in self.ranks.items()
-            if other != rank and not self._members.is_outside(other)
+    def _note_waits(self, now_ns: int) -> None:
+        """Record for which stopped ranks running members wait that can spare them."""
+        members = self._members
+        stopped = [rank for rank, facts in self.ranks.items() if facts.is_stopped]
+        some_run = (
+            members is not None
+            and self.phase is RunPhase.RUNNING
+            and not self._expendable
+            and any(self.ranks[m].alive and m not in stopped for m in members.members)
         )
-        return others_run and self._members.can_lose(rank)
+        for rank, facts in self.ranks.items():
+            if rank in stopped and some_run and members is not None and members.can_spare(rank):
+                if facts.awaited_since_ns is None:
+                    facts.awaited_since_ns = now_ns
+            elif facts.awaited_since_ns is not None:
+                facts.awaited_ns += now_ns - facts.awaited_since_ns
+                facts.awaited_since_ns = None
+
+    def _stop_deadline_ns(self, facts: RankFacts) -> int | None:
+        """Return the time at which a stopped rank counts as lost; None if it is not stopped."""
+        if facts.stopped_ns is None or not facts.is_stopped:
+            return None
+        deadline_ns = facts.stopped_ns + self._limits.stopped_ns
+        if facts.awaited_since_ns is None:
+            return deadline_ns
+        left_ns = max(0, self._limits.replaced_ns - facts.awaited_ns)
+        return min(deadline_ns, facts.awaited_since_ns + left_ns)
 
     def _deadline_passed(self, now_ns: int) -> list[Instruction]:
         if self.phase is RunPhase.RUNNING:

@@ -123,11 +123,12 @@ class _Layout(NamedTuple):
         """Return a message of the tensors, all of this layout."""
         parts = [self.header]
         for tensor, gap in zip(tensors, self.gaps, strict=True):
-            memory = as_in_memory(tensor.detach().resolve_conj().resolve_neg())
+            plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+            memory = as_in_memory(plain)
             parts += [memory.view(-1).view(torch.uint8), gap]
         return torch.cat(parts)
 
-    def refuse(self, digest: int) -> torch.Tensor:
+    def pack_digest(self, digest: int) -> torch.Tensor:
         """Return a message of the same size with another digest; other messages follow."""
         rest = torch.zeros(self.nbytes - HEADER_BYTES, dtype=torch.uint8, device="cpu")
         return torch.cat([_header(digest), rest])
@@ -138,9 +139,12 @@ class _Layout(NamedTuple):
 
     def unpack(self, packed: torch.Tensor, structure: SentStructure) -> Any:
         """Return the value of a message; its tensors share the message's memory."""
-        tensors = [
-            packed.view(spec.dtype).as_strided(*view).requires_grad_(spec.requires_grad)
-            for spec, view in zip(structure.specs, self.views, strict=True)
+        storage = packed.untyped_storage()
+        tensors = [  # not views, which would share a counter of changes in place
+            torch.empty(0, dtype=spec.dtype, device="cpu")
+            .set_(storage, first, shape, strides)
+            .requires_grad_(spec.requires_grad)
+            for spec, (shape, strides, first) in zip(structure.specs, self.views, strict=True)
         ]
         return unflatten(structure.tree, tensors)
 
@@ -216,7 +220,7 @@ class Messages:
         structure = SentStructure(tree, specs)
         raw, digest = self._described(structure, is_plain=is_plain)
         if edge:  # messages of skip connections have no fixed order
-            self._send(torch.tensor([digest, len(raw)]), peer, edge)
+            self._send(torch.tensor([digest, len(raw)], device="cpu"), peer, edge)
             self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), peer, edge)
             self.send_tensors(tensors, peer, edge)
             return
@@ -226,11 +230,11 @@ class Messages:
             self._expected_there[peer, edge] = _Expected.of(digest, structure)
         if expected is not None and expected.layout is not None:
             layout = expected.layout
-            self._send(layout.pack(tensors) if is_same else layout.refuse(digest), peer, edge)
+            self._send(layout.pack(tensors) if is_same else layout.pack_digest(digest), peer, edge)
             if is_same:
                 return
         is_new = (peer, edge, digest) not in self._sent
-        self._send(torch.tensor([digest, len(raw) if is_new else 0]), peer, edge)
+        self._send(torch.tensor([digest, len(raw) if is_new else 0], device="cpu"), peer, edge)
         if is_new:
             self._sent.add((peer, edge, digest))
             self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), peer, edge)
@@ -244,13 +248,16 @@ class Messages:
             self._group.recv(packed, peer, tag=edge)
             if expected.layout.is_in(packed):
                 return expected.layout.unpack(packed, expected.structure)
-        announced = self._group.recv(torch.empty(2, dtype=torch.int64), peer, tag=edge)
+        announced = torch.empty(2, dtype=torch.int64, device="cpu")
+        self._group.recv(announced, peer, tag=edge)
         digest, nbytes = announced.tolist()
         if nbytes:
-            raw = self._group.recv(torch.empty(nbytes, dtype=torch.uint8), peer, tag=edge)
+            raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            self._group.recv(raw, peer, tag=edge)
             self._structures[peer, edge, digest] = read_structure(raw.numpy().tobytes())
         structure = self._structures[peer, edge, digest]
-        self._expected_here[peer, edge] = _Expected.of(digest, structure)
+        if not edge:
+            self._expected_here[peer, edge] = _Expected.of(digest, structure)
         tensors = [spec.empty("cpu" if spec.on_cpu else self._device) for spec in structure.specs]
         self._recv(tensors, peer, edge)
         for tensor, spec in zip(tensors, structure.specs, strict=True):
