@@ -37,7 +37,10 @@ from braid.runtime.events import Recorder
 from braid.runtime.store import HashStore
 from braid.runtime.transport import Fabric, RankContext
 
-POINTS = ("forward", "sum", "summed", "update", "state", "join", "leave forward", "leave sum")
+POINTS = (
+    *("forward", "sum", "summed", "update", "save", "saved", "evaluate", "evaluated"),
+    *("state", "join", "leave forward", "leave sum"),
+)
 MESH_POINTS = {  # method of MeshReplica, and whether the rank dies before it
     "prepare": ("prepare", True),
     "agree": ("agree", True),
@@ -77,7 +80,7 @@ class Cluster:
         self.pauses = False
         self.end = ""  # reason for which the run has ended early
         self.num_started = 0
-        self._num_ranks = num_ranks
+        self.spares = range(num_ranks, num_ranks + limits.get("spares", 0))
         self._fabrics: list[Fabric] = []
         self._stores: list[HashStore] = []
         self._threads: list[threading.Thread] = []
@@ -86,7 +89,7 @@ class Cluster:
         """Run `main` on all ranks, and on those that take their places."""
         self._main = main
         with self.changed:
-            for _ in range(self._num_ranks):
+            for _ in range(self.spares.stop):
                 self._start()
         for thread in self._threads:  # the list grows
             thread.join(TIMEOUT_S)
@@ -186,7 +189,7 @@ class ThreadMembers:
         self._visits: dict[str, int] = {}
         self._group: Group | None = None
         HERE.members = self
-        if not cluster.begun:
+        if not cluster.begun and rank not in cluster.spares:
             self.next_epoch(-1)
 
     @property
@@ -265,6 +268,9 @@ def points_of_death(monkeypatch: Any) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(gradient_sums.GradientSums, "reduce", dying_reduce)
         patch.setattr(replica, "transfer", dying_transfer)
+        for point, is_before in (("save", True), ("saved", False)):
+            saving = _dying(ElasticTraining._save, point, is_before)
+            patch.setattr(ElasticTraining, "_save", saving)
         for point, (name, is_before) in MESH_POINTS.items():
             patch.setattr(MeshReplica, name, _dying(getattr(MeshReplica, name), point, is_before))
         yield

@@ -19,6 +19,7 @@ from braid.elasticity import gradient_sums, suspects
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
 from braid.elasticity.micro_batches import DataPosition, MicroBatches
 from braid.elasticity.replica import WholeModel
+from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState
 from braid.elasticity.training import ElasticTraining
 from braid.errors import ConfigError, MismatchError
@@ -193,18 +194,21 @@ def test_a_batch_of_each_rank_ends_a_pass_at_one_sample_on_any_number_of_ranks()
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, torch.Tensor]:
     cluster = Cluster(1, {})
-    cluster.run(train)
+    cluster.run(partial(train, evaluate_every=1))
     return cluster.results[0]
 
 
 @pytest.mark.parametrize(
     "seed", [*range(16), *(pytest.param(n, marks=pytest.mark.proof) for n in range(16, 500))]
 )
-def test_deaths_at_any_point_leave_the_bits_of_an_undisturbed_run(monkeypatch, undisturbed, seed):
+def test_deaths_at_any_point_leave_the_bits_of_an_undisturbed_run(
+    monkeypatch, tmp_path, undisturbed, seed
+):
     num_ranks = 2 + seed // len(POINTS) % 2
-    cluster = Cluster(num_ranks, random_faults(seed, num_ranks))
+    cluster = Cluster(num_ranks, random_faults(seed, num_ranks), spares=seed // 3 % 2)
+    saved = TrainingCheckpoints(str(tmp_path), 1 + seed % 2)
     with points_of_death(monkeypatch):
-        cluster.run(train)
+        cluster.run(partial(train, evaluate_every=1, checkpoints=saved))
     assert cluster.deaths or cluster.left
     assert cluster.results or cluster.end, "all but a rank that left have died"
     for rank, state in cluster.results.items():

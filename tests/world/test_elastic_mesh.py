@@ -36,7 +36,8 @@ MESHES = [
     ("pp=2,dp=2", 1),
     ("dp=3", 3),
 ]
-ALL_POINTS = (*(p for p in POINTS if p != "state"), "loss", *MESH_POINTS)
+ELSEWHERE = ("state", "save", "saved", "evaluate", "evaluated")  # points of whole models
+ALL_POINTS = (*(p for p in POINTS if p not in ELSEWHERE), "loss", *MESH_POINTS)
 
 
 @pytest.fixture(scope="module")

@@ -131,9 +131,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._notices.__exit__(None, None, None)
         self._is_exiting = kind is None
         while kind is None:
-            if self._evaluation.is_due(self.num_steps) and not self._survives(self._evaluate):
-                continue
             if self._met[0] != self._version and not self._meets():
+                continue
+            if self._evaluation.is_due(self.num_steps) and not self._survives(self._evaluate):
                 continue
             needs_save = self._saved != (self.num_steps, self._version)
             if self._checkpoints and needs_save and not self._survives(self._save):
@@ -186,10 +186,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
                 if not self._survives(partial(self._replica.begin, number)):
                     break
                 yield batch
-                if self._evaluation.is_due(self.num_steps) and not self._survives(self._evaluate):
-                    break
-                if self._wants_change:
-                    self._change_members()
+                if self._version == version:  # else `_meets` evaluates, also on new members
+                    self._end_turn()
                 if self._version != version or self.at.epoch != epoch:
                     break
                 if before == (self.num_steps, self._rounds.position):
@@ -252,6 +250,12 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         buffers.begin(is_first=True)  # which an evaluation leaves as they are
         self._evaluation.run(self.num_steps)
         buffers.restore()
+
+    def _end_turn(self) -> None:
+        """Evaluate if it is due, and go on with other members if one of them wants that."""
+        is_due = self._evaluation.is_due(self.num_steps)
+        if (not is_due or self._survives(self._evaluate)) and self._wants_change:
+            self._change_members()
 
     def _change_members(self) -> None:
         """Go on with the members of the next epoch, or leave."""
