@@ -158,7 +158,7 @@ def test_stops_of_long_ago_do_not_count():
 @pytest.mark.parametrize(
     ("min_ranks", "stopped", "has_trained"),
     [(3, (1,), True), (1, (0, 1, 2), True), (1, (1,), False)],
-    ids=["too few are left", "nobody waits", "the state may be missing elsewhere"],
+    ids=["too few are left", "no member runs", "the state may be missing elsewhere"],
 )
 def test_a_stopped_rank_that_cannot_be_replaced_is_waited_for(min_ranks, stopped, has_trained):
     state = _elastic(3, min_ranks, has_trained=has_trained)

@@ -328,10 +328,9 @@ class Stage:
         return checkpoint(block, value, around=around, policy=self._policy)
 
     def _blocks(self) -> Iterator[tuple[Layer, ...]]:
-        layers = iter(self.layers)
-        size = self._every or len(self.layers)
-        while block := tuple(islice(layers, size)):
-            yield block
+        size = self._every or max(1, len(self.layers))
+        for first in range(0, len(self.layers), size):
+            yield self.layers[first : first + size]
 
     @contextmanager
     def _recomputing(self, arguments: _ForwardArguments) -> Iterator[None]:
