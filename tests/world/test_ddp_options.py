@@ -25,6 +25,7 @@ from training import (
 from braid.comm import Group
 from braid.errors import BraidError, CommError, ConfigError
 from braid.parallel.data_parallel import DistributedDataParallel, MixedPrecision, accumulate
+from braid.parallel.data_parallel.ddp.param_snapshot import ParamSnapshot
 
 # Buckets.
 
@@ -120,6 +121,15 @@ def test_ignored_parameters_may_be_replaced_and_no_others(world):
     for own, averaged, text in world(2, _replaces_what_is_ignored):
         assert (own, averaged) == (True, True)
         assert "replaced or added since the module was wrapped: 'first.weight'" in text
+
+
+def test_a_replaced_parameter_is_found_though_it_has_the_id_of_a_freed_one():
+    net = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(2)])
+    snapshot = ParamSnapshot(net.parameters(), ignored=["0"])
+    net[0] = nn.Parameter(torch.ones(1))
+    net[1] = nn.Parameter(torch.ones(1))
+    with pytest.raises(ConfigError, match="replaced or added since the module was wrapped: '1'"):
+        snapshot.check_module(net)
 
 
 def _embeds(group: Group, tied: bool) -> Gradients:

@@ -277,6 +277,13 @@ def _scale(run):
             param.grad.mul_(0.5)
 
 
+def _replace(run):
+    for param in run.model.named_pieces().values():
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+            param.grad = param.grad * 0.5  # it may get the memory of the first gradient
+
+
 @pytest.mark.parametrize("shard", [0, 1])
 @pytest.mark.parametrize(
     ("option", "change", "words"),
@@ -287,6 +294,7 @@ def _scale(run):
             _scale,
             "changed in the function update=, after another rank had received its copy",
         ),
+        ("in_update", _replace, "changed in the function update=, after another rank"),
         ("in_update", _decay, "was changed outside of the optimizer's step"),
         ("after_step", _reset, "its state in the optimizer, was changed outside"),
         ("after_step", _shift, "running_mean changed in the function update="),

@@ -107,7 +107,7 @@ class Shadow:
         self.part = ModelPart(theirs["name"], params, boxes, optimizer, lambda: kept)
         self._sent, self._sent_views = packed(self._shipped(part))
         self._received, self._views = packed(self._shipped(self.part))
-        self._sent_versions: list[tuple[int, int] | None] = []
+        self._sent_grads: list[tuple[torch.Tensor, int] | None] = []
         self.note()
         part.optimizer.register_step_pre_hook(self._before_step)
         handle = part.optimizer.register_step_post_hook(self._step)
@@ -133,7 +133,7 @@ class Shadow:
                 view.copy_(grad)
         for view, buffer in zip(views[len(grads) :], self._own.buffers().values(), strict=True):
             view.copy_(buffer)
-        self._sent_versions = self._grad_versions()
+        self._sent_grads = self._grad_versions()
         self._sent_buffers = [_version(buffer) for buffer in self._own.buffers().values()]
         self._swap(self._sent, self._received)
 
@@ -171,6 +171,7 @@ class Shadow:
             ConfigError: A parameter or a buffer was changed.
         """
         self.check()
+        self._sent_grads = []
         now = {name: _version(buffer) for name, buffer in self._own.buffers().items()}
         pairs = zip(now.items(), self._sent_buffers, strict=True)
         changed = [name for (name, version), sent in pairs if version != sent]
@@ -181,9 +182,9 @@ class Shadow:
             )
             raise ConfigError(msg)
 
-    def _grad_versions(self) -> list[tuple[int, int] | None]:
+    def _grad_versions(self) -> list[tuple[torch.Tensor, int] | None]:
         grads = [param.grad for param in self._own.params.values()]
-        return [None if grad is None else (id(grad), version_of(grad)) for grad in grads]
+        return [None if grad is None else (grad, version_of(grad)) for grad in grads]
 
     def _before_step(self, *_: object) -> None:
         """Refuse a step by other gradients than the neighbour has; give the copy its options."""
@@ -192,8 +193,8 @@ class Shadow:
             self._own.optimizer.param_groups, self.part.optimizer.param_groups, strict=True
         ):
             copy.update({key: value for key, value in options.items() if key != "params"})
-        pairs = zip(self._own.params, self._grad_versions(), self._sent_versions, strict=True)
-        changed = [name for name, now, sent in pairs if now != sent]
+        pairs = zip(self._own.params, self._grad_versions(), self._sent_grads, strict=True)
+        changed = [name for name, now, sent in pairs if not _same(now, sent)]
         if changed:
             msg = (
                 f"the gradient of {changed[0]} changed in the function update=, after another "
@@ -237,6 +238,12 @@ class Shadow:
 def _placed(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return a state on the device of its parameter, if it has its shape, as optimizers do."""
     return value.to(param.device) if value.shape == param.shape else value
+
+
+def _same(now: tuple[torch.Tensor, int] | None, sent: tuple[torch.Tensor, int] | None) -> bool:
+    if now is None or sent is None:
+        return now is sent
+    return now[0] is sent[0] and now[1] == sent[1]
 
 
 def _version(value: Any) -> Any:

@@ -32,7 +32,8 @@ class ParamSnapshot:
 
     def __init__(self, params: Iterable[nn.Parameter], ignored: Collection[str] = ()) -> None:
         self._ignored = ignored
-        self._known = {id(param): (param.dtype, param.device) for param in params}
+        self._params = list(params)  # a later parameter could get the id of one that is freed
+        self._known = {id(param): (param.dtype, param.device) for param in self._params}
 
     def check_module(self, module: nn.Module) -> bool:
         """Check the parameters of a module; see `check`.
