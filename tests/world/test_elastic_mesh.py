@@ -121,6 +121,23 @@ def test_those_that_are_left_go_on_as_another_mesh(monkeypatch, undisturbed, mes
     assert not _differing(cluster, undisturbed)
 
 
+@pytest.mark.parametrize("point", ["agreed", "update"])
+def test_the_loss_of_a_host_with_all_replicas_of_a_stage_loses_no_step(
+    monkeypatch, undisturbed, point
+):
+    """Copies are on the other host then, and their gradients are sent."""
+    monkeypatch.setattr("braid.elasticity.mesh._num_hosts", lambda group: -(-group.size // 2))
+    monkeypatch.setattr(
+        "braid.elasticity.shadow.ring_of", lambda group: [[0, 1], [0, 2, 1, 3]][group.size > 2]
+    )
+    cluster = Cluster(4, {(0, point): 2, (1, point): 2}, restarts=0)
+    with points_of_death(monkeypatch):
+        cluster.run(partial(train_on_mesh, mesh="pp=2,dp=2; dp=2", shard=1))
+    assert len(cluster.deaths) == 2
+    assert len(cluster.results) == 2
+    assert not _differing(cluster, undisturbed)
+
+
 def test_divided_layers_keep_their_bits_with_their_number_of_ranks(monkeypatch):
     run = partial(train_on_mesh, mesh="pp=2,tp=2")
     reference = Cluster(4, {})
@@ -284,21 +301,19 @@ def _replace(run):
             param.grad = param.grad * 0.5  # it may get the memory of the first gradient
 
 
-@pytest.mark.parametrize("shard", [0, 1])
+CHANGES = [
+    ("after_step", _clamp, "was changed outside of the optimizer's step"),
+    ("in_update", _scale, "changed in the function update=, after another rank had received"),
+    ("in_update", _replace, "changed in the function update=, after another rank"),
+    ("in_update", _decay, "was changed outside of the optimizer's step"),
+    ("after_step", _reset, "its state in the optimizer, was changed outside"),
+]
+SHIFT = ("after_step", _shift, "running_mean changed in the function update=")  # where it is sent
+
+
 @pytest.mark.parametrize(
-    ("option", "change", "words"),
-    [
-        ("after_step", _clamp, "was changed outside of the optimizer's step"),
-        (
-            "in_update",
-            _scale,
-            "changed in the function update=, after another rank had received its copy",
-        ),
-        ("in_update", _replace, "changed in the function update=, after another rank"),
-        ("in_update", _decay, "was changed outside of the optimizer's step"),
-        ("after_step", _reset, "its state in the optimizer, was changed outside"),
-        ("after_step", _shift, "running_mean changed in the function update="),
-    ],
+    ("shard", "option", "change", "words"),
+    [(shard, *change) for shard in (0, 1) for change in CHANGES] + [(0, *SHIFT)],
 )
 def test_what_a_copy_would_not_follow_is_refused(shard, option, change, words):
     cluster = Cluster(2, {})

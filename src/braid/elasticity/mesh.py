@@ -170,6 +170,7 @@ class MeshReplica:
         self._options = {key: value for key, value in options.items() if key != "shard"}
         self._divisions: dict[int, _Division] = {}  # by number
         self._shadow: Shadow | None = None
+        self._copied: int | None = None  # rank along dp: its gradients are the same here
         self.needs_all = False
         self.records: Sequence[ParamRecord] = ()
         self.memory: list[FlatBuffer] = []
@@ -343,10 +344,16 @@ class MeshReplica:
     def _copy_part(self, part: ModelPart) -> list[ModelPart]:
         """Copy the part of a neighbour, if one rank alone has it; a collective."""
         is_alone = self.model.sharding is not None or self.group.size == 1
-        self._shadow = None
+        self._shadow, self._copied = None, None
         if not is_alone or not self._copies or self._world.size == 1:
             return []
-        self._shadow = Shadow(self._world, part)
+        has_grads = self.model.sharding is not None and _num_hosts(self._world) in {
+            1,
+            _num_hosts(self.group),
+        }
+        is_sent = not all(self._world.objects.all_gather(has_grads))
+        self._shadow = Shadow(self._world if is_sent else self.group, part, is_sent=is_sent)
+        self._copied = None if is_sent else self._shadow.source
         return [self._shadow.part]
 
     def begin(self, number: int) -> None:
@@ -360,14 +367,14 @@ class MeshReplica:
             self._shadow.note()
 
     def prepare(self) -> float:
-        """Shard and clip gradients, and send them to the neighbour; see `Replica.prepare`."""
-        norm = nan
+        """Shard and clip gradients, and give the copy its own; see `Replica.prepare`."""
+        norm, copied = nan, dict[str, torch.Tensor]()
         if self.model.sharding is not None:
-            self.model.sharding.keep_own_gradients()
+            copied = self.model.sharding.keep_own_gradients(self._copied)
         if self._clip is not None:
-            norm = self.model.clip_grad_norm_(self._clip).item()
+            norm = self.model.clip_grad_norm_(self._clip, also=copied.values()).item()
         if self._shadow is not None:
-            self._shadow.ship()
+            self._shadow.prepare(copied)
         return norm
 
     def agree(self, *, flag: bool) -> bool:
@@ -403,6 +410,11 @@ class _NoInitialValues(TorchFunctionMode):
         if is_initial and isinstance(tensor, nn.Parameter):
             return tensor
         return func(*args, **kwargs)
+
+
+def _num_hosts(group: Group) -> int:
+    nodes = getattr(group.engine, "nodes", None)
+    return 1 if nodes is None else len(nodes.hosts)
 
 
 def _make_equal(group: Group, model: nn.Module) -> None:

@@ -4,15 +4,18 @@ Problem: a rank that alone has a part of the state takes it along when it dies. 
 after each step are three to four times as large as its gradients (Adam), old when they arrive, and
 need a way back for all others.
 
-Idea: the neighbour repeats the updates. In each step a rank sends the gradients of its part, as
-they go into the optimizer, to the next rank on a ring, which steps a copy of the part by them. The
-copy has the bits of the part after each step, and no rank ever goes back.
+Idea: the neighbour repeats the updates. In each step the next rank on a ring gets the gradients of
+a rank's part, as they go into the optimizer, and steps a copy of the part by them. The copy has the
+bits of the part after each step, and no rank ever goes back.
 
     rank 0   gradients of part 0 ──> rank 1   step of part 1, and of the copy of part 0
 
-Ranks of one host are not next to each other on the ring if there are several hosts.
+Replicas that shard a model have all gradients of a step, so nothing is sent between them; stages
+and parts of layers send theirs. Ranks of one host are not next to each other on the ring if there
+are several hosts.
 
-Cost: memory for another part; in each step its gradients once (a + b*l), and its update.
+Cost: memory for another part, and its update in each step; where gradients are sent, they are sent
+once (a + b*l), and two messages of their size stay in memory.
 
 Source: primary and backup as state machines: F. B. Schneider, "Implementing fault-tolerant services
 using the state machine approach", ACM Computing Surveys 1990.
@@ -51,18 +54,20 @@ class Shadow:
     """Copy of the previous rank's part of the training state; making one is a collective.
 
     Args:
-        group: The members, at least two.
+        group: The ranks of the ring, at least two.
         part: Part of this rank, which the next rank on the ring copies.
+        is_sent: Whether ranks send their gradients and buffers; if not, all ranks have them.
 
     Attributes:
         part: Copy of the previous rank's part.
+        source: Rank of `group` that has this part.
     """
 
-    def __init__(self, group: Group, part: ModelPart) -> None:
+    def __init__(self, group: Group, part: ModelPart, *, is_sent: bool) -> None:
         ring = ring_of(group)
         at = ring.index(group.rank)
         self._group = group
-        self._source, self._target = ring[at - 1], ring[(at + 1) % len(ring)]
+        self.source, self._target = ring[at - 1], ring[(at + 1) % len(ring)]
         self._own = part
         names = {param: name for name, param in part.params.items()}
         groups = [
@@ -81,7 +86,7 @@ class Shadow:
             "buffers": buffers,
             "states": states,
         }
-        theirs = group.objects.all_gather(mine)[self._source]
+        theirs = group.objects.all_gather(mine)[self.source]
         like = [*_like(theirs["params"]), *_like(theirs["buffers"])]
         like += _like(dict(enumerate(_specs_in(theirs["states"]))))
         values = self._exchange([*part.params.values(), *own_buffers.values(), *tensors], like)
@@ -104,38 +109,38 @@ class Shadow:
                 for key, (is_tensor, value) in state.items()
             }
         boxes = {n: list(map(TensorBox.parse, plain)) for n, plain in theirs["boxes"].items()}
-        self.part = ModelPart(theirs["name"], params, boxes, optimizer, lambda: kept)
-        self._sent, self._sent_views = packed(self._shipped(part))
-        self._received, self._views = packed(self._shipped(self.part))
-        self._sent_grads: list[tuple[torch.Tensor, int] | None] = []
+        copied_buffers = (lambda: kept) if is_sent else part.buffers
+        self.part = ModelPart(theirs["name"], params, boxes, optimizer, copied_buffers)
+        self._messages = _Messages(part, self.part) if is_sent else None
+        self._grads: Mapping[str, torch.Tensor] = {}  # of the copy, by name of the parameter
+        self._own_grads: list[tuple[torch.Tensor, int] | None] = []
         self.note()
         part.optimizer.register_step_pre_hook(self._before_step)
         handle = part.optimizer.register_step_post_hook(self._step)
         hooks: Any = handle.hooks_dict_ref()
         hooks.move_to_end(handle.id, last=False)  # before hooks of the program
 
-    def _shipped(self, part: ModelPart) -> list[torch.Tensor]:
-        """Return tensors like those that are sent in each step."""
-        present = torch.zeros(len(part.params), dtype=torch.bool)
-        return [present, *part.params.values(), *part.buffers().values()]
+    def prepare(self, grads: Mapping[str, torch.Tensor]) -> None:
+        """Get the gradients for the next step of the copy; a collective if ranks send them.
 
-    def ship(self) -> None:
-        """Send this rank's gradients to the next rank, and receive the previous rank's.
-
-        A collective.
+        Args:
+            grads: Gradients of the copied pieces, if ranks do not send them. Their memory must not
+                change before the step.
         """
         self.check()
-        present, *views = self._sent_views
-        grads = [param.grad for param in self._own.params.values()]
-        present.copy_(torch.tensor([grad is not None for grad in grads], dtype=torch.bool))
-        for view, grad in zip(views, grads, strict=False):
-            if grad is not None:
-                view.copy_(grad)
-        for view, buffer in zip(views[len(grads) :], self._own.buffers().values(), strict=True):
-            view.copy_(buffer)
-        self._sent_grads = self._grad_versions()
+        self._own_grads = self._grad_versions()
+        if self._messages is None:
+            params = self.part.params
+            whole = {  # of parameters that are not sharded
+                name: param.grad
+                for name, param in self._own.params.items()
+                if param.grad is not None and param.shape == params[name].shape
+            }
+            self._grads = whole | dict(grads)
+            return
         self._sent_buffers = [_version(buffer) for buffer in self._own.buffers().values()]
-        self._swap(self._sent, self._received)
+        self._swap(self._messages.filled(), self._messages.received)
+        self._grads = self._messages.grads()
 
     def note(self) -> None:
         """Record the versions of the parameters, at a moment when the next rank's copy is equal."""
@@ -171,7 +176,9 @@ class Shadow:
             ConfigError: A parameter or a buffer was changed.
         """
         self.check()
-        self._sent_grads = []
+        self._own_grads, self._grads = [], {}
+        if self._messages is None:  # buffers are equal on all ranks of the ring
+            return
         now = {name: _version(buffer) for name, buffer in self._own.buffers().items()}
         pairs = zip(now.items(), self._sent_buffers, strict=True)
         changed = [name for (name, version), sent in pairs if version != sent]
@@ -193,7 +200,7 @@ class Shadow:
             self._own.optimizer.param_groups, self.part.optimizer.param_groups, strict=True
         ):
             copy.update({key: value for key, value in options.items() if key != "params"})
-        pairs = zip(self._own.params, self._grad_versions(), self._sent_grads, strict=True)
+        pairs = zip(self._own.params, self._grad_versions(), self._own_grads, strict=True)
         changed = [name for name, now, sent in pairs if not _same(now, sent)]
         if changed:
             msg = (
@@ -204,17 +211,16 @@ class Shadow:
 
     def _step(self, *_: object) -> None:
         """Take the step that this rank's optimizer has just taken."""
-        present, *views = self._views
         part = self.part
-        pairs = zip(present.tolist(), part.params.values(), views, strict=False)
-        for has_grad, param, view in pairs:
-            param.grad = view.to(param.device) if has_grad else None
+        for name, param in part.params.items():
+            grad = self._grads.get(name)
+            param.grad = None if grad is None else grad.view(param.shape).to(param)
         part.optimizer.step()
         self.note()
         for param in part.params.values():
             param.grad = None
-        for buffer, view in zip(part.buffers().values(), views[len(part.params) :], strict=True):
-            buffer.copy_(view)
+        if self._messages is not None:
+            self._messages.write_buffers()
 
     def _exchange(
         self, mine: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
@@ -229,10 +235,57 @@ class Shadow:
     def _swap(self, sent: torch.Tensor, received: torch.Tensor) -> None:
         works = [
             self._group.send(sent, self._target, async_op=True),
-            self._group.recv(received, self._source, async_op=True),
+            self._group.recv(received, self.source, async_op=True),
         ]
         for work in works:
             work.wait()
+
+
+class _Messages:
+    """Memory for the messages between neighbours in a step: gradients and buffers.
+
+    Args:
+        part: Part of this rank; its gradients are sent.
+        copy: Copy of another part; its gradients are received.
+
+    Attributes:
+        received: Memory of the message that is received.
+    """
+
+    def __init__(self, part: ModelPart, copy: ModelPart) -> None:
+        self._own, self._copy = part, copy
+        self._sent, self._sent_views = packed(_shipped(part))
+        self.received, self._views = packed(_shipped(copy))
+
+    def filled(self) -> torch.Tensor:
+        """Write this rank's gradients and buffers into the message that is sent; return it."""
+        present, *views = self._sent_views
+        grads = [param.grad for param in self._own.params.values()]
+        present.copy_(torch.tensor([grad is not None for grad in grads], dtype=torch.bool))
+        for view, grad in zip(views, grads, strict=False):
+            if grad is not None:
+                view.copy_(grad)
+        for view, buffer in zip(views[len(grads) :], self._own.buffers().values(), strict=True):
+            view.copy_(buffer)
+        return self._sent
+
+    def grads(self) -> dict[str, torch.Tensor]:
+        """Return the received gradients by name; views of the message."""
+        present, *views = self._views
+        triples = zip(self._copy.params, views, present.tolist(), strict=False)
+        return {name: view for name, view, has_grad in triples if has_grad}
+
+    def write_buffers(self) -> None:
+        """Write the received buffers to the copy."""
+        views = self._views[1 + len(self._copy.params) :]
+        for buffer, view in zip(self._copy.buffers().values(), views, strict=True):
+            buffer.copy_(view)
+
+
+def _shipped(part: ModelPart) -> list[torch.Tensor]:
+    """Return tensors like those that are sent in each step."""
+    present = torch.zeros(len(part.params), dtype=torch.bool)
+    return [present, *part.params.values(), *part.buffers().values()]
 
 
 def _placed(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ Megatron-LM, SC 2021, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -261,11 +261,17 @@ class HybridParallel:
         )
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, *, also: Iterable[torch.Tensor] = ()
+    ) -> torch.Tensor:
         """Scale all gradients so that their 2-norm over the whole mesh is at most `max_norm`.
 
         Each element counts once: parameters that stages share, parameters that are replicated on
         all ranks of tp, and parameters of replicas.
+
+        Args:
+            max_norm: Largest norm.
+            also: Further gradients of other ranks, which are scaled too.
 
         Returns:
             The norm before scaling, on all ranks.
@@ -275,10 +281,11 @@ class HybridParallel:
 
         Cost: three all_reduces of 8 bytes.
         """
-        counted = (
+        counted = [
             (grad, self._counts(param, is_copied=is_copied))
             for param, grad, is_copied in self._grads()
-        )
+        ]
+        counted += [(grad, False) for grad in also]
         return clip_counted_(counted, max_norm, [self._tensor, self.groups["pp"], self._replicas])
 
     def zero_grad(self) -> None:

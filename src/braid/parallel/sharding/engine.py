@@ -222,14 +222,30 @@ class Sharding:
             for record, leaf in zip(flat.records, flat.leaves, strict=True)
         ]
 
-    def keep_own_gradients(self) -> None:
-        """Set the pieces' gradients from whole gradients, which must be equal on all ranks."""
+    def keep_own_gradients(self, other: int | None = None) -> dict[str, torch.Tensor]:
+        """Set the pieces' gradients from whole gradients, which must be equal on all ranks.
+
+        Args:
+            other: Another rank.
+
+        Returns:
+            The gradients of the pieces of rank `other` by parameter name, without shapes.
+        """
+        of_other: dict[str, torch.Tensor] = {}
         for flat in self._flats:
-            for leaf, owned, piece in zip(flat.leaves, flat.owned, flat.pieces, strict=True):
+            others = flat.pieces if other is None else flat.partition.pieces(other)
+            for record, leaf, owned, piece, their_piece in zip(
+                flat.records, flat.leaves, flat.owned, flat.pieces, others, strict=True
+            ):
                 grad, leaf.grad, owned.grad = leaf.grad, None, None
-                if grad is not None and piece.numel:
-                    part = grad.reshape(-1)[piece.begin : piece.end]
-                    owned.grad = part.view_as(owned).to(owned)
+                if grad is None:
+                    continue
+                values = grad.reshape(-1)
+                if piece.numel:
+                    owned.grad = values[piece.begin : piece.end].view_as(owned).to(owned)
+                if other is not None and their_piece.numel:
+                    of_other[record.name] = values[their_piece.begin : their_piece.end].to(owned)
+        return of_other
 
     def drop_local_gradients(self) -> None:
         """Drop local gradients from `no_sync`."""
