@@ -395,6 +395,7 @@ def train_on_mesh(
     checkpoints: TrainingCheckpoints | None = None,
     batch_size: int = 6,
     batch_per_rank: RateRule | None = None,
+    evaluate_every: int = 0,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Train a small model on a mesh, and return its state."""
@@ -422,6 +423,15 @@ def train_on_mesh(
         members.visit("loss")
         return functional.mse_loss(output, target)
 
+    def evaluate() -> None:
+        members.visit("evaluate")
+        largest = torch.stack(
+            [p.detach().max() for p in part.model.named_pieces().values() if p.numel()]
+        )
+        means[run.num_steps] = members.group.all_reduce(largest.max(), op="max")
+        members.visit("evaluated")
+
+    means: dict[int, torch.Tensor] = {}
     run = ElasticTraining(
         members,
         part,
@@ -430,6 +440,7 @@ def train_on_mesh(
         update=update,
         batch_per_rank=batch_per_rank,
         checkpoints=checkpoints,
+        evaluation=Evaluation(evaluate, evaluate_every),
     )
     with run:
         for _ in run.epochs(2):
@@ -440,7 +451,8 @@ def train_on_mesh(
     assert batch_per_rank or run.num_steps == 8
     run.model.make_whole()
     state = {name: tensor.clone() for name, tensor in part.state.model.state_dict().items()}
-    return state | {"loss": torch.tensor(run.loss)}
+    seen = {f"evaluation {step}": value for step, value in means.items()}
+    return state | seen | {"loss": torch.tensor(run.loss)}
 
 
 def random_faults(

@@ -36,14 +36,13 @@ MESHES = [
     ("pp=2,dp=2", 1),
     ("dp=3", 3),
 ]
-ELSEWHERE = ("state", "save", "saved", "evaluate", "evaluated")  # points of whole models
-ALL_POINTS = (*(p for p in POINTS if p not in ELSEWHERE), "loss", *MESH_POINTS)
+ALL_POINTS = (*(p for p in POINTS if p != "state"), "loss", *MESH_POINTS)
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, torch.Tensor]:
     cluster = Cluster(1, {})
-    cluster.run(partial(train_on_mesh, mesh="dp=1"))
+    cluster.run(partial(train_on_mesh, mesh="dp=1", evaluate_every=1))
     return cluster.results[0]
 
 
@@ -64,14 +63,17 @@ def _differing(cluster: Cluster, reference: dict[str, torch.Tensor]) -> list[tup
         *(pytest.param(n, marks=pytest.mark.proof) for n in range(24, 700)),
     ],
 )
-def test_deaths_on_any_mesh_leave_the_bits_of_one_process(monkeypatch, undisturbed, seed):
+def test_deaths_on_any_mesh_leave_the_bits_of_one_process(monkeypatch, tmp_path, undisturbed, seed):
     mesh, shard = MESHES[seed % len(MESHES)]
     size = Mesh.parse(mesh).size
-    cluster = Cluster(size, random_faults(seed, size, ALL_POINTS), restarts=8 * (seed % 3 > 0))
+    faults = random_faults(seed, size, ALL_POINTS)
+    cluster = Cluster(size, faults, restarts=8 * (seed % 3 > 0), spares=seed // 3 % 2)
+    saved = TrainingCheckpoints(str(tmp_path), 1 + seed % 3) if seed % 5 else None
+    run = partial(train_on_mesh, mesh=mesh, shard=shard, checkpoints=saved, evaluate_every=1)
     is_lost = False
     with points_of_death(monkeypatch):
         try:
-            cluster.run(partial(train_on_mesh, mesh=mesh, shard=shard))
+            cluster.run(run)
         except CheckpointError as error:
             is_lost = "is lost, because the ranks that had it" in str(error)
     is_elsewhere = (1, "loss") in cluster.faults  # rank 1 may not have the last stage

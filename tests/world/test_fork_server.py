@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from braid.launch import JobSpec, QuietConsole, Supervisor
 from braid.launch.process.child import Child
 from braid.launch.process.fork_server import ForkServer
+from braid.launch.process.job import ElasticLimits
 from braid.launch.process.processes import subreaper
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
@@ -133,3 +135,37 @@ def test_ranks_start_without_a_server_that_is_killed(launch):
     program.server._popen.wait()
     assert program.run(program.server)[0][0] is False
     assert program.server.fork({}, {}) is None
+
+
+FINDS_SERVER = """
+import os, pathlib, time
+import braid
+group = braid.init()
+end = time.monotonic() + float(os.environ["READY_S"])
+
+def is_server(pid):
+    try:
+        return b"process/preload" in pathlib.Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended
+        return False
+
+while time.monotonic() < end:
+    group.barrier()
+    if any(map(is_server, filter(str.isdigit, os.listdir("/proc")))):
+        raise SystemExit(0)
+    time.sleep(0.05)
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.all
+def test_a_server_starts_beside_spares_which_do_nothing(tmp_path):
+    (tmp_path / "finds_server.py").write_text(FINDS_SERVER)
+    job = JobSpec(
+        command=(str(tmp_path / "finds_server.py"),),
+        elastic=ElasticLimits(min_ranks=1, max_ranks=1, spares=1, restarts=1),
+        log_dir=str(tmp_path / "run"),
+        environ=dict(os.environ) | {"READY_S": str(READY_S)},
+    )
+    outcome = Supervisor(QuietConsole()).run(job)
+    assert outcome.ok, str(outcome)

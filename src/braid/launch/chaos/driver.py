@@ -95,7 +95,8 @@ class ChaosRun(NamedTuple):
         account: Figures.
         exit_code: Exit code of the run.
         was_ended: Whether the run was ended when its time was over.
-        unstruck: Planned faults that were skipped, because no rank could be struck at their time.
+        unstruck: Planned faults that were skipped, because no rank could be struck at their time,
+            or the run ended first.
     """
 
     run: LiveRun

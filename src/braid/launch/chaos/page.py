@@ -77,8 +77,10 @@ def chaos_figures(chaos: ChaosRun) -> list[tuple[str, str]]:
     ]
     if chaos.unstruck:
         kinds = ", ".join(fault.kind for fault in chaos.unstruck)
-        text = f"{len(chaos.unstruck)} faults, as no rank could be struck in time: {kinds}"
-        figures.append(("not struck", text))
+        reason = (
+            "as no rank could be struck in time" if chaos.was_ended else "as the run ended first"
+        )
+        figures.append(("not struck", f"{len(chaos.unstruck)} faults, {reason}: {kinds}"))
     return figures
 
 

@@ -77,9 +77,9 @@ class LiveRun:
             rank = path.stem.removeprefix("rank")
             if rank.isdecimal():
                 reader = self._readers.setdefault(int(rank), MetricsReader(path))
-                reader.refresh()
-                rows = reader.rows()
-                self.rows[int(rank)] = rows.rows if rows is not None else ()
+                if reader.refresh() or int(rank) not in self.rows:
+                    rows = reader.rows()
+                    self.rows[int(rank)] = rows.rows if rows is not None else ()
 
 
 def latest_run(runs: Path) -> Path:

@@ -8,8 +8,10 @@ earlier ones of the same name.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,28 +44,32 @@ class MetricsReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._by_step: dict[float, dict[str, float]] = defaultdict(dict)
+        self._by_step: dict[float, dict[str, float]] = {}
+        self._rows: list[dict[str, float]] = []  # the same, in the order of steps
         self._about: dict[str, object] = {}
 
-    def refresh(self) -> None:
-        """Read the lines that have been appended since the last call.
+    def refresh(self) -> bool:
+        """Read the lines that have been appended since the last call; return whether there are any.
 
         Raises:
             OSError: The file cannot be read.
         """
+        has_lines = False
         with self._path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
+                has_lines = True
                 self._add(line)
                 if line.endswith(b"\n"):
                     self._offset += len(line)
+        return has_lines
 
     def rows(self, *, after: float = -math.inf) -> MetricRows | None:
         """Return the numbers read so far, for steps after `after`; None if no line has a step."""
-        if not self._by_step:
+        if not self._rows:
             return None
-        steps = sorted(step for step in self._by_step if step > after)
-        return MetricRows(tuple(self._by_step[step] for step in steps), self._about)
+        first = bisect_right(self._rows, after, key=itemgetter("step"))
+        return MetricRows(tuple(self._rows[first:]), self._about)
 
     def _add(self, line: bytes) -> None:
         try:
@@ -72,14 +78,18 @@ class MetricsReader:
             return
         step = row.get("step")
         if isinstance(step, int) and not isinstance(step, bool):
-            self._by_step[step].update(
-                {
-                    key: math.nan if value is None else _as_float(value)
-                    for key, value in row.items()
-                    if value is None or isinstance(value, (int, float))
-                }
-            )
-        elif not self._by_step:
+            values = {
+                key: math.nan if value is None else _as_float(value)
+                for key, value in row.items()
+                if value is None or isinstance(value, (int, float))
+            }
+            number = values["step"]
+            if number in self._by_step:
+                self._by_step[number].update(values)
+            else:
+                self._by_step[number] = values
+                insort(self._rows, values, key=itemgetter("step"))
+        elif not self._rows:
             self._about |= row
 
 
