@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isfinite, nan
 from pathlib import Path
 from statistics import median, quantiles
@@ -34,6 +35,7 @@ __all__ = ["BENCH", "ElasticBench", "ElasticReport"]
 MOST_MEDIAN_S = {"whole models": 0.5, "shards": 1.5, "a mesh with spares": 3.0, "a mesh": 6.0}
 MOST_P95_S = 1.5  # of whole models
 LEAST_SHARE = 0.98
+MOST_OF_COPIES = 0.03  # of a step
 
 
 class _Run(msgspec.Struct):
@@ -41,11 +43,13 @@ class _Run(msgspec.Struct):
 
     Attributes:
         seconds: Seconds from the first to the last step.
+        step_s: Median seconds of a step.
         recoveries_s: Seconds of each recovery.
         digests: Digests of the weights of the ranks at the end.
     """
 
     seconds: float
+    step_s: float
     recoveries_s: list[float]
     digests: list[str]
 
@@ -57,11 +61,13 @@ class ElasticReport(Report, kw_only=True):
         steps: Number of steps of each run.
         kind: What the ranks have, a key of `MOST_MEDIAN_S`.
         undisturbed: Runs without kills.
+        without_copies: Runs on a mesh without kills and without copies.
         killed: Runs with kills.
     """
 
     steps: int = 0
     kind: str = "whole models"
+    without_copies: list[_Run] = msgspec.field(default_factory=list)
     undisturbed: list[_Run] = msgspec.field(default_factory=list)
     killed: list[_Run] = msgspec.field(default_factory=list)
 
@@ -85,7 +91,7 @@ class ElasticBench:
         mesh: Mesh of a divided model, such as `dp=3` or `pp=2,dp=2`; a whole model on each rank if
             empty.
         shard: Stage of sharding on the mesh.
-        copies: Whether neighbouring ranks keep copies of the state.
+        samples: Number of samples of a micro-batch.
         out: Directory for `elastic.json`.
     """
 
@@ -97,15 +103,15 @@ class ElasticBench:
     restarts: int = 1000
     mesh: str = ""
     shard: int = 0
-    copies: bool = True
+    samples: int = 4
     out: Path = Path("runs/bench-elastic")
 
     def __post_init__(self) -> None:
         check_minimums([("ranks", self.ranks, 2), ("steps", self.steps, 10)])
-        check_minimums([("rounds", self.rounds, 1)])
+        check_minimums([("rounds", self.rounds, 1), ("samples", self.samples, 1)])
 
 
-def _run(bench: ElasticBench, *, kills: bool, seed: int) -> _Run:
+def _run(bench: ElasticBench, seed: int, *, kills: bool = False, copies: bool = True) -> _Run:
     """Run the training once, and kill a member every few seconds."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="braid-bench-") as directory:
@@ -114,9 +120,9 @@ def _run(bench: ElasticBench, *, kills: bool, seed: int) -> _Run:
         command = [
             sys.executable, "-m", "braid", "run", "-n", str(bench.ranks), *limits, "--threads", "1",
             "--log-dir", str(out / "run"), str(worker.__file__), str(out), str(bench.steps),
-            str(bench.ranks),
+            str(bench.ranks), str(bench.samples),
         ]  # fmt: skip
-        command += [bench.mesh, str(bench.shard), str(int(bench.copies))] if bench.mesh else []
+        command += [bench.mesh, str(bench.shard), str(int(copies))] if bench.mesh else []
         kills_ns: list[int] = []
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             while kills and process.poll() is None:
@@ -129,6 +135,7 @@ def _run(bench: ElasticBench, *, kills: bool, seed: int) -> _Run:
         ends_ns = [ns for rows in steps for _, ns, _ in rows]
         return _Run(
             seconds=(max(ends_ns) - min(ends_ns)) / 1e9,
+            step_s=median(b[1] - a[1] for rows in steps for a, b in pairwise(rows)) / 1e9,
             recoveries_s=[
                 seconds
                 for ns in kills_ns
@@ -164,8 +171,10 @@ def _measure(bench: ElasticBench, console: Console) -> ElasticReport:
     report = ElasticReport(steps=bench.steps, kind=_kind(bench))
     for number in range(bench.rounds):
         with console.status(f"round {number + 1} of {bench.rounds}"):
-            report.undisturbed.append(_run(bench, kills=False, seed=number))
-            report.killed.append(_run(bench, kills=True, seed=number))
+            report.undisturbed.append(_run(bench, number))
+            if bench.mesh:
+                report.without_copies.append(_run(bench, number, copies=False))
+            report.killed.append(_run(bench, number, kills=True))
     return report
 
 
@@ -185,12 +194,18 @@ def _share(report: ElasticReport) -> float:
 
 
 def _table(report: ElasticReport) -> Table:
-    grid = new_table(report.place, ("run",), ("seconds", "kills", "median recovery", "longest"))
-    for number, (alone, killed) in enumerate(zip(report.undisturbed, report.killed, strict=True)):
-        grid.add_row(f"undisturbed {number + 1}", f"{alone.seconds:.1f}", "0", "", "")
-        times = killed.recoveries_s or [nan]
-        row = (f"{killed.seconds:.1f}", str(len(killed.recoveries_s)))
-        grid.add_row(f"killed {number + 1}", *row, f"{median(times):.2f} s", f"{max(times):.2f} s")
+    titles = ("seconds", "step, ms", "kills", "median recovery", "longest")
+    grid = new_table(report.place, ("run",), titles)
+    runs_of = {
+        "undisturbed": report.undisturbed,
+        "without copies": report.without_copies,
+        "killed": report.killed,
+    }
+    for kind, runs in runs_of.items():
+        for number, run in enumerate(runs, 1):
+            times = [f"{f(run.recoveries_s):.2f} s" for f in (median, max) if run.recoveries_s]
+            row = (f"{run.seconds:.1f}", f"{1e3 * run.step_s:.0f}", str(len(run.recoveries_s)))
+            grid.add_row(f"{kind} {number}", *row, *times)
     return grid
 
 
@@ -204,9 +219,15 @@ def _verdicts(report: ElasticReport) -> Iterator[BenchVerdict]:
         p95 = quantiles(times, n=20, method="inclusive")[-1] if len(times) > 1 else times[0]
         claim = f"95 % of them at most {MOST_P95_S:g} s"
         yield BenchVerdict(claim, f"measured {p95:.2f} s", p95 <= MOST_P95_S)
+    if report.without_copies:
+        claim = f"copies cost at most {MOST_OF_COPIES:.0%} of a step"
+        pairs = zip(report.undisturbed, report.without_copies, strict=True)
+        share = median(one.step_s / without.step_s for one, without in pairs) - 1
+        yield BenchVerdict(claim, f"measured {share:.1%}", share <= MOST_OF_COPIES)
     claim = f"at least {LEAST_SHARE:.0%} of the undisturbed rate is left"
     yield BenchVerdict(claim, f"measured {_share(report):.0%}", _share(report) >= LEAST_SHARE)
-    digests = {digest for run in report.undisturbed + report.killed for digest in run.digests}
+    runs = report.undisturbed + report.without_copies + report.killed
+    digests = {digest for run in runs for digest in run.digests}
     yield BenchVerdict("all runs end with the same bits", f"{len(digests)}", len(digests) == 1)
 
 

@@ -1,7 +1,7 @@
 """A training of 25 million parameters that records the end time of each step.
 
-Arguments: directory, number of steps, number of micro-batches, and on a mesh: the mesh, the stage
-of sharding, and 1 with copies or 0 without.
+Arguments: directory, number of steps, number of micro-batches, samples of a micro-batch, and on a
+mesh: the mesh, the stage of sharding, and 1 with copies or 0 without.
 """
 
 from __future__ import annotations
@@ -16,13 +16,27 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 import braid
 from braid.elasticity import ElasticTraining
 
 WIDTH, HIDDEN = 1024, 4096
-BATCH = 4  # samples of a micro-batch
+DISTINCT = 4096  # samples; more of them repeat
+
+
+class _Samples(Dataset[torch.Tensor]):
+    """Random rows."""
+
+    def __init__(self, length: int) -> None:
+        self._rows = torch.randn(min(length, DISTINCT), WIDTH)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._rows[index % DISTINCT]
 
 
 class _Layers(nn.Module):
@@ -64,28 +78,28 @@ def _train(training: ElasticTraining, batch: torch.Tensor, *, on_mesh: bool) -> 
 
 def main() -> None:
     """Train, and write the digest of the weights at the end."""
-    out, num_steps, num_shards = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    out, numbers, on = Path(sys.argv[1]), map(int, sys.argv[2:5]), sys.argv[5:]
+    num_steps, num_shards, num_samples = numbers
     rank = os.environ["RANK"]
     braid.init()
-    on_mesh = len(sys.argv) > 4
+    on_mesh = bool(on)
     if on_mesh:
-        mesh, shard, copies = sys.argv[4], int(sys.argv[5]), sys.argv[6] == "1"
+        mesh, shard, copies = on[0], int(on[1]), on[2] == "1"
         made = braid.elastic_mesh(
-            _build, mesh, layers=_rows, shards=num_shards, shard=shard,
-            copies=copies,
-        )  # fmt: skip
+            _build, mesh, layers=_rows, shards=num_shards, shard=shard, copies=copies
+        )
     else:
         made = braid.elastic(*_build(), shards=num_shards)
     torch.manual_seed(1)
-    x = torch.randn(num_steps * num_shards * BATCH, WIDTH)
-    loader = DataLoader(TensorDataset(x), batch_size=BATCH, shuffle=True)
+    data = _Samples(num_steps * num_shards * num_samples)
+    loader = DataLoader(data, batch_size=num_samples, shuffle=True)
     with (
         (out / f"{rank}.steps").open("w", buffering=1) as file,
         made as training,
     ):
         file.write(f"{os.getpid()} {time.monotonic_ns()} {training.num_steps}\n")
         for _ in training.epochs(1):
-            for (batch,) in training.batches(loader):
+            for batch in training.batches(loader):
                 before = training.num_steps
                 with training.step():
                     _train(training, batch, on_mesh=on_mesh)

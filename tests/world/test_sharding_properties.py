@@ -126,3 +126,16 @@ def test_random_models_divided_in_random_ways(recipe, size, name, options, inner
     for found, own in run_threads(size, _train, base, name, options, inner):
         assert differing(found, values(model)) == []
         assert own == norms
+
+
+def _clipped(group: Group) -> tuple[torch.dtype, torch.Tensor]:
+    grads = [torch.full((5,), 3.0)] + [torch.ones(2, dtype=torch.float64)] * (group.rank == 0)
+    return clip_pieces_(grads, 0.1, [group]).dtype, grads[0]
+
+
+def test_a_double_gradient_of_one_rank_makes_the_factor_double_on_all():
+    whole = [torch.full((5,), 3.0) for _ in range(3)]
+    clip_pieces_([*whole, torch.ones(2, dtype=torch.float64)], 0.1)
+    for dtype, grad in run_threads(3, _clipped):
+        assert dtype == torch.float64
+        assert torch.equal(grad, whole[0])

@@ -48,7 +48,7 @@ from braid.elasticity.members import JobMembers
 from braid.elasticity.parts import ModelPart, TensorBox, boxes_of
 from braid.elasticity.redistribution import LostStateError, NewestState, fill, newest_state
 from braid.elasticity.saving import TrainingCheckpoints, checkpoints_in
-from braid.elasticity.shadow import Shadow
+from braid.elasticity.shadow import Shadow, crosses_hosts
 from braid.elasticity.state_transfer import (
     TrainingState,
     broadcast_values,
@@ -170,7 +170,7 @@ class MeshReplica:
         self._options = {key: value for key, value in options.items() if key != "shard"}
         self._divisions: dict[int, _Division] = {}  # by number
         self._shadow: Shadow | None = None
-        self._copied: int | None = None  # rank along dp: its gradients are the same here
+        self._copied: int | None = None  # rank along dp with the copied part; None if it sends
         self.needs_all = False
         self.records: Sequence[ParamRecord] = ()
         self.memory: list[FlatBuffer] = []
@@ -347,10 +347,9 @@ class MeshReplica:
         self._shadow, self._copied = None, None
         if not is_alone or not self._copies or self._world.size == 1:
             return []
-        has_grads = self.model.sharding is not None and _num_hosts(self._world) in {
-            1,
-            _num_hosts(self.group),
-        }
+        has_grads = self.model.sharding is not None and (
+            crosses_hosts(self.group) or not crosses_hosts(self._world)
+        )
         is_sent = not all(self._world.objects.all_gather(has_grads))
         self._shadow = Shadow(self._world if is_sent else self.group, part, is_sent=is_sent)
         self._copied = None if is_sent else self._shadow.source
@@ -367,12 +366,12 @@ class MeshReplica:
             self._shadow.note()
 
     def prepare(self) -> float:
-        """Shard and clip gradients, and give the copy its own; see `Replica.prepare`."""
+        """Shard and clip gradients, of the copied part too; see `Replica.prepare`."""
         norm, copied = nan, dict[str, torch.Tensor]()
         if self.model.sharding is not None:
             copied = self.model.sharding.keep_own_gradients(self._copied)
         if self._clip is not None:
-            norm = self.model.clip_grad_norm_(self._clip, also=copied.values()).item()
+            norm = self.model.clip_grad_norm_(self._clip, copies=copied.values()).item()
         if self._shadow is not None:
             self._shadow.prepare(copied)
         return norm
@@ -410,11 +409,6 @@ class _NoInitialValues(TorchFunctionMode):
         if is_initial and isinstance(tensor, nn.Parameter):
             return tensor
         return func(*args, **kwargs)
-
-
-def _num_hosts(group: Group) -> int:
-    nodes = getattr(group.engine, "nodes", None)
-    return 1 if nodes is None else len(nodes.hosts)
 
 
 def _make_equal(group: Group, model: nn.Module) -> None:

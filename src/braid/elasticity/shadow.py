@@ -10,9 +10,9 @@ bits of the part after each step, and no rank ever goes back.
 
     rank 0   gradients of part 0 ──> rank 1   step of part 1, and of the copy of part 0
 
-Replicas that shard a model have all gradients of a step, so nothing is sent between them; stages
-and parts of layers send theirs. Ranks of one host are not next to each other on the ring if there
-are several hosts.
+Replicas that shard a model have all gradients of their stage, so a ring of them sends nothing. All
+ranks are on one ring, and send, if there are no shards, or if only this ring has each copy on
+another host than its part.
 
 Cost: memory for another part, and its update in each step; where gradients are sent, they are sent
 once (a + b*l), and two messages of their size stay in memory.
@@ -37,7 +37,7 @@ from braid.errors import ConfigError
 from braid.runtime.torch_internals import version_of
 from braid.types import dtype_name
 
-__all__ = ["Shadow", "ring_of"]
+__all__ = ["Shadow", "crosses_hosts", "ring_of"]
 
 HOOKS = ("_optimizer_", "_hook_for_profile", "_zero_grad_profile_name", "_patched")
 
@@ -50,13 +50,20 @@ def ring_of(group: Group) -> list[int]:
     return [host[i] for i in range(nodes.most) for host in nodes.hosts if i < len(host)]
 
 
+def crosses_hosts(group: Group) -> bool:
+    """Return whether each copy on the ring is on another host than its part."""
+    nodes, ring = getattr(group.engine, "nodes", None), ring_of(group)
+    pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
+    return nodes is not None and all(b not in nodes.local_peers(a) for a, b in pairs)
+
+
 class Shadow:
     """Copy of the previous rank's part of the training state; making one is a collective.
 
     Args:
         group: The ranks of the ring, at least two.
         part: Part of this rank, which the next rank on the ring copies.
-        is_sent: Whether ranks send their gradients and buffers; if not, all ranks have them.
+        is_sent: Whether ranks send their gradients and buffers; if not, all of `group` have them.
 
     Attributes:
         part: Copy of the previous rank's part.
@@ -113,7 +120,8 @@ class Shadow:
         self.part = ModelPart(theirs["name"], params, boxes, optimizer, copied_buffers)
         self._messages = _Messages(part, self.part) if is_sent else None
         self._grads: Mapping[str, torch.Tensor] = {}  # of the copy, by name of the parameter
-        self._own_grads: list[tuple[torch.Tensor, int] | None] = []
+        self._own_grads: list[object] = []
+        self._own_buffers: dict[str, object] = {}
         self.note()
         part.optimizer.register_step_pre_hook(self._before_step)
         handle = part.optimizer.register_step_post_hook(self._step)
@@ -128,17 +136,19 @@ class Shadow:
                 change before the step.
         """
         self.check()
-        self._own_grads = self._grad_versions()
+        self._own_grads = self._grad_states()
+        self._own_buffers = self._buffer_states()
         if self._messages is None:
             params = self.part.params
-            whole = {  # of parameters that are not sharded
-                name: param.grad
+            whole = {  # of parameters that are not sharded; the optimizer may change its own
+                name: param.grad.clone(memory_format=torch.contiguous_format)
                 for name, param in self._own.params.items()
-                if param.grad is not None and param.shape == params[name].shape
+                if name not in grads
+                and param.grad is not None
+                and param.shape == params[name].shape
             }
-            self._grads = whole | dict(grads)
+            self._grads = {**whole, **grads}
             return
-        self._sent_buffers = [_version(buffer) for buffer in self._own.buffers().values()]
         self._swap(self._messages.filled(), self._messages.received)
         self._grads = self._messages.grads()
 
@@ -146,8 +156,7 @@ class Shadow:
         """Record the versions of the parameters, at a moment when the next rank's copy is equal."""
         self._versions = {
             name: [
-                (param.data_ptr(), version_of(param)),
-                *map(_version, self._own.optimizer.state.get(param, {}).values()),
+                *map(_state_of, (param, *self._own.optimizer.state.get(param, {}).values())),
             ]
             for name, param in self._own.params.items()
         }
@@ -177,21 +186,20 @@ class Shadow:
         """
         self.check()
         self._own_grads, self._grads = [], {}
-        if self._messages is None:  # buffers are equal on all ranks of the ring
-            return
-        now = {name: _version(buffer) for name, buffer in self._own.buffers().items()}
-        pairs = zip(now.items(), self._sent_buffers, strict=True)
-        changed = [name for (name, version), sent in pairs if version != sent]
+        pairs = zip(self._buffer_states().items(), self._own_buffers.values(), strict=True)
+        changed = [name for (name, now), then in pairs if now != then]
         if changed:
             msg = (
-                f"the buffer {changed[0]} changed in the function update=, after another rank "
-                "had received its copy: change it in the forward, or pass copies=False"
+                f"the buffer {changed[0]} changed in the function update=, which its copy on "
+                "another rank does not follow: change it in the forward, or pass copies=False"
             )
             raise ConfigError(msg)
 
-    def _grad_versions(self) -> list[tuple[torch.Tensor, int] | None]:
-        grads = [param.grad for param in self._own.params.values()]
-        return [None if grad is None else (grad, version_of(grad)) for grad in grads]
+    def _grad_states(self) -> list[object]:
+        return [_state_of(param.grad) for param in self._own.params.values()]
+
+    def _buffer_states(self) -> dict[str, object]:
+        return {name: _state_of(buffer) for name, buffer in self._own.buffers().items()}
 
     def _before_step(self, *_: object) -> None:
         """Refuse a step by other gradients than the neighbour has; give the copy its options."""
@@ -200,8 +208,8 @@ class Shadow:
             self._own.optimizer.param_groups, self.part.optimizer.param_groups, strict=True
         ):
             copy.update({key: value for key, value in options.items() if key != "params"})
-        pairs = zip(self._own.params, self._grad_versions(), self._own_grads, strict=True)
-        changed = [name for name, now, sent in pairs if not _same(now, sent)]
+        pairs = zip(self._own.params, self._grad_states(), self._own_grads, strict=True)
+        changed = [name for name, now, then in pairs if now != then]
         if changed:
             msg = (
                 f"the gradient of {changed[0]} changed in the function update=, after another "
@@ -293,17 +301,27 @@ def _placed(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return value.to(param.device) if value.shape == param.shape else value
 
 
-def _same(now: tuple[torch.Tensor, int] | None, sent: tuple[torch.Tensor, int] | None) -> bool:
-    if now is None or sent is None:
-        return now is sent
-    return now[0] is sent[0] and now[1] == sent[1]
+class _TensorState:
+    """Something that differs after a tensor was changed or replaced; it holds the tensor.
+
+    Another tensor could get the memory of a tensor that is freed.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._key = tensor.data_ptr(), version_of(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _TensorState):
+            return False
+        return self._tensor is other._tensor and self._key == other._key
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-def _version(value: Any) -> Any:
+def _state_of(value: object) -> object:
     """Return something that changes with a value."""
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr(), version_of(value)
-    return repr(value)
+    return _TensorState(value) if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _spec(tensor: torch.Tensor) -> tuple[list[int], str, bool]:

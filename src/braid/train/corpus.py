@@ -13,6 +13,7 @@ side. Few files (below `MIN_FILES_TO_SPLIT`) are cut instead: the last tenth of 
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -65,11 +66,10 @@ def standard_library() -> Corpus:
         ConfigError: This Python was installed without its sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path
-        for path in root.rglob("*.py")
-        if not NOT_LIBRARY.intersection(path.relative_to(root).parts[:-1])
-    ]
+    paths = []
+    for folder, names, files in os.walk(root):
+        names[:] = set(names) - NOT_LIBRARY
+        paths += [Path(folder, file) for file in files if file.endswith(".py")]
     texts = {str(path.relative_to(root)): _text_or_reason(path) for path in paths}
     prose = "\n\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
     documents = [_document("pydoc_data.topics", prose)]

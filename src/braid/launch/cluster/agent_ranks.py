@@ -171,7 +171,7 @@ class AgentRanks:
     def poll(self) -> None:
         """Pause or resume ranks that print, and take the other steps that are due."""
         alive = [kept for kept in self._ranks.values() if kept.child.alive]
-        if self._server is not None and any(kept.box.has_events for kept in alive):  # not spares
+        if self._server is not None and any(kept.box.has_events for kept in alive):
             self._server.start()
         now_ns = self._clock.now_ns()
         least = MAX_QUEUED_BYTES // 8 if self._is_full else MAX_QUEUED_BYTES

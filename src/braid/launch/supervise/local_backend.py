@@ -208,9 +208,9 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
                     self._on_change(rank, change)
 
     def poll(self) -> None:
-        """Start the fork server when ranks have joined the job."""
+        """Start the fork server when any rank has joined the job."""
         alive = [rank for rank in self._ranks.values() if rank.alive]
-        if self._server is not None and any(rank.box.has_events for rank in alive):  # not spares
+        if self._server is not None and any(rank.box.has_events for rank in alive):
             self._server.start()
 
     def memory_kill(self) -> MemoryKill | None:

@@ -54,6 +54,17 @@ def exact_norm(
 
     Cost: two all_reduces of at most 24 bytes per group; four passes over the pieces.
     """
+    return _norm_and_flag(pieces, groups, norm_type)[0]
+
+
+def _norm_and_flag(
+    pieces: Iterable[torch.Tensor],
+    groups: Sequence[Group],
+    norm_type: float,
+    *,
+    flag: bool = False,
+) -> tuple[torch.Tensor, bool]:
+    """Return the norm, and whether any rank has raised a flag; see `exact_norm`."""
     if not norm_type > 0:
         msg = f"norm_type must be above 0, got {norm_type}"
         raise ConfigError(msg)
@@ -61,11 +72,14 @@ def exact_norm(
     device = nonempty[0].device if nonempty else torch.device("cpu")
     if math.isinf(norm_type):
         tops = [piece.detach().abs().max().double().reshape(1) for piece in nonempty]
-        return _largest(tops, device, groups).reshape(())
+        largest, any_flag = _largest(tops, device, groups, flag=flag)
+        return torch.tensor(largest, dtype=torch.float64, device=device), any_flag
     blocks = [_blocks(part, norm_type) for piece in nonempty for part in _chunks(piece)]
-    most = float(_largest([block.max().reshape(1) for block in blocks], device, groups))
+    most, any_flag = _largest(
+        [block.max().reshape(1) for block in blocks], device, groups, flag=flag
+    )
     if not math.isfinite(most) or not most:
-        return torch.tensor(most, dtype=torch.float64, device=device)
+        return torch.tensor(most, dtype=torch.float64, device=device), any_flag
     shift = LIMB_BITS - math.frexp(most)[1]
     limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64, device=device)
     for block in blocks:
@@ -76,7 +90,7 @@ def exact_norm(
     bits = shift + (NUM_LIMBS - 1) * LIMB_BITS
     exact = math.ldexp(total, -bits)
     norm = math.sqrt(exact) if norm_type == 2.0 else exact ** (1.0 / norm_type)
-    return torch.tensor(norm, dtype=torch.float64, device=device)
+    return torch.tensor(norm, dtype=torch.float64, device=device), any_flag
 
 
 def clip_pieces_(
@@ -110,8 +124,9 @@ def clip_pieces_(
         msg = f"max_norm must not be negative, got {max_norm}"
         raise ConfigError(msg)
     scaled = [*pieces, *copies]
-    norm = exact_norm(pieces, groups, norm_type)
-    if not any(piece.dtype == torch.float64 for piece in scaled):
+    is_double = any(piece.dtype == torch.float64 for piece in scaled)
+    norm, any_double = _norm_and_flag(pieces, groups, norm_type, flag=is_double)
+    if not any_double:
         norm = norm.float()
     if error_if_nonfinite and not bool(norm.isfinite()):
         msg = (
@@ -145,15 +160,16 @@ def clip_counted_(
 
 
 def _largest(
-    values: Sequence[torch.Tensor], device: torch.device, groups: Sequence[Group]
-) -> torch.Tensor:
-    """Return the largest value of all ranks; NaN if one is NaN."""
-    most = torch.zeros(1, dtype=torch.float64, device=device)
+    values: Sequence[torch.Tensor], device: torch.device, groups: Sequence[Group], *, flag: bool
+) -> tuple[float, bool]:
+    """Return the largest value of all ranks, NaN if one is NaN; and whether any has the flag."""
+    most = torch.tensor([0.0, flag], dtype=torch.float64, device=device)
     if values:
-        most = torch.maximum(most, torch.cat([*values]).max())
+        most[0] = torch.maximum(most[0], torch.cat([*values]).max())
     for group in groups:
         most = group.all_reduce(most, op="max")
-    return most
+    largest, any_flag = most.tolist()
+    return largest, bool(any_flag)
 
 
 def _chunks(piece: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -262,7 +262,7 @@ class HybridParallel:
 
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float, *, also: Iterable[torch.Tensor] = ()
+        self, max_norm: float, *, copies: Iterable[torch.Tensor] = ()
     ) -> torch.Tensor:
         """Scale all gradients so that their 2-norm over the whole mesh is at most `max_norm`.
 
@@ -271,7 +271,7 @@ class HybridParallel:
 
         Args:
             max_norm: Largest norm.
-            also: Further gradients of other ranks, which are scaled too.
+            copies: Gradients of other ranks' pieces: scaled, but not added to the norm.
 
         Returns:
             The norm before scaling, on all ranks.
@@ -285,7 +285,7 @@ class HybridParallel:
             (grad, self._counts(param, is_copied=is_copied))
             for param, grad, is_copied in self._grads()
         ]
-        counted += [(grad, False) for grad in also]
+        counted += [(grad, False) for grad in copies]
         return clip_counted_(counted, max_norm, [self._tensor, self.groups["pp"], self._replicas])
 
     def zero_grad(self) -> None:

@@ -222,20 +222,21 @@ class Sharding:
             for record, leaf in zip(flat.records, flat.leaves, strict=True)
         ]
 
-    def keep_own_gradients(self, other: int | None = None) -> dict[str, torch.Tensor]:
+    def keep_own_gradients(self, copied_rank: int | None = None) -> dict[str, torch.Tensor]:
         """Set the pieces' gradients from whole gradients, which must be equal on all ranks.
 
         Args:
-            other: Another rank.
+            copied_rank: Rank with pieces that this rank copies; None for none.
 
         Returns:
-            The gradients of the pieces of rank `other` by parameter name, without shapes.
+            The gradients of the copied pieces by parameter name, without shapes.
         """
-        of_other: dict[str, torch.Tensor] = {}
+        copied_grads: dict[str, torch.Tensor] = {}
         for flat in self._flats:
-            others = flat.pieces if other is None else flat.partition.pieces(other)
-            for record, leaf, owned, piece, their_piece in zip(
-                flat.records, flat.leaves, flat.owned, flat.pieces, others, strict=True
+            rank = flat.places.group.rank if copied_rank is None else copied_rank
+            for record, leaf, owned, piece, copied in zip(
+                *(flat.records, flat.leaves, flat.owned, flat.pieces, flat.partition.pieces(rank)),
+                strict=True,
             ):
                 grad, leaf.grad, owned.grad = leaf.grad, None, None
                 if grad is None:
@@ -243,9 +244,9 @@ class Sharding:
                 values = grad.reshape(-1)
                 if piece.numel:
                     owned.grad = values[piece.begin : piece.end].view_as(owned).to(owned)
-                if other is not None and their_piece.numel:
-                    of_other[record.name] = values[their_piece.begin : their_piece.end].to(owned)
-        return of_other
+                if copied_rank is not None and copied.numel:
+                    copied_grads[record.name] = values[copied.begin : copied.end].to(owned)
+        return copied_grads
 
     def drop_local_gradients(self) -> None:
         """Drop local gradients from `no_sync`."""

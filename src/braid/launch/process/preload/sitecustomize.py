@@ -38,6 +38,7 @@ from types import ModuleType
 from typing import Any
 
 MODULES = ("torch", "torch._dynamo", "braid.context", "braid.elasticity.begin")
+MODULES_OF_TRAIN = ("braid.train.elastic", "braid.train.server_loop")
 MOST_DESCRIPTORS = 64
 NICE = 10  # a tenth of the time of a core on which a rank computes; SCHED_IDLE would get nothing
 PR_SET_PDEATHSIG = 1
@@ -45,7 +46,8 @@ PR_SET_PDEATHSIG = 1
 
 def _import_modules() -> None:
     os.nice(NICE)  # of this thread
-    for name in MODULES:
+    of_train = MODULES_OF_TRAIN if "braid.train.worker" in sys.orig_argv else ()
+    for name in MODULES + of_train:
         import_module(name)
 
 

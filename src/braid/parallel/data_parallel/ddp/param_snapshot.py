@@ -28,6 +28,7 @@ class ParamSnapshot:
     Args:
         params: All parameters.
         ignored: Names of parameters that are not averaged: the program may replace or move them.
+            Replaced ones stay in memory.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], ignored: Collection[str] = ()) -> None:
