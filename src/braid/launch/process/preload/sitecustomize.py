@@ -37,8 +37,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# none of a program such as braid.train, whose first import of torch must come before its changes of
+# the environment: otherwise it is executed again
 MODULES = ("torch", "torch._dynamo", "braid.context", "braid.elasticity.begin")
-MODULES_OF_TRAIN = ("braid.train.elastic", "braid.train.server_loop")
 MOST_DESCRIPTORS = 64
 NICE = 10  # a tenth of the time of a core on which a rank computes; SCHED_IDLE would get nothing
 PR_SET_PDEATHSIG = 1
@@ -46,8 +47,7 @@ PR_SET_PDEATHSIG = 1
 
 def _import_modules() -> None:
     os.nice(NICE)  # of this thread
-    of_train = MODULES_OF_TRAIN if "braid.train.worker" in sys.orig_argv else ()
-    for name in MODULES + of_train:
+    for name in MODULES:
         import_module(name)
 
 
