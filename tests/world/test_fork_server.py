@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -169,3 +172,36 @@ def test_a_server_starts_beside_spares_which_do_nothing(tmp_path):
     )
     outcome = Supervisor(QuietConsole()).run(job)
     assert outcome.ok, str(outcome)
+
+
+@pytest.mark.all
+def test_new_ranks_of_braid_train_are_forked_and_not_executed_again(tmp_path):
+    options = ("-n1", "--spares=1", "--min-ranks=1", "--restarts=50", "--steps=1000000")
+    command = [sys.executable, "-m", "braid", "train", *options, "--log-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
+        try:
+            end_s = time.monotonic() + READY_S
+            while not any(map(_is_forked, _ready_ranks(tmp_path))):
+                assert time.monotonic() < end_s
+                time.sleep(2.0)
+                ready = _ready_ranks(tmp_path)
+                if len(ready) >= 2:  # the newest is a spare, and the server may be ready now
+                    with suppress(ProcessLookupError):
+                        os.kill(ready[-1], signal.SIGKILL)
+        finally:
+            job.terminate()
+
+
+def _ready_ranks(run: Path) -> list[int]:
+    """Return the processes of ranks that train or are ready to train, the newest last."""
+    path = run / "events" / "launcher.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lost = {event["rank"] for event in events if event["kind"] == "lost"}
+    ready = {event["rank"] for event in events if event["kind"] == "waiting"} - lost
+    return [e["pid"] for e in events if e["kind"] == "started" and e["rank"] in ready]
+
+
+def _is_forked(pid: int) -> bool:
+    with suppress(OSError):  # it has ended
+        return b"process/preload" in Path(f"/proc/{pid}/environ").read_bytes()
+    return False
