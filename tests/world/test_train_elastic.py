@@ -18,6 +18,8 @@ from braid.train.config import TrainConfig
 from braid.train.progress import TrainConsole
 from braid.train.reports import Evaluated, Stepped, parse_report
 
+STEPS = 100  # so many that the training goes on when a rank is killed after five
+
 
 class KillingConsole(TrainConsole):
     """Console that kills a rank once it has seen some steps."""
@@ -38,7 +40,7 @@ class KillingConsole(TrainConsole):
 
 def _train(directory: Path, victim: int, kills_at: int, **options: object) -> Outcome:
     config = TrainConfig(
-        steps=24, batch=12, context=32, eval_every=8, eval_samples=9, checkpoint_every=0,
+        steps=STEPS, batch=12, context=32, eval_every=25, eval_samples=9, checkpoint_every=0,
         log_dir=str(directory), min_ranks=2, restarts=0, **options,
     )  # fmt: skip
     with KillingConsole(victim, kills_at) as console:
@@ -61,7 +63,7 @@ def test_a_killed_rank_costs_no_step_and_no_bit(tmp_path, victim, options):
     outcome = _train(killed, victim, 5, **options)
     assert outcome.ok, str(outcome)
     assert [end.rank for end in outcome.verdict.survived] == [victim]
-    last = "checkpoints/step-00000024"
+    last = f"checkpoints/step-{STEPS:08}"
     for prefix in ("model/", "optimizer/"):
         compared = compare(alone / last, killed / last, prefix=prefix)
         assert compared.num_tensors
