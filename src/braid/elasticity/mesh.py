@@ -170,7 +170,6 @@ class MeshReplica:
         self._options = {key: value for key, value in options.items() if key != "shard"}
         self._divisions: dict[int, _Division] = {}  # by number
         self._shadow: Shadow | None = None
-        self._copied: int | None = None  # rank along dp with the copied part; None if it sends
         self.needs_all = False
         self.records: Sequence[ParamRecord] = ()
         self.memory: list[FlatBuffer] = []
@@ -344,7 +343,7 @@ class MeshReplica:
     def _copy_part(self, part: ModelPart) -> list[ModelPart]:
         """Copy the part of a neighbour, if one rank alone has it; a collective."""
         is_alone = self.model.sharding is not None or self.group.size == 1
-        self._shadow, self._copied = None, None
+        self._shadow = None
         if not is_alone or not self._copies or self._world.size == 1:
             return []
         has_grads = self.model.sharding is not None and (
@@ -352,7 +351,6 @@ class MeshReplica:
         )
         is_sent = not all(self._world.objects.all_gather(has_grads))
         self._shadow = Shadow(self._world if is_sent else self.group, part, is_sent=is_sent)
-        self._copied = None if is_sent else self._shadow.source
         return [self._shadow.part]
 
     def begin(self, number: int) -> None:
@@ -369,7 +367,8 @@ class MeshReplica:
         """Shard and clip gradients, of the copied part too; see `Replica.prepare`."""
         norm, copied = nan, dict[str, torch.Tensor]()
         if self.model.sharding is not None:
-            copied = self.model.sharding.keep_own_gradients(self._copied)
+            rank = None if self._shadow is None else self._shadow.copied_rank
+            copied = self.model.sharding.keep_own_gradients(rank)
         if self._clip is not None:
             norm = self.model.clip_grad_norm_(self._clip, copies=copied.values()).item()
         if self._shadow is not None:

@@ -67,14 +67,15 @@ class Shadow:
 
     Attributes:
         part: Copy of the previous rank's part.
-        source: Rank of `group` that has this part.
+        copied_rank: Rank of `group` with this part, if it does not send its gradients; else None.
     """
 
     def __init__(self, group: Group, part: ModelPart, *, is_sent: bool) -> None:
         ring = ring_of(group)
         at = ring.index(group.rank)
         self._group = group
-        self.source, self._target = ring[at - 1], ring[(at + 1) % len(ring)]
+        self._source, self._target = ring[at - 1], ring[(at + 1) % len(ring)]
+        self.copied_rank = None if is_sent else self._source
         self._own = part
         names = {param: name for name, param in part.params.items()}
         groups = [
@@ -93,7 +94,7 @@ class Shadow:
             "buffers": buffers,
             "states": states,
         }
-        theirs = group.objects.all_gather(mine)[self.source]
+        theirs = group.objects.all_gather(mine)[self._source]
         like = [*_like(theirs["params"]), *_like(theirs["buffers"])]
         like += _like(dict(enumerate(_specs_in(theirs["states"]))))
         values = self._exchange([*part.params.values(), *own_buffers.values(), *tensors], like)
@@ -243,7 +244,7 @@ class Shadow:
     def _swap(self, sent: torch.Tensor, received: torch.Tensor) -> None:
         works = [
             self._group.send(sent, self._target, async_op=True),
-            self._group.recv(received, self.source, async_op=True),
+            self._group.recv(received, self._source, async_op=True),
         ]
         for work in works:
             work.wait()

@@ -231,22 +231,10 @@ class Sharding:
         Returns:
             The gradients of the copied pieces by parameter name, without shapes.
         """
-        copied_grads: dict[str, torch.Tensor] = {}
+        copied: dict[str, torch.Tensor] = {}
         for flat in self._flats:
-            rank = flat.places.group.rank if copied_rank is None else copied_rank
-            for record, leaf, owned, piece, copied in zip(
-                *(flat.records, flat.leaves, flat.owned, flat.pieces, flat.partition.pieces(rank)),
-                strict=True,
-            ):
-                grad, leaf.grad, owned.grad = leaf.grad, None, None
-                if grad is None:
-                    continue
-                values = grad.reshape(-1)
-                if piece.numel:
-                    owned.grad = values[piece.begin : piece.end].view_as(owned).to(owned)
-                if copied_rank is not None and copied.numel:
-                    copied_grads[record.name] = values[copied.begin : copied.end].to(owned)
-        return copied_grads
+            copied |= flat.keep_own_gradients(copied_rank)
+        return copied
 
     def drop_local_gradients(self) -> None:
         """Drop local gradients from `no_sync`."""

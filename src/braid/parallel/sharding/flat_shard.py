@@ -331,6 +331,24 @@ class FlatShard:
                 record.param.grad = None  # the gradient of this rank's piece
         self.leave()
 
+    def keep_own_gradients(self, copied_rank: int | None) -> dict[str, torch.Tensor]:
+        """Set the pieces' gradients from whole gradients; see `Sharding.keep_own_gradients`."""
+        copied_grads: dict[str, torch.Tensor] = {}
+        rank = self.places.group.rank if copied_rank is None else copied_rank
+        for record, leaf, owned, piece, copied in zip(
+            *(self.records, self.leaves, self.owned, self.pieces, self.partition.pieces(rank)),
+            strict=True,
+        ):
+            grad, leaf.grad, owned.grad = leaf.grad, None, None
+            if grad is None:
+                continue
+            values = grad.reshape(-1)
+            if piece.numel:
+                owned.grad = values[piece.begin : piece.end].view_as(owned).to(owned)
+            if copied_rank is not None and copied.numel:
+                copied_grads[record.name] = values[copied.begin : copied.end].to(owned)
+        return copied_grads
+
     def shaped(self, memory: torch.Tensor, index: int) -> torch.Tensor:
         """Return this rank's shard of parameter number `index`, as a view of the flat `memory`.
 

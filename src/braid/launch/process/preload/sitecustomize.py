@@ -37,8 +37,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# none of a program such as braid.train, whose first import of torch must come before its changes of
-# the environment: otherwise it is executed again
+# no modules of programs: a program that changes the environment before its first import of torch is
+# executed again, and these modules would be imported already
 MODULES = ("torch", "torch._dynamo", "braid.context", "braid.elasticity.begin")
 MOST_DESCRIPTORS = 64
 NICE = 10  # a tenth of the time of a core on which a rank computes; SCHED_IDLE would get nothing
