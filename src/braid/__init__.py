@@ -6,6 +6,7 @@ are in packages: `braid.comm`, `braid.launch`, `braid.checkpoint`, ...
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,13 @@ def __getattr__(name: str) -> Any:
     if package is None:
         msg = f"module 'braid' has no attribute {name!r}"
         raise AttributeError(msg)
-    value = getattr(import_module(f"braid.{package}"), name)
+    is_collecting = gc.isenabled()
+    gc.disable()  # modules stay, and looking for garbage among all of torch takes 0.1 s
+    try:
+        value = getattr(import_module(f"braid.{package}"), name)
+    finally:
+        if is_collecting:
+            gc.enable()
     globals()[name] = value
     return value
 
