@@ -85,6 +85,11 @@ COMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
+CHANGED = frozenset(
+    {*COMPOSED, *DROPOUT, *TAKES_GENERATOR, *LIKE, functional.scaled_dot_product_attention}
+)
+
+
 def key_of(*parts: int | str) -> int:
     """Return a key of 64 bits, equal on all ranks and hosts for equal parts."""
     text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
@@ -161,6 +166,8 @@ class _LayerDraws(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in CHANGED:  # most functions
+            return func(*args, **kwargs)
         if func in COMPOSED:
             with self:  # torch leaves a mode while the mode handles a function
                 return COMPOSED[func](*args, **kwargs)
