@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.comm.autograd.nested import flatten
-from braid.parallel.pipeline.messages import PACKED_BYTES, _Layout
-from braid.parallel.pipeline.sent_structure import SentSpec, SentStructure
+from braid.comm.autograd.nested import flatten, unflatten
+from braid.parallel.pipeline.messages import PACKED_BYTES, _header, _Layout, _Packed
+from braid.parallel.pipeline.sent_structure import SentSpec
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8,
@@ -19,14 +19,16 @@ DTYPES = (
 def arrived(value: object) -> object:
     """Return the value of the message of a value."""
     tree, tensors = flatten(value)
-    structure = SentStructure(tree, tuple(map(SentSpec.of, tensors)))
-    layout = _Layout.of(structure.specs, 1234567890123456789)
+    specs = tuple(map(SentSpec.of, tensors))
+    layout = _Layout.of(specs, 1234567890123456789)
     assert layout is not None
-    packed = layout.pack(tensors)
-    assert (packed.nbytes, layout.is_in(packed)) == (layout.nbytes, True)
-    other = layout.pack_digest(3)
+    packed = _Packed.of(layout, specs)
+    packed.fill([torch.ones_like(x) for x in tensors])  # an earlier message
+    message = packed.fill(tensors)
+    assert (message.nbytes, layout.is_in(message)) == (layout.nbytes, True)
+    other = layout.with_digest(_header(3))
     assert (other.nbytes, layout.is_in(other)) == (layout.nbytes, False)
-    return layout.unpack(packed, structure)
+    return unflatten(tree, layout.tensors_of(message.clone(), specs))
 
 
 @st.composite
@@ -79,8 +81,9 @@ class Marked(torch.Tensor):
 
 def test_a_message_is_no_instance_of_a_value_s_class():
     x = torch.ones(3).as_subclass(Marked)
-    layout = _Layout.of((SentSpec.of(x),), 1)
-    assert type(layout.pack([x])) is torch.Tensor
+    specs = (SentSpec.of(x),)
+    packed = _Packed.of(_Layout.of(specs, 1), specs)
+    assert {type(y) for y in (packed.fill([x]), *packed.places)} == {torch.Tensor}
 
 
 def test_large_values_are_not_packed():

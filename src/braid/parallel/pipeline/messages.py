@@ -17,6 +17,7 @@ an edge per micro-batch, and sends its structure each time.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -93,64 +94,70 @@ class _Layout(NamedTuple):
     Attributes:
         nbytes: Size of the message.
         header: First bytes of the message: the digest of the structure.
-        header_bytes: The same as bytes, which are compared without torch.
         views: Shape, strides and first element of each tensor, in a message of its dtype.
-        gaps: Zeros after each tensor, which align the next one for any dtype.
     """
 
     nbytes: int
-    header: torch.Tensor
-    header_bytes: bytes
+    header: bytearray
     views: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
-    gaps: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, specs: Sequence[SentSpec], digest: int) -> _Layout | None:
         """Return the layout of a message; None if it would be too large."""
-        at, views, gaps = HEADER_BYTES, [], []
+        at, views = HEADER_BYTES, []
         for spec in specs:
-            nbytes = math.prod(spec.shape) * spec.dtype.itemsize
-            gap = -nbytes % HEADER_BYTES
-            if not spec.on_cpu or at + nbytes + gap > PACKED_BYTES:
-                return None
             views.append((spec.shape, spec.empty("meta").stride(), at // spec.dtype.itemsize))
-            gaps.append(torch.zeros(gap, dtype=torch.uint8, device="cpu"))
-            at += nbytes + gap
-        header = _header(digest)
-        return cls(at, header, header.numpy().tobytes(), tuple(views), tuple(gaps))
+            nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+            at += nbytes + -nbytes % HEADER_BYTES  # which aligns the next one for any dtype
+            if not spec.on_cpu or at > PACKED_BYTES:
+                return None
+        return cls(at, _header(digest), tuple(views))
 
-    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a message of the tensors, all of this layout."""
-        parts = [self.header]
-        for tensor, gap in zip(tensors, self.gaps, strict=True):
-            plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-            memory = as_in_memory(plain)
-            parts += [memory.view(-1).view(torch.uint8), gap]
-        return torch.cat(parts)
+    def empty(self) -> torch.Tensor:
+        """Return memory for a message."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
 
-    def pack_digest(self, digest: int) -> torch.Tensor:
-        """Return a message of the same size with another digest; other messages follow."""
-        rest = torch.zeros(self.nbytes - HEADER_BYTES, dtype=torch.uint8, device="cpu")
-        return torch.cat([_header(digest), rest])
+    def with_digest(self, header: bytearray) -> torch.Tensor:
+        """Return a message of this size with a digest, and zeros for the tensors."""
+        rest = bytearray(self.nbytes - HEADER_BYTES)
+        return torch.frombuffer(header + rest, dtype=torch.uint8)
 
     def is_in(self, packed: torch.Tensor) -> bool:
         """Return whether a message has the digest of this layout's structure."""
-        return packed.numpy()[:HEADER_BYTES].tobytes() == self.header_bytes
+        return packed.numpy()[:HEADER_BYTES].tobytes() == self.header
 
-    def unpack(self, packed: torch.Tensor, structure: SentStructure) -> Any:
-        """Return the value of a message; its tensors share the message's memory."""
+    def tensors_of(self, packed: torch.Tensor, specs: Sequence[SentSpec]) -> list[torch.Tensor]:
+        """Return the tensors of a message, which share its memory."""
         storage = packed.untyped_storage()
-        tensors = [  # not views, which would share a counter of changes in place
+        return [  # not views, which would share a counter of changes in place
             torch.empty(0, dtype=spec.dtype, device="cpu")
             .set_(storage, first, shape, strides)
             .requires_grad_(spec.requires_grad)
-            for spec, (shape, strides, first) in zip(structure.specs, self.views, strict=True)
+            for spec, (shape, strides, first) in zip(specs, self.views, strict=True)
         ]
-        return unflatten(structure.tree, tensors)
 
 
-def _header(digest: int) -> torch.Tensor:
-    return torch.tensor([digest, 0], device="cpu").view(torch.uint8)
+def _header(digest: int) -> bytearray:
+    return bytearray(digest.to_bytes(HEADER_BYTES, sys.byteorder))
+
+
+class _Packed(NamedTuple):
+    """Message of a layout: its memory, and the places of tensors in it."""
+
+    message: torch.Tensor
+    places: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, layout: _Layout, specs: Sequence[SentSpec]) -> _Packed:
+        """Return a message without tensors."""
+        message = layout.with_digest(layout.header)
+        return cls(message, [x.detach() for x in layout.tensors_of(message, specs)])
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the message with a copy of the tensors, all of its layout."""
+        for place, tensor in zip(self.places, tensors, strict=True):
+            place.copy_(tensor.detach().as_subclass(torch.Tensor))
+        return self.message
 
 
 class _Expected(NamedTuple):
@@ -206,6 +213,7 @@ class Messages:
         self._structures: dict[tuple[int, int, int], SentStructure] = {}
         self._descriptions: dict[SentStructure, tuple[bytes, int]] = {}
         self._under_way: list[_Sent] = []
+        self._packed: dict[tuple[int, int], _Packed] = {}  # sent, by peer and edge
         # last sent and received structure, by peer and edge
         self._expected_there: dict[tuple[int, int], _Expected] = {}
         self._expected_here: dict[tuple[int, int], _Expected] = {}
@@ -230,9 +238,13 @@ class Messages:
             self._expected_there[peer, edge] = _Expected.of(digest, structure)
         if expected is not None and expected.layout is not None:
             layout = expected.layout
-            self._send(layout.pack(tensors) if is_same else layout.pack_digest(digest), peer, edge)
+            packed = self._packed.pop((peer, edge), None)
             if is_same:
+                packed = packed or _Packed.of(layout, specs)
+                if self._send(packed.fill(tensors), peer, edge):
+                    self._packed[peer, edge] = packed
                 return
+            self._send(layout.with_digest(_header(digest)), peer, edge)
         is_new = (peer, edge, digest) not in self._sent
         self._send(torch.tensor([digest, len(raw) if is_new else 0], device="cpu"), peer, edge)
         if is_new:
@@ -244,10 +256,11 @@ class Messages:
         """Receive the output that rank `peer` has sent; see `Carrier.recv_value`."""
         expected = None if edge else self._expected_here.get((peer, edge))
         if expected is not None and expected.layout is not None:
-            packed = torch.empty(expected.layout.nbytes, dtype=torch.uint8, device="cpu")
+            tree, specs = expected.structure
+            packed = expected.layout.empty()
             self._group.recv(packed, peer, tag=edge)
             if expected.layout.is_in(packed):
-                return expected.layout.unpack(packed, expected.structure)
+                return unflatten(tree, expected.layout.tensors_of(packed, specs))
         announced = torch.empty(2, dtype=torch.int64, device="cpu")
         self._group.recv(announced, peer, tag=edge)
         digest, nbytes = announced.tolist()
@@ -312,11 +325,14 @@ class Messages:
         for tensor in tensors:
             self._group.recv(as_in_memory(tensor), peer, tag=edge)
 
-    def _send(self, tensor: torch.Tensor, peer: int, edge: int) -> None:
+    def _send(self, tensor: torch.Tensor, peer: int, edge: int) -> bool:
+        """Start sending a tensor; return whether it has been sent already."""
         for sent in [sent for sent in self._under_way if sent.work.done()]:
             self._under_way.remove(sent)
             sent.check()
         version = version_of(tensor)
         work = self._starter.send(tensor, peer, tag=edge, async_op=True)
-        if not work.succeeded:
-            self._under_way.append(_Sent(work, tensor, version))
+        if work.succeeded:
+            return True
+        self._under_way.append(_Sent(work, tensor, version))
+        return False
