@@ -471,3 +471,61 @@ def _starts_during_the_look(group: Group) -> bool:
 
 def test_what_is_started_while_a_wait_begins_ends_the_wait():
     assert run_threads(2, _starts_during_the_look) == [True, True]
+
+
+def _large_tensors(group: Group, sent: str, received: str) -> bool:
+    """A rank that waits writes a part of large tensors itself, from memory of either kind into either."""
+    rank, size = group.rank, group.size
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def tensor(numel: int, place: str) -> torch.Tensor:
+        return group.empty((numel,)) if place == "shared" else torch.empty(numel)
+
+    def message(numel: int, sender: int) -> torch.Tensor:
+        return torch.arange(float(numel)) + sender / 8
+
+    for numel in (70_000, 262_147, 1_000_003):
+        x = tensor(numel, sent).copy_(message(numel, rank))
+        out = tensor(numel, received).zero_()
+        if rank == 0:
+            group.recv(out, before)
+        group.send(x, after)
+        if rank > 0:
+            group.recv(out, before)
+        assert torch.equal(out, message(numel, before))
+        work = group.recv(out.zero_(), before, async_op=True)
+        group.send(x, after)
+        work.wait()
+        assert torch.equal(out, message(numel, before))
+        work = group.send(x, after, tag=1, async_op=True)
+        group.recv(out.zero_(), before, tag=1)
+        work.wait()
+        assert torch.equal(out, message(numel, before))
+        for root in range(size):
+            y = x if rank == root else out.zero_()
+            assert torch.equal(group.broadcast(y, root), message(numel, root))
+    return True
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"), [("private", "private"), ("private", "shared"), ("shared", "private")]
+)
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_tensors_arrive_whole_from_ranks_that_wait(world, size, sent, received):
+    assert world(size, _large_tensors, sent, received) == [True] * size
+
+
+def _unasked(group: Group) -> bool:
+    """A large message without a receive is kept whole until it is asked for."""
+    numel = 300_000
+    if group.rank == 0:
+        group.send(torch.arange(float(numel)), 1, tag=1)
+        group.send(torch.full((numel,), 2.0), 1, tag=2)
+        return True
+    first = group.recv(torch.empty(numel), 0, tag=2)
+    second = group.recv(torch.empty(numel), 0, tag=1)
+    return bool(first.eq(2.0).all()) and torch.equal(second, torch.arange(float(numel)))
+
+
+def test_a_large_message_may_come_before_its_receive(world):
+    assert world(2, _unasked) == [True, True]
