@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.comm.autograd.nested import flatten, unflatten
-from braid.parallel.pipeline.messages import PACKED_BYTES, _header, _Layout, _Packed
+from braid.parallel.pipeline.messages import PACKED_BYTES, Messages, _header, _Layout, _Packed
 from braid.parallel.pipeline.sent_structure import SentSpec
 
 DTYPES = (
@@ -89,3 +91,45 @@ def test_a_message_is_no_instance_of_a_value_s_class():
 def test_large_values_are_not_packed():
     spec = SentSpec.of(torch.empty(PACKED_BYTES, dtype=torch.uint8))
     assert _Layout.of((spec,), 1) is None
+
+
+class LateGroup:
+    """A group with sends that end when the test says so."""
+
+    rank, size, ranks = 0, 2, (0, 1)
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[torch.Tensor, SimpleNamespace]] = []
+        self.is_late = False
+
+    def starting(self) -> LateGroup:
+        return self
+
+    def send(self, x: torch.Tensor, _to: int, *, tag: int, async_op: bool) -> SimpleNamespace:
+        assert (tag, async_op) == (0, True)
+        work = SimpleNamespace(succeeded=not self.is_late, wait=lambda: None)
+        work.done = lambda: work.succeeded
+        self.sent.append((x, work))
+        return work
+
+
+def test_a_message_is_filled_again_only_after_it_has_been_sent():
+    group = LateGroup()
+    messages = Messages(group)
+    messages.send_value(torch.zeros(3), 1)  # announces the structure
+    group.sent.clear()
+    for number in range(1, 4):
+        group.is_late = number == 2
+        messages.send_value(torch.full((3,), float(number)), 1)
+    (one, _), (two, late), (three, _) = group.sent
+    assert one is two  # the first one had been sent
+    assert three is not two
+    numbers = [x[16:28].view(torch.float32).tolist() for x in (two, three)]
+    assert numbers == [[2.0] * 3, [3.0] * 3]
+    late.succeeded = True
+    messages.finish()
+    group.sent.clear()
+    for _ in range(2):
+        group.is_late = True
+        messages.send_value(torch.full((3,), 4.0), 1)
+    assert {id(x) for x, _ in group.sent} == {id(two), id(three)}

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -149,7 +150,7 @@ class _Packed(NamedTuple):
 
     @classmethod
     def of(cls, layout: _Layout, specs: Sequence[SentSpec]) -> _Packed:
-        """Return a message without tensors."""
+        """Return a message with zeros for the tensors."""
         message = layout.with_digest(layout.header)
         return cls(message, [x.detach() for x in layout.tensors_of(message, specs)])
 
@@ -161,26 +162,35 @@ class _Packed(NamedTuple):
 
 
 class _Expected(NamedTuple):
-    """Last structure on an edge, with a layout if its tensors fit into one message."""
+    """Last structure on an edge, with a layout if its tensors fit into one message.
+
+    Attributes:
+        digest: Digest of the structure.
+        structure: The structure.
+        layout: Places of the tensors in a message; None if they are sent separately.
+        sent: Messages of this layout that have been sent, to be filled again.
+    """
 
     digest: int
     structure: SentStructure
     layout: _Layout | None
+    sent: list[_Packed]
 
     @classmethod
     def of(cls, digest: int, structure: SentStructure) -> _Expected:
         """Return the structure with its digest and its layout."""
-        return cls(digest, structure, _Layout.of(structure.specs, digest))
+        return cls(digest, structure, _Layout.of(structure.specs, digest), [])
 
 
 class _Sent(NamedTuple):
-    """Tensor that is being sent, and its version when sending began."""
+    """Tensor that is being sent, its version when sending began, and what to do at the end."""
 
     work: Work
     tensor: torch.Tensor
     version: int
+    on_end: Callable[[], object]
 
-    def check(self) -> None:
+    def end(self) -> None:
         """Raise ConfigError if the tensor has been changed since sending began."""
         if version_of(self.tensor) != self.version:
             msg = (
@@ -189,6 +199,7 @@ class _Sent(NamedTuple):
                 "tensor or a clone from the layer"
             )
             raise ConfigError(msg)
+        self.on_end()
 
 
 class Messages:
@@ -213,7 +224,6 @@ class Messages:
         self._structures: dict[tuple[int, int, int], SentStructure] = {}
         self._descriptions: dict[SentStructure, tuple[bytes, int]] = {}
         self._under_way: list[_Sent] = []
-        self._packed: dict[tuple[int, int], _Packed] = {}  # sent, by peer and edge
         # last sent and received structure, by peer and edge
         self._expected_there: dict[tuple[int, int], _Expected] = {}
         self._expected_here: dict[tuple[int, int], _Expected] = {}
@@ -238,11 +248,10 @@ class Messages:
             self._expected_there[peer, edge] = _Expected.of(digest, structure)
         if expected is not None and expected.layout is not None:
             layout = expected.layout
-            packed = self._packed.pop((peer, edge), None)
             if is_same:
-                packed = packed or _Packed.of(layout, specs)
-                if self._send(packed.fill(tensors), peer, edge):
-                    self._packed[peer, edge] = packed
+                sent = expected.sent
+                packed = sent.pop() if sent else _Packed.of(layout, specs)
+                self._send(packed.fill(tensors), peer, edge, partial(sent.append, packed))
                 return
             self._send(layout.with_digest(_header(digest)), peer, edge)
         is_new = (peer, edge, digest) not in self._sent
@@ -294,7 +303,7 @@ class Messages:
         """Wait until all messages have been sent; see `Carrier.finish`."""
         for sent in self._under_way:
             sent.work.wait()
-            sent.check()
+            sent.end()
         self._under_way.clear()
 
     def span(self, name: str, microbatch: int) -> AbstractContextManager[object]:
@@ -325,14 +334,20 @@ class Messages:
         for tensor in tensors:
             self._group.recv(as_in_memory(tensor), peer, tag=edge)
 
-    def _send(self, tensor: torch.Tensor, peer: int, edge: int) -> bool:
-        """Start sending a tensor; return whether it has been sent already."""
+    def _send(
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        edge: int,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Start sending a tensor; `on_end` is called after it has been sent."""
         for sent in [sent for sent in self._under_way if sent.work.done()]:
             self._under_way.remove(sent)
-            sent.check()
+            sent.end()
         version = version_of(tensor)
         work = self._starter.send(tensor, peer, tag=edge, async_op=True)
         if work.succeeded:
-            return True
-        self._under_way.append(_Sent(work, tensor, version))
-        return False
+            on_end()
+        else:
+            self._under_way.append(_Sent(work, tensor, version, on_end))

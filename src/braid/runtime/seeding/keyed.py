@@ -85,6 +85,7 @@ COMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
+# all others are passed on after one lookup, since layers call few of these
 CHANGED = frozenset(
     {*COMPOSED, *DROPOUT, *TAKES_GENERATOR, *LIKE, functional.scaled_dot_product_attention}
 )
