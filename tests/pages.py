@@ -344,7 +344,7 @@ def chosen() -> str:
         "* *staged*: each rank copies its data into slots of shared memory, from which the other ranks of the host read; other hosts receive the data over the network;",
         "* *direct*: the same for an all-reduce, in which each rank adds up the slots of all ranks;",
         "* *two_phase*: an all-reduce in which each rank adds up a slice of all slots, and then reads the sums of the other slices;",
-        "* *pulled*: other ranks read the private memory of a rank through the kernel of the operating system; in a broadcast or a send, a rank that waits writes a part of its tensor into their memory;",
+        "* *pulled*: other ranks read the private memory of a rank through the kernel of the operating system;",
         "* *registered*: the tensor itself is in shared memory;",
         "* *hierarchical*: hosts exchange slices over the network while their ranks add slices.",
         "",

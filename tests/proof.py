@@ -419,7 +419,7 @@ EXPLAINED = [  # lines of docs/comm.md in front of the choices of a group
     "",
     "* *staged*: each rank copies its data into slots of shared memory, from which the other ranks read;",
     "* *direct*: the same for an all-reduce, in which each rank adds up the slots of all ranks;",
-    "* *pulled*: the other ranks read the private memory of a rank through the kernel; in a broadcast or a send, a rank that waits writes a part of its tensor into their memory.",
+    "* *pulled*: the other ranks read the private memory of a rank through the kernel.",
     "",
     (
         "Without a size, the algorithm is chosen for all sizes. `staged, from 16 MiB pulled (there pulled 2617 us, "

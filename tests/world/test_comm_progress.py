@@ -474,7 +474,7 @@ def test_what_is_started_while_a_wait_begins_ends_the_wait():
 
 
 def _large_tensors(group: Group, sent: str, received: str) -> bool:
-    """A rank that waits writes a part of large tensors itself, from memory of either kind into either."""
+    """Ranks send large tensors, from memory of either kind into either."""
     rank, size = group.rank, group.size
     after, before = (rank + 1) % size, (rank - 1) % size
 
@@ -511,7 +511,7 @@ def _large_tensors(group: Group, sent: str, received: str) -> bool:
     ("sent", "received"), [("private", "private"), ("private", "shared"), ("shared", "private")]
 )
 @pytest.mark.parametrize("size", [2, 3])
-def test_large_tensors_arrive_whole_from_ranks_that_wait(world, size, sent, received):
+def test_large_tensors_arrive_whole(world, size, sent, received):
     assert world(size, _large_tensors, sent, received) == [True] * size
 
 

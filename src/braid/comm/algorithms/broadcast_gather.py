@@ -12,8 +12,7 @@ b seconds per byte moved by one rank:
 
     broadcast        ceil(l / chunk) a + l b        all_gather    ceil(l / (n chunk)) a + l b
     gather, scatter  a more, else like all_gather   all_to_all    ceil(l / chunk) a + 2 l b
-    read in place    2 a, and without the copy into the slot; a broadcast whose root waits as well:
-                     2 a + (n-1)/n l b, since the root writes the last part (see `peer_tensor`)
+    read in place    2 a, and without the copy into the slot
 
 Parts may have different sizes. If all members know all sizes (`all_gather`), the sizes are part of
 the description. If only sender and receiver know them, one more step exchanges them (`sizes`).
@@ -29,7 +28,7 @@ import torch
 from braid.comm.algorithms.sizes import Matrix, agree_on_sizes, offsets_of
 from braid.comm.channel.channel import Channel
 from braid.comm.channel.peer_tensor import offers, remote_of
-from braid.comm.channel.staging import CHUNK_BYTES, HELPS, pieces
+from braid.comm.channel.staging import CHUNK_BYTES, pieces
 from braid.runtime.transport import Steps
 
 __all__ = [
@@ -53,9 +52,7 @@ def barrier(ch: Channel) -> Steps:
     yield from ch.publish_and_wait()
 
 
-def broadcast(
-    ch: Channel, x: torch.Tensor, root: int, *, private: bool = False, helps: bool = False
-) -> Steps:
+def broadcast(ch: Channel, x: torch.Tensor, root: int, *, private: bool = False) -> Steps:
     """Copy `x` of rank `root` into `x` of every member.
 
     Args:
@@ -63,7 +60,6 @@ def broadcast(
         x: Flat tensor.
         root: Group rank.
         private: Whether peers may read private memory (all functions of this module take this).
-        helps: Whether this rank, as the root, waits for the others and so copies a part.
     """
     numel, dtype = x.numel(), x.dtype
     sending = ch.rank == root
@@ -74,21 +70,12 @@ def broadcast(
         if not sending:
             x.copy_(ch.peek(root, numel, dtype))
         return
-    address = ch.own.locate(x, private=private)
-    ch.own.expose_address(address | HELPS if address and sending and helps else address)
+    if sending:
+        ch.own.expose(x, private=private)
     yield from ch.publish_and_wait()
-    addresses = offers(ch)
-    if addresses[root]:
-        cut = numel - numel // ch.size  # the root writes the elements from here on
-        is_helped = addresses[root] & HELPS
+    if offers(ch)[root]:
         if not sending:
-            end = cut if is_helped and address else numel
-            remote_of(ch, root, numel, dtype).read(0, x[:end])
-        elif is_helped:
-            yield from ch.require_members()
-            for peer in ch.successors:
-                if addresses[peer]:
-                    remote_of(ch, peer, numel, dtype).write(cut, x[cut:])
+            remote_of(ch, root, numel, dtype).read(0, x)
         yield from ch.publish_and_wait()
         return
     for part in pieces(x, CHUNK_BYTES):

@@ -23,7 +23,7 @@ from braid.comm.algorithms.send import first_part, read_envelope
 from braid.comm.channel.channel import Disagreement
 from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.peer_tensor import remote_at
-from braid.comm.channel.staging import CHUNK_BYTES, HELPS, pieces
+from braid.comm.channel.staging import CHUNK_BYTES, pieces
 from braid.errors import CommError, MismatchError
 from braid.runtime.transport import Steps, Wait, WaitAny
 
@@ -266,12 +266,12 @@ class _Line:
         ch, message = self.channel, self._coming
         if message is None:
             message = self._open(value)
-        else:
-            part = message.missing.pop()
             ch.value = value
-            if part.numel():
-                part.copy_(ch.peek(self.source, part.numel(), torch.uint8))
-            self._acks.publish()
+        else:
+            ch.value = value
+            part = message.missing.pop()
+            part.copy_(ch.peek(self.source, part.numel(), torch.uint8))
+        self._acks.publish()
         self._coming = message if message.missing else None
 
     def _open(self, value: int) -> _Message:
@@ -285,37 +285,18 @@ class _Line:
             raise Disagreement(ch.index, value, pair, digests=(receipt.digest, receipt.site))
         data = receipt.out if receipt is not None else _bytes(envelope.nbytes)
         message = _Message(envelope.tag, digest, data)
-        ch.value = value
-        if envelope.address & HELPS:
-            self._read_half(message, envelope.address, is_posted=receipt is not None)
-        elif envelope.address:
+        if envelope.address:
             remote_at(ch, source, envelope.address, data.numel(), torch.uint8).read(0, data)
-            self._acks.publish()
         else:
             first = data[:CHUNK_BYTES]
             first.copy_(first_part(ch, source, entry.block, first))
             if data.numel() > CHUNK_BYTES:
                 message.missing = pieces(data[CHUNK_BYTES:], CHUNK_BYTES)[::-1]
-            self._acks.publish()
         if receipt is None:
             self._early.append(message)
         else:
             self._match(receipt, message)
         return message
-
-    def _read_half(self, message: _Message, address: int, *, is_posted: bool) -> None:
-        """Read a half of a message; the sender writes the other, if it can, before its next step.
-
-        It can if the receive is posted: then this rank keeps the memory until both have ended, even
-        after an error.
-        """
-        ch, data, acks = self.channel, message.data, self._acks
-        target = acks.own.locate(data, private=ch.transport.may_pull) if is_posted else 0
-        acks.own.expose_address(target)
-        acks.publish()
-        half = data[: data.numel() // 2] if target else data
-        remote_at(ch, self.source, address, data.numel(), data.dtype).read(0, half)
-        message.missing = [data[:0]]
 
     def _match(self, receipt: Receipt, message: _Message) -> None:
         for line in receipt.lines:

@@ -9,9 +9,7 @@ slot of a step begins with an envelope of one cache line:
                             or private memory by a copy of the kernel)
 
 Small messages are eager: the sender continues once they are in the slot. For large messages that
-the receiver reads in place, the sender continues when the receiver has read them. A sender that
-waits copies one half itself (see `peer_tensor`): the receiver publishes its address with the first
-acknowledgement, and the sender takes another step when that half is written. `receive` has the
+the receiver reads in place, the sender continues when the receiver has read them. `receive` has the
 receiver's side.
 
 Source: MPI 4.0, sec. 3.5 (order of messages), and the eager and rendezvous protocols of every MPI.
@@ -24,8 +22,7 @@ from typing import NamedTuple
 import torch
 
 from braid.comm.channel.channel import Channel
-from braid.comm.channel.peer_tensor import remote_at
-from braid.comm.channel.staging import CHUNK_BYTES, HELPS, pieces
+from braid.comm.channel.staging import CHUNK_BYTES, pieces
 from braid.runtime.transport import Steps
 
 __all__ = ["EAGER_BYTES", "Envelope", "first_part", "read_envelope", "send", "stage"]
@@ -52,14 +49,7 @@ class Envelope(NamedTuple):
 
 
 def send(
-    ch: Channel,
-    acks: Channel,
-    x: torch.Tensor,
-    to: int,
-    tag: int,
-    *,
-    private: bool = False,
-    helps: bool = False,
+    ch: Channel, acks: Channel, x: torch.Tensor, to: int, tag: int, *, private: bool = False
 ) -> Steps:
     """Send the bytes `x`.
 
@@ -70,21 +60,11 @@ def send(
         to: Group rank of the receiver.
         tag: Tag that the receive must name.
         private: Whether the receiver may read private memory.
-        helps: Whether this rank waits for the message, and so copies one half of a large one.
     """
     yield from acks.await_step(to, ch.value - 1)  # the slot of two steps ago has been read
     address = ch.own.locate(x, private=private) if x.numel() > EAGER_BYTES else 0
-    helps = helps and bool(address)
-    marked = address | HELPS if helps else address
-    stage(ch, x[:0] if address else x[:CHUNK_BYTES], Envelope(tag, x.numel(), marked))
+    stage(ch, x[:0] if address else x[:CHUNK_BYTES], Envelope(tag, x.numel(), address))
     value = ch.publish()
-    if helps:
-        yield from acks.await_step(to, value)
-        target = acks.entry(to, value).block
-        if target:
-            half = x.numel() // 2
-            remote_at(ch, to, target, x.numel(), x.dtype).write(half, x[half:])
-        value = ch.publish()
     if address:
         yield from acks.await_step(to, value)  # the receiver has read it
         return

@@ -120,7 +120,6 @@ class Batch(_FaceOfGroup):
                 "and wait for batch.work after the block"
             )
             raise ConfigError(msg)
-        collective.async_op = True  # the program may compute before it waits
         self.collectives.append(collective)
         return collective.result
 

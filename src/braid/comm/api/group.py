@@ -205,7 +205,6 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         Cost: none; the first start compares the members' arguments.
         """
         collective = describe_persistent(self, kind, x, out=out, op=op, root=root, wire=wire)
-        collective.async_op = True
         engine = self._prepare(collective)
         return Request(engine, collective, self.numbers, self._describer)
 

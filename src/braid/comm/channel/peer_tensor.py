@@ -2,11 +2,8 @@
 
 The line of a step holds one word with the position of the owner's data: an address in its arena,
 or, with the highest bit set, an address in its private memory, from which the kernel copies
-(`transport.pull`).
-
-While peers copy a large tensor of a rank, that rank waits, and one core of each reader copies at
-half of the memory's speed. So an owner that waits helps (`HELPS`): with n ranks, it writes the last
-n-th part into the memory of each reader, which reads the rest.
+(`transport.pull`). Algorithms that only read work with both; algorithms that store into peers'
+tensors need the arena.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from typing import Protocol
 import torch
 
 from braid.comm.channel.channel import Channel
-from braid.comm.channel.staging import HELPS, PRIVATE
+from braid.comm.channel.staging import PRIVATE
 from braid.errors import StaleError
 from braid.runtime.transport import MemoryTransport
 
@@ -55,7 +52,6 @@ def remote_of(ch: Channel, peer: int, numel: int, dtype: torch.dtype) -> Remote:
 
 def remote_at(ch: Channel, peer: int, address: int, numel: int, dtype: torch.dtype) -> Remote:
     """Return a flat tensor of `peer` at an address that it has published."""
-    address &= ~HELPS
     if address & PRIVATE:
         return PrivateRemote(ch.transport, ch.ranks[peer], address ^ PRIVATE, dtype)
     return SharedRemote(ch.view(peer, address, numel, dtype))
@@ -66,10 +62,6 @@ class Remote(Protocol):
 
     def read(self, start: int, out: torch.Tensor) -> None:
         """Copy elements from `start` on into flat, contiguous `out`."""
-        ...
-
-    def write(self, start: int, x: torch.Tensor) -> None:
-        """Copy flat, contiguous `x` to the elements from `start` on."""
         ...
 
     def block(self, start: int, end: int, scratch: torch.Tensor) -> torch.Tensor:
@@ -90,10 +82,6 @@ class SharedRemote:
     def read(self, start: int, out: torch.Tensor) -> None:
         """Copy elements from `start` on into flat, contiguous `out`."""
         out.copy_(self._view[start : start + out.numel()])
-
-    def write(self, start: int, x: torch.Tensor) -> None:
-        """Copy flat, contiguous `x` to the elements from `start` on."""
-        self._view[start : start + x.numel()].copy_(x)
 
     # SharedRemote needs no `scratch`; other implementations do
     def block(self, start: int, end: int, scratch: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
@@ -122,10 +110,6 @@ class PrivateRemote:
     def read(self, start: int, out: torch.Tensor) -> None:
         """Copy elements from `start` on into flat, contiguous `out`."""
         self._transport.pull(self._rank, self._address + start * self._itemsize, out)
-
-    def write(self, start: int, x: torch.Tensor) -> None:
-        """Copy flat, contiguous `x` to the elements from `start` on."""
-        self._transport.push(self._rank, self._address + start * self._itemsize, x)
 
     def block(self, start: int, end: int, scratch: torch.Tensor) -> torch.Tensor:
         """Copy elements `start` to `end` into the beginning of `scratch`, and return them."""

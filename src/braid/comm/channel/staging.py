@@ -13,13 +13,12 @@ import torch
 
 from braid.runtime.transport import Block, MemoryTransport
 
-__all__ = ["CHUNK_BYTES", "HELPS", "PRIVATE", "Staging", "pieces"]
+__all__ = ["CHUNK_BYTES", "PRIVATE", "Staging", "pieces"]
 
 CHUNK_BYTES = 512 << 10  # per slot: the slots of a few ranks fit into the cache, and steps are few
 MIN_SLOT_BYTES = 4096
 MAX_VIEWS = 256  # tensors on slots, cached for the next call of the same size
 PRIVATE = 1 << 63  # marks private addresses; the kernel's half of the address space has no tensors
-HELPS = 1 << 62  # marks tensors whose owner writes a part of them into the readers' memory
 
 
 class Staging:

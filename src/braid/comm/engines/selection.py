@@ -146,7 +146,7 @@ _FORMS: dict[tuple[str, str], _Form] = {
         0,
         0,
     ),
-    ("broadcast", "pulled"): lambda _n, _l, m: (2, 0, 0, m),
+    ("broadcast", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
     ("all_gather", "staged"): lambda n, l, m: (_offered(l / n), 2 * l / n + m, 0, 0),  # noqa: E741
     ("all_gather", "pulled"): lambda n, l, m: (2, l / n, 0, m),  # noqa: E741
     ("reduce_scatter", "staged"): lambda n, l, m: (_offered(l), m + l / n, m, 0),  # noqa: E741
@@ -163,7 +163,7 @@ _FORMS: dict[tuple[str, str], _Form] = {
     ("scatter", "staged"): lambda n, l, m: (1 + _chunks(l), m + l / n, 0, 0),  # noqa: E741
     ("scatter", "pulled"): lambda n, l, _: (3, 0, 0, l / n),  # noqa: E741
     ("send", "staged"): lambda _n, l, _: (_chunks(l), l + min(l, CHUNK_BYTES), 0, 0),  # noqa: E741
-    ("send", "pulled"): lambda _n, l, _: (3, 0, 0, l / 2),  # noqa: E741
+    ("send", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
 }
 # (n, l, nodes) -> synchronisations, bytes that the busiest host sends; for operations that have
 # several algorithms if memory is not shared

@@ -77,7 +77,7 @@ class MemoryTransport:
         clock: Time source of all waits.
         health: Registry of lost peers.
         crowded: Whether this host has more ranks than cores.
-        may_pull: Whether ranks that share memory may read and write each other's private memory.
+        may_pull: Whether ranks that share memory may read each other's private memory.
         on_close: Called last by `close`; closes services of this transport.
         arena: Arena of this rank; one that peers can map when None.
         waiter: Strategy for waits; one that polls memory when None.
@@ -178,10 +178,6 @@ class MemoryTransport:
         Cost: one copy by the kernel.
         """
         self._peers.pull(rank, address, out)
-
-    def push(self, rank: int, address: int, x: torch.Tensor) -> None:
-        """Copy contiguous `x` to private memory of `rank` at `address`; see `pull`."""
-        self._peers.push(rank, address, x)
 
     def fds(self) -> list[int]:
         """Descriptors of pipes, memory and pidfds, which a forked child must not keep."""

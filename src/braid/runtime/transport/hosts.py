@@ -55,7 +55,7 @@ class LocalPeers(NamedTuple):
     Attributes:
         ranks: Global ranks, including this one.
         memory: Access to their memory; None if memory is not shared.
-        may_pull: Whether these ranks may read and write each other's private memory.
+        may_pull: Whether these ranks may read each other's private memory.
         close: Called last; closes the services for these peers.
     """
 
@@ -104,10 +104,6 @@ class HostsMemory:
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
         """Fill `out` from private memory of a local rank at `address`."""
         self._of(rank).pull(rank, address, out)
-
-    def push(self, rank: int, address: int, x: torch.Tensor) -> None:
-        """Copy `x` to private memory of a local rank at `address`."""
-        self._of(rank).push(rank, address, x)
 
     def close(self) -> None:
         """Unmap everything."""

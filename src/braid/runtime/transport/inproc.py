@@ -107,10 +107,6 @@ class _FabricView:
         memory = (ctypes.c_char * nbytes).from_address(address)
         out.copy_(torch.frombuffer(memory, dtype=out.dtype).view(out.shape))
 
-    def push(self, rank: int, address: int, x: torch.Tensor) -> None:  # noqa: ARG002
-        memory = (ctypes.c_char * x.nbytes).from_address(address)
-        torch.frombuffer(memory, dtype=x.dtype).copy_(x.view(-1))
-
     def close(self) -> None:
         for file in self._extents.values():
             file.close()

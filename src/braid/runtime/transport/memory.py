@@ -40,7 +40,7 @@ import torch
 
 from braid.errors import CommError, PeerLostError
 from braid.runtime.events import NameTable
-from braid.runtime.transport.pull import pull, push
+from braid.runtime.transport.pull import pull
 
 __all__ = [
     "Extent",
@@ -254,10 +254,6 @@ class PeerMemory(Protocol):
         """Fill `out` from private memory of `rank` at `address`, if the kernel permits it."""
         ...
 
-    def push(self, rank: int, address: int, x: torch.Tensor) -> None:
-        """Copy `x` to private memory of `rank` at `address`, if the kernel permits it."""
-        ...
-
     def close(self) -> None:
         """Unmap everything."""
         ...
@@ -323,10 +319,6 @@ class MappedMemory:
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
         """Fill `out` from private memory of `rank` at `address`, if the kernel permits it."""
         pull(rank, self._addresses[rank].pid, address, out)
-
-    def push(self, rank: int, address: int, x: torch.Tensor) -> None:
-        """Copy `x` to private memory of `rank` at `address`, if the kernel permits it."""
-        push(rank, self._addresses[rank].pid, address, x)
 
     def close(self) -> None:
         """Unmap everything."""

@@ -191,12 +191,9 @@ class MirroredMemory(PeerMemory):
         """Do nothing: the arrival of a frame wakes the peer's waiting threads."""
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:  # noqa: ARG002 - PeerMemory
-        """Raise an error: `may_pull` is False for a mirror."""
-        raise _has_mirror(rank)
-
-    def push(self, rank: int, address: int, x: torch.Tensor) -> None:  # noqa: ARG002 - PeerMemory
-        """Raise an error: `may_pull` is False for a mirror."""
-        raise _has_mirror(rank)
+        """Raise an error: a mirror cannot be pulled from, and `may_pull` is False for it."""
+        msg = f"cannot read private memory of rank {rank}: this rank has only a mirror of it"
+        raise InternalError(msg)
 
     def close(self) -> None:
         """Drop the mirrors."""
@@ -222,8 +219,3 @@ class MirroredMemory(PeerMemory):
             )
             raise CommError(msg)
         return memoryview(memory)[offset : offset + nbytes]
-
-
-def _has_mirror(rank: int) -> InternalError:
-    msg = f"cannot use private memory of rank {rank}: this rank has only a mirror of it"
-    return InternalError(msg)

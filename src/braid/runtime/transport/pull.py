@@ -1,13 +1,12 @@
-"""Reads and writes a peer's private memory: one copy instead of two.
+"""Reads a peer's private memory: one copy instead of two.
 
 Problem: a tensor outside of shared memory is copied into a slot by its owner and out of it by the
 reader. Above about 1 MiB both copies go through main memory, and the second copy is most of the
 cost.
 
-Idea: the kernel copies directly from one process to another (`process_vm_readv` and
-`process_vm_writev`, Linux 3.2). Both require the same permission as a debugger, and hardened hosts
-refuse it. So every rank tries them once with every peer when ranks join, and all use them only if
-they work for all. In Yama's restricted
+Idea: the kernel copies directly from one process to another (`process_vm_readv`, Linux 3.2). It
+requires the same permission as a debugger, and hardened hosts refuse it. So every rank tries it
+once with every peer when ranks join, and all use it only if it works for all. In Yama's restricted
 mode (`ptrace_scope` 1) a process may name one process whose descendants may read it; each rank
 names its parent, the launcher, so that its siblings may read it.
 """
@@ -19,13 +18,12 @@ import errno
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from braid.errors import CommError, PeerLostError
 
-__all__ = ["POSSIBLE", "allow_siblings", "pull", "push", "read", "write"]
+__all__ = ["POSSIBLE", "allow_siblings", "pull", "read"]
 
 PR_SET_PTRACER = 0x59616D61  # linux/prctl.h: "Yama"
 MAX_BYTES = 1 << 30  # of one system call; the kernel's limit is 2 GiB - 4 KiB
@@ -39,12 +37,11 @@ class _Range(ctypes.Structure):
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _readv = getattr(_libc, "process_vm_readv", None)  # glibc 2.15, Linux only
-_writev = getattr(_libc, "process_vm_writev", None)
 POSSIBLE = _readv is not None and sys.platform.startswith("linux")
-for _call in filter(None, (_readv, _writev)):
+if _readv is not None:
     _one = ctypes.POINTER(_Range)
-    _call.argtypes = [ctypes.c_int, _one, ctypes.c_ulong, _one, ctypes.c_ulong, ctypes.c_ulong]
-    _call.restype = ctypes.c_ssize_t
+    _readv.argtypes = [ctypes.c_int, _one, ctypes.c_ulong, _one, ctypes.c_ulong, ctypes.c_ulong]
+    _readv.restype = ctypes.c_ssize_t
 
 
 def pull(rank: int, pid: int, address: int, out: torch.Tensor) -> None:
@@ -60,15 +57,7 @@ def pull(rank: int, pid: int, address: int, out: torch.Tensor) -> None:
         PeerLostError: The process has ended.
         CommError: The kernel refuses, or no memory is mapped there.
     """
-    read(rank, pid, address, out.data_ptr(), out.nbytes)
-
-
-def push(rank: int, pid: int, address: int, x: torch.Tensor) -> None:
-    """Copy the contiguous tensor `x` to `address` in process `pid`; raises as `pull` does.
-
-    The owner of that memory must not free or use it meanwhile.
-    """
-    write(rank, pid, address, x.data_ptr(), x.nbytes)
+    read(rank, pid, address, out.data_ptr(), out.numel() * out.element_size())
 
 
 def allow_siblings() -> None:
@@ -80,32 +69,23 @@ def allow_siblings() -> None:
 
 def read(rank: int, pid: int, address: int, destination: int, nbytes: int) -> None:
     """Copy `nbytes` from `address` in process `pid` to `destination`; raises as `pull` does."""
-    _copy(_readv, rank, pid, address, destination, nbytes)
-
-
-def write(rank: int, pid: int, address: int, source: int, nbytes: int) -> None:
-    """Copy `nbytes` from `source` to `address` in process `pid`; raises as `pull` does."""
-    _copy(_writev, rank, pid, address, source, nbytes)
-
-
-def _copy(call: Any, rank: int, pid: int, address: int, own_address: int, nbytes: int) -> None:
+    assert _readv is not None
     copied = 0
     while copied < nbytes:
         size = min(nbytes - copied, MAX_BYTES)
-        here, there = _Range(own_address + copied, size), _Range(address + copied, size)
-        count = call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        here, there = _Range(destination + copied, size), _Range(address + copied, size)
+        count = _readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if count <= 0:
             code = ctypes.get_errno()
             if code == errno.ESRCH:
                 msg = (
-                    f"rank {rank} has ended while its memory was in use: look for the first error "
-                    "of that rank"
+                    f"rank {rank} has ended while its memory was read: look for the first error of "
+                    "that rank"
                 )
                 raise PeerLostError(msg, rank=rank)
-            verb = "read" if call is _readv else "written"
-            why = os.strerror(code) if count < 0 else f"nothing could be {verb}"
+            why = os.strerror(code) if count < 0 else "nothing could be read"
             msg = (
-                f"only {copied} of {nbytes} bytes of rank {rank} (pid {pid}) could be {verb}: "
+                f"only {copied} of {nbytes} bytes of rank {rank} (pid {pid}) could be read: "
                 f"{why}; its tensor was freed during the operation, or the host forbids it "
                 "(see braid doctor)"
             )

@@ -28,7 +28,7 @@ from braid.runtime.transport.memory import (
     RootAddress,
     open_through_proc,
 )
-from braid.runtime.transport.pull import POSSIBLE, allow_siblings, read, write
+from braid.runtime.transport.pull import POSSIBLE, allow_siblings, read
 from braid.runtime.transport.wait import Doorbells
 
 __all__ = ["SHARED_MEMORY", "Shared", "share"]
@@ -113,22 +113,18 @@ def _refused(meeting: Meeting, peers: MappedMemory, ranks: Sequence[int], *, for
 def _may_pull(
     meeting: Meeting, addresses: dict[int, RootAddress], peers: MappedMemory, *, forbid: bool
 ) -> bool:
-    """Try to use all peers' private memory; return the same on every rank: whether all can."""
+    """Try to read all peers' private memory; return the same on every rank: whether all can."""
     others = [(r, where.pid) for r, where in addresses.items() if r != meeting.rank]
-    may = not forbid and POSSIBLE and all(_can_use(r, pid, peers.root(r)) for r, pid in others)
+    may = not forbid and POSSIBLE and all(_can_read(r, pid, peers.root(r)) for r, pid in others)
     return "no" not in meeting.gather("shm/pull", "yes" if may else "no", addresses)
 
 
-def _can_use(rank: int, pid: int, root: Root) -> bool:
-    """Return whether this rank can read and write private memory of `rank` in that process."""
+def _can_read(rank: int, pid: int, root: Root) -> bool:
+    """Return whether this rank can read the root (control words) of `rank` in that process."""
     words = (ctypes.c_uint64 * (MARK + 1))()
-    base, mark = root.words[BASE], 8 * MARK
     try:
-        read(rank, pid, base, ctypes.addressof(words), ctypes.sizeof(words))
-        # in another pid namespace the pid may be another process, with other bytes there
-        is_root = words[MARK] == MAGIC and words[PID] == root.words[PID]
-        if is_root:  # the word keeps its value
-            write(rank, pid, base + mark, ctypes.addressof(words) + mark, 8)
+        read(rank, pid, root.words[BASE], ctypes.addressof(words), ctypes.sizeof(words))
     except (CommError, PeerLostError):
         return False
-    return is_root
+    # in another pid namespace the pid may be another process, with other bytes there
+    return words[MARK] == MAGIC and words[PID] == root.words[PID]
