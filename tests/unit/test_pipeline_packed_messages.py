@@ -94,7 +94,7 @@ def test_large_values_are_not_packed():
 
 
 class LateGroup:
-    """A group with sends that end when the test says so."""
+    """A group with sends that the test ends."""
 
     rank, size, ranks = 0, 2, (0, 1)
 

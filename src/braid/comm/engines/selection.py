@@ -49,7 +49,7 @@ MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)  # the last one exceed
 STEP_BYTES = 64
 SENT_BYTES = (64 << 10, 1 << 20)
 SIZES = tuple(1 << power for power in range(12, 31))  # possible table bounds: 4 KiB to 1 GiB
-REPEATS = 3  # of measured sizes; of the largest, one, since its many chunks have a median
+REPEATS = 3  # passes over each size; one over the largest, which has many chunks
 CLEARLY = 0.9  # another algorithm is chosen below this share of the current algorithm's time
 NUM_SYNCS = 20  # also the number of timed calls
 LEAST_RATE = 1e-12  # seconds per byte; a small difference of two measured times may be negative
@@ -319,7 +319,7 @@ def measure(
 ) -> Steps:
     """Measure the steps of collectives on all ranks and append rank 0's figures to `results`.
 
-    Cost: about 25 ms with two ranks, once per job; on a network of 1 Gbit/s another 50 ms.
+    Cost: about 40 ms with two ranks, once per job; on a network of 1 Gbit/s another 50 ms.
     """
     # filled, since the kernel maps all pages that are only read to one page of zeros
     x, out = (

@@ -142,7 +142,7 @@ class SharedMemoryEngine:
     def tune(self, timeout_s: float) -> None:
         """Measure the costs for the choice of algorithms. All members call it.
 
-        Cost: some 25 ms, once per job.
+        Cost: some 40 ms, once per job.
         """
         if self.pages.size == 1:
             return

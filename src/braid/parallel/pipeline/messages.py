@@ -191,7 +191,7 @@ class _Sent(NamedTuple):
     on_end: Callable[[], object]
 
     def end(self) -> None:
-        """Raise ConfigError if the tensor has been changed since sending began."""
+        """Call `on_end`; raise ConfigError if the tensor was changed after sending began."""
         if version_of(self.tensor) != self.version:
             msg = (
                 f"a tensor of shape {list(self.tensor.shape)} was changed in place before it was "
