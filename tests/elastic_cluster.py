@@ -205,7 +205,7 @@ class ThreadMembers:
     def pauses(self) -> bool:
         return self.cluster.pauses
 
-    def next_epoch(self, num_steps: int) -> list[int]:
+    def next_epoch(self, num_steps: int, directory: str = "") -> list[int]:  # noqa: ARG002
         cluster = self.cluster
         if self._group is not None:
             cluster._fabrics[self._epoch].lose(self.group.rank, "has already left", on_purpose=True)

@@ -117,7 +117,11 @@ def _share_world(member: Membership, timeout_s: float) -> Group:
 
 
 def next_epoch(
-    num_steps: int, timeout_s: float = 600.0, *, limit_s: float | None = None
+    num_steps: int,
+    timeout_s: float = 600.0,
+    *,
+    limit_s: float | None = None,
+    directory: str = "",
 ) -> tuple[Group, NewEpoch]:
     """Join the next epoch (period with the same ranks) of an elastic run; return its group.
 
@@ -129,23 +133,29 @@ def next_epoch(
         num_steps: Number of training steps in the state of this process; -1 without state.
         timeout_s: Seconds to wait for the members of the next epoch.
         limit_s: Seconds to wait until the next epoch begins; None for no limit.
+        directory: Directory that all members see, in which they agree on a last epoch if the
+            launcher is gone; empty for none.
 
     Raises:
         ConfigError: The run is not elastic.
-        PeerLostError: The launcher ends the run, or the launcher's process has ended.
+        PeerLostError: The launcher ends the run, or is gone and there is no `directory`.
         CommTimeout: No epoch began within `limit_s`.
     """
     member = membership()
     torch_backend.share(None)
     world().close()
-    return _share_next_world(member, num_steps, timeout_s, limit_s)
+    return _share_next_world(member, num_steps, timeout_s, limit_s, directory)
 
 
 def _share_next_world(
-    member: Membership, num_steps: int, timeout_s: float, limit_s: float | None = None
+    member: Membership,
+    num_steps: int,
+    timeout_s: float,
+    limit_s: float | None = None,
+    directory: str = "",
 ) -> tuple[Group, NewEpoch]:
     while True:
-        epoch = member.next_epoch(num_steps, timeout_s, limit_s=limit_s)
+        epoch = member.next_epoch(num_steps, timeout_s, limit_s=limit_s, directory=directory)
         try:
             return _share_world(member, timeout_s), epoch
         except PeerLostError:

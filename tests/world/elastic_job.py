@@ -4,7 +4,8 @@ Arguments: deaths as RANK:STEP, numbers of ranks at the launcher. A rank dies in
 of that step, or `RANK:STEP:update` in its update; `RANK:STEP:parent` kills what has started it,
 `RANK:STEP:notice` is a notice that it will be ended, `RANK:STEP:error` an exception,
 `RANK:STEP:wait` waits until the launcher has named it, `RANK:STEP:stuck` waits with a child for
-good, and `RANK:STEP:kill:PID` kills another process. SAVES names a directory for checkpoints.
+good, `RANK:STEP:kill:PID` kills another process, and `RANK:STEP:host` kills all processes of its
+network namespace. SAVES names a directory for checkpoints.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -44,6 +46,19 @@ def strike(number: int, step: int, deaths: set[tuple[str, ...]]) -> None:
     for *point, pid in deaths:
         if point == [*here, "kill"]:
             os.kill(int(pid), signal.SIGKILL)
+    if (*here, "host") in deaths:
+        kill_host()
+
+
+def kill_host() -> None:
+    def ip(*words: str) -> list[str]:
+        command = ["ip", "netns", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+    (name,) = ip("identify")
+    for pid in sorted(map(int, ip("pids", name)), key=os.getpid().__eq__):  # itself last
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """A training on a mesh for tests: prints a digest of its state, and kills itself where told to.
 
-Arguments: the mesh, the stage of sharding, and deaths as RANK:STEP, in the loss of that step.
+Arguments: the mesh, the stage of sharding, and deaths as RANK:STEP, in the loss of that step;
+`RANK:STEP:PID` kills another process first. SAVES names a directory for checkpoints.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ def main() -> None:
     number = os.environ["RANK"]
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if f"{number}:{training.num_steps}" in deaths:
-            os.kill(os.getpid(), signal.SIGKILL)
+        for rank, step, *pids in (death.split(":") for death in deaths):
+            if (rank, step) == (number, str(training.num_steps)):
+                for pid in [*map(int, pids), os.getpid()]:
+                    os.kill(pid, signal.SIGKILL)
         return functional.mse_loss(output, target)
 
     x = torch.linspace(-2.0, 2.0, 768).sin().view(96, 8)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+    saves = os.environ.get("SAVES", "")
     with braid.elastic_mesh(
         build,
         mesh,
@@ -54,6 +58,8 @@ def main() -> None:
         clip=1.0,
         shard=int(shard),
         num_microbatches=2,
+        checkpoints=saves,
+        checkpoint_every=100 * bool(saves),
     ) as training:
         for _ in training.epochs(2):
             for inputs, target in training.batches(loader):

@@ -354,13 +354,13 @@ def _training(
 class FixedMembers:
     """Members of a run that are the same from beginning to end."""
 
-    may_change = is_newcomer = pauses = leaves = False
+    may_change = is_newcomer = pauses = leaves = has_lost_launcher = False
     number = 1
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def next_epoch(self, num_steps: int) -> list[int]:
+    def next_epoch(self, num_steps: int, directory: str = "") -> list[int]:  # noqa: ARG002
         raise AssertionError(num_steps)
 
     def finished_step(self, num_steps: int) -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from engine_starts import MARK, marked, nothing_left
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOB = str(Path(__file__).with_name("elastic_job.py"))
+MESH_JOB = str(Path(__file__).with_name("elastic_mesh_job.py"))
 FAKES = Path(__file__).parents[1] / "fakes"
 LIMIT_S = 240.0
 PROOF = pytest.mark.proof
@@ -22,6 +24,7 @@ HOSTS = ("-H", "a:2,b:1", "--rsh", "env FAKE_HOST={host}", "--env", f"{MARK},SAV
 WAYS = {
     "one": ("-n", "1"),
     "here": ("-n", "3"),
+    "mesh": ("-n", "4"),
     "ssh": HOSTS,
     "ray": ("--on", "ray", "-n", "3"),
     "slurm": ("--on", "slurm", "-n", "3"),
@@ -69,9 +72,9 @@ def _start(code: str, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def _train(way: str, *deaths: str) -> tuple[int, set[str], str]:
+def _train(way: str, *deaths: str, job: str = JOB) -> tuple[int, set[str], str]:
     options = ("--min-ranks", "1", "--restarts", "0", "--threads", "1")
-    code, text = _start(RUN, *WAYS[way], *options, JOB, *deaths)
+    code, text = _start(RUN, *WAYS[way], *options, job, *deaths)
     return code, set(re.findall(r"\b[0-9a-f]{64}\b", text)), text
 
 
@@ -113,6 +116,57 @@ def test_ranks_whose_launcher_is_killed_save_their_step(undisturbed, way, reques
     assert int(saved.name.removeprefix("step-")) >= 6  # agents notice it a moment later
     code, digests, text = _train("one")
     assert digests == undisturbed, text
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        ("0:5:kill:PID", "2:5:parent"),
+        pytest.param(("2:5:kill:PID", "0:5:parent"), marks=PROOF),
+    ],
+)
+def test_ranks_that_lose_their_launcher_and_a_host_save_their_step(undisturbed, deaths, request):
+    code, digests, text = _train("ssh", *deaths)
+    assert code == -9, text
+    assert digests == set()
+    _wait_for_ranks(request.node.nodeid)
+    (saved,) = Path("saves").iterdir()  # also no file in which they have met
+    assert saved.name == "step-00000005"
+    code, digests, text = _train("one")
+    assert digests == undisturbed, text
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seed", range(12))
+def test_seeded_deaths_of_ranks_and_launcher_lose_no_step(undisturbed, seed, request):
+    rng = random.Random(seed)
+    step, (first, *others) = rng.randrange(1, 14), rng.sample(range(3), 3)
+    died = [
+        f"{rank}:{step + rng.randrange(2)}{rng.choice(['', ':update'])}"
+        for rank in others[: rng.randint(1, 2)]
+    ]
+    code, digests, text = _train("ssh", f"{first}:{step}:kill:PID", *died)
+    assert (code, digests) == (-9, set()), text
+    _wait_for_ranks(request.node.nodeid)
+    assert max(int(saved.name[5:]) for saved in Path("saves").iterdir()) >= step, died
+    code, digests, text = _train("one")
+    assert digests == undisturbed, text
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("mesh", [("pp=2,dp=2", "0"), ("dp=4", "3"), ("pp=4", "0")])
+def test_parts_of_a_state_are_saved_when_a_rank_dies_with_the_launcher(mesh, monkeypatch, request):
+    deaths = "3:5:PID"
+    code, digests, text = _train("mesh", *mesh, deaths, job=MESH_JOB)
+    assert (code, digests) == (-9, set()), text
+    _wait_for_ranks(request.node.nodeid)
+    (saved,) = Path("saves").iterdir()
+    assert saved.name == "step-00000005"
+    _, resumed, text = _train("one", "dp=1", "0", job=MESH_JOB)
+    monkeypatch.setenv("SAVES", "")
+    _, alone, _ = _train("one", "dp=1", "0", job=MESH_JOB)
+    assert len(alone) == 1
+    assert resumed == alone, text
 
 
 def test_a_rank_that_outlives_its_launcher_too_long_is_killed_with_its_children():

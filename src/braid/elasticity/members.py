@@ -58,7 +58,7 @@ class Members(Protocol):
 
     @property
     def has_lost_launcher(self) -> bool:
-        """Whether members cannot change any more, since the launcher has ended."""
+        """Whether no epoch can follow but a last one, since the launcher has ended."""
         ...
 
     @property
@@ -87,11 +87,13 @@ class Members(Protocol):
         """
         ...
 
-    def next_epoch(self, num_steps: int) -> list[int]:
+    def next_epoch(self, num_steps: int, directory: str = "") -> list[int]:
         """Join the next epoch (period with the same members); every member calls it.
 
         Args:
             num_steps: Number of steps that this process's state includes; -1 without state.
+            directory: Directory that all members see, in which they agree on a last epoch if the
+                launcher has ended; empty for none.
 
         Returns:
             `num_steps` of each member of the next epoch.
@@ -230,7 +232,7 @@ class JobMembers:
 
     @property
     def has_lost_launcher(self) -> bool:
-        """Whether the launcher has ended, so that no epoch can follow."""
+        """Whether the launcher has ended; see `Members.has_lost_launcher`."""
         return context.membership().has_lost_launcher
 
     @property
@@ -258,7 +260,7 @@ class JobMembers:
         member.leave_epochs(num_steps, reason)
         raise SystemExit(0)
 
-    def next_epoch(self, num_steps: int) -> list[int]:
+    def next_epoch(self, num_steps: int, directory: str = "") -> list[int]:
         """Join the next epoch (period with the same members); see `Members.next_epoch`."""
-        _, epoch = context.next_epoch(num_steps)
+        _, epoch = context.next_epoch(num_steps, directory=directory)
         return list(epoch.num_steps)

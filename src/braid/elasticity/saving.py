@@ -23,14 +23,17 @@ class TrainingCheckpoints:
     Args:
         directory: The directory; empty for no checkpoints.
         every: Number of steps between two checkpoints.
+
+    Attributes:
+        directory: The directory.
     """
 
     def __init__(self, directory: str = "", every: int = 0) -> None:
-        self._directory = directory
+        self.directory = directory
         self._every = every
 
     def __bool__(self) -> bool:
-        return bool(self._directory)
+        return bool(self.directory)
 
     def is_due(self, num_steps: int) -> bool:
         """Return whether a checkpoint is due after `num_steps` steps."""
@@ -50,7 +53,7 @@ class TrainingCheckpoints:
         parts: dict[str, Any] = {PROGRESS: _Values(dict(progress)), **state.others}
         try:
             resume.save(
-                self._directory,
+                self.directory,
                 model=model,
                 optimizer=state.optimizer,
                 step=progress["num_steps"],
@@ -77,7 +80,7 @@ class TrainingCheckpoints:
             return None
         values = _Values({})
         resume.load(
-            self._directory,
+            self.directory,
             model=state.model,
             optimizer=state.optimizer,
             group=group,

@@ -260,10 +260,11 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _change_members(self) -> None:
         """Go on with the members of the next epoch, or leave."""
         self._wants_change = False
-        leaves = self._members.leaves  # once: a signal may change it
+        members = self._members
+        leaves = members.leaves or members.has_lost_launcher  # once: both may change
         if self._checkpoints and not self._survives(lambda: self._save(if_all=leaves)):
             return
-        facts = self._members, self._replica.part_names, self.num_steps
+        facts = members, self._replica.part_names, self.num_steps
         if self._survives(partial(leave_if_asked, *facts, leaves=leaves)):
             self._join_next_epoch(self.num_steps)
 
@@ -370,7 +371,10 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     def _join_next_epoch(self, num_steps: int) -> None:
         """Go on with the members of the next epoch, from the state that has seen most steps."""
-        self._enter_epoch(self._members.next_epoch(num_steps))
+        self._enter_epoch(self._next_epoch(num_steps))
+
+    def _next_epoch(self, num_steps: int) -> list[int]:
+        return self._members.next_epoch(num_steps, self._checkpoints.directory)
 
     def _enter_epoch(self, num_steps: list[int]) -> None:
         """Begin an epoch; if a member dies meanwhile, begin the next one."""
@@ -380,7 +384,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             except CommError as error:
                 require_change(self._members, error)
                 seen = self.num_steps if self.num_changes >= 0 else -1
-                num_steps = self._members.next_epoch(seen)
+                num_steps = self._next_epoch(seen)
             else:
                 return
 
@@ -405,7 +409,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._guard.watch(state.optimizer, rate_factor(self._rule, group.size, self.num_at_first))
         self._rounds = StepRounds(self._replica, self._verify)
         self._times.clear()
-        self._wants_change = False
+        self._wants_change = self._members.has_lost_launcher  # to save, and to end
         self._fingerprint = fingerprint(state)
         self.num_changes += 1
         self._version += 1

@@ -225,7 +225,9 @@ class ControlClient:
             RendezvousError: The launcher cannot be reached or does not accept this process.
         """
         role = identity._replace(role=CONTROL_ROLE)
-        return cls(connect(address, secret, role, timeout_s=timeout_s))
+        connection = connect(address, secret, role, timeout_s=timeout_s)
+        connection.end_if_silent()  # a host without power sends no end
+        return cls(connection)
 
     @property
     def connected(self) -> bool:

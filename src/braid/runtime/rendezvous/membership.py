@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
-import select
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,24 +31,17 @@ from braid.errors import CommTimeout, ConfigError, PeerLostError, encodable, mes
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.diagnose.tracebacks import parse_error
 from braid.runtime.events import Recorder
-from braid.runtime.rendezvous.control import (
-    ControlClient,
-    Exiting,
-    NewEpoch,
-    PauseTraining,
-    RankFailed,
-    RankLost,
-    Ready,
-    Stop,
-)
+from braid.runtime.rendezvous.control import ControlClient, Exiting, NewEpoch, RankFailed
 from braid.runtime.rendezvous.environment import JobEnvironment
 from braid.runtime.rendezvous.exit_hook import ExitHook
 from braid.runtime.rendezvous.job_store import dial_store, torch_store
+from braid.runtime.rendezvous.last_epoch import agree_on_last_epoch
 from braid.runtime.rendezvous.launcher_link import LauncherLink, open_link
+from braid.runtime.rendezvous.launcher_news import NO_EPOCH, LauncherNews
 from braid.runtime.rendezvous.network import network_of
 from braid.runtime.rendezvous.rank import JoinedRank, claim, join
-from braid.runtime.store import HashStore, PrefixStore, Store, StoreClient
-from braid.runtime.transport import Health, Loss
+from braid.runtime.store import FileStore, HashStore, PrefixStore, Store, StoreClient
+from braid.runtime.transport import Health
 from braid.runtime.wire import Connection, Secret
 
 if TYPE_CHECKING:
@@ -56,8 +50,6 @@ if TYPE_CHECKING:
 __all__ = ["Membership", "join_job"]
 
 DEBUGGING_S = 7 * 86400.0  # long enough for a person at a debugger's prompt
-LOOK_S = 1.0  # pause between two checks of whether the launcher is gone
-NO_EPOCH = NewEpoch(-1, (), ())
 
 
 class _Parts(NamedTuple):
@@ -67,81 +59,9 @@ class _Parts(NamedTuple):
     store: Store
     recorder: Recorder | None
     link: LauncherLink | None
-    launcher: _Launcher | None
+    launcher: LauncherNews | None
     sockets: tuple[Connection | ControlClient, ...]
     closers: contextlib.ExitStack
-
-
-class _Launcher:
-    """Collects the launcher's messages: lost ranks, requests to stop or pause, new epochs.
-
-    Args:
-        control: Connection to the launcher.
-
-    Attributes:
-        stop_reason: Reason of the launcher's request to stop; empty if there is none.
-        pauses: Whether the launcher has asked the members of this epoch to prepare for the next.
-        epoch: The last epoch of an elastic run that has begun.
-        lost: Losses by the numbers that the launcher gives to ranks.
-    """
-
-    def __init__(self, control: ControlClient) -> None:
-        self._control = control
-        self.stop_reason = ""
-        self.pauses = False
-        self.epoch = NO_EPOCH
-        self.lost: dict[int, Loss] = {}
-        self._news: list[int] = []  # ranks whose loss `losses` has not returned yet
-
-    def fileno(self) -> int:
-        return self._control.fileno()
-
-    def losses(self) -> list[Loss]:
-        self.poll()
-        news, self._news = self._news, []
-        if not self.epoch.members:
-            return [self.lost[number] for number in news]
-        places = {number: place for place, number in enumerate(self.epoch.members)}
-        return [
-            self.lost[number]._replace(rank=places[number]) for number in news if number in places
-        ]
-
-    def poll(self) -> None:
-        for message in self._control.poll():
-            if isinstance(message, RankLost):
-                self.lost[message.rank] = Loss(message.rank, message.reason, message.departed)
-                self._news.append(message.rank)
-            elif isinstance(message, Stop):
-                self.stop_reason = message.reason
-            elif isinstance(message, NewEpoch):
-                self.epoch, self.pauses = message, False
-                self._news = list(self.lost)  # members may have died meanwhile
-            elif isinstance(message, PauseTraining):
-                self.pauses = True
-
-    def leave(self, epoch: int, num_steps: int, reason: str) -> None:
-        """Send the launcher a `Ready` that this process ends and the other members continue."""
-        self._control.send(Ready(epoch, num_steps, reason))
-
-    def ready(self, epoch: int, num_steps: int) -> None:
-        """Send the launcher a `Ready`: this process waits for the epoch after `epoch`."""
-        self._control.send(Ready(epoch, num_steps))
-
-    def wait(self, epoch: int, clock: Clock, limit_s: float | None = None) -> NewEpoch:
-        """Wait for the epoch after `epoch`, and return it."""
-        end_ns = math.inf if limit_s is None else clock.after_ns(limit_s)
-        while True:
-            self.poll()
-            if self.epoch.epoch > epoch:
-                return self.epoch
-            if self.stop_reason or not self._control.connected:
-                reason = self.stop_reason or "the launcher is gone"
-                msg = f"no new set of ranks follows epoch {epoch} of this run: {reason}"
-                raise PeerLostError(msg, rank=min(self.lost, default=-1))
-            if clock.now_ns() >= end_ns:
-                msg = f"no ranks follow epoch {epoch} within {limit_s:g} s: see the launcher's log"
-                raise CommTimeout(msg)
-            select.select([self._control.fileno()], [], [], LOOK_S)
 
 
 class Membership:
@@ -215,7 +135,12 @@ class Membership:
         return self._launcher.pauses
 
     def next_epoch(
-        self, num_steps: int, timeout_s: float = 600.0, *, limit_s: float | None = None
+        self,
+        num_steps: int,
+        timeout_s: float = 600.0,
+        *,
+        limit_s: float | None = None,
+        directory: str = "",
     ) -> NewEpoch:
         """Leave this epoch of an elastic run, and join the next one; every member calls it.
 
@@ -225,27 +150,59 @@ class Membership:
             num_steps: Number of steps that the state of this process includes; -1 without state.
             timeout_s: Seconds to wait for the members of the next epoch.
             limit_s: Seconds to wait until the epoch begins; None for no limit.
+            directory: Directory that all members see, in which they agree on a last epoch if the
+                launcher is gone; empty for none.
 
         Returns:
             The epoch; this process is one of its members.
 
         Raises:
             ConfigError: The run is not elastic.
-            PeerLostError: The launcher ends the run, or is gone.
+            PeerLostError: The launcher ends the run, or is gone and there is no `directory`.
             CommTimeout: No epoch has begun within `limit_s`.
         """
         if self._launcher is None or not self.environment.elastic:
             msg = "the ranks of this run cannot change: start it with `braid run --min-ranks N`"
             raise ConfigError(msg)
-        clock = self.context.clock
+        clock, before = self.context.clock, self._launcher.epoch
         self.transport.announce_end(0.0)
         self._launcher.ready(self.epoch, num_steps)
         self.transport.close()  # unmaps memory while other members get ready
+        wait = partial(self._launcher.wait, clock=clock, limit_s=limit_s)
         entrance = _JobEntrance(self.environment, self._parts, clock, timeout_s)
-        epoch, joined = entrance.join_epoch(self.epoch, num_steps, limit_s)
+        try:
+            epoch, joined = entrance.join_epoch(self.epoch, num_steps, wait)
+        except PeerLostError:
+            if not directory or self.epoch < 0 or not self._launcher.is_gone:
+                raise
+            lost = {before.members[rank] for rank in self.context.health.lost}
+            entrance, agree = self._meet_without_launcher(entrance, directory, num_steps, lost)
+            epoch, joined = entrance.join_epoch(self._launcher.epoch.epoch, num_steps, agree)
         self.epoch = epoch.epoch
         self.context, self.transport = joined
         return epoch
+
+    def _meet_without_launcher(
+        self, entrance: _JobEntrance, directory: str, num_steps: int, lost: set[int]
+    ) -> tuple[_JobEntrance, Callable[[int], NewEpoch]]:
+        """Open a store in `directory`; return an entrance with it, and a way to agree on epochs."""
+        launcher, store = self._launcher, self._parts.store
+        assert launcher is not None
+        if not isinstance(store, FileStore):
+            path = Path(directory, f".{self.environment.run_id}.epochs")
+            with contextlib.suppress(OSError):  # the store names the problem
+                path.parent.mkdir(parents=True, exist_ok=True)
+            store = FileStore(path, clock=entrance.clock)
+            self._closers.callback(path.unlink, missing_ok=True)
+            self._closers.callback(store.close)
+            self._parts = self._parts._replace(store=store)
+
+        def agree(_: int) -> NewEpoch:
+            facts = self.environment.rank, num_steps, lost | launcher.lost.keys(), entrance.clock
+            launcher.epoch = agree_on_last_epoch(store, launcher.epoch, *facts)
+            return launcher.epoch
+
+        return entrance._replace(parts=self._parts), agree
 
     def leave_epochs(self, num_steps: int, reason: str) -> None:
         """Remove this process from later epochs, before it ends; the other members continue.
@@ -400,7 +357,8 @@ def join_job(
         if environment.elastic == "founder":
             assert parts.launcher is not None
             parts.launcher.ready(epoch.epoch, -1)
-            epoch, joined = entrance.join_epoch(epoch.epoch, -1)
+            wait = partial(parts.launcher.wait, clock=clock)
+            epoch, joined = entrance.join_epoch(epoch.epoch, -1, wait)
         elif environment.elastic:  # alone until the members take it in
             joined = entrance.join(f"alone-{rank}", 0, 1)
         else:
@@ -458,9 +416,9 @@ class _JobEntrance(NamedTuple):
         return joined
 
     def join_epoch(
-        self, epoch: int, num_steps: int, limit_s: float | None = None
+        self, epoch: int, num_steps: int, wait: Callable[[int], NewEpoch]
     ) -> tuple[NewEpoch, JoinedRank]:
-        """Join the epoch after `epoch`, with a state after `num_steps` steps.
+        """Join the epoch after `epoch`, which `wait` returns, with a state after `num_steps` steps.
 
         If a member dies during this, join the next epoch.
 
@@ -469,7 +427,7 @@ class _JobEntrance(NamedTuple):
         launcher = self.parts.launcher
         assert launcher is not None
         while True:
-            new = launcher.wait(epoch, self.clock, limit_s)
+            new = wait(epoch)
             rank, epoch = new.members.index(self.environment.rank), new.epoch
             with contextlib.suppress(PeerLostError):
                 return new, self.join(f"epoch-{epoch}", rank, len(new.members))
@@ -492,5 +450,5 @@ def _from_launcher(
     link = open_link(environment, secret, timeout_s)
     stack.callback(link.close)
     sockets = (connection, link.control)
-    store, launcher = StoreClient(connection), _Launcher(link.control)
+    store, launcher = StoreClient(connection), LauncherNews(link.control)
     return _Parts(secret, store, link.recorder, link, launcher, sockets, stack.pop_all())

@@ -233,7 +233,9 @@ class HostsTransport(MemoryTransport):
         return [*super().fds(), *self._links.fds()]
 
     def close(self) -> None:
-        """Notify the peers that this rank ends, and free all resources."""
+        """Notify the peers that this rank ends, and free all resources. Idempotent."""
+        if self.closed:
+            return
         if not self.forked:
             if self._root.words[STATE] == RUNNING:
                 self._root.words[STATE] = CLOSED

@@ -30,11 +30,10 @@ from braid.runtime.transport.reachability import own_address_towards, probe
 from braid.runtime.wire import Address, Connection, Identity, Listener, Secret, local_address
 from braid.runtime.wire import connect as dial
 
-__all__ = ["LOST_AFTER_S", "Network", "PeerConnection", "call_all"]
+__all__ = ["Network", "PeerConnection", "call_all"]
 
 ROLE = "memory"
 ANSWER_S = 30.0  # time-out for a connection to a rank that has published its address
-LOST_AFTER_S = 30.0  # silence after which a host counts as lost
 OUTWARDS = "192.0.2.1"  # reserved for documentation; packets to it use the default route
 
 
@@ -151,7 +150,7 @@ def call_all(
             undo.pop_all()
     if over_network:
         for connection in calls.values():
-            connection.end_if_silent(LOST_AFTER_S)
+            connection.end_if_silent()
     return {r: PeerConnection(ends[r].pid, ends[r].host, over_network, calls[r]) for r in remote}
 
 

@@ -31,6 +31,7 @@ from braid.runtime.wire.unsent import Unsent
 __all__ = ["DEFAULT_TIMEOUT_S", "Connection", "is_inside_host"]
 
 DEFAULT_TIMEOUT_S = 300.0
+LOST_AFTER_S = 30.0  # silence after which a host counts as lost
 # With the system's 208 KiB, both ends of a unix socket sleep after every 208 KiB. TCP adapts its
 # buffers itself unless they are set. The system may allow less.
 _UNIX_BUFFER_BYTES = 2 << 20
@@ -122,7 +123,7 @@ class Connection:
         """Descriptor for a selector, -1 after `close`."""
         return self._socket.fileno()
 
-    def end_if_silent(self, limit_s: float) -> None:
+    def end_if_silent(self, limit_s: float = LOST_AFTER_S) -> None:
         """Make the system end this connection after `limit_s` without an answer of the peer's host.
 
         The host answers for its processes, so a stopped or busy process does not count as silent. A
