@@ -33,7 +33,7 @@ __all__ = ["BLOCK", "clip_counted_", "clip_pieces_", "exact_norm"]
 BLOCK = 16  # elements
 LIMB_BITS = 22
 NUM_LIMBS = 3
-CHUNK = 1 << 17  # elements with squares that fit into the cache
+CHUNK = 1 << 16  # elements with squares that fit into the cache
 GPU_CHUNK = 1 << 24  # limits the memory for squares; a GPU has no such cache
 
 
@@ -52,7 +52,8 @@ def exact_norm(
     Raises:
         ConfigError: `norm_type` is not positive.
 
-    Cost: two all_reduces of at most 24 bytes per group; four passes over the pieces.
+    Cost: two all_reduces of at most 24 bytes per group; four passes over the pieces; memory for
+    2**16 float64 numbers, or 2**24 on a GPU.
     """
     return _norm_and_flag(pieces, groups, norm_type)[0]
 
@@ -74,16 +75,17 @@ def _norm_and_flag(
         tops = [piece.detach().abs().max().double().reshape(1) for piece in nonempty]
         largest, any_flag = _largest(tops, device, groups, flag=flag)
         return torch.tensor(largest, dtype=torch.float64, device=device), any_flag
-    blocks = [_blocks(part, norm_type) for piece in nonempty for part in _chunks(piece)]
-    most, any_flag = _largest(
-        [block.max().reshape(1) for block in blocks], device, groups, flag=flag
-    )
+    parts = [part for piece in nonempty for part in _chunks(piece)]
+    most_elements = max((part.numel() for part in parts), default=0)
+    wide = torch.empty(most_elements + -most_elements % BLOCK, dtype=torch.float64, device=device)
+    blocks = torch.cat([wide.new_zeros(1), *(_blocks(part, norm_type, wide) for part in parts)])
+    most, any_flag = _largest([blocks.max().reshape(1)], device, groups, flag=flag)
     if not math.isfinite(most) or not most:
         return torch.tensor(most, dtype=torch.float64, device=device), any_flag
     shift = LIMB_BITS - math.frexp(most)[1]
     limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64, device=device)
-    for block in blocks:
-        limbs += _limbs(block, shift)
+    for some in _chunks(blocks):
+        limbs += _limbs(some, shift)
     for group in groups:
         limbs = group.all_reduce(limbs)
     total = sum(int(n) << (LIMB_BITS * i) for i, n in enumerate(reversed(limbs.tolist())))
@@ -178,17 +180,21 @@ def _chunks(piece: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(flat, GPU_CHUNK if flat.is_cuda else CHUNK)
 
 
-def _blocks(x: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the sum of powers for each block."""
-    wide = x.double()
-    powers = wide.square() if norm_type == 2.0 else wide.abs().pow(norm_type)
-    if missing := -x.numel() % BLOCK:
-        powers = torch.nn.functional.pad(powers, (0, missing))
-    rows = powers.view(-1, BLOCK)
-    while rows.shape[1] > 1:
-        half = rows.shape[1] // 2
-        rows = rows[:, :half] + rows[:, half:]
-    return rows.view(-1)
+def _blocks(x: torch.Tensor, norm_type: float, wide: torch.Tensor) -> torch.Tensor:
+    """Return the sum of powers for each block; `wide` is memory for the powers."""
+    wide = wide[: x.numel() + -x.numel() % BLOCK]
+    wide[: x.numel()].copy_(x)
+    wide[x.numel() :].zero_()
+    if norm_type == 2.0:
+        wide.mul_(wide)
+    else:
+        wide.abs_().pow_(norm_type)
+    rows = wide.view(-1, BLOCK)
+    half = BLOCK // 2
+    while half > 1:
+        rows[:, :half].add_(rows[:, half : 2 * half])
+        half //= 2
+    return rows[:, 0] + rows[:, 1]
 
 
 def _limbs(blocks: torch.Tensor, shift: int) -> torch.Tensor:
@@ -199,5 +205,5 @@ def _limbs(blocks: torch.Tensor, shift: int) -> torch.Tensor:
     for _ in range(NUM_LIMBS):
         limb = rest.floor()
         sums.append(limb.sum(dtype=torch.float64).to(torch.int64))
-        rest = (rest - limb) * (1 << LIMB_BITS)
+        rest.sub_(limb).mul_(1 << LIMB_BITS)
     return torch.stack(sums)
