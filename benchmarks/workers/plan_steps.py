@@ -1,7 +1,7 @@
 """A rank of `plan`: predicted and measured steps of each split.
 
-The speed of a shared machine drifts by more than the error of a prediction. So each profile and
-each step is measured between two runs of a block of the model, in units of the block's time.
+The speed of a shared machine drifts by more than the error of a prediction. So model and ranks are
+profiled again in each round, next to the steps, and medians of the rounds are compared.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import io
 import statistics
 import time
-from typing import Any
 
 import msgspec
 import torch
-from torch import nn
 
 from benchmarks.workers.plan_plan import StepError, Steps, StepsPlan
 from braid import context
@@ -23,14 +21,12 @@ from braid.plan.plan_file import Plan
 from braid.plan.profiling import (
     MeasuredMachines,
     MeasuredModel,
-    PerRows,
-    Profile,
-    merged,
     profile_host,
 )
 from braid.plan.search import Estimator, Split, Training, rescore
-from braid.train.config import MODELS, TrainConfig
+from braid.train.config import TrainConfig
 from braid.train.corpus import Corpus, standard_library
+from braid.train.device import compute_deterministically
 from braid.train.loop import Stopping, Trainer
 from braid.train.models import gpt
 from braid.train.planned import options_of
@@ -40,29 +36,7 @@ from braid.train.reports import Reporter
 
 __all__ = ["main"]
 
-REPEATS = 2  # repetitions of the block that measures the speed of the machine
-
-
-class _Speed:
-    """Seconds of a block's forward and backward, on all ranks at the same time."""
-
-    def __init__(self, group: Group, block: nn.Module, x: torch.Tensor) -> None:
-        self._group, self._block, self._x = group, block, x
-        self.seconds: list[float] = []
-
-    def __call__(self) -> float:
-        self._group.barrier()
-        begin = time.perf_counter()
-        for _ in range(REPEATS):
-            self._block(self._x).sum().backward()
-        elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        self.seconds.append(float(self._group.all_reduce(elapsed, "avg")))
-        return self.seconds[-1]
-
-    @property
-    def usual(self) -> float:
-        """Median seconds."""
-        return statistics.median(self.seconds)
+STEPS = 2  # of each training in each round
 
 
 def splits_of(num_ranks: int, microbatches: int) -> list[Split]:
@@ -104,17 +78,13 @@ def measure(steps: Steps, group: Group, corpus: Corpus) -> list[StepError]:
         model=steps.model, context=steps.context, rows=rows, seconds=steps.profile_s
     )
     layers = gpt(steps.model, steps.context).named
-    host = profile_host(group, [layer for _, layer in layers])
-    x = torch.ones(steps.batch // group.size, steps.context, MODELS[steps.model].width)
-    speed = _Speed(group, layers[1][1], x.requires_grad_())
 
-    def profile() -> tuple[float, Profile]:
-        before = speed()
-        made = profiled_layers(request, group)
-        return (before + speed()) / 2, msgspec.structs.replace(made, host=host)
+    def estimator_now() -> Estimator:
+        host = profile_host(group, [layer for _, layer in layers])
+        profile = msgspec.structs.replace(profiled_layers(request, group), host=host)
+        return Estimator(MeasuredModel(profile), MeasuredMachines(host), Training(steps.batch))
 
-    profiles = [profile()]
-    estimator = _estimator([profiles[0][1]], steps)
+    estimator = estimator_now()
     splits = [
         split
         for split in splits_of(group.size, steps.microbatches)
@@ -130,66 +100,36 @@ def measure(steps: Steps, group: Group, corpus: Corpus) -> list[StepError]:
             trainer.one_step()
         peak_bytes = torch.tensor(float(noted.live.peak_bytes), dtype=torch.float64)
         peaks.append(float(group.all_reduce(peak_bytes, "max")))
-    times: list[list[float]] = [[] for _ in splits]
+    predicted: list[list[float]] = [[] for _ in splits]
+    measured: list[list[float]] = [[] for _ in splits]
     for _ in range(steps.rounds):
-        profiles.append(profile())
-        for trainer, own_times in zip(trainers, times, strict=True):
-            for _ in range(2):
-                before = speed()
+        estimator = estimator_now()
+        for n, (split, trainer) in enumerate(zip(splits, trainers, strict=True)):
+            predicted[n].append(rescore(estimator, estimator.estimate(split)).seconds)
+            trainer.one_step()  # the other trainings have used caches and memory
+            for _ in range(STEPS):
+                group.barrier()
                 begin = time.perf_counter()
                 trainer.one_step()
                 group.barrier()
-                seconds = time.perf_counter() - begin
-                own_times.append(seconds / ((before + speed()) / 2))
-    usual = speed.usual
-    estimator = _estimator([_at_speed(made, usual / was) for was, made in profiles[1:]], steps)
-    errors = []
-    for split, own_times, peak in zip(splits, times, peaks, strict=True):
-        estimate = rescore(estimator, estimator.estimate(split))
-        errors.append(
-            StepError(
-                model=steps.name,
-                ranks=group.size,
-                split=str(split),
-                predicted_s=estimate.seconds,
-                measured_s=usual * statistics.median(own_times),
-                predicted_bytes=estimate.memory.nbytes,
-                measured_bytes=peak,
-            )
+                measured[n].append(time.perf_counter() - begin)
+    return [
+        StepError(
+            model=steps.name,
+            ranks=group.size,
+            split=str(split),
+            predicted_s=statistics.median(predicted[n]),
+            measured_s=statistics.median(measured[n]),
+            predicted_bytes=estimator.estimate(split).memory.nbytes,
+            measured_bytes=peaks[n],
         )
-    return errors
-
-
-def _estimator(profiles: list[Profile], steps: Steps) -> Estimator:
-    profile = merged(profiles)
-    assert profile.host is not None, "ranks measured together"
-    return Estimator(MeasuredModel(profile), MeasuredMachines(profile.host), Training(steps.batch))
-
-
-def _at_speed(profile: Profile, factor: float) -> Profile:
-    """Return a profile with the times of layers multiplied by `factor`."""
-
-    def scaled(cost: PerRows) -> PerRows:
-        return PerRows(factor * cost.constant, factor * cost.per_row)
-
-    def scaled_layers(profiled: Any) -> Any:
-        return tuple(
-            msgspec.structs.replace(
-                layer,
-                forward_s=scaled(layer.forward_s),
-                input_grad_s=scaled(layer.input_grad_s),
-                weight_grad_s=scaled(layer.weight_grad_s),
-            )
-            for layer in profiled
-        )
-
-    shared = {n: scaled_layers(layers) for n, layers in profile.shared.items()}
-    return msgspec.structs.replace(profile, layers=scaled_layers(profile.layers), shared=shared)
+        for n, split in enumerate(splits)
+    ]
 
 
 def main(plan: StepsPlan) -> list[StepError] | None:
     """Run one rank; rank 0 returns the errors."""
-    torch.use_deterministic_algorithms(True)  # as braid train does
+    compute_deterministically()  # as braid train does
     group = context.init()
     corpus = standard_library()
     errors = [error for steps in plan.steps for error in measure(steps, group, corpus)]

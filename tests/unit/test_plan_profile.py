@@ -71,6 +71,19 @@ def test_the_spread_of_times_is_part_of_a_profile(ms, least, most):
     assert least <= done.spread <= most
 
 
+def test_the_time_of_the_loss_is_a_part_of_the_last_layers():
+    named = [("in", nn.Linear(8, 16)), ("out", nn.Linear(16, 4))]
+
+    def layers_with(loss):
+        options = {"model": "", "rows": (1, 2), "seconds": 0.1, "clock": _Steps(1)}
+        return profile_layers(named, lambda n: torch.ones(n, 8), loss=loss, **options).layers
+
+    (first, last), (same, longer) = layers_with(None), layers_with(lambda y: y.square().mean())
+    assert same.forward_s == first.forward_s
+    for name in ("forward_s", "input_grad_s"):
+        assert getattr(longer, name).of(2) == pytest.approx(2 * getattr(last, name).of(2))
+
+
 class Loop(nn.Module):
     """The same module takes another time with another number of turns."""
 

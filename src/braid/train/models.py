@@ -21,7 +21,7 @@ from braid.plan.find import DTYPES, captured_layers, described_layers
 from braid.plan.lone_rank import LoneRank
 from braid.programs.topology import Device
 from braid.train.config import MODELS, ModelSize
-from braid.train.gpt import GPT
+from braid.train.gpt import GPT, mean_loss
 
 __all__ = ["Layers", "captured", "described", "gpt", "gpt_name", "layers_of"]
 
@@ -36,12 +36,14 @@ class Layers(NamedTuple):
         named: Layers with their names.
         sample: Function that returns an input of the first layer with a number of rows.
         ranks: Ranks over which the layers are sharded, if they are sharded.
+        loss: Loss of the last layer's output; None if unknown.
     """
 
     model: str
     named: list[tuple[str, nn.Module]]
     sample: Callable[[int], Any]
     ranks: LoneRank | None = None
+    loss: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def gpt_name(model: str) -> str:
@@ -93,7 +95,11 @@ def gpt(
     def sample(rows: int) -> torch.Tensor:
         return torch.randint(0, 256, (rows, context), generator=generator).to(device)
 
-    return Layers(key, [(str(i), layer) for i, layer in enumerate(whole.layers())], sample, ranks)
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return mean_loss(logits, torch.zeros(logits.shape[:2], dtype=torch.int64, device=device))
+
+    named = [(str(i), layer) for i, layer in enumerate(whole.layers())]
+    return Layers(key, named, sample, ranks, loss)
 
 
 def layers_of(

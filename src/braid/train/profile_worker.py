@@ -41,15 +41,15 @@ def profiled_layers(request: ProfileRequest, group: Group, place: RankDevice = C
         layers = layers_of(request.target, request.model, request.context, tensor=tensor, **options)
         group.barrier()  # all ranks measure at the same time
         measure = partial(profile_layers, model=layers.model, rows=request.rows, group=group)
+        seconds = request.seconds / len(sizes)
         if tensor == 1:
-            seconds = request.seconds / len(sizes)
-            profiles[1] = measure(layers.named, layers.sample, seconds=seconds)
+            profiles[1] = measure(layers.named, layers.sample, loss=layers.loss, seconds=seconds)
             continue
         sized = measure(layers.named, layers.sample, ranks=layers.ranks, seconds=0.0)
         tensor_group = group.split(group.rank // tensor)
         assert tensor_group is not None, "every rank has a color"
         together = gpt(request.model, request.context, group=tensor_group, **options)
-        timed = measure(together.named, together.sample, seconds=request.seconds / len(sizes))
+        timed = measure(together.named, together.sample, loss=layers.loss, seconds=seconds)
         both = zip(sized.layers, timed.layers, strict=True)
         made = tuple(_with_times(layer, other) for layer, other in both)
         profiles[tensor] = msgspec.structs.replace(sized, layers=made)

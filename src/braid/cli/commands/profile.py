@@ -86,6 +86,7 @@ def _alone(request: ProfileRequest) -> Profile:
                 layers.named,
                 layers.sample,
                 model=layers.model,
+                loss=layers.loss,
                 rows=request.rows,
                 seconds=request.seconds,
                 progress=lambda share: bar.update(task, completed=share),

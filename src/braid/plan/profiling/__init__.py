@@ -11,7 +11,6 @@ from braid.plan.profiling.profile import (
     LayerProfile,
     PerRows,
     Profile,
-    merged,
     read_profile,
 )
 
@@ -23,7 +22,6 @@ __all__ = [
     "MeasuredModel",
     "PerRows",
     "Profile",
-    "merged",
     "profile_host",
     "profile_layers",
     "read_profile",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,7 @@ def profile_layers(
     seconds: float = 2.0,
     ranks: LoneRank | None = None,
     group: Group | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
     clock: Clock | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> Profile:
@@ -79,6 +80,8 @@ def profile_layers(
         ranks: Group over which the layers are sharded; None for whole layers.
         group: All ranks that measure, if layers have collectives; all run the same number of
             rounds.
+        loss: Loss of the last layer's output, whose time is a part of the last layer's; None to
+            leave it out.
         clock: Clock for the times.
         progress: Called with the finished share of the measurement, from 0 to 1.
 
@@ -104,7 +107,7 @@ def profile_layers(
             start_ns, limit_s = clock.now_ns(), seconds / len(rows)
             num_rounds = 1 << 30
             for turn in itertools.count():
-                run_all(named, x, None, _timed(rounds, iter(kinds), turn, clock))
+                run_all(named, x, None, _timed(rounds, kinds, loss, turn, clock))
                 spent_s = (clock.now_ns() - start_ns) / 1e9
                 progress((number + min(1.0, spent_s / max(limit_s, 1e-9))) / len(rows))
                 if group is not None and turn == 1:
@@ -254,14 +257,17 @@ def _kind(layer: nn.Module, x: Any) -> object:
 
 
 def _timed(
-    rounds: dict[object, list[_Times]], kinds: Iterator[object], turn: int, clock: Clock
+    rounds: dict[object, list[_Times]],
+    kinds: Sequence[object],
+    loss: Callable[[Any], torch.Tensor] | None,
+    turn: int,
+    clock: Clock,
 ) -> Callable[[nn.Module, Any, Skips], Any]:
-    seen: dict[object, int] = defaultdict(int)
+    remaining = list(kinds)
 
     def run(layer: nn.Module, x: Any, skips: Skips) -> Any:
-        kind, before = next(kinds), set(skips)
-        is_alike = bool(seen[kind])
-        seen[kind] += 1
+        is_alike = remaining[0] in kinds[: len(kinds) - len(remaining)]
+        kind, before = remaining.pop(0), set(skips)
         devices = {t.device for t in (*tensors_in(x), *layer.parameters())}
         output, forward_s = seconds_of(lambda: layer(x), devices, clock)
         if is_alike and turn:  # one of each kind is enough
@@ -281,6 +287,11 @@ def _timed(
 
         input_s = seconds_of(to_inputs, devices, clock)[1]
         whole_s = seconds_of(whole, devices, clock)[1]
+        if loss is not None and not remaining:
+            logits = output.detach().requires_grad_()
+            value, loss_s = seconds_of(lambda: loss(logits), devices, clock)
+            grad_s = seconds_of(lambda: torch.autograd.grad(value, logits), devices, clock)[1]
+            forward_s, input_s, whole_s = forward_s + loss_s, input_s + grad_s, whole_s + grad_s
         if turn:  # the first one warms up
             rounds[kind].append(_Times(forward_s, input_s, max(0.0, whole_s - input_s)))
         return output

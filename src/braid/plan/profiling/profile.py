@@ -10,7 +10,6 @@ A profile is a file: JSON, made by `braid profile`, read by `braid plan`.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect
 from collections.abc import Sequence
 from itertools import pairwise
@@ -29,7 +28,6 @@ __all__ = [
     "PerRows",
     "Profile",
     "fitted",
-    "merged",
     "read_profile",
 ]
 
@@ -220,23 +218,6 @@ def fitted(rows: Sequence[int], costs: Sequence[float]) -> PerRows:
     if constant < 0 or not spread:  # through the origin
         return PerRows(0.0, sum(costs) / sum(rows))
     return PerRows(constant, slope)
-
-
-def merged(profiles: Sequence[Profile]) -> Profile:
-    """Return the mean of several profiles of the same model."""
-
-    def mean(values: Sequence[Any]) -> Any:
-        first = values[0]
-        if isinstance(first, float):
-            return math.fsum(values) / len(values)
-        if isinstance(first, dict):
-            return {key: mean([value[key] for value in values]) for key in first}
-        if isinstance(first, list):
-            return [mean(column) for column in zip(*values, strict=True)]
-        return first
-
-    whole = mean([msgspec.to_builtins(profile) for profile in profiles])
-    return msgspec.convert(whole, Profile)
 
 
 def read_profile(path: str | Path) -> Profile:
