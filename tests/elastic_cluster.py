@@ -178,7 +178,7 @@ class ThreadMembers:
     """The members, as one rank sees them."""
 
     may_change = True
-    has_lost_launcher = False
+    has_lost_launcher = is_last_epoch = False
 
     def __init__(self, cluster: Cluster, rank: int) -> None:
         self.cluster = cluster

@@ -137,8 +137,9 @@ def next_epoch(
             launcher is gone; empty for none.
 
     Raises:
-        ConfigError: The run is not elastic.
-        PeerLostError: The launcher ends the run, or is gone and there is no `directory`.
+        ConfigError: The run is not elastic, or no file can be opened in `directory`.
+        PeerLostError: The launcher ends the run, or is gone and there is no `directory`, or the
+            other members continue without this process.
         CommTimeout: No epoch began within `limit_s`.
     """
     member = membership()

@@ -49,7 +49,7 @@ def test_a_member_that_comes_too_late_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(last_epoch, "MEET_S", 0.2)
     epochs = _meet(tmp_path / "store", {0: 0.0, 3: 0.0, 5: 1.0}, set())
     assert epochs[0] == epochs[3] == NewEpoch(5, (0, 3), (10, 13))
-    assert epochs[5] == ("the launcher is gone, and ranks [0, 3] have saved without this rank")
+    assert epochs[5] == ("the launcher is gone, and ranks [0, 3] save without this rank")
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -5,7 +5,7 @@ of that step, or `RANK:STEP:update` in its update; `RANK:STEP:parent` kills what
 `RANK:STEP:notice` is a notice that it will be ended, `RANK:STEP:error` an exception,
 `RANK:STEP:wait` waits until the launcher has named it, `RANK:STEP:stuck` waits with a child for
 good, `RANK:STEP:kill:PID` kills another process, and `RANK:STEP:host` kills all processes of its
-network namespace. SAVES names a directory for checkpoints.
+network namespace. `RANK:agreed` dies when it has agreed on a last epoch. SAVES names a directory for checkpoints.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import braid
+from braid.runtime.rendezvous import membership
 
 
 class Noise(torch.utils.data.Dataset):
@@ -61,9 +64,16 @@ def kill_host() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def agree_and_die(agree: Callable[..., object], *facts: object) -> None:
+    agree(*facts)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     number = int(os.environ["RANK"])
     deaths = {tuple(text.split(":")) for text in sys.argv[1:]}
+    if (str(number), "agreed") in deaths:
+        membership.agree_on_last_epoch = partial(agree_and_die, membership.agree_on_last_epoch)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     braid.init()
     torch.manual_seed(0)

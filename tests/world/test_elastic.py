@@ -354,7 +354,7 @@ def _training(
 class FixedMembers:
     """Members of a run that are the same from beginning to end."""
 
-    may_change = is_newcomer = pauses = leaves = has_lost_launcher = False
+    may_change = is_newcomer = pauses = leaves = is_last_epoch = False
     number = 1
 
     def __init__(self, group: Group) -> None:

@@ -66,6 +66,10 @@ def _wait_for_ranks(mark: str) -> None:
         time.sleep(0.05)
 
 
+def _logs() -> str:
+    return "".join(path.read_text() for path in Path("runs").glob("*/rank*.log"))
+
+
 def _start(code: str, *words: str) -> tuple[int, str]:
     command = [sys.executable, "-c", code, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
@@ -137,6 +141,16 @@ def test_ranks_that_lose_their_launcher_and_a_host_save_their_step(undisturbed, 
 
 
 @pytest.mark.proof
+def test_a_member_of_the_last_epoch_may_die_too(undisturbed, request):
+    code, digests, text = _train("here", "0:5:kill:PID", "2:5", "1:agreed")
+    assert (code, digests) == (-9, set()), text
+    _wait_for_ranks(request.node.nodeid)
+    assert [saved.name for saved in Path("saves").iterdir()] == ["step-00000005"], _logs()
+    code, digests, text = _train("one")
+    assert digests == undisturbed, text
+
+
+@pytest.mark.proof
 @pytest.mark.parametrize("seed", range(12))
 def test_seeded_deaths_of_ranks_and_launcher_lose_no_step(undisturbed, seed, request):
     rng = random.Random(seed)
@@ -162,6 +176,7 @@ def test_parts_of_a_state_are_saved_when_a_rank_dies_with_the_launcher(mesh, mon
     _wait_for_ranks(request.node.nodeid)
     (saved,) = Path("saves").iterdir()
     assert saved.name == "step-00000005"
+    assert "Error" not in _logs()
     _, resumed, text = _train("one", "dp=1", "0", job=MESH_JOB)
     monkeypatch.setenv("SAVES", "")
     _, alone, _ = _train("one", "dp=1", "0", job=MESH_JOB)

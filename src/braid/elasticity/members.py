@@ -58,7 +58,12 @@ class Members(Protocol):
 
     @property
     def has_lost_launcher(self) -> bool:
-        """Whether no epoch can follow but a last one, since the launcher has ended."""
+        """Whether members cannot change any more, since the launcher has ended."""
+        ...
+
+    @property
+    def is_last_epoch(self) -> bool:
+        """Whether the members have agreed on this epoch without the launcher, to save and end."""
         ...
 
     @property
@@ -234,6 +239,11 @@ class JobMembers:
     def has_lost_launcher(self) -> bool:
         """Whether the launcher has ended; see `Members.has_lost_launcher`."""
         return context.membership().has_lost_launcher
+
+    @property
+    def is_last_epoch(self) -> bool:
+        """Whether the members save and end; see `Members.is_last_epoch`."""
+        return context.membership().num_agreements > 0
 
     @property
     def is_newcomer(self) -> bool:

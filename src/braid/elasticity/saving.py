@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from braid.checkpoint.directory import CheckpointDirectory
 from braid.comm import Group
 from braid.elasticity.state_transfer import TrainingState
 from braid.errors import CheckpointError, ConfigError
@@ -38,6 +39,11 @@ class TrainingCheckpoints:
     def is_due(self, num_steps: int) -> bool:
         """Return whether a checkpoint is due after `num_steps` steps."""
         return bool(self) and num_steps % self._every == 0
+
+    def has(self, num_steps: int) -> bool:
+        """Return whether the directory has a checkpoint after at least `num_steps` steps."""
+        steps = CheckpointDirectory(self.directory).steps()
+        return bool(steps) and steps[-1] >= num_steps
 
     def save(
         self, group: Group, model: Any, state: TrainingState, progress: Mapping[str, Any]

@@ -228,6 +228,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         """
         if self._wants_change:
             self._change_members()
+            return False
         group, samples = self._members.group, self._samples
         facts: dict[str, object] = {"training": self._members.number, **self.at._asdict()}
         facts |= {"is done": self._is_exiting} if self._is_exiting else {}
@@ -261,7 +262,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         """Go on with the members of the next epoch, or leave."""
         self._wants_change = False
         members = self._members
-        leaves = members.leaves or members.has_lost_launcher  # once: both may change
+        leaves = members.leaves or members.is_last_epoch  # once: a signal may change it
         if self._checkpoints and not self._survives(lambda: self._save(if_all=leaves)):
             return
         facts = members, self._replica.part_names, self.num_steps
@@ -409,7 +410,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._guard.watch(state.optimizer, rate_factor(self._rule, group.size, self.num_at_first))
         self._rounds = StepRounds(self._replica, self._verify)
         self._times.clear()
-        self._wants_change = self._members.has_lost_launcher  # to save, and to end
+        self._wants_change = self._members.is_last_epoch
         self._fingerprint = fingerprint(state)
         self.num_changes += 1
         self._version += 1
@@ -427,8 +428,14 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         }
 
     def _save(self, *, if_all: bool = True) -> None:
-        """Save a checkpoint, if all members want it or no epoch can follow; a collective."""
+        """Save a checkpoint if all members want it, or one has lost the launcher; a collective.
+
+        In a last epoch, save if no later step is in the directory: ranks of a living launcher, from
+        which these members are cut off, may have gone further.
+        """
         vote = -1 if self._members.has_lost_launcher else int(if_all)
+        if self._members.is_last_epoch:
+            vote = int(not self._checkpoints.has(self.num_steps))
         if not self._members.group.all_reduce(torch.tensor([vote]), op="min").item():
             return  # others take the state over
         state = self._replica.state

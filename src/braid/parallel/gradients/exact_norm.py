@@ -52,8 +52,8 @@ def exact_norm(
     Raises:
         ConfigError: `norm_type` is not positive.
 
-    Cost: two all_reduces of at most 24 bytes per group; four passes over the pieces; memory for
-    2**16 float64 numbers, or 2**24 on a GPU.
+    Cost: two all_reduces of at most 24 bytes per group; four passes over the pieces; memory for a
+    float64 number per BLOCK elements, and for 2**16 more (2**24 on a GPU).
     """
     return _norm_and_flag(pieces, groups, norm_type)[0]
 
@@ -78,14 +78,17 @@ def _norm_and_flag(
     parts = [part for piece in nonempty for part in _chunks(piece)]
     most_elements = max((part.numel() for part in parts), default=0)
     wide = torch.empty(most_elements + -most_elements % BLOCK, dtype=torch.float64, device=device)
-    blocks = torch.cat([wide.new_zeros(1), *(_blocks(part, norm_type, wide) for part in parts)])
+    num_blocks = [-(-part.numel() // BLOCK) for part in parts]
+    blocks = torch.zeros(1 + sum(num_blocks), dtype=torch.float64, device=device)
+    for part, sums in zip(parts, torch.split(blocks[1:], num_blocks), strict=True):
+        _sum_blocks(part, norm_type, wide, sums)
     most, any_flag = _largest([blocks.max().reshape(1)], device, groups, flag=flag)
     if not math.isfinite(most) or not most:
         return torch.tensor(most, dtype=torch.float64, device=device), any_flag
     shift = LIMB_BITS - math.frexp(most)[1]
     limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64, device=device)
-    for some in _chunks(blocks):
-        limbs += _limbs(some, shift)
+    for chunk in _chunks(blocks):
+        limbs += _limbs(chunk, shift)
     for group in groups:
         limbs = group.all_reduce(limbs)
     total = sum(int(n) << (LIMB_BITS * i) for i, n in enumerate(reversed(limbs.tolist())))
@@ -180,8 +183,8 @@ def _chunks(piece: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(flat, GPU_CHUNK if flat.is_cuda else CHUNK)
 
 
-def _blocks(x: torch.Tensor, norm_type: float, wide: torch.Tensor) -> torch.Tensor:
-    """Return the sum of powers for each block; `wide` is memory for the powers."""
+def _sum_blocks(x: torch.Tensor, norm_type: float, wide: torch.Tensor, sums: torch.Tensor) -> None:
+    """Write the sum of powers of each block into `sums`; `wide` is memory for the powers."""
     wide = wide[: x.numel() + -x.numel() % BLOCK]
     wide[: x.numel()].copy_(x)
     wide[x.numel() :].zero_()
@@ -194,7 +197,7 @@ def _blocks(x: torch.Tensor, norm_type: float, wide: torch.Tensor) -> torch.Tens
     while half > 1:
         rows[:, :half].add_(rows[:, half : 2 * half])
         half //= 2
-    return rows[:, 0] + rows[:, 1]
+    torch.add(rows[:, 0], rows[:, 1], out=sums)
 
 
 def _limbs(blocks: torch.Tensor, shift: int) -> torch.Tensor:

@@ -37,6 +37,7 @@ from braid.runtime.clock import Clock, MonotonicClock
 __all__ = ["profile_layers"]
 
 LEAST_ROUNDS = 3  # after the first one
+LOSS = "loss"  # kind of the loss, beside the kinds of layers
 OUTER = 0.1  # share of times at either end that does not count
 
 
@@ -119,6 +120,9 @@ def profile_layers(
                     break
         sizes.append(own_sizes)
         times.append([_typical(rounds[kind]) for kind in kinds])
+        if loss is not None:
+            parts = zip(times[-1][-1], _typical(rounds[LOSS]), strict=True)
+            times[-1][-1] = _Times(*map(sum, parts))
         turns = zip(*rounds.values(), strict=True)  # one time of each kind of layer
         spread = max(spread, _spread([sum(map(sum, turn)) for turn in turns]))
     numbers = {p: n for n, p in enumerate(dict.fromkeys(p for m in layers for p in m.parameters()))}
@@ -270,6 +274,11 @@ def _timed(
         kind, before = remaining.pop(0), set(skips)
         devices = {t.device for t in (*tensors_in(x), *layer.parameters())}
         output, forward_s = seconds_of(lambda: layer(x), devices, clock)
+        if loss is not None and turn and not remaining:
+            logits = output.detach().requires_grad_()
+            value, loss_s = seconds_of(lambda: loss(logits), devices, clock)
+            grad_s = seconds_of(lambda: torch.autograd.grad(value, logits), devices, clock)[1]
+            rounds[LOSS].append(_Times(loss_s, grad_s, 0.0))
         if is_alike and turn:  # one of each kind is enough
             return output
         made = [output, *(skips[key] for key in skips if key not in before)]
@@ -287,11 +296,6 @@ def _timed(
 
         input_s = seconds_of(to_inputs, devices, clock)[1]
         whole_s = seconds_of(whole, devices, clock)[1]
-        if loss is not None and not remaining:
-            logits = output.detach().requires_grad_()
-            value, loss_s = seconds_of(lambda: loss(logits), devices, clock)
-            grad_s = seconds_of(lambda: torch.autograd.grad(value, logits), devices, clock)[1]
-            forward_s, input_s, whole_s = forward_s + loss_s, input_s + grad_s, whole_s + grad_s
         if turn:  # the first one warms up
             rounds[kind].append(_Times(forward_s, input_s, max(0.0, whole_s - input_s)))
         return output

@@ -75,9 +75,9 @@ class LauncherNews:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the connection to the launcher has ended, without a request to stop."""
+        """Whether the connection to the launcher has ended."""
         self.poll()
-        return not self._control.connected and not self.stop_reason
+        return not self._control.connected
 
     def leave(self, epoch: int, num_steps: int, reason: str) -> None:
         """Send the launcher a `Ready` that this process ends and the other members continue."""
@@ -94,7 +94,7 @@ class LauncherNews:
             self.poll()
             if self.epoch.epoch > epoch:
                 return self.epoch
-            if self.stop_reason or not self._control.connected:  # see `is_gone`
+            if self.stop_reason or not self._control.connected:
                 reason = self.stop_reason or "the launcher is gone"
                 msg = f"no new set of ranks follows epoch {epoch} of this run: {reason}"
                 raise PeerLostError(msg, rank=min(self.lost, default=-1))

@@ -27,7 +27,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from braid._version import __version__
-from braid.errors import CommTimeout, ConfigError, PeerLostError, encodable, message_of
+from braid.errors import (
+    CommTimeout,
+    ConfigError,
+    PeerLostError,
+    RendezvousError,
+    encodable,
+    message_of,
+)
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.diagnose.tracebacks import parse_error
 from braid.runtime.events import Recorder
@@ -35,7 +42,7 @@ from braid.runtime.rendezvous.control import ControlClient, Exiting, NewEpoch, R
 from braid.runtime.rendezvous.environment import JobEnvironment
 from braid.runtime.rendezvous.exit_hook import ExitHook
 from braid.runtime.rendezvous.job_store import dial_store, torch_store
-from braid.runtime.rendezvous.last_epoch import agree_on_last_epoch
+from braid.runtime.rendezvous.last_epoch import MEET_S, agree_on_last_epoch
 from braid.runtime.rendezvous.launcher_link import LauncherLink, open_link
 from braid.runtime.rendezvous.launcher_news import NO_EPOCH, LauncherNews
 from braid.runtime.rendezvous.network import network_of
@@ -49,6 +56,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Membership", "join_job"]
 
+# how the loss of a member shows; without a launcher, also as a time-out
+LOSSES = (PeerLostError, CommTimeout, RendezvousError)
 DEBUGGING_S = 7 * 86400.0  # long enough for a person at a debugger's prompt
 
 
@@ -72,6 +81,8 @@ class Membership:
         context: Context for all objects that communicate; a new one in each epoch.
         transport: Transport between the ranks of the job; a new one in each epoch.
         epoch: Number of the current epoch of an elastic run; -1 in other runs.
+        num_agreements: Number of times that members have agreed on an epoch without the launcher;
+            they do not train in such an epoch.
         num_trainings: Number of elastic trainings (`braid.elastic`) that this process has started.
         control: Control connection to braid's launcher; None without braid's launcher.
         failed: Whether an exception, or `sys.exit` with a code other than 0, ends this process.
@@ -95,6 +106,7 @@ class Membership:
         self._launcher = parts.launcher
         self._survivor = _survivor(environment, joined) if parts.link is None else None
         self._closers = parts.closers
+        self.num_agreements = 0
         self.num_trainings = 0
         self.failed = False
         self.failure = ""
@@ -157,8 +169,9 @@ class Membership:
             The epoch; this process is one of its members.
 
         Raises:
-            ConfigError: The run is not elastic.
-            PeerLostError: The launcher ends the run, or is gone and there is no `directory`.
+            ConfigError: The run is not elastic, or no file can be opened in `directory`.
+            PeerLostError: The launcher ends the run, or is gone and there is no `directory`, or the
+                other members continue without this process.
             CommTimeout: No epoch has begun within `limit_s`.
         """
         if self._launcher is None or not self.environment.elastic:
@@ -172,12 +185,14 @@ class Membership:
         entrance = _JobEntrance(self.environment, self._parts, clock, timeout_s)
         try:
             epoch, joined = entrance.join_epoch(self.epoch, num_steps, wait)
-        except PeerLostError:
+        except LOSSES:
             if not directory or self.epoch < 0 or not self._launcher.is_gone:
                 raise
-            lost = {before.members[rank] for rank in self.context.health.lost}
+            losses = self.context.health.lost.values()
+            lost = {before.members[loss.rank] for loss in losses if not loss.departed}
             entrance, agree = self._meet_without_launcher(entrance, directory, num_steps, lost)
-            epoch, joined = entrance.join_epoch(self._launcher.epoch.epoch, num_steps, agree)
+            last = self._launcher.epoch.epoch
+            epoch, joined = entrance.join_epoch(last, num_steps, agree, LOSSES)
         self.epoch = epoch.epoch
         self.context, self.transport = joined
         return epoch
@@ -188,21 +203,23 @@ class Membership:
         """Open a store in `directory`; return an entrance with it, and a way to agree on epochs."""
         launcher, store = self._launcher, self._parts.store
         assert launcher is not None
+        path = Path(directory, f".{self.environment.run_id}.epochs")
         if not isinstance(store, FileStore):
-            path = Path(directory, f".{self.environment.run_id}.epochs")
             with contextlib.suppress(OSError):  # the store names the problem
                 path.parent.mkdir(parents=True, exist_ok=True)
             store = FileStore(path, clock=entrance.clock)
-            self._closers.callback(path.unlink, missing_ok=True)
             self._closers.callback(store.close)
             self._parts = self._parts._replace(store=store)
 
         def agree(_: int) -> NewEpoch:
+            self.num_agreements += 1
+            part = PrefixStore(f"agreement-{self.num_agreements}", store)
             facts = self.environment.rank, num_steps, lost | launcher.lost.keys(), entrance.clock
-            launcher.epoch = agree_on_last_epoch(store, launcher.epoch, *facts)
+            launcher.epoch = agree_on_last_epoch(part, launcher.epoch, *facts)
+            self._closers.callback(path.unlink, missing_ok=True)  # only members remove it
             return launcher.epoch
 
-        return entrance._replace(parts=self._parts), agree
+        return entrance._replace(parts=self._parts, timeout_s=MEET_S), agree
 
     def leave_epochs(self, num_steps: int, reason: str) -> None:
         """Remove this process from later epochs, before it ends; the other members continue.
@@ -416,11 +433,15 @@ class _JobEntrance(NamedTuple):
         return joined
 
     def join_epoch(
-        self, epoch: int, num_steps: int, wait: Callable[[int], NewEpoch]
+        self,
+        epoch: int,
+        num_steps: int,
+        wait: Callable[[int], NewEpoch],
+        losses: tuple[type[Exception], ...] = (PeerLostError,),
     ) -> tuple[NewEpoch, JoinedRank]:
         """Join the epoch after `epoch`, which `wait` returns, with a state after `num_steps` steps.
 
-        If a member dies during this, join the next epoch.
+        If one of the errors `losses` shows that a member died during this, join the next epoch.
 
         Send the launcher `Ready` before this call.
         """
@@ -429,7 +450,7 @@ class _JobEntrance(NamedTuple):
         while True:
             new = wait(epoch)
             rank, epoch = new.members.index(self.environment.rank), new.epoch
-            with contextlib.suppress(PeerLostError):
+            with contextlib.suppress(*losses):
                 return new, self.join(f"epoch-{epoch}", rank, len(new.members))
             launcher.ready(epoch, num_steps)
 
