@@ -68,13 +68,7 @@ class TrainingCheckpoints:
             )
         except CheckpointError as error:
             if not group.rank:
-                LOG.warning(
-                    (
-                        "a checkpoint could not be saved, and the training goes on without this "
-                        "checkpoint: %s"
-                    ),
-                    error,
-                )
+                LOG.warning("a checkpoint could not be saved: %s", error)
 
     def load(self, group: Group, state: TrainingState) -> Mapping[str, Any] | None:
         """Load the last checkpoint into a whole model; a collective.

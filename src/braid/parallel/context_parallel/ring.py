@@ -175,7 +175,7 @@ def _backward_pass(
             rows = block.queries
             inputs = _inputs(options, q, pair, block)
             dq, dk, dv = kernel.backward(inputs, grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
-            grad_q[:, :, rows] += dq
+            grad_q[:, :, rows].add_(dq)
             grad_k, grad_v = terms.rows(block.keys)
             grad_k += dk
             grad_v += dv
