@@ -1,4 +1,4 @@
-"""Members without a launcher agree on one last epoch, whoever comes late, never or at once."""
+"""Members without a launcher agree on one last epoch, also if some members come late or never."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ def elastic(
             last checkpoint, and goes back to it if all members with the state are lost; without
             checkpoints, such a loss ends the run. Buffers outside of `state_dict()` are not saved.
         checkpoint_every: Number of steps between two checkpoints. A failure, such as a full
-            disk, is only a warning. If all members are asked to end, they first save one.
+            disk, is only a warning. If all members are asked to end, or the launcher is lost, the
+            members first save one.
         evaluate: Function that all members call between two steps, and in which they may
             communicate, such as to average a loss. If a rank is lost inside, they call it again.
         evaluate_every: Number of steps between two calls.

@@ -81,8 +81,8 @@ def profile_layers(
         ranks: Group over which the layers are sharded; None for whole layers.
         group: All ranks that measure, if layers have collectives; all run the same number of
             rounds.
-        loss: Loss of the last layer's output, whose time is a part of the last layer's; None to
-            leave it out.
+        loss: Loss of the last layer's output; its time is added to the last layer's. None to leave
+            it out.
         clock: Clock for the times.
         progress: Called with the finished share of the measurement, from 0 to 1.
 

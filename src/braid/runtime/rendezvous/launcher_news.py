@@ -42,7 +42,7 @@ class LauncherNews:
         self.pauses = False
         self.epoch = NO_EPOCH
         self.lost: dict[int, Loss] = {}
-        self._news: list[int] = []  # ranks whose loss `losses` has not returned yet
+        self._news: list[int] = []  # lost ranks that `losses` has not returned yet
 
     def fileno(self) -> int:
         """Return the descriptor of the connection; see `Witness`."""
