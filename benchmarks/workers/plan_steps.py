@@ -10,7 +10,6 @@ import io
 import statistics
 import time
 
-import msgspec
 import torch
 
 from benchmarks.workers.plan_plan import StepError, Steps, StepsPlan
@@ -21,17 +20,15 @@ from braid.plan.plan_file import Plan
 from braid.plan.profiling import (
     MeasuredMachines,
     MeasuredModel,
-    profile_host,
 )
 from braid.plan.search import Estimator, Split, Training, rescore
 from braid.train.config import TrainConfig
 from braid.train.corpus import Corpus, standard_library
 from braid.train.device import compute_deterministically
 from braid.train.loop import Stopping, Trainer
-from braid.train.models import gpt
 from braid.train.planned import options_of
 from braid.train.profile_request import ProfileRequest
-from braid.train.profile_worker import profiled_layers
+from braid.train.profile_worker import measured
 from braid.train.reports import Reporter
 
 __all__ = ["main"]
@@ -77,12 +74,12 @@ def measure(steps: Steps, group: Group, corpus: Corpus) -> list[StepError]:
     request = ProfileRequest(
         model=steps.model, context=steps.context, rows=rows, seconds=steps.profile_s
     )
-    layers = gpt(steps.model, steps.context).named
 
     def estimator_now() -> Estimator:
-        host = profile_host(group, [layer for _, layer in layers])
-        profile = msgspec.structs.replace(profiled_layers(request, group), host=host)
-        return Estimator(MeasuredModel(profile), MeasuredMachines(host), Training(steps.batch))
+        profile = measured(request, group)
+        assert profile.host is not None, "all ranks measured"
+        machines = MeasuredMachines(profile.host)
+        return Estimator(MeasuredModel(profile), machines, Training(steps.batch))
 
     estimator = estimator_now()
     splits = [
@@ -101,7 +98,7 @@ def measure(steps: Steps, group: Group, corpus: Corpus) -> list[StepError]:
         peak_bytes = torch.tensor(float(noted.live.peak_bytes), dtype=torch.float64)
         peaks.append(float(group.all_reduce(peak_bytes, "max")))
     predicted: list[list[float]] = [[] for _ in splits]
-    measured: list[list[float]] = [[] for _ in splits]
+    taken: list[list[float]] = [[] for _ in splits]
     for _ in range(steps.rounds):
         estimator = estimator_now()
         for n, (split, trainer) in enumerate(zip(splits, trainers, strict=True)):
@@ -112,14 +109,14 @@ def measure(steps: Steps, group: Group, corpus: Corpus) -> list[StepError]:
                 begin = time.perf_counter()
                 trainer.one_step()
                 group.barrier()
-                measured[n].append(time.perf_counter() - begin)
+                taken[n].append(time.perf_counter() - begin)
     return [
         StepError(
             model=steps.name,
             ranks=group.size,
             split=str(split),
             predicted_s=statistics.median(predicted[n]),
-            measured_s=statistics.median(measured[n]),
+            measured_s=statistics.median(taken[n]),
             predicted_bytes=estimator.estimate(split).memory.nbytes,
             measured_bytes=peaks[n],
         )

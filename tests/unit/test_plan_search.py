@@ -78,6 +78,7 @@ class Layers:
                 output_bytes=rows * c.output_bytes,
                 kv_bytes=rows * c.kv_bytes,
                 routed_bytes=rows * c.routed_bytes,
+                split_s=rows * c.split_s,
             )
             for c in self._costs
         ]
@@ -112,6 +113,19 @@ def test_closed_forms_of_even_stages_are_what_the_simulator_takes(schedule: str,
     # the first stage has no inputs that need gradients, which a split backward gains from
     assert simulated.seconds == pytest.approx(closed.seconds, rel=0.06)
     assert simulated.seconds <= closed.seconds * (1 + 1e-9)
+
+
+def test_a_backward_in_two_parts_costs_more_where_inputs_need_gradients() -> None:
+    def seconds(schedule: str, split_s: float) -> float:
+        layers = [MicrobatchCost(*[1e-3] * 3, 4e6, 1e3, 1e6, (i,), split_s=split_s) for i in (0, 1)]
+        estimator = Estimator(Layers(layers), machines(2), Training(4))
+        estimate = estimator.estimate(Split(pp=2, microbatches=4, schedule=schedule))
+        stages = estimator.stages(estimate.split)[1]
+        assert stages[0].weight_s == 1e-3  # inputs of the first stage need no gradients
+        return rescore(estimator, estimate).seconds
+
+    assert seconds("1f1b", 2e-3) == seconds("1f1b", 0.0)
+    assert seconds("zb_h1", 2e-3) == pytest.approx(seconds("zb_h1", 0.0) + 4 * 2e-3)
 
 
 def test_every_split_has_a_valid_program_and_uses_all_ranks() -> None:

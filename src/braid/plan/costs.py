@@ -63,6 +63,7 @@ class MicrobatchCost(NamedTuple):
         routed_bytes: Bytes of the tokens that a forward sends to experts, each once per chosen
             expert; 0 for a layer without experts.
         expert_bytes: Bytes of the experts' parameters, a part of `param_bytes`.
+        split_s: Additional seconds of a backward in two parts, to inputs and later to weights.
     """
 
     forward_s: float
@@ -78,6 +79,7 @@ class MicrobatchCost(NamedTuple):
     kv_bytes: float = 0.0
     routed_bytes: float = 0.0
     expert_bytes: float = 0.0
+    split_s: float = 0.0
 
 
 class ModelCosts(Protocol):

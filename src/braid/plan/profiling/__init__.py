@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from braid.plan.profiling.costs import MeasuredMachines, MeasuredModel
 from braid.plan.profiling.host import profile_host
+from braid.plan.profiling.in_training import in_training
 from braid.plan.profiling.measured import profile_layers
 from braid.plan.profiling.profile import (
     Curve,
@@ -22,6 +23,7 @@ __all__ = [
     "MeasuredModel",
     "PerRows",
     "Profile",
+    "in_training",
     "profile_host",
     "profile_layers",
     "read_profile",

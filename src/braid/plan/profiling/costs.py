@@ -67,6 +67,7 @@ def _cost(layer: LayerProfile, rows: float) -> MicrobatchCost:
         layer.reduced_bytes.of(rows),
         layer.workspace_bytes.of(rows),
         layer.kv_bytes.of(rows),
+        split_s=layer.split_s.of(rows),
     )
 
 

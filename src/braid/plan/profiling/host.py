@@ -21,7 +21,7 @@ from braid.parallel.gradients.exact_norm import clip_pieces_
 from braid.parallel.pipeline import Pipeline
 from braid.plan.profiling.profile import Curve, HostProfile
 
-__all__ = ["profile_host"]
+__all__ = ["clip", "profile_host"]
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 RUNS = 15
@@ -151,14 +151,19 @@ def _optimizer(group: Group, layers: Sequence[nn.Module], device: torch.device) 
         def step(
             copies: list[nn.Parameter] = copies, optimizer: torch.optim.Optimizer = optimizer
         ) -> None:
-            if device.type == "cuda":  # as braid train clips there
-                nn.utils.clip_grad_norm_(copies, CLIP)
-            else:
-                clip_pieces_([p.grad for p in copies if p.grad is not None], CLIP)
+            clip(copies)
             optimizer.step()
 
         points[sum(p.nbytes for p in copies)] = _median_s(group, step, device, LARGE_RUNS)
     return _ascending(sorted(points), [points[nbytes] for nbytes in sorted(points)])
+
+
+def clip(params: Sequence[nn.Parameter]) -> None:
+    """Clip gradients as `braid train` does on the parameters' device."""
+    if params[0].is_cuda:
+        nn.utils.clip_grad_norm_(params, CLIP)
+    else:
+        clip_pieces_([p.grad for p in params if p.grad is not None], CLIP)
 
 
 def _action_s(group: Group, device: torch.device) -> float:

@@ -1,17 +1,19 @@
 """Measures what each layer of a model costs, on real inputs and in the order of training.
 
     for each number of rows, until the time is over:
-        layer 0: forward, to inputs, whole backward -> layer 1: ... -> layer n
+        layer 0: forward, backward, backward in two parts -> layer 1: ... -> layer n
 
-A backward to the weights is the whole one less that to the inputs, which is how a pipeline with a
-split backward divides it. The mean of the middle 80 % of rounds counts; the first does not. Of
-layers that are alike (class, settings, shapes of parameters and inputs, operations, bytes) the
-first is measured. Two numbers of rows give a constant and a cost per row.
+A backward to the weights is the whole one less that to the inputs. In a pipeline that splits its
+backwards, the two parts take longer than the whole; this is measured, too. The mean of the middle
+80 % of rounds counts; the first does not. Of layers that are alike (class, settings, shapes of
+parameters and inputs, operations, bytes) the first is measured. Two numbers of rows give a constant
+and a cost per row.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -30,6 +32,7 @@ from braid.errors import ConfigError
 from braid.parallel.expert_parallel import expert_modules
 from braid.parallel.pipeline.layer_runs import Skips, as_they_were, run_all
 from braid.parallel.pipeline.microbatches import num_rows
+from braid.parallel.pipeline.split_backward import SplitBackward
 from braid.plan.lone_rank import LoneRank
 from braid.plan.profiling.profile import LayerProfile, PerRows, Profile, fitted
 from braid.runtime.clock import Clock, MonotonicClock
@@ -55,6 +58,7 @@ class _Times(NamedTuple):
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
+    split_s: float = 0.0
 
 
 def profile_layers(
@@ -67,6 +71,7 @@ def profile_layers(
     ranks: LoneRank | None = None,
     group: Group | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    factor: Callable[[Any, float], float] = lambda _x, _alone_s: 1.0,
     clock: Clock | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> Profile:
@@ -83,6 +88,8 @@ def profile_layers(
             rounds.
         loss: Loss of the last layer's output; its time is added to the last layer's. None to leave
             it out.
+        factor: Function that returns by what factor layers take longer in training; called with an
+            input and the sum of the layers' times for it.
         clock: Clock for the times.
         progress: Called with the finished share of the measurement, from 0 to 1.
 
@@ -118,11 +125,14 @@ def profile_layers(
                     group is None and turn >= LEAST_ROUNDS and spent_s >= limit_s
                 ):
                     break
+            typical = [_typical(rounds[kind]) for kind in kinds]
+            if loss is not None:
+                typical[-1] = _Times(
+                    *map(sum, zip(typical[-1], _typical(rounds[LOSS]), strict=True))
+                )
+            longer = factor(x, math.fsum(sum(t) - t.split_s for t in typical))
         sizes.append(own_sizes)
-        times.append([_typical(rounds[kind]) for kind in kinds])
-        if loss is not None:
-            parts = zip(times[-1][-1], _typical(rounds[LOSS]), strict=True)
-            times[-1][-1] = _Times(*map(sum, parts))
+        times.append([_Times(*(longer * seconds for seconds in t)) for t in typical])
         turns = zip(*rounds.values(), strict=True)  # one time of each kind of layer
         spread = max(spread, _spread([sum(map(sum, turn)) for turn in turns]))
     numbers = {p: n for n, p in enumerate(dict.fromkeys(p for m in layers for p in m.parameters()))}
@@ -159,6 +169,7 @@ def _layer(
         forward_s=fit(times, "forward_s"),
         input_grad_s=fit(times, "input_grad_s"),
         weight_grad_s=fit(times, "weight_grad_s"),
+        split_s=fit(times, "split_s"),
         saved_bytes=fit(sizes, "saved_bytes"),
         output_bytes=fit(sizes, "output_bytes"),
         param_bytes=sum(p.nbytes for p in params),
@@ -286,18 +297,19 @@ def _timed(
         inputs = [t for t in tensors_in(x) if t.requires_grad]
         grads = [torch.ones_like(t) for t in ends]
 
-        def to_inputs() -> None:
-            if ends and inputs:
-                torch.autograd.grad(ends, inputs, grads, retain_graph=True, allow_unused=True)
-
         def whole() -> None:
             if ends:
-                torch.autograd.backward(ends, grads)
+                torch.autograd.backward(ends, grads, retain_graph=True)
 
-        input_s = seconds_of(to_inputs, devices, clock)[1]
-        whole_s = seconds_of(whole, devices, clock)[1]
+        backward_s = seconds_of(whole, devices, clock)[1]
+        input_s = split_s = 0.0
+        if ends and inputs:
+            parts = SplitBackward(ends, inputs, [p for p in layer.parameters() if p.requires_grad])
+            input_s = seconds_of(lambda: parts.to_inputs(grads), devices, clock)[1]
+            split_s = input_s + seconds_of(parts.to_weights, devices, clock)[1] - backward_s
         if turn:  # the first one warms up
-            rounds[kind].append(_Times(forward_s, input_s, max(0.0, whole_s - input_s)))
+            weight_s = max(0.0, backward_s - input_s)
+            rounds[kind].append(_Times(forward_s, input_s, weight_s, max(0.0, split_s)))
         return output
 
     return run

@@ -60,6 +60,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         forward_s: Seconds of the forward.
         input_grad_s: Seconds to compute the gradients of the layer's inputs.
         weight_grad_s: Seconds to compute the gradients of the layer's weights.
+        split_s: Additional seconds of a backward in two parts, to inputs and later to weights.
         saved_bytes: Bytes kept from forward to backward, including the output.
         output_bytes: Bytes of the output.
         param_bytes: Bytes of the parameters.
@@ -83,6 +84,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     param_bytes: Annotated[int, msgspec.Meta(ge=0)]
     flops_per_row: Cost
     params: tuple[int, ...] = ()
+    split_s: PerRows = PerRows()
     reduces: int = 0
     reduced_bytes: PerRows = PerRows()
     workspace_bytes: PerRows = PerRows()

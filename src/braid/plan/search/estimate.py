@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from braid.parallel.pipeline import block_partition
 from braid.plan.costs import Axis, Machines, MicrobatchCost, ModelCosts, Training
-from braid.plan.search.split import Split, held, homes
+from braid.plan.search.split import SPLIT_BACKWARD, Split, held, homes
 from braid.programs.topology import DTYPES
 
 __all__ = [
@@ -166,7 +166,7 @@ class Estimator:
 
     def __init__(self, model: ModelCosts, machines: Machines, training: Training) -> None:
         self.model, self.machines, self.training = model, machines, training
-        self._stages: dict[tuple[int, ...], tuple[tuple[int, ...], list[StageCost]]] = {}
+        self._stages: dict[tuple[object, ...], tuple[tuple[int, ...], list[StageCost]]] = {}
 
     def rows(self, split: Split) -> int:
         """Return the rows of a micro-batch."""
@@ -174,7 +174,8 @@ class Estimator:
 
     def stages(self, split: Split) -> tuple[tuple[int, ...], list[StageCost]]:
         """Return the number of layers of each stage, as even as possible, and the stages' costs."""
-        key = (self.rows(split), split.num_stages, split.cp, split.ep, split.tp)
+        in_parts = split.schedule in SPLIT_BACKWARD
+        key = (self.rows(split), split.num_stages, split.cp, split.ep, split.tp, in_parts)
         if key not in self._stages:
             costs = self.layers(split)
             sends = [self._sends(cost, split) for cost in costs]
@@ -186,7 +187,9 @@ class Estimator:
             made, begin = [], 0
             for size in sizes:
                 part = slice(begin, begin + size)
-                made.append(_stage(costs[part], sends[part], split.ep))
+                # the first stage has no inputs that need gradients
+                extra_s = sum(cost.split_s for cost in costs[part]) if in_parts and begin else 0.0
+                made.append(_stage(costs[part], sends[part], split.ep, extra_s))
                 begin += size
             self._stages[key] = tuple(sizes), made
         return self._stages[key]
@@ -461,9 +464,16 @@ def _fill(split: Split, work: _Work) -> float:
 
 
 def _stage(
-    costs: Sequence[MicrobatchCost], sends: Sequence[LayerSends], expert_ranks: int
+    costs: Sequence[MicrobatchCost], sends: Sequence[LayerSends], expert_ranks: int, split_s: float
 ) -> StageCost:
-    """Return the costs of a stage of layers on one of `expert_ranks` ranks that share experts."""
+    """Return the costs of a stage of layers on one of `expert_ranks` ranks that share experts.
+
+    Args:
+        costs: Costs of the stage's layers.
+        sends: Seconds of their collectives.
+        expert_ranks: Number of ranks that share experts.
+        split_s: Additional seconds of a backward in two parts.
+    """
     kept = [cost.expert_bytes / expert_ranks if expert_ranks > 1 else 0.0 for cost in costs]
     params: dict[object, float] = {}
     for number, (cost, experts) in enumerate(zip(costs, kept, strict=True)):
@@ -473,7 +483,7 @@ def _stage(
     return StageCost(
         math.fsum(cost.forward_s for cost in costs) + both.forward_s,
         math.fsum(cost.input_s for cost in costs) + both.backward_s,
-        math.fsum(cost.weight_s for cost in costs),
+        math.fsum(cost.weight_s for cost in costs) + split_s,
         both,
         math.fsum(cost.saved_bytes for cost in costs),
         costs[-1].output_bytes,

@@ -7,7 +7,9 @@ its name through the job's store. `braid report` reads it as well.
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import resource
 import secrets
 import sys
@@ -34,6 +36,7 @@ __all__ = ["RunMetrics", "memory_bytes"]
 LOG = logging.getLogger(__name__)
 
 DIRECTORY = "metrics/directory"  # key of the directory's name in the store
+_process = functools.cache(psutil.Process)  # a new one reads three files of /proc
 PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of getrusage's ru_maxrss
 
 
@@ -43,7 +46,7 @@ def memory_bytes() -> dict[str, int]:
     The names are listed in `braid.runtime.metrics.rows`.
     """
     nbytes = {
-        "rss_bytes": psutil.Process().memory_info().rss,
+        "rss_bytes": _process(os.getpid()).memory_info().rss,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT,
     }
     torch = sys.modules.get("torch")  # a process without torch uses no GPU
