@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from statistics import median
 
 import msgspec
 import torch
@@ -36,6 +35,7 @@ from braid.comm.engines.selection import (
     PrimitiveCosts,
     Selection,
     measure,
+    middle,
 )
 from braid.comm.engines.work import StepsBy, Work
 from braid.comm.formats import by_name
@@ -188,7 +188,7 @@ class SharedMemoryEngine:
             start_ns = now_ns()
             self.run(barrier)
             spent_ns.append(now_ns() - start_ns)
-        return max(0.0, median(spent_ns) * 1e-9 - sync_s)
+        return max(0.0, middle(spent_ns) * 1e-9 - sync_s)
 
     def explain(self) -> str:
         """Return a text: which algorithm is chosen for which size, and why."""

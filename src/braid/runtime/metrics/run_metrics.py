@@ -17,10 +17,9 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import psutil
 
 from braid._version import __version__
 from braid.errors import ConfigError
@@ -31,12 +30,14 @@ from braid.runtime.metrics.rows import row_of
 from braid.runtime.rendezvous import ControlClient, JobEnvironment, Logged
 from braid.runtime.store import Store
 
+if TYPE_CHECKING:
+    import psutil
+
 __all__ = ["RunMetrics", "memory_bytes"]
 
 LOG = logging.getLogger(__name__)
 
 DIRECTORY = "metrics/directory"  # key of the directory's name in the store
-_process = functools.cache(psutil.Process)  # a new one reads three files of /proc
 PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of getrusage's ru_maxrss
 
 
@@ -55,6 +56,13 @@ def memory_bytes() -> dict[str, int]:
         allocated = torch.cuda.memory.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
         nbytes |= {"cuda_bytes": allocated["current"], "cuda_peak_bytes": allocated["peak"]}
     return nbytes
+
+
+@functools.cache  # a new one reads three files of /proc
+def _process(pid: int) -> psutil.Process:
+    import psutil  # noqa: PLC0415 - takes 8 ms to import
+
+    return psutil.Process(pid)
 
 
 class RunMetrics:

@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from braid.errors import ConfigError
-from braid.runtime.rendezvous.engine_job import address_of_node, name_of_job, shared_networks
-from braid.runtime.rendezvous.engine_ranks import as_torchrun
 from braid.runtime.variables import FAULTS
 
 __all__ = ["JobEnvironment", "wants_portable"]
@@ -195,10 +193,16 @@ class JobEnvironment:
         Raises:
             ConfigError: Variables are missing, invalid, or contradict each other.
         """
-        job = name_of_job() if "PMI_RANK" in os.environ else ""
-        engine, values = as_torchrun(os.environ, job, shared_networks())
+        if os.environ.get("BRAID_STORE"):
+            return cls.parse(os.environ)
+        # modules for other launchers: not needed under `braid run`, and 5 ms to import
+        from braid.runtime.rendezvous import engine_job  # noqa: PLC0415
+        from braid.runtime.rendezvous.engine_ranks import as_torchrun  # noqa: PLC0415
+
+        job = engine_job.name_of_job() if "PMI_RANK" in os.environ else ""
+        engine, values = as_torchrun(os.environ, job, engine_job.shared_networks())
         if engine == "srun" and "MASTER_ADDR" in values:
-            values["MASTER_ADDR"] = address_of_node(values["MASTER_ADDR"])
+            values["MASTER_ADDR"] = engine_job.address_of_node(values["MASTER_ADDR"])
         os.environ.update(values)
         return cls.parse(os.environ, engine)
 
