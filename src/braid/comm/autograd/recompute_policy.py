@@ -104,6 +104,9 @@ def contexts_of(
         raise ConfigError(msg + ", ".join(ALLOWED))
 
     saving, loading = create_selective_checkpoint_contexts(decide)  # type: ignore[no-untyped-call]
+    # The hooks around it are braid's, which save inputs of the recomputation. Torch's `checkpoint`
+    # sets this attribute too; without it, torch 2.14.1 warns about each of these hooks.
+    saving.respect_saved_tensors_hooks = False
     return saving, _Loading(loading)
 
 
