@@ -97,26 +97,26 @@ def measure(steps: Steps, group: Group, corpus: Corpus) -> list[StepError]:
             trainer.one_step()
         peak_bytes = torch.tensor(float(noted.live.peak_bytes), dtype=torch.float64)
         peaks.append(float(group.all_reduce(peak_bytes, "max")))
-    predicted: list[list[float]] = [[] for _ in splits]
-    taken: list[list[float]] = [[] for _ in splits]
+    predicted_s: list[list[float]] = [[] for _ in splits]
+    measured_s: list[list[float]] = [[] for _ in splits]
     for _ in range(steps.rounds):
         estimator = estimator_now()
         for n, (split, trainer) in enumerate(zip(splits, trainers, strict=True)):
-            predicted[n].append(rescore(estimator, estimator.estimate(split)).seconds)
+            predicted_s[n].append(rescore(estimator, estimator.estimate(split)).seconds)
             trainer.one_step()  # the other trainings have used caches and memory
             for _ in range(STEPS):
                 group.barrier()
                 begin = time.perf_counter()
                 trainer.one_step()
                 group.barrier()
-                taken[n].append(time.perf_counter() - begin)
+                measured_s[n].append(time.perf_counter() - begin)
     return [
         StepError(
             model=steps.name,
             ranks=group.size,
             split=str(split),
-            predicted_s=statistics.median(predicted[n]),
-            measured_s=statistics.median(taken[n]),
+            predicted_s=statistics.median(predicted_s[n]),
+            measured_s=statistics.median(measured_s[n]),
             predicted_bytes=estimator.estimate(split).memory.nbytes,
             measured_bytes=peaks[n],
         )

@@ -84,8 +84,9 @@ class Layers:
         ]
 
 
-def even(count: int) -> Layers:
-    return Layers([MicrobatchCost(1e-3, 1e-3, 1e-3, 4e6, 1e3, 1e6, (i,)) for i in range(count)])
+def even(count: int, split_s: float = 0.0) -> Layers:
+    costs = [1e-3, 1e-3, 1e-3, 4e6, 1e3, 1e6]
+    return Layers([MicrobatchCost(*costs, (i,), split_s=split_s) for i in range(count)])
 
 
 def machines(
@@ -104,8 +105,11 @@ def machines(
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "interleaved", "breadth_first"])
 @pytest.mark.parametrize("p", [2, 4])
-def test_closed_forms_of_even_stages_are_what_the_simulator_takes(schedule: str, p: int) -> None:
-    estimator = Estimator(even(2 * p), machines(p), Training(4 * p))
+@pytest.mark.parametrize("split_s", [0.0, 1e-3])
+def test_closed_forms_of_even_stages_are_what_the_simulator_takes(
+    schedule: str, p: int, split_s: float
+) -> None:
+    estimator = Estimator(even(2 * p, split_s), machines(p), Training(4 * p))
     split = Split(pp=p, microbatches=4 * p, schedule=schedule)
     closed = estimator.estimate(split)
     simulated = rescore(estimator, closed)
@@ -117,11 +121,10 @@ def test_closed_forms_of_even_stages_are_what_the_simulator_takes(schedule: str,
 
 def test_a_backward_in_two_parts_costs_more_where_inputs_need_gradients() -> None:
     def seconds(schedule: str, split_s: float) -> float:
-        layers = [MicrobatchCost(*[1e-3] * 3, 4e6, 1e3, 1e6, (i,), split_s=split_s) for i in (0, 1)]
-        estimator = Estimator(Layers(layers), machines(2), Training(4))
+        estimator = Estimator(even(2, split_s), machines(2), Training(4))
         estimate = estimator.estimate(Split(pp=2, microbatches=4, schedule=schedule))
-        stages = estimator.stages(estimate.split)[1]
-        assert stages[0].weight_s == 1e-3  # inputs of the first stage need no gradients
+        first = estimator.stages(estimate.split)[1][0]
+        assert first.split_s == 0.0  # its inputs need no gradients
         return rescore(estimator, estimate).seconds
 
     assert seconds("1f1b", 2e-3) == seconds("1f1b", 0.0)

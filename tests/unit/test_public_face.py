@@ -79,19 +79,6 @@ def test_no_root_name_imports_the_compiler_of_torch():
     assert done.stdout.strip() == "False"
 
 
-def test_a_rank_of_braid_run_starts_without_modules_that_it_does_not_need(tmp_path):
-    code = (
-        "import torch, sys; before = set(sys.modules); import braid; braid.init()\n"
-        "seldom = {'psutil', 'statistics', 'braid.runtime.diagnose.tracebacks', "
-        "'braid.runtime.rendezvous.engine_job', 'braid.cli', 'rich', 'tyro'}\n"
-        "assert not seldom & (set(sys.modules) - before), seldom & (set(sys.modules) - before)"
-    )
-    (tmp_path / "start.py").write_text(code)
-    command = [sys.executable, "-m", "braid", "run", "-n", "1", "start.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_error_tree_is_what_its_docstring_draws():
     tree = {
         name: tuple(base.__name__ for base in getattr(errors, name).__bases__)

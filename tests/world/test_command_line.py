@@ -53,3 +53,17 @@ def test_a_job_has_its_own_exit_code_whoever_reads_it(braid, tmp_path):
         code, told = braid(full.fileno(), *job)
     assert (code, "Exception" in told) == (0, False)
     assert "word" in (tmp_path / "run/rank0.log").read_text()
+
+
+def test_a_rank_starts_without_modules_that_it_does_not_need(tmp_path):
+    code = (
+        "import torch, sys; before = set(sys.modules); import braid; braid.init()\n"
+        "seldom = {'psutil', 'statistics', 'braid.runtime.rendezvous.engine_job', 'braid.cli', 'rich'}\n"
+        "assert not seldom & (set(sys.modules) - before), seldom & (set(sys.modules) - before)"
+    )
+    (tmp_path / "start.py").write_text(code)
+    command = [sys.executable, "-m", "braid", "run", "-n", "1", "start.py"]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from braid import context
 from braid.comm import Group
 from braid.parallel.pipeline.microbatches import num_rows
-from braid.plan.profiling import LayerProfile, Profile, in_training, profile_host, profile_layers
+from braid.plan.profiling import LayerProfile, Profile, profile_host, profile_layers, slowdown
 from braid.train.config import MODELS
 from braid.train.device import CPU, RankDevice, choose_device, compute_deterministically
 from braid.train.models import gpt, gpt_name, layers_of
@@ -37,14 +37,16 @@ def measured(request: ProfileRequest, group: Group, place: RankDevice = CPU) -> 
     sizes = _tensor_sizes(request, group.size)
     seconds = request.seconds / len(sizes)
     measure = partial(profile_layers, model=layers.model, rows=request.rows, group=group)
-    factors: dict[int, float] = {}
+    ratios: dict[int, float] = {}  # by rows
 
-    def longer(x: Any, alone_s: float) -> float:
-        factors[num_rows(x)] = in_training(alone_s, host, modules, x, layers.loss, group)
-        return factors[num_rows(x)]
+    def in_step(x: Any, alone_s: float) -> float:
+        ratio = slowdown(alone_s, host, modules, x, layers.loss, group, limit_s=seconds)
+        return ratios.setdefault(num_rows(x), ratio)
 
     group.barrier()  # all ranks measure at the same time
-    whole = measure(layers.named, layers.sample, loss=layers.loss, seconds=seconds, factor=longer)
+    whole = measure(
+        layers.named, layers.sample, loss=layers.loss, seconds=seconds, slowdown=in_step
+    )
     shared = {}
     for tensor in sizes[1:]:
         shard = gpt(request.model, request.context, tensor=tensor, **options)
@@ -57,7 +59,7 @@ def measured(request: ProfileRequest, group: Group, place: RankDevice = CPU) -> 
             together.sample,
             loss=layers.loss,
             seconds=seconds,
-            factor=lambda x, _alone_s: factors[num_rows(x)],
+            slowdown=lambda x, _alone_s: ratios[num_rows(x)],
         )
         both = zip(sized.layers, timed.layers, strict=True)
         shared[tensor] = tuple(_with_times(layer, other) for layer, other in both)

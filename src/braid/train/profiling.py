@@ -16,7 +16,7 @@ import torch
 from braid import __version__
 from braid.errors import ConfigError
 from braid.launch import spawn
-from braid.plan.profiling import Curve, Profile, read_profile
+from braid.plan.profiling import FORMAT, Curve, Profile, read_profile
 from braid.train import profile_worker, server_profile
 from braid.train.device import choose_device
 from braid.train.profile_request import ProfileRequest
@@ -71,7 +71,7 @@ def cached_profile(request: ProfileRequest) -> tuple[Profile, str]:
         The profile, and a note that names the cache file; an empty note if it was measured.
     """
     device = choose_device(request.device).name
-    facts = (request, __version__, torch.__version__, _processor(), device)
+    facts = (request, FORMAT, __version__, torch.__version__, _processor(), device)
     name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     file = Path(cache, "braid", "profiles", f"{name}.json")

@@ -41,11 +41,11 @@ __all__ = [
     "PrimitiveCosts",
     "Selection",
     "measure",
-    "middle",
     "predicted_s",
+    "upper_median",
 ]
 
-MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)  # the last one exceeds any cache
+MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)  # the last one exceeds most caches
 STEP_BYTES = 64
 SENT_BYTES = (64 << 10, 1 << 20)
 SIZES = tuple(1 << power for power in range(12, 31))  # possible table bounds: 4 KiB to 1 GiB
@@ -338,7 +338,7 @@ def measure(
         combine([little, ch.peek(peer, STEP_BYTES, x.dtype)], little, "max", None)
         syncs.append(clock.now_ns() - start_ns)
     # not the mean: a rank that lost its core for a millisecond would raise the cost of every chunk
-    figures = [middle(syncs) * 1e-9]
+    figures = [upper_median(syncs) * 1e-9]
     for act in (_copy, _add):
         for nbytes in MEASURED_BYTES:
             figures += [(yield from _passes(ch, clock, act, x, nbytes, peer))]
@@ -347,7 +347,6 @@ def measure(
             figures.append(0.0)
         else:
             figures += [(yield from _pulled(ch, clock, remote, x, nbytes))]
-    yield from ch.publish_and_wait()  # no rank reads `x` now
     for nbytes in SENT_BYTES:
         hosts = nodes or NodeMap.of(range(ch.size))
         figures += [(yield from _sent(ch, clock, x[:nbytes], hosts, sync_s=figures[0]))]
@@ -404,7 +403,7 @@ def _passes(
                 act(part, other)
                 spent_ns = clock.now_ns() - start_ns
             rates.append(spent_ns * 1e-9 / part.numel())
-        passes.append(middle(rates))
+        passes.append(upper_median(rates))
     return min(passes)
 
 
@@ -422,7 +421,8 @@ def _pulled(
             start_ns = clock.now_ns()
             remote.read(number * CHUNK_BYTES, out)
             rates.append((clock.now_ns() - start_ns) * 1e-9 / out.numel())
-        passes.append(middle(rates))
+        passes.append(upper_median(rates))
+        yield from ch.publish_and_wait()  # no rank reads `x` now
     return min(passes)
 
 
@@ -434,7 +434,7 @@ def _apart(x: torch.Tensor, nbytes: int) -> Iterator[tuple[torch.Tensor, torch.T
         yield part, x[away : away + part.numel()]
 
 
-def middle(values: Sequence[float]) -> float:
+def upper_median(values: Sequence[float]) -> float:
     """Return the upper median; `statistics` takes 3 ms to import."""
     return sorted(values)[len(values) // 2]
 
@@ -453,8 +453,7 @@ def _pass(
 ) -> Generator[Wait | WaitAny, None, int]:
     """Stage a chunk and use the peer's chunk, which is in another core's cache as in a collective.
 
-    A copy writes to other memory than was staged, which is in no cache; an addition writes to the
-    staged tensor.
+    A copy writes to other memory than was staged; an addition writes to the staged tensor.
     """
     start_ns = clock.now_ns()
     ch.own.stage(part)

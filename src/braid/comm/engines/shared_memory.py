@@ -35,7 +35,7 @@ from braid.comm.engines.selection import (
     PrimitiveCosts,
     Selection,
     measure,
-    middle,
+    upper_median,
 )
 from braid.comm.engines.work import StepsBy, Work
 from braid.comm.formats import by_name
@@ -188,7 +188,7 @@ class SharedMemoryEngine:
             start_ns = now_ns()
             self.run(barrier)
             spent_ns.append(now_ns() - start_ns)
-        return max(0.0, middle(spent_ns) * 1e-9 - sync_s)
+        return max(0.0, upper_median(spent_ns) * 1e-9 - sync_s)
 
     def explain(self) -> str:
         """Return a text: which algorithm is chosen for which size, and why."""

@@ -19,7 +19,7 @@ from braid.errors import ConfigError
 from braid.parallel.pipeline.skip import SkipKey, use_skips
 from braid.runtime.torch_internals import own_buffers
 
-__all__ = ["Run", "Skips", "as_they_were", "run_all"]
+__all__ = ["Run", "Skips", "as_input", "as_they_were", "run_all"]
 
 Skips = dict[SkipKey, "torch.Tensor | None"]
 Run = Callable[[nn.Module, Any, Skips], Any]
@@ -41,7 +41,7 @@ def run_all(
     """
     skips: Skips = {}
     with torch.enable_grad():
-        x = map_tensors(x, lambda t: _as_input(t, device))
+        x = map_tensors(x, lambda t: as_input(t, device))
         for name, layer in named:
             before = set(skips)
             try:
@@ -54,13 +54,13 @@ def run_all(
                     "sample with which the model trains"
                 )
                 raise ConfigError(msg) from exc
-            x = map_tensors(x, _as_input)
+            x = map_tensors(x, as_input)
             for key in set(skips) - before:
                 stashed = skips[key]
-                skips[key] = None if stashed is None else _as_input(stashed)
+                skips[key] = None if stashed is None else as_input(stashed)
 
 
-def _as_input(x: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+def as_input(x: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
     """Return a copy with a separate graph; not a leaf, so that a layer may change it in place."""
     leaf = x.detach().to(device or x.device).requires_grad_(x.requires_grad)
     return leaf.clone()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from braid.plan.profiling.costs import MeasuredMachines, MeasuredModel
 from braid.plan.profiling.host import profile_host
-from braid.plan.profiling.in_training import in_training
 from braid.plan.profiling.measured import profile_layers
 from braid.plan.profiling.profile import (
+    FORMAT,
     Curve,
     HostProfile,
     LayerProfile,
@@ -14,8 +14,10 @@ from braid.plan.profiling.profile import (
     Profile,
     read_profile,
 )
+from braid.plan.profiling.slowdown import slowdown
 
 __all__ = [
+    "FORMAT",
     "Curve",
     "HostProfile",
     "LayerProfile",
@@ -23,8 +25,8 @@ __all__ = [
     "MeasuredModel",
     "PerRows",
     "Profile",
-    "in_training",
     "profile_host",
     "profile_layers",
     "read_profile",
+    "slowdown",
 ]

@@ -17,18 +17,17 @@ from torch import nn
 
 from braid.comm import Group
 from braid.comm.autograd.layer_costs import seconds_of
-from braid.parallel.gradients.exact_norm import clip_pieces_
 from braid.parallel.pipeline import Pipeline
 from braid.plan.profiling.profile import Curve, HostProfile
+from braid.plan.profiling.slowdown import clip, step_s
 
-__all__ = ["clip", "profile_host"]
+__all__ = ["profile_host"]
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 RUNS = 15
 LARGE_RUNS = 5
 LARGE = 1 << 22
 MICROBATCHES = 8
-CLIP = 1.0
 
 
 def profile_host(group: Group, layers: Sequence[nn.Module]) -> HostProfile:
@@ -53,16 +52,14 @@ def profile_host(group: Group, layers: Sequence[nn.Module]) -> HostProfile:
     message = _ascending((0,), (0.0,))
     if group.size > 1:
         message = _ascending(SIZES, [_message_s(group, nbytes, device) for nbytes in SIZES])
-    step_s = 0.0
-    if group.size > 1:  # losses are exchanged in memory of the host
-        step_s = _collective_s(group, group, "all_gather", 16, torch.device("cpu"))
+    empty, x = nn.Linear(1, 1, device=device), torch.ones(1, 1, device=device)
     return HostProfile(
         ranks=group.size,
         collectives=collectives,
         message=message,
         optimizer=_optimizer(group, layers, device),
         action_s=max(0.0, _action_s(group, device) - (message.of(0.0) if group.size > 1 else 0.0)),
-        step_s=step_s,
+        step_s=step_s([empty], x, None, group, limit_s=1.0),
         memory_bytes=_memory_bytes(group, device),
         cores=_cores(),
     )
@@ -156,14 +153,6 @@ def _optimizer(group: Group, layers: Sequence[nn.Module], device: torch.device) 
 
         points[sum(p.nbytes for p in copies)] = _median_s(group, step, device, LARGE_RUNS)
     return _ascending(sorted(points), [points[nbytes] for nbytes in sorted(points)])
-
-
-def clip(params: Sequence[nn.Parameter]) -> None:
-    """Clip gradients as `braid train` does on the parameters' device."""
-    if params[0].is_cuda:
-        nn.utils.clip_grad_norm_(params, CLIP)
-    else:
-        clip_pieces_([p.grad for p in params if p.grad is not None], CLIP)
 
 
 def _action_s(group: Group, device: torch.device) -> float:

@@ -71,7 +71,7 @@ def profile_layers(
     ranks: LoneRank | None = None,
     group: Group | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    factor: Callable[[Any, float], float] = lambda _x, _alone_s: 1.0,
+    slowdown: Callable[[Any, float], float] = lambda _x, _alone_s: 1.0,
     clock: Clock | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> Profile:
@@ -88,8 +88,8 @@ def profile_layers(
             rounds.
         loss: Loss of the last layer's output; its time is added to the last layer's. None to leave
             it out.
-        factor: Function that returns by what factor layers take longer in training; called with an
-            input and the sum of the layers' times for it.
+        slowdown: Function that returns the layers' time in training, relative to their time alone;
+            called with an input, and the sum of their times for it.
         clock: Clock for the times.
         progress: Called with the finished share of the measurement, from 0 to 1.
 
@@ -130,9 +130,9 @@ def profile_layers(
                 typical[-1] = _Times(
                     *map(sum, zip(typical[-1], _typical(rounds[LOSS]), strict=True))
                 )
-            longer = factor(x, math.fsum(sum(t) - t.split_s for t in typical))
+            ratio = slowdown(x, math.fsum(sum(t) - t.split_s for t in typical))
         sizes.append(own_sizes)
-        times.append([_Times(*(longer * seconds for seconds in t)) for t in typical])
+        times.append([_Times(*(ratio * seconds for seconds in t)) for t in typical])
         turns = zip(*rounds.values(), strict=True)  # one time of each kind of layer
         spread = max(spread, _spread([sum(map(sum, turn)) for turn in turns]))
     numbers = {p: n for n, p in enumerate(dict.fromkeys(p for m in layers for p in m.parameters()))}
@@ -307,8 +307,11 @@ def _timed(
             parts = SplitBackward(ends, inputs, [p for p in layer.parameters() if p.requires_grad])
             input_s = seconds_of(lambda: parts.to_inputs(grads), devices, clock)[1]
             split_s = input_s + seconds_of(parts.to_weights, devices, clock)[1] - backward_s
+            input_s = min(
+                input_s, backward_s
+            )  # of small layers, a part takes longer than the whole
         if turn:  # the first one warms up
-            weight_s = max(0.0, backward_s - input_s)
+            weight_s = backward_s - input_s
             rounds[kind].append(_Times(forward_s, input_s, weight_s, max(0.0, split_s)))
         return output
 

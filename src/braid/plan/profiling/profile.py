@@ -14,7 +14,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -22,6 +22,7 @@ from braid.errors import ConfigError
 from braid.plan.pipedream.graph_text import ProfiledGraph, ProfiledNode
 
 __all__ = [
+    "FORMAT",
     "Curve",
     "HostProfile",
     "LayerProfile",
@@ -31,6 +32,8 @@ __all__ = [
     "read_profile",
 ]
 
+
+FORMAT: Final = 2  # another one for each change of what a profile means
 
 Cost = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -167,7 +170,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             relative to their mean; large on a busy host.
     """
 
-    braid: Literal[1] = 1
+    braid: Literal[2] = FORMAT
     model: str
     device: str
     threads: int

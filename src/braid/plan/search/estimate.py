@@ -100,6 +100,7 @@ class StageCost(NamedTuple):
         forward_s: Seconds of a forward, with its collectives.
         input_s: Seconds of the backward to inputs, with its collectives.
         weight_s: Seconds of the backward to weights.
+        split_s: Additional seconds of a backward in two parts, if the schedule splits it.
         sends: Seconds of the collectives in a forward and in a backward.
         saved_bytes: Bytes kept for backward.
         output_bytes: Bytes sent to the next stage.
@@ -112,6 +113,7 @@ class StageCost(NamedTuple):
     forward_s: float
     input_s: float
     weight_s: float
+    split_s: float
     sends: LayerSends
     saved_bytes: float
     output_bytes: float
@@ -123,7 +125,12 @@ class StageCost(NamedTuple):
     @property
     def seconds(self) -> float:
         """Seconds of forward and backward."""
-        return self.forward_s + self.input_s + self.weight_s
+        return self.forward_s + self.backward_s
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of the backward."""
+        return self.input_s + self.weight_s + self.split_s
 
     def sends_s(self, *, again: bool) -> float:
         """Return the seconds of all collectives; `again` if backward repeats the forward."""
@@ -427,6 +434,7 @@ class _Work(NamedTuple):
     forward_s: float
     input_s: float
     weight_s: float
+    split_s: float
     tensor_s: float
 
     @classmethod
@@ -436,16 +444,17 @@ class _Work(NamedTuple):
             forward_s,
             sum(stage.input_s + action_s for stage in stages) + (forward_s if again else 0.0),
             sum(stage.weight_s for stage in stages),
+            sum(stage.split_s for stage in stages),
             sum(stage.sends_s(again=again) for stage in stages),
         )
 
     @property
     def seconds(self) -> float:
-        return self.forward_s + self.input_s + self.weight_s
+        return self.forward_s + self.backward_s
 
     @property
     def backward_s(self) -> float:
-        return self.input_s + self.weight_s
+        return self.input_s + self.weight_s + self.split_s
 
 
 def _fill(split: Split, work: _Work) -> float:
@@ -483,7 +492,8 @@ def _stage(
     return StageCost(
         math.fsum(cost.forward_s for cost in costs) + both.forward_s,
         math.fsum(cost.input_s for cost in costs) + both.backward_s,
-        math.fsum(cost.weight_s for cost in costs) + split_s,
+        math.fsum(cost.weight_s for cost in costs),
+        split_s,
         both,
         math.fsum(cost.saved_bytes for cost in costs),
         costs[-1].output_bytes,

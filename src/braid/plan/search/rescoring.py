@@ -49,7 +49,7 @@ def action_s(estimator: Estimator, split: Split, kind: str, number: int) -> floa
         "R": stage.forward_s,
         "B": stage.input_s + stage.weight_s,
         "I": stage.input_s,
-        "W": stage.weight_s,
+        "W": stage.weight_s + stage.split_s,
     }
     if not number:  # the first stage has no inputs that need gradients
         parts |= {"I": 0.0, "W": stage.input_s + stage.weight_s}
@@ -103,7 +103,7 @@ def rescore(estimator: Estimator, estimate: SplitEstimate) -> SplitEstimate:
     message_s = min(waited_s, estimate.time.message_s)
     time = StepTimeEstimate(work_s[busiest] - tensor_s, waited_s - message_s, tensor_s, message_s)
     time = estimator.on_cores(time, sum(work_s) / split.pp)
-    backward_s = sum(stage.input_s + stage.weight_s for stage in stages[busiest])
+    backward_s = sum(stage.backward_s for stage in stages[busiest])
     return estimate._replace(time=estimator.with_step(split, time, backward_s), simulated=True)
 
 

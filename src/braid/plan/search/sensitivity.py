@@ -125,7 +125,12 @@ class _ScaledModel:
     def layers(self, rows: float, tensor: int) -> Sequence[MicrobatchCost]:
         x = self._factor
         return [
-            c._replace(forward_s=x * c.forward_s, input_s=x * c.input_s, weight_s=x * c.weight_s)
+            c._replace(
+                forward_s=x * c.forward_s,
+                input_s=x * c.input_s,
+                weight_s=x * c.weight_s,
+                split_s=x * c.split_s,
+            )
             for c in self._model.layers(rows, tensor)
         ]
 

@@ -195,12 +195,10 @@ class JobEnvironment:
         """
         if os.environ.get("BRAID_STORE"):
             return cls.parse(os.environ)
-        # modules for other launchers: not needed under `braid run`, and 5 ms to import
-        from braid.runtime.rendezvous import engine_job  # noqa: PLC0415
-        from braid.runtime.rendezvous.engine_ranks import as_torchrun  # noqa: PLC0415
+        from braid.runtime.rendezvous import engine_job, engine_ranks  # noqa: PLC0415 - takes 5 ms
 
         job = engine_job.name_of_job() if "PMI_RANK" in os.environ else ""
-        engine, values = as_torchrun(os.environ, job, engine_job.shared_networks())
+        engine, values = engine_ranks.as_torchrun(os.environ, job, engine_job.shared_networks())
         if engine == "srun" and "MASTER_ADDR" in values:
             values["MASTER_ADDR"] = engine_job.address_of_node(values["MASTER_ADDR"])
         os.environ.update(values)

@@ -36,6 +36,7 @@ from braid.errors import (
     message_of,
 )
 from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.diagnose.tracebacks import parse_error
 from braid.runtime.events import Recorder
 from braid.runtime.rendezvous.control import ControlClient, Exiting, NewEpoch, RankFailed
 from braid.runtime.rendezvous.environment import JobEnvironment
@@ -51,7 +52,6 @@ from braid.runtime.transport import Health
 from braid.runtime.wire import Connection, Secret
 
 if TYPE_CHECKING:
-    from braid.runtime.diagnose.tracebacks import ParsedError
     from braid.runtime.rendezvous.survivors import Survivor
 
 __all__ = ["Membership", "join_job"]
@@ -300,7 +300,7 @@ class Membership:
         if self.control is not None:
             self.control.send(RankFailed(**_described(exc, trace)))
         elif self._survivor is not None and is_new:
-            parsed = _parsed(_described(exc, trace)["traceback"])
+            parsed = parse_error(_described(exc, trace)["traceback"])
             return self._survivor.last_words(parsed) if parsed is not None else ("", False)
         return "", False
 
@@ -334,16 +334,10 @@ def _survivor(environment: JobEnvironment, joined: JoinedRank) -> Survivor | Non
     )
 
 
-def _parsed(text: str) -> ParsedError | None:
-    from braid.runtime.diagnose.tracebacks import parse_error  # noqa: PLC0415 - seldom needed
-
-    return parse_error(text)
-
-
 def _described(exc: BaseException, trace: TracebackType | None) -> dict[str, str]:
     """Return type, message, place and traceback of an exception as encodable text."""
     text = encodable("".join(traceback.format_exception(type(exc), exc, trace)))
-    parsed = _parsed(text)
+    parsed = parse_error(text)
     return {
         "type": type(exc).__name__,
         "message": message_of(exc),

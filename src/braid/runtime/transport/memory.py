@@ -369,7 +369,7 @@ class MappedMemory:
 
 def _require_memory(nbytes: int, name: str) -> None:
     """Raise if memory is short; otherwise the kernel could grant it and kill a process later."""
-    with contextlib.suppress(ValueError):  # this system does not know
+    with contextlib.suppress(ValueError, OSError):  # not every system knows it
         if nbytes <= os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE:
             return
     import psutil  # noqa: PLC0415 - takes 8 ms, and counts what caches would give back
