@@ -40,7 +40,7 @@ os.write(int(sys.argv[1]), b"more")
 raise ValueError("shard 7 is missing")
 """
 STUBS = {  # which are imported faster than the modules that a server imports
-    "torch/__init__.py": "",
+    "torch/__init__.py": "import site",  # as a torch for CUDA does
     "torch/_dynamo.py": "",
     "numpy/__init__.py": "import random",
     "braid/__init__.py": "import numpy",

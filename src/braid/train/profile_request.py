@@ -31,8 +31,8 @@ class ProfileRequest:
         model: A GPT of `braid train` instead of a target, such as gpt2-tiny or gpt2-medium.
         context: Bytes of a sequence, with --model.
         rows: Rows of the micro-batches to measure with; two or more numbers.
-        seconds: Seconds to measure layers for, after warm-up rounds. With -n, some steps of training
-            follow for each of the rows; the first one of them may take longer.
+        seconds: Seconds to measure layers for, after warm-up rounds. With -n, some steps of
+            training follow for each of the rows; the first of them may take longer.
         threads: Number of threads of each rank.
         out: File for the profile.
         graph: File for PipeDream's graph of the largest micro-batch.

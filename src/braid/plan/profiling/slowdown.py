@@ -7,7 +7,7 @@ wait for each other. So some steps of data-parallel training are measured, too:
     slowdown = (step - all-reduce - optimizer - step of an empty model) / (sum of the layers' times)
 
 It applies to every micro-batch, although a part of it (the hooks) does not depend on the rows. So
-models whose layers take only microseconds are predicted less well.
+models with layers of only microseconds are predicted less well.
 """
 
 from __future__ import annotations

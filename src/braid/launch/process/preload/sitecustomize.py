@@ -54,6 +54,9 @@ def _import_modules() -> None:
 def _serve() -> None:
     """Fork a rank for each request; return in ranks only."""
     launcher, before = os.getppid(), dict(os.environ)
+    # This thread is still importing `site`, and another thread that imports it waits for that. A
+    # torch for CUDA imports it.
+    sys.modules["site"].__spec__._initializing = False  # type: ignore[union-attr]  # noqa: SLF001 - its only name
     thread = threading.Thread(target=_import_modules)
     thread.start()
     thread.join()
