@@ -52,14 +52,19 @@ def profile_host(group: Group, layers: Sequence[nn.Module]) -> HostProfile:
     message = _ascending((0,), (0.0,))
     if group.size > 1:
         message = _ascending(SIZES, [_message_s(group, nbytes, device) for nbytes in SIZES])
+    optimizer = _optimizer(group, layers, device)
+    # what a step of an empty model takes besides its optimizer and its all-reduce
     empty, x = nn.Linear(1, 1, device=device), torch.ones(1, 1, device=device)
+    empty_s = step_s([empty], x, None, group, limit_s=1.0) - optimizer.of(0.0)
+    if group.size > 1:
+        empty_s -= collectives[f"all_reduce/{group.size}"].of(0.0)
     return HostProfile(
         ranks=group.size,
         collectives=collectives,
         message=message,
-        optimizer=_optimizer(group, layers, device),
+        optimizer=optimizer,
         action_s=max(0.0, _action_s(group, device) - (message.of(0.0) if group.size > 1 else 0.0)),
-        step_s=step_s([empty], x, None, group, limit_s=1.0),
+        step_s=max(0.0, empty_s),
         memory_bytes=_memory_bytes(group, device),
         cores=_cores(),
     )
