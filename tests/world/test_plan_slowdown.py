@@ -35,7 +35,7 @@ class Slow(nn.Module):
 
 
 class NotANumber(nn.Module):
-    """Layer whose gradients are NaN."""
+    """Layer with gradients of NaN."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + (x * 0).sqrt()
@@ -83,7 +83,7 @@ def without_gradients(group: Group) -> None:
 
 
 class Counts(nn.Module):
-    """Layer whose output has no gradient."""
+    """Layer with an output without a gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.argmax(-1)

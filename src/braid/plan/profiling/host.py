@@ -53,7 +53,7 @@ def profile_host(group: Group, layers: Sequence[nn.Module]) -> HostProfile:
     if group.size > 1:
         message = _ascending(SIZES, [_message_s(group, nbytes, device) for nbytes in SIZES])
     optimizer = _optimizer(group, layers, device)
-    # what a step of an empty model takes besides its optimizer and its all-reduce
+    # a step of an empty model, without its optimizer and its all-reduce
     empty, x = nn.Linear(1, 1, device=device), torch.ones(1, 1, device=device)
     empty_s = step_s([empty], x, None, group, limit_s=1.0) - optimizer.of(0.0)
     if group.size > 1:

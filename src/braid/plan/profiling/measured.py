@@ -307,9 +307,8 @@ def _timed(
             parts = SplitBackward(ends, inputs, [p for p in layer.parameters() if p.requires_grad])
             input_s = seconds_of(lambda: parts.to_inputs(grads), devices, clock)[1]
             split_s = input_s + seconds_of(parts.to_weights, devices, clock)[1] - backward_s
-            input_s = min(
-                input_s, backward_s
-            )  # of small layers, a part takes longer than the whole
+            # one part of a small layer takes longer than its whole backward
+            input_s = min(input_s, backward_s)
         if turn:  # the first one warms up
             weight_s = backward_s - input_s
             rounds[kind].append(_Times(forward_s, input_s, weight_s, max(0.0, split_s)))

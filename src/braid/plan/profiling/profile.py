@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-FORMAT: Final = 2  # another one for each change of what a profile means
+FORMAT: Final = 2  # increased with each change of a profile's meaning
 
 Cost = Annotated[float, msgspec.Meta(ge=0)]
 

@@ -194,9 +194,9 @@ class Estimator:
             made, begin = [], 0
             for size in sizes:
                 part = slice(begin, begin + size)
-                # the first stage has no inputs that need gradients
-                extra_s = sum(cost.split_s for cost in costs[part]) if in_parts and begin else 0.0
-                made.append(_stage(costs[part], sends[part], split.ep, extra_s))
+                # inputs of the first stage need no gradients
+                split_s = sum(cost.split_s for cost in costs[part]) if in_parts and begin else 0.0
+                made.append(_stage(costs[part], sends[part], split.ep, split_s))
                 begin += size
             self._stages[key] = tuple(sizes), made
         return self._stages[key]
@@ -475,14 +475,7 @@ def _fill(split: Split, work: _Work) -> float:
 def _stage(
     costs: Sequence[MicrobatchCost], sends: Sequence[LayerSends], expert_ranks: int, split_s: float
 ) -> StageCost:
-    """Return the costs of a stage of layers on one of `expert_ranks` ranks that share experts.
-
-    Args:
-        costs: Costs of the stage's layers.
-        sends: Seconds of their collectives.
-        expert_ranks: Number of ranks that share experts.
-        split_s: Additional seconds of a backward in two parts.
-    """
+    """Return the costs of a stage of layers on one of `expert_ranks` ranks that share experts."""
     kept = [cost.expert_bytes / expert_ranks if expert_ranks > 1 else 0.0 for cost in costs]
     params: dict[object, float] = {}
     for number, (cost, experts) in enumerate(zip(costs, kept, strict=True)):
