@@ -664,4 +664,4 @@ def test_any_body_is_a_message_or_a_comm_error_that_names_both(body):
 
 
 def test_delivery_has_defaults_for_notices():
-    assert Delivery("worker:1", Note())[2:] == ((), 0, 0, 0, 0, 0)
+    assert Delivery("worker:1", Note()) == Delivery("worker:1", Note(), (), 0, 0, 0, 0, 0)

@@ -32,6 +32,8 @@ from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
+import msgspec
+
 from braid.errors import ConfigError
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.types import text_digest
@@ -293,7 +295,7 @@ class _Inner(dict[str, bool]):
         return inner
 
 
-class Span(NamedTuple):
+class Span(msgspec.Struct, frozen=True):
     """A span in progress; ends at the end of its `with` block, or by `end()`.
 
     Attributes:
@@ -368,7 +370,8 @@ class Recorder:
         if self.listener is not None:
             self.listener(kind, seq)
         t_ns = self.now_ns()
-        return Span(self, self._write(t_ns, OPEN, kind, group, channel, seq, nbytes, site), t_ns)
+        number = self.complete(kind, t_ns, OPEN, group, channel, seq, nbytes, site)
+        return Span(self, number, t_ns)
 
     def instant(self, kind: str, *, seq: int = 0, nbytes: int = 0, site: int = 0) -> None:
         """Record an event named `kind`, without duration.
@@ -377,25 +380,41 @@ class Recorder:
         """
         if self.listener is not None:
             self.listener(kind, seq)
-        self._write(self.now_ns(), 0, kind, 0, 0, seq, nbytes, site)
+        self.complete(kind, self.now_ns(), 0, seq=seq, nbytes=nbytes, site=site)
 
-    def complete(
+    def complete(  # noqa: PLR0917 - the words of one record
         self,
         kind: str,
         t_ns: int,
         dur_ns: int,
-        *,
         group: int = 0,
         channel: int = 0,
         seq: int = 0,
         nbytes: int = 0,
         site: int = 0,
-    ) -> None:
-        """Record a span named `kind` that has already ended.
+    ) -> int:
+        """Record a span named `kind` that has already ended; return the number of its record.
 
         The other arguments are fields of the record; see `Event`.
         """
-        self._write(t_ns, dur_ns, kind, group, channel, seq, nbytes, site)
+        index = next(self._indices)
+        digest = self._kinds.get(kind)
+        if digest is None:
+            digest = self.intern(kind)
+        RECORD.pack_into(
+            self.ring.records,
+            index % self.capacity * RECORD.size,
+            t_ns,
+            dur_ns,
+            digest,
+            group,
+            channel,
+            seq,
+            nbytes,
+            site,
+        )
+        self._header[_HEAD] = index + 1
+        return index
 
     def tail(self, n: int) -> list[Event]:
         """Return the last `n` events, oldest first."""
@@ -423,33 +442,3 @@ class Recorder:
             digest = self.ring.names.add(f"{path}:{frame.f_lineno} in {code.co_name}")
             known = self._sites[key] = (digest, code)
         return known[0]
-
-    def _write(  # noqa: PLR0917 - the words of one record
-        self,
-        t_ns: int,
-        dur_ns: int,
-        kind: str,
-        group: int,
-        channel: int,
-        seq: int,
-        nbytes: int,
-        site: int,
-    ) -> int:
-        index = next(self._indices)
-        digest = self._kinds.get(kind)
-        if digest is None:
-            digest = self.intern(kind)
-        RECORD.pack_into(
-            self.ring.records,
-            index % self.capacity * RECORD.size,
-            t_ns,
-            dur_ns,
-            digest,
-            group,
-            channel,
-            seq,
-            nbytes,
-            site,
-        )
-        self._header[_HEAD] = index + 1
-        return index

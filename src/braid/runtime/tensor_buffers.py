@@ -15,7 +15,6 @@ To receive into existing tensors: `van.receive_into(Gradients, lambda sender, me
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 
@@ -96,11 +95,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """
     # `detach` only if needed: it may switch to another thread, and then waits
     tensor = tensor.detach() if tensor.requires_grad else tensor
-    if tensor.is_cpu and tensor.dtype in _SIMPLE:
-        with contextlib.suppress(RuntimeError):  # such as a lazy negation
-            array = tensor.numpy()
-            if array.flags.c_contiguous and array.size:
-                return array.data.cast("B")
+    is_plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+    if is_plain and tensor.dtype in _SIMPLE and tensor.numel():
+        return tensor.numpy().data.cast("B")
     return memory_of(tensor.resolve_conj().resolve_neg().to("cpu").contiguous())
 
 

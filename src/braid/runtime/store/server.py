@@ -205,7 +205,7 @@ class StoreServer:
             return
         try:
             if events & selectors.EVENT_WRITE:
-                self._select(client, connection, connection.flush())
+                self._select(client, connection, connection.flush() or 0)
             for _ in range(_REQUESTS_PER_TURN):
                 frame = connection.try_recv()
                 if frame is None:
@@ -234,7 +234,7 @@ class StoreServer:
                     queued_bytes = connection.post(*pack(StoreResult(number, reply)))
                 except ConfigError as exc:  # the values exceed the limit of a frame
                     queued_bytes = connection.post(*pack(StoreResult(number, Refusal(str(exc)))))
-                self._select(client, connection, queued_bytes)
+                self._select(client, connection, queued_bytes or 0)
             except CommError:
                 self._drop(client)
 

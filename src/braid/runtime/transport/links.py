@@ -96,12 +96,12 @@ class Link:
         with self._lock:
             if self._names_used[0] != self._names_sent:
                 self._send_names()
-            self.backlog = self._connection.post(pack_writes(writes), buffers)
+            self.backlog = self._connection.post(pack_writes(writes), buffers) or 0
 
     def flush(self) -> None:
         """Send queued bytes that the socket takes now; raises like `send`."""
         with self._lock:
-            self.backlog = self._connection.flush()
+            self.backlog = self._connection.flush() or 0
 
     def receive(self) -> bool:
         """Receive available data; return whether a whole frame has arrived.

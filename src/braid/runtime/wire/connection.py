@@ -53,7 +53,7 @@ class Connection:
         send_timeout_s: Seconds for which `send` waits for a peer that does not read.
 
     On failure: if the peer died or closed the connection, `send` raises PeerLostError, and so does
-    receiving, after the frames that came before. Frames posted in between are dropped, see `gone`.
+    receiving, after the frames that came before. Frames posted in between are dropped.
     If the peer violates the frame format, CommError is raised once and the connection is closed.
     """
 
@@ -95,19 +95,6 @@ class Connection:
     def closed(self) -> bool:
         """Whether this connection has ended, for any reason."""
         return bool(self._ended)
-
-    @property
-    def gone(self) -> bool:
-        """Whether sending has failed because the peer accepts no more data.
-
-        Its last frames may still be received.
-        """
-        return self._gone is not None
-
-    @property
-    def has_bytes(self) -> bool:
-        """Whether bytes have been read into memory; a selector does not report them."""
-        return self._decoder.has_bytes
 
     @property
     def is_local(self) -> bool:
@@ -181,14 +168,15 @@ class Connection:
             if self._gone is not None:
                 raise self._lost_error(self._ended or _broke(self._gone)) from self._gone
 
-    def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
+    def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int | None:
         """Queue a frame and send what the kernel accepts now; for event loops.
 
-        Do not change the buffers until `flush` returns 0.
+        Do not change the buffers until `flush` returns 0 or None.
 
         Returns:
-            Bytes that are still queued; call `flush` when the socket is writable. 0 for a peer that
-            accepts no more data: the socket is readable, and receiving ends with PeerLostError.
+            Bytes that are still queued; call `flush` when the socket is writable. None for a peer
+            that accepts no more data: the socket is readable, and receiving ends with
+            PeerLostError.
 
         Raises:
             PeerLostError: The connection ended before, or failed for another reason.
@@ -197,13 +185,13 @@ class Connection:
         with self._send_lock:
             self._queue(pieces, has_buffers=bool(buffers))
             self._drain()
-            return self._outbox.nbytes
+            return self._outbox.nbytes if self._gone is None else None
 
-    def flush(self) -> int:
-        """Send posted bytes that the kernel accepts now; returns the bytes still queued."""
+    def flush(self) -> int | None:
+        """Send posted bytes that the kernel accepts now; returns what `post` returns."""
         with self._send_lock:
             self._drain()
-            return self._outbox.nbytes
+            return self._outbox.nbytes if self._gone is None else None
 
     def recv_into(self, allocate: Allocate | None, timeout_s: float | None = None) -> Frame:
         """Wait for the next frame; its buffers go into the memory that `allocate` returns.

@@ -46,10 +46,12 @@ class Frame(NamedTuple):
     Attributes:
         meta: Metadata, in a format of the layer above.
         buffers: Payloads, in the memory that `allocate` chose.
+        is_followed: Whether bytes after it are in memory already; a selector does not report them.
     """
 
     meta: bytes
     buffers: list[memoryview]
+    is_followed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +191,9 @@ class FrameDecoder:
                 was allocated, unless the code of the buffers is wrong.
             ConfigError: `allocate` returned memory of other sizes.
         """
-        if self._meta is None and not self._open(allocate or _allocate):
+        if self._meta is None and (
+            self._end - self._begin < _HEADER.size or not self._open(allocate or _allocate)
+        ):
             return None
         assert self._meta is not None
         while self._index < len(self._buffers):
@@ -206,10 +210,9 @@ class FrameDecoder:
             self._filled = 0
         if self._mac is not None and self._buffers:
             self._verify(self._buffers.pop())
-        frame = Frame(self._meta, self._buffers)
-        self._meta = None
+        meta, self._meta = self._meta, None
         self._head_bytes = _HEADER.size
-        return frame
+        return Frame(meta, self._buffers, self._end - self._begin >= _HEADER.size)
 
     def feed(self, data: Buffer, allocate: Allocate | None = None) -> list[Frame]:
         """Return all frames that `data` completes; for callers that already hold the bytes."""
@@ -227,11 +230,8 @@ class FrameDecoder:
             rest = rest[count:]
 
     def _open(self, allocate: Allocate) -> bool:
-        """Read a head if it has arrived, and prepare for its buffers."""
-        have = self._end - self._begin
-        if have < _HEADER.size:
-            return False
-        begin = self._begin
+        """Read a head, of which `_HEADER` is here, if it has arrived; prepare for its buffers."""
+        begin, have = self._begin, self._end - self._begin
         mark, count, meta_bytes = _HEADER.unpack_from(self._scratch, begin)
         if mark != _MARK:
             head = bytes(self._scratch[self._begin : self._begin + _HEADER.size])

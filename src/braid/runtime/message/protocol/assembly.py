@@ -217,7 +217,8 @@ class Inflow:
         if head.body and head.body_bytes:
             raise self._broken(f"two bodies of message {head.name!r}")
         deadline_ns = now_ns + 1000 * head.remaining_us if head.remaining_us else None
-        assembly = _Assembly(head, nbytes, deadline_ns, self._body_memory(head))
+        body = self._body_memory(head) if head.body_bytes else _NOTHING
+        assembly = _Assembly(head, nbytes, deadline_ns, body)
         if not head.body_bytes:
             self._decode(assembly, head.body)
         self._open[head.priority] = assembly
@@ -273,8 +274,6 @@ class Inflow:
         return chosen
 
     def _body_memory(self, head: Open) -> memoryview:
-        if not head.body_bytes:
-            return _NOTHING
         try:
             return memoryview(bytearray(head.body_bytes))
         except MemoryError as exc:
@@ -282,7 +281,7 @@ class Inflow:
 
     def _pool_memory(self, head: Open) -> list[memoryview]:
         try:
-            return [self._pool.lend(size) for size in head.sizes]
+            return list(map(self._pool.lend, head.sizes))
         except (MemoryError, OSError) as exc:
             raise self._no_memory(head, sum(head.sizes)) from exc
 

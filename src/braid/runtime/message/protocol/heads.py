@@ -13,6 +13,7 @@ are the next bytes of a message. A message without buffers is a single `Open`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -43,7 +44,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
     max_message_bytes: Count
 
 
-class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
+class Open(msgspec.Struct, tag="open", array_like=True):
     """First frame of a message, with its name and sizes.
 
     Attributes:
@@ -107,15 +108,11 @@ class Bye(msgspec.Struct, tag="bye", array_like=True, frozen=True):
 
 Head: TypeAlias = Hello | Open | More | Cancel | Beat | Bye
 
-_encoder = msgspec.msgpack.Encoder()
+# encodes a head as the description of a frame
+pack: Callable[[Head], bytes] = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(
     Hello | Open | More | Cancel | Beat | Bye
 )
-
-
-def pack(head: Head) -> bytes:
-    """Encode a head as the description of a frame."""
-    return _encoder.encode(head)
 
 
 def unpack(meta: bytes, peer: str) -> Head:

@@ -34,6 +34,7 @@ class Peer:
         links: Numbers of its links; messages are sent on the first link that accepts messages.
         unread: Number of its messages in the inbox.
         unread_bytes: Size of its messages in the inbox.
+        is_paused: Whether its links are not read, because its share of the inbox is full.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Peer:
     links: list[int] = field(default_factory=list)
     unread: int = 0
     unread_bytes: int = 0
+    is_paused: bool = False
 
 
 class Inbox:

@@ -54,7 +54,6 @@ class VanLink:
         received_ns: Time of the last frame from the peer.
         sent_ns: Time of the last frame to the peer.
         peer: Process of the peer; None until its Hello has arrived.
-        is_paused: Whether the peer's share of the inbox is full.
         half_closed: Reason why the peer accepts nothing more on this link; empty if it accepts.
     """
 
@@ -67,7 +66,6 @@ class VanLink:
     received_ns: int
     sent_ns: int
     peer: Peer | None = None
-    is_paused: bool = False
     half_closed: str = ""
 
     @property
@@ -88,9 +86,9 @@ class VanLink:
         deadline_ns = self.outbox.next_deadline_ns()
         if deadline_ns is not None:
             yield deadline_ns
-        if detects_silence and not self.outbox.has_control:
+        if detects_silence and not self.outbox.control:
             yield self.heartbeat_ns
-        if detects_silence and not self.is_paused:
+        if detects_silence and not (self.peer and self.peer.is_paused):
             yield self.lost_ns
 
     def silence(self, now_ns: int) -> str:

@@ -62,7 +62,7 @@ class Outgoing(msgspec.Struct, eq=False):
     """Message to send, and its progress.
 
     Attributes:
-        head: Head of the message; the remaining time is set later.
+        head: Head of the message; the remaining time and small buffers are added when it is sent.
         nbytes: Size of body and buffers.
         body: Part of the body that is not in a frame yet; empty if the head contains the body.
         buffers: Parts of the buffers that are not in a frame yet.
@@ -88,7 +88,7 @@ class Outgoing(msgspec.Struct, eq=False):
     def make(
         cls, head: Open, body: bytes, buffers: Sequence[Buffer], deadline_ns: int | None
     ) -> Outgoing:
-        """Return a message of `body` and `buffers`; their sizes are added to `head`.
+        """Return a message of `body` and `buffers`, which are added to `head`.
 
         Raises:
             ConfigError: A buffer is not contiguous, there are too many, or the priority is out of
@@ -102,7 +102,7 @@ class Outgoing(msgspec.Struct, eq=False):
             )
             raise ConfigError(msg)
         try:
-            views = [as_bytes(buffer) for buffer in buffers]
+            views = list(map(as_bytes, buffers))
         except TypeError as exc:
             msg = (
                 f"a buffer beside message {head.name!r} is not contiguous ({exc}): send a "
@@ -110,21 +110,13 @@ class Outgoing(msgspec.Struct, eq=False):
             )
             raise ConfigError(msg) from exc
         inline = len(body) <= INLINE_BODY_BYTES
-        sizes = tuple(map(len, views))
-        head = msgspec.structs.replace(
-            head,
-            body=body if inline else b"",
-            body_bytes=0 if inline else len(body),
-            sizes=sizes,
-        )
-        rest = _NOTHING if inline else memoryview(body)
-        nbytes = len(body) + sum(sizes)
+        head.sizes = tuple(map(len, views))
+        if inline:
+            head.body, rest = body, _NOTHING
+        else:
+            head.body_bytes, rest = len(body), memoryview(body)
+        nbytes = len(body) + sum(head.sizes)
         return cls(head, nbytes, rest, deque(filter(len, views)), deadline_ns)
-
-    @property
-    def is_cut_up(self) -> bool:
-        """Whether all bytes of the message have been put into frames."""
-        return not self.body and not self.buffers
 
     def opening(self, now_ns: int, limit: int) -> Open:
         """Return the head to send, with the remaining time, and with buffers up to `limit` bytes.
@@ -133,10 +125,9 @@ class Outgoing(msgspec.Struct, eq=False):
         """
         head = self.head
         if self.deadline_ns is not None:
-            remaining_us = max(1, (self.deadline_ns - now_ns) // 1000)
-            head = msgspec.structs.replace(head, remaining_us=remaining_us)
+            head.remaining_us = max(1, (self.deadline_ns - now_ns) // 1000)
         if self.buffers and not self.body and self.nbytes - len(head.body) <= limit:
-            head = msgspec.structs.replace(head, tail=b"".join(self.buffers))
+            head.tail = b"".join(self.buffers)
             self.buffers.clear()
         return head
 
@@ -165,13 +156,18 @@ class Outbox:
         peer: Name of the peer, for errors.
         config: Sizes.
         counts: Counter of outcomes of messages, under the names of `VanStatistics`.
+
+    Attributes:
+        control: Control messages that wait to be sent; they serve as the next heartbeat.
+        queued: Number of messages that wait or are in progress.
+        queued_bytes: Their size.
     """
 
     def __init__(self, peer: str, config: VanConfig, counts: Counter[str]) -> None:
         self._peer = peer
         self._config = config
         self._counts = counts
-        self._control: deque[bytes] = deque()
+        self.control: deque[bytes] = deque()
         self._lanes: list[deque[Outgoing]] = [deque() for _ in range(NUM_PRIORITIES)]
         self._busy = 0  # bit p is set while lane p has a message
         self._deadlines: list[tuple[int, int, Outgoing]] = []
@@ -184,12 +180,7 @@ class Outbox:
     @property
     def is_empty(self) -> bool:
         """Whether no message waits and none is in progress."""
-        return not self.queued and not self._control
-
-    @property
-    def has_control(self) -> bool:
-        """Whether a control message waits to be sent; it then serves as the next heartbeat."""
-        return bool(self._control)
+        return not self.queued and not self.control
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether a message of `nbytes` fits; an empty queue accepts any size."""
@@ -216,7 +207,7 @@ class Outbox:
         It is dropped on a link that has failed.
         """
         if not self._has_failed:
-            self._control.append(pack(head))
+            self.control.append(pack(head))
 
     def next_frame(self, now_ns: int) -> OutFrame | None:
         """Return the frame to send next, None if nothing waits.
@@ -225,8 +216,8 @@ class Outbox:
         """
         if self._deadlines:
             self.expire(now_ns)
-        if self._control:
-            return OutFrame(self._control.popleft(), ())
+        if self.control:
+            return OutFrame(self.control.popleft(), ())
         if not self._busy:
             return None
         outgoing = self._in_network = self._lanes[self._busy.bit_length() - 1][0]
@@ -239,17 +230,17 @@ class Outbox:
             return OutFrame(pack(head), outgoing.cut(self._config.chunk_bytes))
         return OutFrame(pack(head), ())
 
-    def frame_sent(self, now_ns: int) -> None:
-        """Record that the last frame has left this process's memory."""
+    def frame_sent(self, now_ns: int) -> bool:
+        """Record that the last frame has left this process's memory; return whether more wait."""
         outgoing, self._in_network = self._in_network, None
-        if outgoing is None:
-            return
-        if outgoing.is_cut_up:
-            self._counts["sent"] += 1
-            self._counts["sent_bytes"] += outgoing.nbytes
-            self._finish(outgoing, None)
-        elif outgoing.deadline_ns is not None and outgoing.deadline_ns <= now_ns:
-            self._expire(outgoing)
+        if outgoing is not None:
+            if not outgoing.body and not outgoing.buffers:
+                self._counts["sent"] += 1
+                self._counts["sent_bytes"] += outgoing.nbytes
+                self._finish(outgoing, None)
+            elif outgoing.deadline_ns is not None and outgoing.deadline_ns <= now_ns:
+                self._expire(outgoing)
+        return bool(self.queued or self.control)
 
     def expire(self, now_ns: int) -> None:
         """End the messages with an expired deadline.
@@ -271,7 +262,7 @@ class Outbox:
     def fail(self, error: BraidError) -> None:
         """End all messages with an error; nothing more is sent."""
         self._has_failed = True
-        self._control.clear()
+        self.control.clear()
         self._in_network = None
         self._end(error, "lost", also_begun=True)
 

@@ -219,7 +219,7 @@ class VanState:
         link = self._links.get(number)
         if link is None:
             return None
-        if link.outbox.has_control:
+        if link.outbox.control:
             self._quiet_until_ns = 0  # a heartbeat is due later
         frame = link.outbox.next_frame(now_ns)
         if frame is not None:
@@ -229,10 +229,7 @@ class VanState:
     def frame_sent(self, number: int, now_ns: int) -> bool:
         """Record that the last frame of a link was sent completely; return whether more wait."""
         link = self._links.get(number)
-        if link is None:
-            return False
-        link.outbox.frame_sent(now_ns)
-        return not link.outbox.is_empty
+        return link is not None and link.outbox.frame_sent(now_ns)
 
     # -- receiving
 
@@ -277,7 +274,7 @@ class VanState:
     def wants_read(self, number: int) -> bool:
         """Return whether the peer's share of the inbox has space for messages of this link."""
         link = self._links.get(number)
-        return link is not None and not link.is_paused
+        return link is not None and (link.peer is None or not link.peer.is_paused)
 
     def next_delivery(self, now_ns: int) -> Delivery | None:
         """Remove and return the most urgent message, else the oldest; None if none has arrived."""
@@ -297,14 +294,14 @@ class VanState:
             if link.number not in self._links:
                 continue
             link.outbox.expire(now_ns)
-            if link.outbox.has_control:
+            if link.outbox.control:
                 self.instructions.append(Carry(link.number))
             if not self._detects_silence:
                 continue
-            if not link.is_paused and now_ns >= link.lost_ns:
+            if now_ns >= link.lost_ns and self.wants_read(link.number):
                 reason = link.half_closed or link.silence(now_ns)
                 self.link_lost(link.number, reason, silent=not link.half_closed)
-            elif now_ns >= link.heartbeat_ns and not link.outbox.has_control:
+            elif now_ns >= link.heartbeat_ns and not link.outbox.control:
                 link.sent_ns = now_ns
                 self._send_control(link, Beat(self.epoch))
 
@@ -364,7 +361,7 @@ class VanState:
         counts = link.counts
         if head.epoch < self.epoch:
             counts["stale"] += 1
-            if not link.outbox.has_control:
+            if not link.outbox.control:
                 self._send_control(link, Beat(self.epoch))  # so that the sender stops
             return
         if event.late:
@@ -384,19 +381,17 @@ class VanState:
         )
         self.inbox.put(peer, event.nbytes, delivery)
         if not self.inbox.has_room(peer):
-            for link_of_peer in self._table.links_of(peer):
-                link_of_peer.is_paused = True
+            peer.is_paused = True
 
     def _resume_reading(self, peer: Peer, now_ns: int) -> None:
         """Read the links of `peer` again if its share of the inbox has room."""
-        if not self.inbox.has_room(peer):
+        if not peer.is_paused or not self.inbox.has_room(peer):
             return
+        peer.is_paused = False
+        self._quiet_until_ns = 0
         for link in self._table.links_of(peer):
-            if link.is_paused:
-                link.is_paused = False
-                self._quiet_until_ns = 0
-                link.received_ns = now_ns  # nothing was read, so silence proves nothing
-                self.instructions.append(Read(link.number))
+            link.received_ns = now_ns  # nothing was read, so silence proves nothing
+            self.instructions.append(Read(link.number))
 
     def _count(self, name: str) -> Counter[str]:
         return self._counts.setdefault(name, Counter())

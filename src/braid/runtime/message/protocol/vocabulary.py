@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from braid.errors import ConfigError
 from braid.runtime.message.protocol.schema import Message
 
@@ -49,7 +51,7 @@ def split_node(node: str) -> tuple[str, int]:
     return role, -1 if rank is None else int(rank)
 
 
-class Delivery(NamedTuple):
+class Delivery(msgspec.Struct, frozen=True):
     """Message that has arrived.
 
     Attributes:

@@ -39,7 +39,6 @@ class PipeStream:
         for fd in (reader, writer):
             os.set_blocking(fd, False)
         self._peer = peer
-        self._gone = False
         self._reader = reader
         self._writer = writer
         self._received = memoryview(received)
@@ -51,16 +50,6 @@ class PipeStream:
         """Name of the other end."""
         return self._peer
 
-    @property
-    def gone(self) -> bool:
-        """Whether a write has failed because no process reads the pipe."""
-        return self._gone
-
-    @property
-    def has_bytes(self) -> bool:
-        """Whether bytes have been read into memory; a selector does not report them."""
-        return bool(self._received) or self._decoder.has_bytes
-
     def fileno(self) -> int:
         """Return the descriptor to read from; -1 after `close`."""
         return self._reader
@@ -69,11 +58,11 @@ class PipeStream:
         """Return the descriptor to write to; -1 after `close`."""
         return self._writer
 
-    def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
+    def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int | None:
         """Queue a frame and write what the pipe accepts now.
 
         Returns:
-            Number of bytes still queued; 0 if the pipe has no reader (`gone`).
+            Number of bytes still queued; None if the pipe has no reader.
 
         Raises:
             PeerLostError: The pipe broke for another reason.
@@ -81,12 +70,12 @@ class PipeStream:
         self._outbox.add(encode(meta, buffers, FRAME_LIMITS))
         return self.flush()
 
-    def flush(self) -> int:
-        """Write queued bytes that the pipe accepts now; return the number still queued."""
+    def flush(self) -> int | None:
+        """Write queued bytes that the pipe accepts now; returns what `post` returns."""
         try:
             self._outbox.drain()
         except (BrokenPipeError, ConnectionResetError):
-            self._gone = True  # `try_recv` reads the last frames, then raises
+            return None  # `try_recv` reads the last frames, then raises
         except OSError as exc:
             raise self._lost(exc) from exc
         return self._outbox.nbytes
@@ -109,7 +98,7 @@ class PipeStream:
             return None
         except OSError as exc:
             raise self._lost(exc) from exc
-        return frame
+        return frame._replace(is_followed=True) if self._received else frame
 
     def close(self) -> None:
         """Close both pipes. Idempotent."""

@@ -22,10 +22,15 @@ _HAS_EPOLL = hasattr(select, "epoll")  # its cost does not grow with the number 
 
 
 class Poller:
-    """Set of descriptors, with the polled events of each."""
+    """Set of descriptors, with the polled events of each.
+
+    Attributes:
+        poll: The system's function; it waits for milliseconds or seconds, depending on the system.
+    """
 
     def __init__(self) -> None:
-        self._poll = select.epoll() if _HAS_EPOLL else select.poll()
+        poll = select.epoll() if _HAS_EPOLL else select.poll()
+        self._poll, self.poll = poll, poll.poll
 
     def register(self, fd: int, events: int) -> None:
         """Add the descriptor `fd`, to poll it for `events`."""
@@ -74,7 +79,7 @@ class Looking:
 
     def wait(self, pause_s: float | None) -> list[tuple[int, int]]:
         """Return the ready descriptors within `pause_s`; see `Poller.wait`."""
-        look = self._poller.wait
+        look = self._poller.poll
         ready = look(0)
         if ready or pause_s == 0:
             self._was_short = True
@@ -84,6 +89,6 @@ class Looking:
             while not ready and time.perf_counter_ns() - begin_ns < LOOK_NS:
                 os.sched_yield()
                 ready = look(0)
-        ready = ready or look(pause_s)
+        ready = ready or self._poller.wait(pause_s)
         self._was_short = time.perf_counter_ns() - begin_ns < 2 * LOOK_NS
         return ready

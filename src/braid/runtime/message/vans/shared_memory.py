@@ -68,16 +68,6 @@ class SharedStream:
         return self._connection.peer
 
     @property
-    def gone(self) -> bool:
-        """Whether a write has failed because the peer accepts nothing more."""
-        return self._connection.gone
-
-    @property
-    def has_bytes(self) -> bool:
-        """Whether bytes have been read into memory; a selector does not report them."""
-        return self._connection.has_bytes
-
-    @property
     def is_shared(self) -> bool:
         """Whether large frames are sent through shared memory."""
         return self._outgoing is not None and self._outgoing.is_opened
@@ -86,7 +76,7 @@ class SharedStream:
         """Return the descriptor for a selector, -1 after `close`."""
         return self._connection.fileno()
 
-    def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
+    def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int | None:
         """Queue a frame and write what the socket accepts now; see `Connection.post`.
 
         Raises:
@@ -101,8 +91,8 @@ class SharedStream:
                     return self._connection.post(head)
         return self._connection.post(meta, buffers)
 
-    def flush(self) -> int:
-        """Write bytes that the socket accepts now; return the number still queued."""
+    def flush(self) -> int | None:
+        """Write bytes that the socket accepts now; returns what `post` returns."""
         return self._connection.flush()
 
     def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
@@ -117,7 +107,7 @@ class SharedStream:
             if frame.buffers or kind not in (_OFFER, _IN_RING):
                 return frame
             if kind == _IN_RING:
-                return self._from_ring(frame.meta, allocate)
+                return self._from_ring(frame, allocate)
             self._open(frame.meta[1:])
         return None
 
@@ -164,9 +154,9 @@ class SharedStream:
             with contextlib.suppress(OSError, ValueError):
                 self._incoming = ReceiveRing(offer)
 
-    def _from_ring(self, meta: bytes, allocate: Allocate | None) -> Frame:
+    def _from_ring(self, frame: Frame, allocate: Allocate | None) -> Frame:
         """Copy the buffers of a frame out of the ring."""
-        ring = self._incoming
+        ring, meta = self._incoming, frame.meta
         if ring is None:
             raise self._broken("a frame in a ring that this process has not opened")
         try:
@@ -183,7 +173,7 @@ class SharedStream:
         else:
             targets = list(allocate(head, sizes))
         ring.read(targets, nbytes)
-        return Frame(head, targets)
+        return Frame(head, targets, frame.is_followed)
 
     def _broken(self, problem: str) -> CommError:
         msg = f"{self.peer} breaks the rules of shared memory: it sent {problem}"

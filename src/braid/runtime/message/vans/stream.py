@@ -18,30 +18,20 @@ class FrameStream(Protocol):
         """Other end, as named in errors."""
         ...
 
-    @property
-    def gone(self) -> bool:
-        """Whether a write has failed because the peer accepts nothing more."""
-        ...
-
-    @property
-    def has_bytes(self) -> bool:
-        """Whether bytes have been read into memory; a selector does not report them."""
-        ...
-
     def fileno(self) -> int:
         """Return the descriptor to read from."""
         ...
 
-    def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
+    def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int | None:
         """Queue a frame and write what the kernel accepts now.
 
         Returns:
-            Number of bytes still queued; 0 for a peer that is `gone`.
+            Number of bytes still queued; None if the peer accepts nothing more.
         """
         ...
 
-    def flush(self) -> int:
-        """Write bytes that the kernel accepts now; return the number still queued."""
+    def flush(self) -> int | None:
+        """Write bytes that the kernel accepts now; returns what `post` returns."""
         ...
 
     def try_recv(self, allocate: Allocate | None = None) -> Frame | None:

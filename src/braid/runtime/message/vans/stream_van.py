@@ -238,24 +238,25 @@ class StreamVan(Van):
                 frame = self._state.next_frame(link, now_ns)
                 if frame is None:
                     return
-                wire.pending = wire.stream.post(frame.meta, frame.pieces) > 0
-                if wire.pending:
+                queued = wire.stream.post(frame.meta, frame.pieces)
+                wire.pending = bool(queued)
+                if queued:
                     break
-                if not self._written(link, wire, now_ns):
+                if queued is None:
+                    self._half_close(link, wire, now_ns)
+                    return
+                if not self._state.frame_sent(link, now_ns):
                     return
         except CommError as exc:
             self._state.link_lost(link, _reason(exc, wire))
             return
         self._schedule(link)
 
-    def _written(self, link: int, wire: _Wire, now_ns: int) -> bool:
-        """Record that a frame was sent or dropped; return whether another one can be sent."""
-        if wire.stream.gone:
-            wire.is_gone = True
-            self._state.link_half_closed(link, "it accepts nothing more", now_ns)
-            self._schedule(link)  # to read the peer's last messages
-            return False
-        return self._state.frame_sent(link, now_ns)
+    def _half_close(self, link: int, wire: _Wire, now_ns: int) -> None:
+        """Record that the peer accepts nothing more; its last messages are still read."""
+        wire.is_gone = True
+        self._state.link_half_closed(link, "it accepts nothing more", now_ns)
+        self._schedule(link)
 
     # -- polling, in the thread that has the turn
 
@@ -391,9 +392,12 @@ class StreamVan(Van):
         """Write the rest of the last frame, and the next ones."""
         with self._lock:
             try:
-                if wire.pending and wire.stream.flush() == 0:
+                if wire.pending and not (queued := wire.stream.flush()):
                     wire.pending = False
-                    self._written(link, wire, self._clock.now_ns())
+                    if queued is None:
+                        self._half_close(link, wire, self._clock.now_ns())
+                    else:
+                        self._state.frame_sent(link, self._clock.now_ns())
             except CommError as exc:
                 self._state.link_lost(link, _reason(exc, wire))
             if not wire.pending:
@@ -418,7 +422,7 @@ class StreamVan(Van):
                     self._state.link_lost(link, _reason(exc, wire))
                     self._act()
                 return
-            if not wire.stream.has_bytes and sum(map(len, frame.buffers)) < _SMALL_BYTES:
+            if not frame.is_followed and sum(map(len, frame.buffers)) < _SMALL_BYTES:
                 return  # the selector will show the next frame
         with self._lock:
             if link in self._wires:
