@@ -17,8 +17,7 @@ Source: MPI 4.0, sec. 3.5 (order of messages), and the eager and rendezvous prot
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+import msgspec
 import torch
 
 from braid.comm.channel.channel import Channel
@@ -34,7 +33,7 @@ _TAG, _NBYTES, _ADDRESS = 0, 1, 2
 TAG_BIAS = 1 << 62  # tags may be negative, words may not
 
 
-class Envelope(NamedTuple):
+class Envelope(msgspec.Struct, frozen=True):
     """Description of a message, sent in its first step.
 
     Attributes:
@@ -63,7 +62,7 @@ def send(
     """
     yield from acks.await_step(to, ch.value - 1)  # the slot of two steps ago has been read
     address = ch.own.locate(x, private=private) if x.numel() > EAGER_BYTES else 0
-    stage(ch, x[:0] if address else x[:CHUNK_BYTES], Envelope(tag, x.numel(), address))
+    stage(ch, x[:0] if address else x[:CHUNK_BYTES], tag, x.numel(), address)
     value = ch.publish()
     if address:
         yield from acks.await_step(to, value)  # the receiver has read it
@@ -74,15 +73,11 @@ def send(
         ch.publish()
 
 
-def stage(ch: Channel, first: torch.Tensor, envelope: Envelope) -> None:
+def stage(ch: Channel, first: torch.Tensor, tag: int, nbytes: int, address: int = 0) -> None:
     """Write a message's envelope (header) and first elements into memory of the next step."""
     ch.own.slot(ENVELOPE_BYTES + first.nbytes, torch.uint8)
     words = ch.words(ch.rank, ch.own.address)
-    words[_TAG], words[_NBYTES], words[_ADDRESS] = (
-        envelope.tag + TAG_BIAS,
-        envelope.nbytes,
-        envelope.address,
-    )
+    words[_TAG], words[_NBYTES], words[_ADDRESS] = tag + TAG_BIAS, nbytes, address
     first_part(ch, ch.rank, ch.own.address, first).copy_(first)
 
 

@@ -126,7 +126,8 @@ class PointToPoint(Face):
                 f"rank than {number}"
             )
             raise ConfigError(msg)
-        if not is_number(tag) or not -(1 << 61) < tag < 1 << 61:
+        is_int = type(tag) is int or is_number(tag)
+        if not is_int or not -(1 << 61) < tag < 1 << 61:
             msg = f"tag {tag!r} is invalid: pass a whole number from 0 to 2^61 - 1"
             raise ConfigError(msg)
         flat = dense(x, self.devices)

@@ -31,6 +31,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 
 from braid.comm.channel.staging import CHUNK_BYTES, Staging
@@ -75,7 +76,7 @@ class Disagreement(Exception):
         self.digests = digests
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, frozen=True):
     """Values that a member published for one step; all zero if it has not published the step.
 
     Attributes:

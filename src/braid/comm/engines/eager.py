@@ -22,7 +22,8 @@ from collections.abc import Callable
 import torch
 
 from braid.comm.algorithms.receive import Mailbox
-from braid.comm.algorithms.send import EAGER_BYTES, Envelope, stage
+from braid.comm.algorithms.send import EAGER_BYTES, stage
+from braid.comm.channel.channel import Channel
 from braid.comm.channel.control_pages import ABANDONED, ControlPages
 from braid.comm.engines.collective import Collective
 from braid.comm.engines.engine import GroupStatistics
@@ -94,6 +95,7 @@ class EagerMessages:
         self._acks = pages.channel(pages.acknowledging_index(pages.rank))
         self._now_ns = pages.transport.clock.now_ns
         self._possible = pages.shares and pages.size > 1
+        self._channels: dict[int, Channel] = {}  # on which this rank sends, by receiver
 
     def send(self, c: Collective) -> bool:
         """Send a message if a slot is free; return whether it was sent."""
@@ -101,14 +103,17 @@ class EagerMessages:
             return False
         start_ns = self._now_ns()
         pages, progress = self._pages, self._progress
-        channel = pages.channel(pages.sending_index(c.peer))
+        channel = self._channels.get(c.peer)
+        if channel is None:
+            channel = pages.channel(pages.sending_index(c.peer))
+            self._channels[c.peer] = channel
         with progress.ordering:
             if not progress.is_free(channel) or self._acks.counter(c.peer) < channel.value - 1:
                 return False
             try:
                 channel.digest = c.digest
                 channel.site = c.site
-                stage(channel, c.ins[0], Envelope(c.tag, c.nbytes, 0))
+                stage(channel, c.ins[0], c.tag, c.nbytes)
                 value = channel.publish()
             except BaseException as exc:
                 pages.stop(ABANDONED, reason=stop_reason(c.text, exc))

@@ -124,7 +124,7 @@ class Progress:
 
     def is_free(self, channel: Channel) -> bool:
         """Return whether no operation is in progress on `channel`; needs the lock `ordering`."""
-        return channel not in self._queues and not self._is_started(channel)
+        return channel not in self._queues and not (self._started and self._is_started(channel))
 
     def advance_started(self) -> bool:
         """Advance the first started operation of each channel; return whether any advanced."""
@@ -281,8 +281,10 @@ class Progress:
         Args:
             text: Name of what the caller waits for, for the message.
         """
-        self.refuse_fork()
-        if threading.current_thread() is self._thread:
+        if self._transport.forked:
+            self.refuse_fork()
+        thread = self._thread
+        if thread is not None and thread.ident == threading.get_ident():
             msg = (
                 f"a callback waits for {text}, which would block the thread that completes it: "
                 "start it with async_op=True, and wait in another thread"

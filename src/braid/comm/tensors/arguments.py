@@ -167,7 +167,7 @@ def check_peer(peer: int, size: int, role: str) -> None:
     Raises:
         ConfigError: `peer` is out of range, or not an integer.
     """
-    if not is_number(peer) or not 0 <= peer < size:
+    if (type(peer) is not int and not is_number(peer)) or not 0 <= peer < size:
         msg = f"{peer!r} is not a {role} of this group: group ranks go from 0 to {size - 1}"
         raise ConfigError(msg)
 
