@@ -35,13 +35,10 @@ class Packed(msgspec.Struct, frozen=True, eq=False):
 
     def as_body(self) -> tuple[Body, list[memoryview]]:
         """Return the message and its buffers; tensors on GPUs are copied to the host once."""
-        if all([tensor.layout is torch.strided for tensor in self.tensors]):  # noqa: C419 - quicker
-            specs, buffers = as_buffers(self.tensors)
-            return Body(self.data, specs), buffers
         dense: list[torch.Tensor] = []
         sparse: list[SparseSpec] = []
         for tensor in self.tensors:
-            if tensor.layout == torch.sparse_coo:
+            if tensor.layout is torch.sparse_coo:
                 shape = tuple(tensor.shape)
                 spec = SparseSpec(len(dense), shape, tensor.is_coalesced(), tensor.requires_grad)
                 sparse.append(spec)

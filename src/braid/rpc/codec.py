@@ -17,6 +17,7 @@ import enum
 import io
 import pickle
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count, repeat
 from typing import Any, TypeAlias
 
 import msgspec
@@ -209,6 +210,8 @@ class Codec:
         if kind is tuple:
             return self._extension(_TUPLE, self._trees(value, packing, where))
         if kind is dict:
+            if not value:
+                return value
             parts = {key: self._tree(one, packing, (where, key)) for key, one in value.items()}
             if all(type(key) is str for key in parts):
                 return parts
@@ -262,7 +265,8 @@ class Codec:
         raise RpcError(msg)
 
     def _trees(self, values: Iterable[Any], packing: _Packing, where: Where) -> list[Any]:
-        return [self._tree(one, packing, (where, place)) for place, one in enumerate(values)]
+        wheres = zip(repeat(where), count())
+        return list(map(self._tree, values, repeat(packing), wheres))
 
     def _pickled(self, value: Any, packing: _Packing, where: Where) -> list[Any]:
         """Return a pickle, and the list of tensors and references that it contains."""

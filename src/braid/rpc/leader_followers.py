@@ -64,6 +64,7 @@ class LeaderFollowers:
         tick: Called often, to check deadlines.
         is_bounded: Function that returns whether `max_running` applies to a message.
         max_running: Maximum number of such messages that the pool processes at the same time.
+        num_waiting: Number of threads of the program that wait.
     """
 
     van: Van
@@ -84,7 +85,7 @@ class LeaderFollowers:
         self._led_ns = self._now_ns()  # when a thread led or waited last
         self._ticked_ns = 0
         # threads of the program
-        self._num_waiting = 0
+        self.num_waiting = 0
         self._waiters: dict[object, threading.Condition] = {}  # threads that wait and do not lead
         self._waited_ns = 0  # when one waited last
         # threads of the pool
@@ -167,7 +168,7 @@ class LeaderFollowers:
         until_ns = None if timeout_s is None else self._now_ns() + round(timeout_s * 1e9)
         key = object() if key is None else key
         with self._lock:
-            self._num_waiting += 1
+            self.num_waiting += 1
             try:
                 while not is_over():
                     left_s = _TICK_S
@@ -205,13 +206,13 @@ class LeaderFollowers:
         try:
             self._unlocked(self.handle, delivery, self._led_ns)
         finally:
-            self._num_waiting += 1
+            self.num_waiting += 1
 
     def _step_back(self) -> None:
         """Wait no longer in this thread: another waiting one leads, or the pool after `REST_S`."""
-        self._num_waiting -= 1
+        self.num_waiting -= 1
         self._waited_ns = self._led_ns = self._now_ns()
-        if self._num_waiting and not self._has_leader:
+        if self.num_waiting and not self._has_leader:
             self._wake_waiters(1)
         elif not self._has_standby:
             self._follower.notify()
@@ -265,14 +266,14 @@ class LeaderFollowers:
     def _may_lead(self) -> bool:
         # A program that calls in a loop waits again microseconds after each answer. If the pool led
         # in between, each answer would cost a change of threads; so the pool waits `REST_S` first.
-        if self._has_leader or self._num_waiting:
+        if self._has_leader or self.num_waiting:
             return False
         return self._now_ns() - self._waited_ns > REST_S * 1e9
 
     def _lead_in_pool(self) -> None:
         """Receive one message; this thread processes it next, unless too many are processed."""
         delivery = self._lead(_TICK_S)
-        if self._num_waiting:
+        if self.num_waiting:
             self._wake_waiters(1)
         if delivery is not None:
             self._backlog_of(delivery).waiting.append((delivery, self._led_ns))
@@ -344,7 +345,7 @@ class LeaderFollowers:
         """
         with self._lock:
             self._waited_ns = 0
-            if not self._has_leader and not self._num_waiting:
+            if not self._has_leader and not self.num_waiting:
                 self._follower.notify()
 
     def notify(self) -> None:

@@ -121,8 +121,10 @@ class Peers:
             )
             self.deliver(delivery)
             return
-        node = node_of(to)
-        if not self.van.is_connected(node):
+        send = self.van.send
+        try:
+            send(node_of(to), message, buffers=buffers, answers=answers, message_id=number)
+        except PeerLostError:  # there is no connection
             is_first = isinstance(message, Call) or (  # others go to nodes that were connected
                 isinstance(message, Fork) and to not in self.lost
             )
@@ -130,8 +132,8 @@ class Peers:
                 self.undelivered(to)
                 return
             self._connect(to, _CONNECT_S if isinstance(message, Call) else _PROBE_S)
+            send(node_of(to), message, buffers=buffers, answers=answers, message_id=number)
         self._reached.add(to)
-        self.van.send(node, message, buffers=buffers, answers=answers, message_id=number)
 
     def undelivered(self, to: int) -> None:
         """Release the references of a lost node, since a message to it was not delivered."""
