@@ -340,6 +340,7 @@ def _mistakes(group: Group) -> list[str]:
         refused("pp=2", balance=[1, 1, 1]),
         refused("pp=2", schedule="zbv", shard=2),
         said_by(lambda: hybrid.clip_grad_norm_(-1.0), ConfigError),
+        said_by(lambda: hybrid(torch.ones(2, 3)), ConfigError),
         said_by(lambda: HybridParallel(row, "dp=2", group, shard=3), ConfigError),
         said_by(forgotten, ConfigError),
         said_by(lambda: HybridParallel(row, "ep=2", group, layers=captured), ConfigError),
@@ -348,7 +349,8 @@ def _mistakes(group: Group) -> list[str]:
 
 def test_mistakes_are_named(world):
     for said in world(2, _mistakes):
-        one_stage, everything, balance, split, norm, gathered, forgotten, experts = said
+        one_stage, everything, balance, split, norm, called, gathered, forgotten, experts = said
+        assert "a model on a mesh cannot be called: use step(batch, target, loss=...)" in called
         assert "a captured model does not support sharded experts: leave the axis ep" in experts
         assert (
             "of the stages of ranks 1 can be sharded: all are shared between layers: use"

@@ -224,6 +224,11 @@ class HybridParallel:
             if param.grad is not None:
                 yield param, param.grad, True
 
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Raise, because a mesh runs forwards and backwards together."""
+        msg = "a model on a mesh cannot be called: use step(batch, target, loss=...) or evaluate"
+        raise ConfigError(msg)
+
     def step(self, batch: Any, target: Any, *, loss: Any) -> torch.Tensor:
         """Run forwards and backwards of a batch; see `Pipeline.step`.
 
