@@ -26,12 +26,12 @@ from braid.checkpoint import (
 from braid.checkpoint.snapshot import param_of
 from braid.checkpoint.training_state import merged_numbers
 from braid.comm import Group
+from braid.parallel.gradients.exact_norm import clip_whole_
 from braid.parallel.pipeline import sizes_of
 from braid.parallel.pipeline.asynchronous import AsynchronousPipeline, Emulation, stale_lr_scale
 from braid.programs.schedule.pipeline import VersionRule, asynchronous, oldest_ages
 from braid.train.config import TrainConfig
 from braid.train.gpt import GPT, mean_loss
-from braid.train.shards import clip_whole
 from braid.train.stage_balance import stage_balance
 from braid.train.windows import Windows
 
@@ -156,7 +156,7 @@ class AsynchronousStages:
             scale = stale_lr_scale(age, number, self._config.stale_lr_steps)
             for param_group in optimizer.param_groups:
                 param_group["lr"] = self._config.lr_at(number) * scale
-            norm = clip_whole(self._model, self._config.clip)
+            norm = clip_whole_(self._model.parameters(), self._config.clip)
             check(norm, number)
             norms.setdefault(number, norm)
 

@@ -23,6 +23,7 @@ from braid import context
 from braid.elasticity import ElasticTraining, elastic, elastic_mesh
 from braid.elasticity.learning_rate import rate_factor
 from braid.errors import ConfigError
+from braid.parallel.gradients.exact_norm import clip_whole_
 from braid.runtime.clock import Clock
 from braid.runtime.metrics import memory_bytes
 from braid.train.config import MODELS, TrainConfig
@@ -39,7 +40,6 @@ from braid.train.reports import (
     TrainingFinished,
     TrainingStarted,
 )
-from braid.train.shards import clip_whole
 from braid.train.windows import Windows
 from braid.types import Shares
 
@@ -235,7 +235,7 @@ class _Elastic:
         for group in training.optimizer.param_groups:
             group["lr"] = self._config.lr_at(training.num_steps)
         if not self._on_mesh:
-            self._norm = clip_whole(training.model, self._config.clip)
+            self._norm = clip_whole_(training.model.parameters(), self._config.clip)
         training.optimizer.step()
 
     def _evaluate(self) -> None:

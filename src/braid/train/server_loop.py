@@ -24,6 +24,7 @@ from braid import ps
 from braid.checkpoint import open_last, training_tensors
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
+from braid.parallel.gradients.exact_norm import clip_whole_
 from braid.programs.sampling import OrderedSampler, SampleOrder, share_of
 from braid.runtime.metrics import memory_bytes
 from braid.runtime.rendezvous import Loaded, Saved
@@ -42,7 +43,6 @@ from braid.train.reports import (
     TrainingFinished,
     TrainingStarted,
 )
-from braid.train.shards import clip_whole
 from braid.train.windows import Windows
 from braid.types import Shares
 
@@ -222,7 +222,7 @@ class _Worker:
                 f"(learning rate {lr:.2g}): lower --lr, or resume from the last checkpoint"
             )
             raise TrainingDivergedError(msg)
-        norm = clip_whole(self._model, config.clip)
+        norm = clip_whole_(self._model.parameters(), config.clip)
         computed_ns = clock.now_ns()
         self._served.step()
         self._step += 1

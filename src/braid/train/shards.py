@@ -21,7 +21,7 @@ from braid.checkpoint import (
 )
 from braid.comm import Group
 from braid.parallel.data_parallel import DistributedDataParallel, accumulate
-from braid.parallel.gradients.exact_norm import clip_pieces_
+from braid.parallel.gradients.exact_norm import clip_whole_
 from braid.parallel.sharding import (
     ShardedSnapshot,
     Sharding,
@@ -34,7 +34,7 @@ from braid.programs.sampling import share_of
 from braid.train.gpt import GPT
 from braid.train.windows import Windows
 
-__all__ = ["ParallelShards", "ReferenceShards", "Shards", "StepAgreement", "clip_whole"]
+__all__ = ["ParallelShards", "ReferenceShards", "Shards", "StepAgreement"]
 
 
 class StepAgreement(NamedTuple):
@@ -156,7 +156,7 @@ class ParallelShards:
         """Scale gradients to at most `max_norm`, and return the norm before; see `Shards.clip`."""
         if self._sharding is not None:
             return self._sharding.clip_grad_norm_(max_norm).item()
-        return clip_whole(self._model, max_norm)
+        return clip_whole_(self._model.parameters(), max_norm)
 
     def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
         """Return the tensors that this rank writes, and other values; see `Shards.checkpoint`."""
@@ -210,7 +210,7 @@ class ReferenceShards:
 
     def clip(self, max_norm: float) -> float:
         """Scale gradients to at most `max_norm`, and return the norm before; see `Shards.clip`."""
-        return clip_whole(self._model, max_norm)
+        return clip_whole_(self._model.parameters(), max_norm)
 
     def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
         """Return the tensors that this rank writes, and other values; see `Shards.checkpoint`."""
@@ -231,15 +231,3 @@ class ReferenceShards:
             return value
 
         return loss
-
-
-def clip_whole(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradients of an unsharded model to at most `max_norm`; return the norm before.
-
-    On a CPU the norm has the same bits as the norm of sharded gradients over ranks. On a GPU the
-    order of the sum differs, because the same order would take thousands of kernels.
-    """
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    if grads and grads[0].is_cuda:
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
-    return clip_pieces_(grads, max_norm).item()

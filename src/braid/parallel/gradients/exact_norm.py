@@ -24,11 +24,12 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
 from braid.comm import Group
 from braid.errors import ConfigError
 
-__all__ = ["BLOCK", "clip_counted_", "clip_pieces_", "exact_norm"]
+__all__ = ["BLOCK", "clip_counted_", "clip_pieces_", "clip_whole_", "exact_norm"]
 
 BLOCK = 16  # elements
 LIMB_BITS = 22
@@ -96,6 +97,19 @@ def _norm_and_flag(
     exact = math.ldexp(total, -bits)
     norm = math.sqrt(exact) if norm_type == 2.0 else exact ** (1.0 / norm_type)
     return torch.tensor(norm, dtype=torch.float64, device=device), any_flag
+
+
+def clip_whole_(params: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale the gradients of unsharded parameters to at most `max_norm`; return the norm before.
+
+    On a CPU the norm has the same bits as the norm of sharded gradients over ranks. On a GPU the
+    order of the sum differs, because the same order would take thousands of kernels.
+    """
+    params = list(params)
+    grads = [param.grad for param in params if param.grad is not None]
+    if grads and grads[0].is_cuda:
+        return nn.utils.clip_grad_norm_(params, max_norm).item()
+    return clip_pieces_(grads, max_norm).item()
 
 
 def clip_pieces_(

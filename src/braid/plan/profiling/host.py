@@ -17,9 +17,10 @@ from torch import nn
 
 from braid.comm import Group
 from braid.comm.autograd.layer_costs import seconds_of
+from braid.parallel.gradients.exact_norm import clip_whole_
 from braid.parallel.pipeline import Pipeline
 from braid.plan.profiling.profile import Curve, HostProfile
-from braid.plan.profiling.slowdown import clip, step_s
+from braid.plan.profiling.slowdown import CLIP, step_s
 
 __all__ = ["profile_host"]
 
@@ -153,7 +154,7 @@ def _optimizer(group: Group, layers: Sequence[nn.Module], device: torch.device) 
         def step(
             copies: list[nn.Parameter] = copies, optimizer: torch.optim.Optimizer = optimizer
         ) -> None:
-            clip(copies)
+            clip_whole_(copies, CLIP)
             optimizer.step()
 
         points[sum(p.nbytes for p in copies)] = _median_s(group, step, device, LARGE_RUNS)

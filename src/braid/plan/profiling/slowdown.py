@@ -25,12 +25,12 @@ from braid.comm import Group
 from braid.comm.autograd.layer_costs import seconds_of
 from braid.comm.autograd.nested import map_tensors, tensors_in
 from braid.parallel.gradients import GradientReducer, ParamTable, ReducerOptions
-from braid.parallel.gradients.exact_norm import clip_pieces_
+from braid.parallel.gradients.exact_norm import clip_whole_
 from braid.parallel.pipeline.layer_runs import as_input
 from braid.parallel.pipeline.skip import use_skips
 from braid.plan.profiling.profile import HostProfile
 
-__all__ = ["clip", "slowdown", "step_s"]
+__all__ = ["CLIP", "slowdown", "step_s"]
 
 MAX_STEPS = 6  # after one that warms up
 CLIP = 1.0
@@ -93,7 +93,7 @@ def step_s(
         group.all_gather(value.detach().double().cpu())
         for copy, param in zip(copies, params, strict=True):
             copy.grad = param.grad
-        clip(copies)
+        clip_whole_(copies, CLIP)
         optimizer.step()
 
     times: list[float] = []
@@ -109,14 +109,6 @@ def step_s(
                 num_steps = int(group.broadcast(torch.tensor(float(most)), 0))
     model.zero_grad()  # gradients of later backwards are in this rank's memory again
     return statistics.median(times[1:])
-
-
-def clip(params: Sequence[nn.Parameter]) -> None:
-    """Clip gradients as `braid train` does on the parameters' device."""
-    if params[0].is_cuda:
-        nn.utils.clip_grad_norm_(params, CLIP)
-    else:
-        clip_pieces_([p.grad for p in params if p.grad is not None], CLIP)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
