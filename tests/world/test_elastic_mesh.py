@@ -39,10 +39,39 @@ MESHES = [
 ALL_POINTS = (*(p for p in POINTS if p != "state"), "loss", *MESH_POINTS)
 
 
+class _Tied(nn.Module):
+    """Layers that share a weight: no rank has a shard of it, and stages have copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+        second.weight = first.weight
+        layers = (nn.Linear(4, 6), first, nn.Tanh(), second, nn.Linear(6, 1))
+        self.blocks = nn.ModuleList(layers)
+
+
+def _build_tied():
+    with elastic_cluster.SEEDING:
+        torch.manual_seed(0)
+        model = _Tied()
+    options = {"momentum": 0.9, "nesterov": True, "foreach": True}  # which changes gradients
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, **options)
+    return model, optimizer, {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)}
+
+
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, torch.Tensor]:
     cluster = Cluster(1, {})
     cluster.run(partial(train_on_mesh, mesh="dp=1", evaluate_every=1))
+    return cluster.results[0]
+
+
+@pytest.fixture(scope="module")
+def undisturbed_tied() -> dict[str, torch.Tensor]:
+    cluster = Cluster(1, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elastic_cluster, "build", _build_tied)
+        cluster.run(partial(train_on_mesh, mesh="dp=1", evaluate_every=1))
     return cluster.results[0]
 
 
@@ -63,7 +92,12 @@ def _differing(cluster: Cluster, reference: dict[str, torch.Tensor]) -> list[tup
         *(pytest.param(n, marks=pytest.mark.proof) for n in range(24, 700)),
     ],
 )
-def test_deaths_on_any_mesh_leave_the_bits_of_one_process(monkeypatch, tmp_path, undisturbed, seed):
+def test_deaths_on_any_mesh_leave_the_bits_of_one_process(
+    monkeypatch, tmp_path, undisturbed, undisturbed_tied, seed
+):
+    is_tied = seed % 4 == 3
+    if is_tied:
+        monkeypatch.setattr(elastic_cluster, "build", _build_tied)
     mesh, shard = MESHES[seed % len(MESHES)]
     size = Mesh.parse(mesh).size
     faults = random_faults(seed, size, ALL_POINTS)
@@ -83,7 +117,7 @@ def test_deaths_on_any_mesh_leave_the_bits_of_one_process(monkeypatch, tmp_path,
     # together take turns, but one of them and a death are two losses
     lost = {*(rank for rank, _ in cluster.deaths), *(rank for rank, _ in cluster.left)}
     assert cluster.results or cluster.end or lost >= set(range(size)) or (is_lost and len(lost) > 1)
-    assert not _differing(cluster, undisturbed), cluster.deaths
+    assert not _differing(cluster, undisturbed_tied if is_tied else undisturbed), cluster.deaths
 
 
 def test_members_that_are_asked_to_end_together_take_turns(monkeypatch, undisturbed):
@@ -141,36 +175,29 @@ def test_the_loss_of_a_host_with_all_replicas_of_a_stage_loses_no_step(
     assert not _differing(cluster, undisturbed)
 
 
-class _Tied(nn.Module):
-    """Layers that share a weight, so no rank has a shard of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        first, second = nn.Linear(6, 6), nn.Linear(6, 6)
-        second.weight = first.weight
-        layers = (nn.Linear(4, 6), first, nn.Tanh(), second, nn.Linear(6, 1))
-        self.blocks = nn.ModuleList(layers)
-
-
-def _build_tied():
-    with elastic_cluster.SEEDING:
-        torch.manual_seed(0)
-        model = _Tied()
-    options = {"momentum": 0.9, "nesterov": True, "foreach": True}  # which changes gradients
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, **options)
-    return model, optimizer, {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)}
-
-
 @pytest.mark.parametrize("shard", [1, 3])
-def test_a_copy_has_gradients_that_the_optimizer_of_its_rank_changes(monkeypatch, shard):
+def test_a_copy_has_gradients_that_the_optimizer_of_its_rank_changes(
+    monkeypatch, undisturbed_tied, shard
+):
     monkeypatch.setattr(elastic_cluster, "build", _build_tied)
-    reference = Cluster(1, {})
-    reference.run(partial(train_on_mesh, mesh="dp=1"))
     cluster = Cluster(3, {(1, "update"): 2, (2, "forward"): 6}, restarts=0)
     with points_of_death(monkeypatch):
-        cluster.run(partial(train_on_mesh, mesh="dp=3", shard=shard))
+        cluster.run(partial(train_on_mesh, mesh="dp=3", shard=shard, evaluate_every=1))
     assert len(cluster.deaths) == 2
-    assert not _differing(cluster, reference.results[0])
+    assert not _differing(cluster, undisturbed_tied)
+
+
+@pytest.mark.parametrize("shard", [0, 1, 3])
+@pytest.mark.parametrize("faults", [{(2, "forward"): 2}, {(0, "update"): 3, (3, "agree"): 5}])
+def test_weights_that_stages_share_come_to_all_of_them(
+    monkeypatch, undisturbed_tied, shard, faults
+):
+    monkeypatch.setattr(elastic_cluster, "build", _build_tied)
+    cluster = Cluster(4, faults, spares=1)
+    with points_of_death(monkeypatch):
+        cluster.run(partial(train_on_mesh, mesh="pp=2,dp=2", shard=shard, evaluate_every=1))
+    assert len(cluster.deaths) == len(faults)
+    assert not _differing(cluster, undisturbed_tied)
 
 
 def test_divided_layers_keep_their_bits_with_their_number_of_ranks(monkeypatch):

@@ -143,7 +143,7 @@ def test_members_that_have_the_same_box_share_the_sending():
         has_values = group.rank < 2
         parts = {0: [_part("whole", 0, 1, has_values=True)]} if has_values else {}
         newest = newest_state(group, parts, {0: ["all"]} if has_values else {})
-        wanted = [("model/w", [TensorBox.all_of(WHOLE)])]
+        wanted = [("model/w", 35, [TensorBox.all_of(WHOLE)])]
         return [
             source.rank for rank in range(4) for _, _, source, _ in _moves(newest, wanted, rank)
         ]
@@ -172,6 +172,22 @@ def test_a_part_that_nobody_has_is_named():
 
     for text in run_threads(2, main):
         assert text.startswith("the state of rows 2 is lost, ")
+
+
+@pytest.mark.parametrize(("boxes", "missing"), [([], 35), (_by_rows(0, 2)[1], 15)])
+def test_elements_that_a_member_would_not_get_are_an_error_of_all(boxes, missing):
+    def main(group: Group) -> str:
+        old = _part("whole", 0, 1, has_values=True)
+        newest = newest_state(group, {0: [old]}, {0: ["all"]})
+        part = _part("whole", 0, 1, has_values=False)
+        if group.rank:
+            part = part._replace(boxes={"w": boxes} if boxes else {})
+        with pytest.raises(LostStateError) as caught:
+            fill(group, newest, [old], part)
+        return str(caught.value)
+
+    text = f"{missing} of 35 elements of model/w for the member 1 are lost"
+    assert run_threads(2, main) == [text] * 2
 
 
 def test_members_with_other_values_of_one_tensor_are_named():

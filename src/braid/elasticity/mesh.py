@@ -320,11 +320,12 @@ class MeshReplica:
             del state.optimizer.state[param]  # of other stages
         snapshot, _ = self.model.checkpoint(None)
         boxes = boxes_of(snapshot.pieces(), params)
-        for peers in (self.model.groups["tp"], self.group):  # one rank writes what all of them have
+        for axis in ("tp", "dp", "pp"):  # one rank writes what several of them have
             plain = {n: [list(box) for box in of_param] for n, of_param in boxes.items()}
-            for name, of_param in peers.objects.broadcast(plain, 0).items():
-                if name not in boxes and params[name].numel():
-                    boxes[name] = list(map(TensorBox.parse, of_param))
+            for of_peer in self.model.groups[axis].objects.all_gather(plain):
+                for name, of_param in of_peer.items():
+                    if name not in boxes and name in params and params[name].numel():
+                        boxes[name] = list(map(TensorBox.parse, of_param))
         place = dict(self.model.place)
         if not shard:  # replicas have the same
             place.pop("dp", None)

@@ -18,6 +18,7 @@ Cost: each member gets its new part once (a + b*l), less what it had.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -151,10 +152,12 @@ def fill(group: Group, newest: NewestState, parts: Sequence[ModelPart], part: Mo
         part: New part of this member; its optimizer has no states yet.
     """
     _make_states(newest, part)
+    boxless = part.params.keys() - part.boxes.keys()  # `_moves` refuses those with elements
     targets = list(part.entries())
-    wanted = [(target.name, [tuple(box) for box in target.boxes]) for target in targets]
+    targets += [PartTensor(f"model/{name}", (), part.params[name]) for name in sorted(boxless)]
+    wanted = [(t.name, t.tensor.numel(), [tuple(box) for box in t.boxes]) for t in targets]
     of_all = [
-        [(name, list(map(TensorBox.parse, boxes))) for name, boxes in one]
+        [(name, numel, list(map(TensorBox.parse, boxes))) for name, numel, boxes in one]
         for one in group.objects.all_gather(wanted)
     ]
     had = {old.name: list(old.entries()) for old in parts}
@@ -201,20 +204,28 @@ def _make_states(newest: NewestState, part: ModelPart) -> None:
 
 
 def _moves(
-    newest: NewestState, wanted: Sequence[tuple[str, Sequence[TensorBox]]], rank: int
+    newest: NewestState, wanted: Sequence[tuple[str, int, Sequence[TensorBox]]], rank: int
 ) -> Iterator[tuple[int, TensorBox, _Source, tuple[Sequence[int], Sequence[int]]]]:
     """Yield what a member gets, the same on all members.
 
     Each item has the number of the tensor in its part, the box, where the elements come from, and
     their offset and shape.
+
+    Raises:
+        LostStateError: The member would not get all elements of a tensor.
     """
-    for number, (name, boxes) in enumerate(wanted):
+    for number, (name, numel, boxes) in enumerate(wanted):
+        missing = numel
         for box in boxes:
             for alike in newest.tensors[name].sources.values():
                 holder = rank if rank in alike else list(alike)[rank % len(alike)]
                 common = alike[holder].box.common(box)
                 if common is not None:
+                    missing -= math.prod(common[1])
                     yield number, box, alike[holder], common
+        if missing:
+            msg = f"{missing} of {numel} elements of {name} for the member {rank} are lost"
+            raise LostStateError(msg)
 
 
 def _exchange(
