@@ -239,6 +239,33 @@ def test_a_rank_that_computes_wrongly_leaves_before_its_result_is_used(undisturb
         assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in state.items())
 
 
+@pytest.mark.parametrize("keeps_state", [False, True])
+def test_a_newcomer_without_state_that_the_program_keeps_is_named(monkeypatch, keeps_state):
+    warnings = []
+    monkeypatch.setattr(
+        suspects.LOG, "warning", lambda text, *values: warnings.append(text % values)
+    )
+
+    def main(members):
+        seen = [-1]
+
+        def scale(run: ElasticTraining, model: nn.Module) -> None:
+            if run.num_steps != seen[-1]:
+                seen.append(run.num_steps)
+            model[0].weight.grad.mul_(len(seen) if keeps_state else 1 + run.num_steps)
+
+        return train(members, after_backward=scale)
+
+    cluster = Cluster(3, {(1, "forward"): 4}, min_ranks=3)
+    with points_of_death(monkeypatch):
+        cluster.run(main)
+    assert cluster.deaths
+    assert cluster.left == []
+    assert len(warnings) == keeps_state
+    text = "this rank has joined, and computes other gradients than the other ranks in step 5: the"
+    assert warnings == [] or warnings[0].startswith(text), warnings
+
+
 def test_a_newcomer_with_another_model_leaves_and_the_others_go_on(undisturbed):
     cluster = Cluster(3, {(1, "forward"): 2}, min_ranks=3, restarts=2)
     cluster.run(lambda members: train(members, width=6 if members.rank == 3 else 5))
@@ -265,7 +292,8 @@ def test_of_two_ranks_that_differ_again_and_again_both_are_named():
     )
 
 
-def test_a_rank_that_stays_slow_leaves(monkeypatch):
+@pytest.mark.parametrize("factor", [0.0, 2.0])
+def test_a_rank_that_stays_slow_is_named_or_leaves(monkeypatch, factor):
     now = threading.local()
 
     def monotonic_ns() -> int:
@@ -274,9 +302,15 @@ def test_a_rank_that_stays_slow_leaves(monkeypatch):
 
     monkeypatch.setattr(suspects, "time", SimpleNamespace(monotonic_ns=monotonic_ns))
     cluster = Cluster(3, {})
-    cluster.run(partial(train, epochs=10, replace_slow=2.0))
-    assert cluster.left == [(2, "has taken 9.0 times as long as its peers for its steps")]
-    assert len(cluster.begun) > 1
+    warnings = []
+    monkeypatch.setattr(
+        suspects.LOG, "warning", lambda text, *values: warnings.append(text % values)
+    )
+    cluster.run(partial(train, epochs=20, replace_slow=factor))
+    text = "has taken 9.0 times as long as its peers for its steps"
+    assert cluster.left == ([(2, text)] if factor else [])
+    assert (len(cluster.begun) > 1) == bool(factor)
+    assert [text in warning for warning in warnings] == ([] if factor else [True])
 
 
 def test_a_rank_is_not_slow_beside_ranks_without_micro_batches():

@@ -79,10 +79,10 @@ def elastic(
             micro-batch, and gradients are compared bit by bit; 0 for never. A rank that computes
             wrongly leaves before its result is used, and is replaced. Needs equal hosts.
         replace_slow: A rank that is slower than its peers by this factor, such as 2.0, for 30
-            steps leaves and is replaced; 0 for never.
+            steps leaves and is replaced; 0 for only a warning at a factor of 2.
         checkpoints: Directory of checkpoints, which all ranks see. The training begins with the
-            last checkpoint, and goes back to it if all members with the state are lost; without
-            checkpoints, such a loss ends the run. Buffers outside of `state_dict()` are not saved.
+            last checkpoint. If all members are lost at the same time, the run ends, and the next
+            run begins with the checkpoint. Buffers outside of `state_dict()` are not saved.
         checkpoint_every: Number of steps between two checkpoints. A failure, such as a full
             disk, is only a warning. If all members are asked to end, or the launcher is lost, the
             members first save one.
@@ -100,7 +100,10 @@ def elastic(
     round of micro-batches. Cost of a loss: a meeting of the members, and a broadcast of the state
     if a member lacks it.
     """
-    raise_all(below(0, verify=verify, replace_slow=replace_slow))
+    problems = below(0, verify=verify)
+    if replace_slow and not replace_slow > 1:
+        problems.append(f"replace_slow must be above 1, or 0 for never, got {replace_slow}")
+    raise_all(problems)
     raise_all(below(1, shards=shards) if shards is not None else [])
     require_rule(batch_per_rank, shards)
     for name, module in model.named_modules():

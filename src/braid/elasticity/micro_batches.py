@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from braid.comm import Group
 from braid.elasticity.gradient_sums import num_rounds, shard_of
-from braid.elasticity.suspects import checks_step
+from braid.elasticity.suspects import NO_CHECKS, CheckedSteps
 from braid.errors import ConfigError, MismatchError
 from braid.programs.sampling import SampleOrder
 
@@ -43,8 +43,6 @@ class MicroBatches:
             replaced; only whether it shuffles is kept. Without `drop_last`, the last step of a pass
             has the remaining samples; with it, samples too few for a step are dropped.
         seed: Seed of the order of samples.
-        verify: Number of steps between two checks, in which each rank first gets the next rank's
-            first micro-batch; 0 for never.
         per_rank: Whether the number of micro-batches of a step changes with the number of ranks.
             `drop_last` then drops samples too few for a micro-batch, so that a pass ends at the
             same sample on any number of ranks.
@@ -57,9 +55,7 @@ class MicroBatches:
         ConfigError: The loader's order cannot be kept, or it has no samples.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], seed: int, *, verify: int = 0, per_rank: bool = False
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, *, per_rank: bool = False) -> None:
         if isinstance(loader.dataset, IterableDataset):
             msg = (
                 "an IterableDataset cannot be indexed by sample number: use a data set with "
@@ -94,7 +90,6 @@ class MicroBatches:
         self.loader = loader
         self.epoch = -1
         self._size = loader.batch_size
-        self._verify = verify
         self._per_rank = per_rank
         self._samples = _SeededSamples(loader.dataset, seed)
 
@@ -162,6 +157,7 @@ class MicroBatches:
         num_shards: int,
         num_steps: int = 0,
         *,
+        checks: CheckedSteps = NO_CHECKS,
         fills: bool = False,
     ) -> Iterator[Any]:
         """Yield the micro-batches of a rank from the step at `at` to the end of its pass.
@@ -175,6 +171,7 @@ class MicroBatches:
             num_ranks: Number of ranks.
             num_shards: See `sizes`.
             num_steps: Number of earlier steps, in all passes.
+            checks: Steps in which each rank first gets the next rank's first micro-batch.
             fills: Whether a rank without a micro-batch gets the last one in every round, not just
                 in the first.
         """
@@ -186,9 +183,8 @@ class MicroBatches:
                 "multiprocessing_context", "prefetch_factor",
             )
         }  # fmt: skip
-        indices = _Indices(
-            partial(self._indices, at, rank, num_ranks, num_shards, num_steps, fills)
-        )
+        dealt = partial(self._indices, at, rank, num_ranks, num_shards, num_steps)
+        indices = _Indices(partial(dealt, checks=checks, fills=fills))
         return iter(DataLoader(self._samples, batch_sampler=indices, **parts))
 
     def _indices(
@@ -198,12 +194,15 @@ class MicroBatches:
         num_ranks: int,
         num_shards: int,
         num_steps: int,
+        *,
+        checks: CheckedSteps,
         fills: bool,
     ) -> Iterator[list[tuple[int, int]]]:
         epoch = at.epoch
         while at.epoch == epoch and (count := len(self.sizes(at, num_shards))):
-            if checks_step(self._verify, num_steps, num_ranks, count):
+            if checks.is_due(num_steps, num_ranks, count):
                 yield self._part(at, num_shards, (rank + 1) % num_ranks)
+                checks = checks.without_newcomers()
             for number in range(num_rounds(count, num_ranks)):
                 shard = shard_of(number, rank, num_ranks, count)
                 if shard is None and (fills or not number):

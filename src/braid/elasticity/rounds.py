@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
 from braid.elasticity.replica import Replica
 from braid.elasticity.step_buffers import StepBuffers
-from braid.elasticity.suspects import GradientChecks
+from braid.elasticity.suspects import CheckedSteps, GradientChecks
 
 __all__ = ["StepRounds"]
 
@@ -27,21 +27,26 @@ class StepRounds:
 
     Args:
         replica: Model of this member.
-        verify: Number of steps between two checks of gradients; 0 for none.
+        checks: Steps in which gradients are checked.
 
     Attributes:
         buffers: Buffers of the model, which each micro-batch gets as before the step.
     """
 
-    def __init__(self, replica: Replica, verify: int) -> None:
+    def __init__(self, replica: Replica, checks: CheckedSteps) -> None:
         self._group = replica.group
         self._needs_all = replica.needs_all
         self._sums = GradientSums(replica.group, replica.records, replica.memory)
-        self._checks = GradientChecks(verify)
+        self._checks = GradientChecks(checks)
         self.buffers = StepBuffers(replica.group, replica.state.model)
         self._number = 0  # of the round
         self._loss = math.nan
         self._is_check = False
+
+    @property
+    def checks(self) -> CheckedSteps:
+        """Steps in which gradients are checked."""
+        return self._checks.steps
 
     @property
     def position(self) -> tuple[int, int | None]:

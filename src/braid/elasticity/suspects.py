@@ -3,7 +3,8 @@
 A flipped bit in a gradient is summed into the weights of all replicas, which stay equal: comparing
 them shows nothing. So now and then each rank also computes the micro-batch of the next one, and the
 two results are compared before they are used. A rank that computes wrongly differs from both of its
-neighbours.
+neighbours. The first step of a new rank is checked, too: a program may keep state that the new rank
+has not got.
 
     micro-batch      0         1         2
     computed by    r0, r2    r1, r0    r2, r1       r1 is wrong: micro-batches 1 and 2 differ
@@ -15,17 +16,26 @@ import logging
 import time
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 from braid.comm import Group
 from braid.errors import MismatchError
 
-__all__ = ["GradientChecks", "StepTimes", "checks_step", "slow_rank", "wrong_ranks"]
+__all__ = [
+    "NO_CHECKS",
+    "CheckedSteps",
+    "GradientChecks",
+    "StepTimes",
+    "slow_rank",
+    "wrong_ranks",
+]
 
 LOG = logging.getLogger(__name__)
 
 MOST_FAILED_CHECKS = 2
+SLOW = 2.0  # factor from which on a rank is named that is not replaced
 LOOK_STEPS, NUM_LOOKS = 10, 3  # a slow rank is slow in NUM_LOOKS looks at LOOK_STEPS steps each
 
 
@@ -33,11 +43,14 @@ class StepTimes:
     """Times of this rank's micro-batches, without time spent waiting for other ranks.
 
     Args:
-        factor: See `slow_rank`; 0 to find no slow ranks.
+        factor: See `slow_rank`; 0 to find no ranks to replace.
+        names: Whether a slow rank that is not replaced is named once; ranks of a mesh are not
+            alike.
     """
 
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
+    def __init__(self, factor: float, *, names: bool) -> None:
+        self._replaces = bool(factor)
+        self._factor = factor or (SLOW if names else 0.0)
         self._began_ns = 0
         self.clear()
 
@@ -76,7 +89,13 @@ class StepTimes:
         if slow is None or self._slow != [slow] * NUM_LOOKS:
             return None, ""
         times = seconds[slow] / median(s for rank, s in enumerate(seconds) if rank != slow)
-        return slow, f"has taken {times:.1f} times as long as its peers for its steps"
+        text = f"has taken {times:.1f} times as long as its peers for its steps"
+        if self._replaces:
+            return slow, text
+        if slow == group.rank:
+            LOG.warning("this rank %s: look at its host, or replace it with replace_slow=2.0", text)
+        self._factor = 0.0  # one warning is enough
+        return None, ""
 
 
 def wrong_ranks(computed: Sequence[int], checked: Sequence[int]) -> tuple[int, ...]:
@@ -105,41 +124,64 @@ def wrong_ranks(computed: Sequence[int], checked: Sequence[int]) -> tuple[int, .
     return tuple(sorted(common or set.union(*pairs)))
 
 
-def checks_step(every: int, num_steps: int, num_ranks: int, num_shards: int) -> bool:
-    """Return whether gradients are checked in a step: it is due, and all ranks have micro-batches.
+class CheckedSteps(NamedTuple):
+    """The steps in which gradients are checked, while the members stay the same.
 
-    Args:
+    Attributes:
         every: Number of steps between two checks; 0 for none.
-        num_steps: Number of earlier steps.
-        num_ranks: Number of ranks.
-        num_shards: Number of micro-batches of the step.
+        newcomers: Members that have joined a running training; the next step is checked, too.
     """
-    return bool(every) and num_steps % every == 0 and 1 < num_ranks <= num_shards
+
+    every: int = 0
+    newcomers: frozenset[int] = frozenset()
+
+    def is_due(self, num_steps: int, num_ranks: int, num_shards: int) -> bool:
+        """Return whether a step is checked; all ranks must have micro-batches.
+
+        Args:
+            num_steps: Number of earlier steps.
+            num_ranks: Number of ranks.
+            num_shards: Number of micro-batches of the step.
+        """
+        is_due = bool(self.newcomers) or self.is_regular(num_steps)
+        return is_due and 1 < num_ranks <= num_shards
+
+    def is_regular(self, num_steps: int) -> bool:
+        """Return whether a step is checked also without newcomers; see `is_due`."""
+        return bool(self.every) and num_steps % self.every == 0
+
+    def without_newcomers(self) -> CheckedSteps:
+        """Return the steps to check after a check."""
+        return self._replace(newcomers=frozenset())
+
+
+NO_CHECKS = CheckedSteps()
 
 
 class GradientChecks:
     """Compares each rank's gradients with another rank's result for the same micro-batch.
 
     Args:
-        every: Number of steps between two checks; 0 for none.
+        steps: The steps to check.
 
     Attributes:
         checksum: Checksum of this rank's gradients for the next rank's micro-batch; None outside of
             a check.
     """
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self, steps: CheckedSteps) -> None:
+        self.steps = steps
         self.checksum: int | None = None
         self._num_failed = 0  # checks of this step that left the wrong rank unknown
 
     def is_next(self, num_steps: int, num_ranks: int, num_shards: int) -> bool:
         """Return whether each rank must now compute the next rank's micro-batch, for a check."""
-        is_due = checks_step(self.every, num_steps, num_ranks, num_shards)
-        return is_due and self.checksum is None
+        return self.checksum is None and self.steps.is_due(num_steps, num_ranks, num_shards)
 
     def end(self) -> None:
         """Record that the checked step is complete."""
+        if self.checksum is not None:
+            self.steps = self.steps.without_newcomers()
         self.checksum, self._num_failed = None, 0
 
     def find_wrong(self, group: Group, checksum: int, step: int) -> tuple[int, ...]:
@@ -157,6 +199,16 @@ class GradientChecks:
         """
         mine = torch.tensor([[checksum, self.checksum or 0]])
         wrong = wrong_ranks(*group.all_gather(mine).t().tolist())
+        if group.rank in self.steps.newcomers & {*wrong}:
+            LOG.warning(
+                "this rank has joined, and computes other gradients than the other ranks in step "
+                "%d: the program keeps state that a new rank does not get, such as a counter or "
+                "an average; pass it to braid.elastic as a further object, or compute it from "
+                "num_steps",
+                step,
+            )
+        if not self.steps.is_regular(step - 1):
+            return ()
         if len(wrong) < 2:
             return wrong
         self._num_failed += 1

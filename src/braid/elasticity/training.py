@@ -37,11 +37,11 @@ from braid.elasticity.gradient_sums import warn_of_idle_ranks
 from braid.elasticity.learning_rate import RateRule, rate_factor
 from braid.elasticity.members import Members, leave_if_asked, notices, on_trial, require_change
 from braid.elasticity.micro_batches import DataPosition, MicroBatches, require_same_data, seed_all
-from braid.elasticity.replica import Replica
+from braid.elasticity.replica import Replica, WholeModel
 from braid.elasticity.rounds import StepRounds
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import Stateful, fingerprint, refuse_changes
-from braid.elasticity.suspects import StepTimes
+from braid.elasticity.suspects import CheckedSteps, StepTimes
 from braid.elasticity.update_guard import UpdateGuard
 from braid.errors import CommError, ConfigError
 
@@ -106,7 +106,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self.loss = self.grad_norm = math.nan
         self.num_changes = -1
         self._version = 0  # batches are dealt again when the version changes
-        self._times = StepTimes(replace_slow)
+        self._times = StepTimes(replace_slow, names=isinstance(replica, WholeModel))
         self._wants_change = False  # members change before the next step
         self._pass: int | None = None  # the pass over the data that `epochs` has yielded
         self._fingerprint: dict[str, str] = {}
@@ -179,6 +179,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._times.go_on()
             for batch in data.after(
                 *(self.at, group.rank, group.size, self.num_shards, self.num_steps),
+                checks=self._rounds.checks,
                 fills=self._replica.needs_all,
             ):
                 before = self.num_steps, self._rounds.position
@@ -408,12 +409,21 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._evaluation.skip(self.num_steps)
         warn_of_idle_ranks(group, self.num_shards, verifies=bool(self._verify))
         self._guard.watch(state.optimizer, rate_factor(self._rule, group.size, self.num_at_first))
-        self._rounds = StepRounds(self._replica, self._verify)
+        checks = CheckedSteps(self._verify, self._newcomers_of(num_steps))
+        self._rounds = StepRounds(self._replica, checks)
         self._times.clear()
         self._wants_change = self._members.is_last_epoch
         self._fingerprint = fingerprint(state)
         self.num_changes += 1
         self._version += 1
+
+    def _newcomers_of(self, num_steps: Sequence[int]) -> frozenset[int]:
+        """Return the new members whose first gradients are compared with older members."""
+        can_compare = isinstance(self._replica, WholeModel) and max(num_steps) >= 0
+        on_cpu = all(record.param.is_cpu for record in self._replica.records)
+        if not can_compare or not (on_cpu or torch.are_deterministic_algorithms_enabled()):
+            return frozenset()
+        return frozenset(rank for rank, seen in enumerate(num_steps) if seen < 0)
 
     @property
     def _progress(self) -> dict[str, Any]:
@@ -461,8 +471,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             raise ConfigError(msg)
         samples = self._samples
         if samples is None or samples.loader is not loader:
-            samples = self._samples = MicroBatches(
-                loader, self._seed, verify=self._verify, per_rank=self._rule is not None
-            )
+            per_rank = self._rule is not None
+            samples = self._samples = MicroBatches(loader, self._seed, per_rank=per_rank)
         samples.epoch = self.at.epoch
         return samples
