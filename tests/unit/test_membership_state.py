@@ -314,7 +314,7 @@ class _Run:
 @given(seed=st.integers(0, 2**32), changes_slots=st.booleans())
 def test_members_keep_one_history_and_the_newest_state(seed, changes_slots):
     for number in range(40):
-        rng = random.Random(seed + number)
+        rng = random.Random(40 * seed + number)
         num_ranks = rng.randint(1, 5)
         limits = ElasticLimits(
             min_ranks=rng.randint(1, num_ranks),
