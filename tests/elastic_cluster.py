@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -75,6 +76,7 @@ class Cluster:
         self.errors: list[BaseException] = []
         self.deaths: list[tuple[int, str]] = []
         self.left: list[tuple[int, str]] = []
+        self.refused: list[str] = []  # errors of ranks that could not join
         self.changed = threading.Condition()
         self.begun: list[Begin] = []
         self.pauses = False
@@ -230,6 +232,7 @@ class ThreadMembers:
         cluster = self.cluster
         with cluster.changed:
             cluster.left.append((self.rank, reason))
+            cluster.refused += map(str, filter(None, sys.exc_info()[1:2]))
             cluster.execute(cluster.state.lost(self.rank))
         raise Dismissed
 
@@ -306,13 +309,11 @@ def train(
     epochs: int = 2,
     after_backward: Callable[[ElasticTraining, nn.Module], object] = lambda *_: None,
     evaluate_every: int = 0,
-    width: int = 5,
+    change: Callable[[TrainingState], TrainingState] = lambda state: state,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Train a small model, and return its state."""
-    model = nn.Sequential(
-        nn.Linear(4, width), nn.BatchNorm1d(width), Counted(), nn.Linear(width, 1)
-    )
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), Counted(), nn.Linear(5, 1))
     with torch.no_grad():
         for position, param in enumerate(model.parameters()):
             param.copy_(torch.linspace(-1.0, 1.0, param.numel()).view_as(param) + position + 1)
@@ -326,7 +327,8 @@ def train(
         optimizer.step()
         scheduler.step()
 
-    whole: Replica = WholeModel(TrainingState(model, optimizer, {"scheduler": scheduler}))
+    state = TrainingState(model, optimizer, {"scheduler": scheduler})
+    whole: Replica = WholeModel(change(state))
 
     def evaluate() -> None:
         members.visit("evaluate")
@@ -348,9 +350,9 @@ def train(
                     loss.backward()
                     after_backward(run, model)
     assert shards is None or run.num_steps == epochs * -(-32 // (3 * shards))
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     seen = {f"evaluation {step}": value for step, value in means.items()}
-    return state | seen | {"loss": torch.tensor(run.loss)}
+    return values | seen | {"loss": torch.tensor(run.loss)}
 
 
 class Blocks(nn.Module):
@@ -453,6 +455,52 @@ def train_on_mesh(
     state = {name: tensor.clone() for name, tensor in part.state.model.state_dict().items()}
     seen = {f"evaluation {step}": value for step, value in means.items()}
     return state | seen | {"loss": torch.tensor(run.loss)}
+
+
+DIFFERENCES = {  # kind, and words of the message
+    "fewer": "bias is missing here and float32[1] (parameter group 0) there",
+    "more": "weight2 is float32[1] (parameter group none) here and missing there",
+    "names": ".0.weight is float32[1, ",
+    "shape": "bias is float32[2] (parameter group 0) here and float32[1] (parameter group 0)",
+    "dtype": "bias is bfloat16[1] (parameter group 0) here and float32[1] (parameter",
+    "frozen": "bias is float32[1] frozen (parameter group 0) here and float32[1] (parameter",
+    "order": "parameters have another order",
+    "buffer": "mask is float32[2] here and missing there",
+    "optimizer": "optimizer is SGD here and AdamW there",
+    "groups": "number of parameter groups is 2 here and 1 there",
+    "no object": "object scheduler is missing here and MultiStepLR there",
+    "object": "object sampler is MultiStepLR here and missing there",
+}
+
+
+def differing(state: TrainingState, kind: str) -> TrainingState:
+    """Return the objects of a rank that runs another program; see `DIFFERENCES`."""
+    layers: Any = getattr(state.model, "blocks", state.model)
+    width = layers[-1].in_features
+    if kind == "fewer":
+        layers[-1] = nn.Linear(width, 1, bias=False)
+    elif kind == "names":
+        layers[-1] = nn.Sequential(layers[-1])
+    elif kind == "shape":
+        layers[-1] = nn.Linear(width, 2)
+    elif kind == "dtype":
+        layers[-1].bfloat16()
+    elif kind == "frozen":
+        layers[-1].bias.requires_grad_(False)
+    elif kind == "order":
+        layers[-1].weight = layers[-1]._parameters.pop("weight")
+    elif kind == "buffer":
+        layers[-1].register_buffer("mask", torch.ones(2), persistent=False)
+    params = list(state.model.parameters())
+    if kind == "more":
+        layers[-1].weight2 = nn.Parameter(torch.ones(1))
+    groups = [params[:1], params[1:]] if kind == "groups" else [params]
+    optimizer = torch.optim.SGD if kind == "optimizer" else torch.optim.AdamW
+    others = {} if kind == "no object" else dict(state.others)
+    others |= {"sampler": others["scheduler"]} if kind == "object" else {}
+    return TrainingState(
+        state.model, optimizer([{"params": group} for group in groups], lr=0.05), others
+    )
 
 
 def random_faults(

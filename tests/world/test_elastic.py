@@ -26,10 +26,12 @@ from braid.errors import ConfigError, MismatchError
 from braid.parallel.gradients import ParamTable
 from braid.parallel.sharding import fully_shard
 from elastic_cluster import (
+    DIFFERENCES,
     HERE,
     POINTS,
     Cluster,
     ThreadMembers,
+    differing,
     points_of_death,
     random_faults,
     train,
@@ -266,10 +268,16 @@ def test_a_newcomer_without_state_that_the_program_keeps_is_named(monkeypatch, k
     assert warnings == [] or warnings[0].startswith(text), warnings
 
 
-def test_a_newcomer_with_another_model_leaves_and_the_others_go_on(undisturbed):
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_a_newcomer_with_other_objects_is_named_and_the_others_go_on(undisturbed, kind):
+    def main(members):
+        change = partial(differing, kind=kind) if members.rank == 3 else lambda state: state
+        return train(members, change=change)
+
     cluster = Cluster(3, {(1, "forward"): 2}, min_ranks=3, restarts=2)
-    cluster.run(lambda members: train(members, width=6 if members.rank == 3 else 5))
+    cluster.run(main)
     assert cluster.left == [(3, "cannot take part")]
+    assert DIFFERENCES[kind] in cluster.refused[0]
     assert set(cluster.results) == {0, 2, 4}
     for state in cluster.results.values():
         assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in state.items())

@@ -14,14 +14,18 @@ from braid.elasticity import saving
 from braid.elasticity.members import leavers_of
 from braid.elasticity.mesh import MeshReplica, _NoInitialValues, elastic_mesh, mesh_for
 from braid.elasticity.saving import TrainingCheckpoints
+from braid.elasticity.state_transfer import TrainingState
 from braid.elasticity.training import ElasticTraining
 from braid.errors import CheckpointError, ConfigError, MismatchError
 from braid.programs.layout import Mesh
 from elastic_cluster import (
+    DIFFERENCES,
+    HERE,
     MESH_POINTS,
     POINTS,
     Cluster,
     build,
+    differing,
     points_of_death,
     random_faults,
     train_on_mesh,
@@ -287,6 +291,23 @@ def test_an_order_of_samples_that_changes_inside_of_a_pass_is_refused(monkeypatc
         cluster.run(run)
     with pytest.raises(ConfigError, match="samples of a step 24 \\(here 8\\)"):
         Cluster(2, {}).run(partial(run, batch_size=2))
+
+
+@pytest.mark.parametrize("kind", ["fewer", "frozen", "buffer", "optimizer"])
+def test_a_newcomer_that_builds_other_objects_is_named_and_the_others_go_on(
+    monkeypatch, undisturbed, kind
+):
+    def build_other():
+        state = TrainingState(*build())
+        return differing(state, kind) if HERE.members.rank == 3 else state
+
+    monkeypatch.setattr(elastic_cluster, "build", build_other)
+    cluster = Cluster(3, {(1, "forward"): 2}, min_ranks=3, restarts=2)
+    cluster.run(partial(train_on_mesh, mesh="pp=3"))
+    assert cluster.left == [(3, "cannot take part")]
+    assert DIFFERENCES[kind] in cluster.refused[0]
+    assert set(cluster.results) == {0, 2, 4}
+    assert not _differing(cluster, undisturbed)
 
 
 class _Average:

@@ -202,6 +202,7 @@ class MeshReplica:
         with contextlib.nullcontext() if is_first else _NoInitialValues():
             state = self._first or self._made()
         self._first = None
+        check_same_training(group, num_steps, state, progress)
         if not is_first:
             for param in state.model.parameters():
                 param.detach().zero_()  # alike on all ranks until `_restore`
@@ -229,7 +230,7 @@ class MeshReplica:
                 newest = stored
         part, all_names = self._divide(state, mesh, group)
         if held is not None:
-            newest = self._restore(group, held, part, progress)
+            newest = self._restore(group, held, part)
         copies = self._copy_part(part)
         self._divisions[number] = _Division([part, *copies], all_names, state, dict(newest))
         progress.update(newest)
@@ -242,9 +243,7 @@ class MeshReplica:
         parts = self._divisions[max(self._divisions)].parts if self._copies else []
         return [part.name for part in parts]
 
-    def _restore(
-        self, group: Group, held: NewestState, part: ModelPart, progress: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
+    def _restore(self, group: Group, held: NewestState, part: ModelPart) -> Mapping[str, Any]:
         """Put the newest state of the members into a new part; returns the values beside it."""
         old, beside = self._divisions.get(held.division), None
         compare_others(group, None if old is None else old.state)
@@ -256,7 +255,6 @@ class MeshReplica:
             others = {name: other.state_dict() for name, other in old.state.others.items()}
             beside = {"groups": groups, "others": others, "progress": dict(old.progress)}
         values = broadcast_values(group, held.root, beside)
-        check_same_training(group, values["progress"], progress)
         fill(group, held, [] if old is None else old.parts, part)
         if self.model.sharding is not None:
             self.model.sharding.share_step()  # so that all ranks get the new values

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from braid.comm import Group
 from braid.elasticity.gradient_sums import memory_for
 from braid.elasticity.saving import TrainingCheckpoints
-from braid.elasticity.state_transfer import TrainingState, transfer
+from braid.elasticity.state_transfer import TrainingState, check_same_training, transfer
 from braid.parallel.gradients import FlatBuffer, ParamRecord, ParamTable
 
 __all__ = ["Replica", "WholeModel"]
@@ -110,6 +110,7 @@ class WholeModel:
     ) -> None:
         """Continue with these members from the newest state; see `Replica.enter`."""
         self.group = group
+        check_same_training(group, num_steps, self.state, progress)
         newest: Mapping[str, Any] = progress
         if max(num_steps) < 0:
             newest = checkpoints.load(group, self.state) or progress

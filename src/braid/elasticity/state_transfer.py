@@ -29,10 +29,10 @@ from braid.checkpoint import (
 from braid.comm import Group
 from braid.comm.autograd.nested import flatten
 from braid.errors import ConfigError, MismatchError
-from braid.parallel.gradients import ParamRecord
+from braid.parallel.gradients import ParamRecord, ParamTable
 from braid.parallel.gradients.hashing import checksum
 from braid.runtime.torch_internals import version_of
-from braid.types import dtype_name
+from braid.types import TensorSpec, dtype_name, first_few
 
 __all__ = [
     "Received",
@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 BUFFER, OTHERS = "buffer/", "others/"  # beginnings of names
+TEMPORARY = "temporary buffer "
 
 
 class Stateful(Protocol):
@@ -138,7 +139,6 @@ def transfer(
             "progress": dict(progress),
         }
     values = group.objects.broadcast(values, root)
-    check_same_training(group, values["progress"], progress)
     needs = group.rank != root and (newest < 0 or num_steps[group.rank] != newest)
     received = {}
     part = group.split(0 if needs or group.rank == root else None, key=group.rank != root)
@@ -163,19 +163,48 @@ def transfer(
     return newest_progress
 
 
-def check_same_training(group: Group, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise MismatchError if a new member calls another `braid.elastic` of the program.
+def check_same_training(
+    group: Group, num_steps: Sequence[int], state: TrainingState, progress: Mapping[str, Any]
+) -> None:
+    """Raise MismatchError if this member has other objects than the newest member; a collective.
+
+    Only a member that differs raises, so the remaining members can continue without it.
 
     Args:
         group: The members.
-        theirs: Values of the other members, with the number of the training.
-        ours: Values of this member.
+        num_steps: See `transfer`.
+        state: Whole model, optimizer and other objects of this member.
+        progress: See `transfer`; it has the number of the training in its program.
     """
-    if theirs["training"] != ours["training"]:
+    newest = max(num_steps)
+    root = num_steps.index(newest)
+    training, facts = progress["training"], _facts(state)
+    theirs, expected = group.objects.broadcast((training, facts), root)
+    if theirs != training:
         msg = (
-            f"rank {group.ranks[group.rank]} joins training {ours['training']} of its program, but "
-            f"the other ranks are in training {theirs['training']}: call braid.elastic once per "
-            "program, or resume each stage separately"
+            f"this rank joins training {training} of its program, but the other ranks are in "
+            f"training {theirs}: call braid.elastic once per program, or resume each stage "
+            "separately"
+        )
+        raise MismatchError(msg)
+    differences = [
+        f"{name} is {facts.get(name, 'missing')} here and {expected.get(name, 'missing')} there"
+        for name in expected | facts
+        if facts.get(name) != expected.get(name)
+        # a forward may make temporary buffers, and change their shapes
+        and not (name.startswith(TEMPORARY) and (name not in facts or num_steps[group.rank] >= 0))
+    ]
+    orders = [
+        [name for name in names if name in facts and name in expected]
+        for names in (facts, expected)
+    ]
+    if not differences and orders[0] != orders[1]:
+        differences.append("parameters have another order")
+    if differences:
+        msg = (
+            "this rank has other objects than the other ranks: "
+            f"{first_few(differences, separator='; ')}. Make the same model, optimizer and other "
+            "objects on all ranks"
         )
         raise MismatchError(msg)
 
@@ -263,6 +292,24 @@ def refuse_changes(
                 "braid.elastic for the next stage of the training"
             )
             raise ConfigError(msg)
+
+
+def _facts(state: TrainingState) -> dict[str, str]:
+    """Return a text for each object of a training; equal on ranks that can train together."""
+    groups = {p: n for n, g in enumerate(state.optimizer.param_groups) for p in g["params"]}
+    facts = {
+        "optimizer": type(state.optimizer).__name__,
+        "number of parameter groups": str(len(state.optimizer.param_groups)),
+    } | {f"object {name}": type(other).__name__ for name, other in _others(state)}
+    for record in ParamTable.of(state.model).records:
+        text = str(record).removeprefix(record.name).strip()
+        place = groups.get(record.param, "none")
+        facts[f"parameter {record.name}"] = f"{text} (parameter group {place})"
+    kept = training_tensors(state.model)
+    for name, buffer in state.model.named_buffers():
+        kind = "buffer " if f"model/{name}" in kept else TEMPORARY
+        facts[f"{kind}{name}"] = str(TensorSpec(tuple(buffer.shape), dtype_name(buffer.dtype)))
+    return facts
 
 
 def _text(value: Any) -> str:
