@@ -271,12 +271,26 @@ def test_survived_deaths_change_nothing_of_the_verdict(data, story):
     assert [end.rank for end in verdict.survived] == victims
 
 
-LOST = ParsedError(type="PeerLostError", message="rank 1 was killed by signal 9 (SIGKILL)")
+LOST = "rank 1 was killed by signal 9 (SIGKILL)"
+UNUSABLE = f"group of ranks [0, 1, 4] cannot be used: it was aborted here: rank 4: {LOST}"
 
 
-def test_a_death_that_ends_the_run_after_all_is_the_cause():
+@pytest.mark.parametrize(
+    "error",
+    [
+        ParsedError(type="PeerLostError", message=LOST),
+        ParsedError(
+            type="HorovodInternalError",
+            module="braid.compat.horovod.common.exceptions",
+            message=UNUSABLE,
+            chain=(f"StaleError: {UNUSABLE}",),
+        ),
+        ParsedError(type="CommError", message=f"stopped because {LOST}, and no change follows"),
+    ],
+)
+def test_a_death_that_ends_the_run_after_all_is_the_cause(error):
     killed = RankEnd(rank=1, pid=101, ended_ns=1, signal=KILL, survived=True)
-    worker = RankEnd(rank=4, pid=104, ended_ns=9, exit_code=1, error=LOST)
+    worker = RankEnd(rank=4, pid=104, ended_ns=9 * S, exit_code=1, error=error)
     verdict = judge([killed, worker])
     assert (verdict.kind, verdict.cause, verdict.certain) == ("signal", (killed,), True)
     assert (verdict.affected, verdict.survived, exit_code(verdict, 0)) == ((worker,), (), 137)

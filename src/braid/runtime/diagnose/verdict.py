@@ -76,7 +76,11 @@ LIBRARY_TEXT = re.compile(  # texts of torch's C++ for a lost or late peer
     re.IGNORECASE,
 )
 PEER_TEXT = re.compile(r"stopped because rank|ended the backward of rank")  # texts of CommError
-NAMED_TYPE = re.compile(r"\b(?:PeerLostError|CommTimeout|DistNetworkError|DistBackendError)\b")
+ABORTED = r"was aborted here: rank \d+: rank "  # of a group whose engine a lost rank has ended
+NAMED_TYPE = re.compile(
+    rf"\b(?:PeerLostError|CommTimeout|DistNetworkError|DistBackendError)\b|{ABORTED}"
+)
+PEER_LOST = re.compile(rf"PeerLostError|because rank|{ABORTED}")
 CONNECTION_TEXT = re.compile(
     r"Connection (?:reset|closed|refused)|closed by peer|Broken pipe|Timed out", re.IGNORECASE
 )
@@ -180,7 +184,7 @@ class RankEnd:
         if self.error is None:
             return frozenset()
         texts = [str(self.error), *self.error.chain]
-        lost = [text for text in texts if "PeerLostError" in text or "because rank" in text]
+        lost = filter(PEER_LOST.search, texts)
         return frozenset(int(r) for text in lost for r in NAMED_RANK.findall(text)) - {self.rank}
 
 
