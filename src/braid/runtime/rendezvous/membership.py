@@ -20,7 +20,7 @@ import atexit
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -408,12 +408,12 @@ class _JobEntrance(NamedTuple):
     clock: Clock
     timeout_s: float
 
-    def join(self, prefix: str, rank: int, size: int) -> JoinedRank:
+    def join(self, prefix: str, rank: int, size: int, numbers: Sequence[int] = ()) -> JoinedRank:
         """Connect to the other ranks, which exchange addresses under `prefix` in the store."""
         environment, parts = self.environment, self.parts
         # a process with the role of a lost one is alone, and hears of the others by their numbers
         known_as = environment.rank if environment.replaces >= 0 else rank
-        health = Health(known_as, self.clock, debugged=environment.debugged)
+        health = Health(known_as, self.clock, debugged=environment.debugged, numbers=numbers)
         if parts.launcher is not None:
             health.register(parts.launcher)
         secret, network = network_of(environment, parts.secret)
@@ -451,7 +451,8 @@ class _JobEntrance(NamedTuple):
             new = wait(epoch)
             rank, epoch = new.members.index(self.environment.rank), new.epoch
             with contextlib.suppress(*losses):
-                return new, self.join(f"epoch-{epoch}", rank, len(new.members))
+                joined = self.join(f"epoch-{epoch}", rank, len(new.members), new.members)
+                return new, joined
             launcher.ready(epoch, num_steps)
 
 

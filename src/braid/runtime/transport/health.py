@@ -15,7 +15,7 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from braid.errors import PeerLostError
@@ -63,10 +63,15 @@ class Health:
         rank: This rank.
         clock: Clock for the short wait until the launcher names the cause.
         debugged: Whether waits for a running rank have no deadline, since a debugger is in use.
+        numbers: Number that the launcher gave each rank of an elastic run's epoch, for messages;
+            empty if they are the ranks.
     """
 
-    def __init__(self, rank: int, clock: Clock, *, debugged: bool = False) -> None:
+    def __init__(
+        self, rank: int, clock: Clock, *, debugged: bool = False, numbers: Sequence[int] = ()
+    ) -> None:
         self.rank = rank
+        self.numbers = numbers
         self.debugged = debugged
         self.epoch = 0
         self.lost: dict[int, Loss] = {}
@@ -79,6 +84,10 @@ class Health:
         self._witnesses: list[Witness] = []
         self._on_loss: list[Callable[[], None]] = []
         self._looking = threading.Lock()
+
+    def number(self, rank: int) -> int:
+        """Return the number that the launcher gave a rank, as its messages print it."""
+        return self.numbers[rank] if rank < len(self.numbers) else rank
 
     def register_process(self, rank: int, pid: int) -> None:
         """Watch a process of this host."""
@@ -121,7 +130,7 @@ class Health:
         if loss.rank == self.rank or loss.rank in self.lost:
             return
         self.lost[loss.rank] = loss
-        LOG.info("rank %d %s", loss.rank, loss.reason)
+        LOG.info("rank %d %s", self.number(loss.rank), loss.reason)
         self.epoch += 1
         for wake in self._on_loss:
             wake()
@@ -178,7 +187,7 @@ class Health:
             if loss is not None and (not loss.departed or rank == needed):
                 if loss.departed:
                     self.missed.add(rank)
-                msg = f"rank {rank} {loss.reason}"
+                msg = f"rank {self.number(rank)} {loss.reason}"
                 raise PeerLostError(msg, rank=rank)
 
     def check_now(self, ranks: Iterable[int]) -> None:

@@ -142,7 +142,8 @@ class Meeting:
         """Raise PeerLostError if a rank has died before the meeting was over."""
         self.health.collect()
         for loss in self.health.lost.values():
-            msg = f"rank {loss.rank} {loss.reason}, before all ranks had joined"
+            number = self.health.number(loss.rank)
+            msg = f"rank {number} {loss.reason}, before all ranks had joined"
             raise PeerLostError(msg, rank=loss.rank) from None
 
 
