@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from braid.comm import Group
 from braid.comm.algorithms import all_reduce as algorithms
-from braid.errors import CommError, CommTimeout, PeerLostError, StaleError
+from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError, StaleError
 from braid.runtime.clock import MonotonicClock
 from braid.runtime.events import Recorder
 from braid.runtime.store import HashStore, RanksMissingError
@@ -467,6 +468,27 @@ def test_a_group_closed_by_one_member_ends_the_waits_of_the_others(world):
     _, *others = world(3, _closes_early)
     for text in others:
         assert text.startswith("rank 0 has already left (it closed the group), while rank ")
+
+
+def test_messages_have_the_numbers_that_the_launcher_gave_the_ranks():
+    def main(group: Group) -> list[str]:
+        group.context.health.numbers = (0, 2)
+        parts = [group.split(0) for _ in range(2)]
+        with pytest.raises(MismatchError) as mismatch:
+            parts[0].all_reduce(torch.ones(2 + group.rank))
+        if group.rank == 1:
+            return []
+        with pytest.raises(PeerLostError) as lost:
+            parts[1].all_reduce(torch.ones(2))
+        assert lost.value.rank == 1
+        return [*re.findall(r"rank \d", str(mismatch.value)), str(lost.value)]
+
+    found, _ = run_threads(2, main)
+    assert found[:2] == ["rank 0", "rank 2"]
+    assert found[2].startswith("rank 2 has already left")
+    assert found[2].endswith(
+        ", while rank 0 was in all_reduce(float32[2], sum) of the group of ranks [0, 2]"
+    )
 
 
 def _closes_with_a_start_under_way(group: Group) -> str:

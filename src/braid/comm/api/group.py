@@ -485,7 +485,8 @@ class Group(Handle, Reductions, Movements, PointToPoint):
 
     def _check_open(self) -> None:
         if self._closed:
-            msg = f"group of ranks {list(self.ranks)} cannot be used: it {self._closed}"
+            numbers = list(map(self.context.health.number, self.ranks))
+            msg = f"group of ranks {numbers} cannot be used: it {self._closed}"
             raise StaleError(msg)
 
 

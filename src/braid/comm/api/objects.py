@@ -184,9 +184,8 @@ class Objects:
         raw = whole[8 : 8 + int.from_bytes(whole[:8], "little")]
         if raw[0] == FAILED:
             why = raw[1:].decode()
-            msg = (
-                f"stopped because rank {self._group.ranks[member]} could not send its object: {why}"
-            )
+            number = self._group.context.health.number(self._group.ranks[member])
+            msg = f"stopped because rank {number} could not send its object: {why}"
             raise CommError(msg)
         return decode(raw, allow_pickle=allow_pickle)
 

@@ -93,6 +93,7 @@ class ControlPages:
         end_reason: Reason why this rank has left the group; empty while it takes part.
         abort_reason: Reason why the program aborted the group, even if a failure ended it before.
         pinned: Tensors of failed operations, which peers may still write to.
+        numbers: Numbers of the members for messages; see `Health.number`.
         number: Number of the group in traces: equal on all members, different for each group.
     """
 
@@ -110,6 +111,7 @@ class ControlPages:
         self.transport = transport
         self.retired = RetiredPages() if retired is None else retired
         self.ranks = ranks
+        self.numbers = tuple(map(transport.health.number, ranks))
         self.shares = transport.shares_with(ranks)
         self.rank = group_rank
         self.size = len(ranks)

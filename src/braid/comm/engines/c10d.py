@@ -242,12 +242,17 @@ class C10dEngine:
         reason = self._published("end_reason")
         if reason:
             rank, text = next(iter(reason.items()))
-            return CommError(f"stopped because rank {rank} abandoned the group: {text}")
-        asked = [MemberOperation(r, text, "") for r, text in self._last_asked().items()]
+            return CommError(
+                f"stopped because rank {health.number(rank)} abandoned the group: {text}"
+            )
+        asked = [
+            MemberOperation(health.number(r), text, "") for r, text in self._last_asked().items()
+        ]
         if len({a.text for a in asked}) > 1:
             return MismatchError(mismatch_table(asked, step=self._sequence))
         text = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
-        msg = f"{c.text} failed in {self._group.name()} on rank {self._context.rank}: {text}"
+        here = health.number(self._context.rank)
+        msg = f"{c.text} failed in {self._group.name()} on rank {here}: {text}"
         return CommTimeout(msg) if TIMED_OUT.search(text) else CommError(msg)
 
     def _compare(self, c: Collective) -> None:
@@ -275,7 +280,7 @@ class C10dEngine:
         texts = [value.decode() for value in values]
         if len(set(texts)) > 1:
             asked = [
-                MemberOperation(rank, text, "")
+                MemberOperation(self._context.health.number(rank), text, "")
                 for rank, text in zip(self.ranks, texts, strict=True)
             ]
             error = MismatchError(mismatch_table(asked, step=self._sequence))
@@ -285,17 +290,16 @@ class C10dEngine:
     def _check_ended(self, ranks: Sequence[int]) -> None:
         for rank, text in self._published("end_reason").items():
             if rank in ranks:
-                msg = f"stopped because rank {rank} abandoned the group: {text}"
+                number = self._context.health.number(rank)
+                msg = f"stopped because rank {number} abandoned the group: {text}"
                 raise CommError(msg)
 
     def _late(self, c: Collective, missing: Sequence[int]) -> CommTimeout:
-        asked = [
-            MemberOperation(rank, text, "") for rank, text in sorted(self._last_asked().items())
-        ]
-        table = "\n".join(f"  rank {a.rank}  last in {a.text}" for a in asked)
+        number, asked = self._context.health.number, sorted(self._last_asked().items())
+        table = "\n".join(f"  rank {number(rank)}  last in {text}" for rank, text in asked)
         return CommTimeout(
-            f"{c.text} did not end within {c.timeout_s:g} s: ranks {missing} did not call it\n"
-            f"{table}"
+            f"{c.text} did not end within {c.timeout_s:g} s: ranks {list(map(number, missing))} "
+            f"did not call it\n{table}"
         )
 
     def _last_asked(self) -> dict[int, str]:

@@ -33,7 +33,7 @@ class MemberOperation(NamedTuple):
     """Description of the operation that a member of a group has called.
 
     Attributes:
-        rank: Global rank.
+        rank: Number of the rank, as the launcher prints it.
         text: Operation, such as `all_reduce(float32[4], sum)`; empty if the member has not come.
         site: Call site, may be empty.
     """
@@ -46,7 +46,7 @@ class MemberOperation(NamedTuple):
 def asked(pages: ControlPages, member: int, entry: Entry) -> MemberOperation:
     """Return the operation that `member` has published in `entry`."""
     return MemberOperation(
-        pages.ranks[member],
+        pages.numbers[member],
         pages.text_of(member, entry.digest) if entry.digest else "",
         pages.text_of(member, entry.site) if entry.site else "",
     )
@@ -84,7 +84,7 @@ def device_timeout_text(
 ) -> str:
     """Return the message of a CommTimeout for a copy that the GPU has not reached."""
     return (
-        f"{operation} did not end within {timeout_s:g} s: rank {pages.ranks[pages.rank]} still "
+        f"{operation} did not end within {timeout_s:g} s: rank {pages.numbers[pages.rank]} still "
         f"waits for work that was queued earlier on {device}: a kernel there has not ended. Look "
         "for an endless loop in a kernel, or raise timeout_s"
     )
@@ -103,7 +103,7 @@ def timeout_text(
         awaited: Members that the operation waits for; for a message, the only members involved.
     """
     heading = (
-        f"{operation} did not end within {timeout_s:g} s: rank {pages.ranks[pages.rank]} still "
+        f"{operation} did not end within {timeout_s:g} s: rank {pages.numbers[pages.rank]} still "
         "waits for"
     )
     if pages.carries_messages(channel.index):
@@ -118,7 +118,7 @@ def timeout_text(
             f"last in {last.text} {last.site}".rstrip() if last else "has not called anything here"
         )
         behind = channel.value - counter
-        lines.append(f"  rank {pages.ranks[member]}  {behind} step(s) behind, {what}")
+        lines.append(f"  rank {pages.numbers[member]}  {behind} step(s) behind, {what}")
     lines.append(
         "check where those ranks are (out of data, in another branch, stopped?), or raise timeout_s"
     )
@@ -136,7 +136,7 @@ def _unfinished_messages(
             what = f"last sent {last.text} {last.site}" if last else "has not sent anything here"
         else:
             what = "has not received it"
-        lines.append(f"  rank {pages.ranks[member]}  {what}".rstrip())
+        lines.append(f"  rank {pages.numbers[member]}  {what}".rstrip())
     lines.append(
         "check where those ranks are, whether both ends use the same tag and group, or raise "
         "timeout_s"

@@ -168,10 +168,11 @@ class Operation:
 
     def _confirmed(self, exc: PeerLostError) -> PeerLostError:
         """Return the error for a rank whose memory is gone, with the confirmed cause of death."""
-        loss = self.pages.transport.health.confirm(exc.rank)
+        health = self.pages.transport.health
+        loss = health.confirm(exc.rank)
         if loss is None:
             return exc
-        return PeerLostError(f"rank {exc.rank} {loss.reason}", rank=exc.rank)
+        return PeerLostError(f"rank {health.number(exc.rank)} {loss.reason}", rank=exc.rank)
 
     def _begin(self) -> None:
         pages, channel, collective = self.pages, self.channel, self._collective
@@ -214,7 +215,7 @@ class Operation:
                 if self._may_know_more():
                     return
                 health.missed.add(rank)
-                msg = f"rank {rank} has already left (it closed the group)"
+                msg = f"rank {pages.numbers[member]} has already left (it closed the group)"
                 raise PeerLostError(msg, rank=rank)
         # after the members' states: a member that abandoned the group may have left since
         if len(needed) == 1:
@@ -276,7 +277,7 @@ class Operation:
         reason = self.pages.text_of(member, state.reason)
         if state.value:  # it reports a lost rank
             return PeerLostError(reason, rank=state.value - 1)
-        msg = f"stopped because rank {self.pages.ranks[member]} abandoned the group: {reason}"
+        msg = f"stopped because rank {self.pages.numbers[member]} abandoned the group: {reason}"
         # any rank's deadline may come first: all that wait for a missing rank raise the same type
         return CommTimeout(msg) if reason.startswith("CommTimeout") else CommError(msg)
 
@@ -317,8 +318,8 @@ class Operation:
         if isinstance(exc, Disagreement):
             error: BaseException = MismatchError(self._table(exc))
         elif isinstance(exc, PeerLostError):
-            rank = self.pages.ranks[self.pages.rank]
-            where = f"{self.text} of the group of ranks {list(self.pages.ranks)}"
+            rank = self.pages.numbers[self.pages.rank]
+            where = f"{self.text} of the group of ranks {list(self.pages.numbers)}"
             error = PeerLostError(f"{exc}, while rank {rank} was in {where}", rank=exc.rank)
         else:
             return exc
