@@ -1,9 +1,9 @@
 """A training with Horovod's elastic names, for tests; ranks kill themselves where they are told to.
 
 Arguments: a file for the results, then deaths as NUMBER:BATCH, numbers of ranks at the launcher and
-of batches over all epochs. A rank dies before its backward of that batch, or with NUMBER:reset when
-members have changed. `wait` waits for three members at batch 8, and `grow:FILE` adds a slot then.
-`pair` adds a process set of ranks 0 and 1.
+of batches over all epochs. A rank dies before its backward of that batch, with NUMBER:start before
+the training, or with NUMBER:reset when members have changed. `wait` waits for three members at
+batch 8, and `grow:FILE` adds a slot then. `pair` adds a process set of ranks 0 and 1.
 """
 
 from __future__ import annotations
@@ -49,6 +49,12 @@ def main() -> None:
     path, deaths = sys.argv[1], set(sys.argv[2:])
     pair = hvd.ProcessSet([0, 1])
     hvd.init(process_sets=[pair] if "pair" in deaths else None)
+
+    def die_at(*point: object) -> None:
+        if ":".join(map(str, point)) in deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    die_at(NUMBER, "start")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = hvd.DistributedOptimizer(
@@ -58,10 +64,6 @@ def main() -> None:
     sampler = hvd.elastic.ElasticSampler(Numbered(), seed=1)
     loader = DataLoader(Numbered(), batch_size=BATCH, sampler=sampler)
     log = []
-
-    def die_at(*point: object) -> None:
-        if ":".join(map(str, point)) in deaths:
-            os.kill(os.getpid(), signal.SIGKILL)
 
     @hvd.elastic.run
     def train(state) -> None:

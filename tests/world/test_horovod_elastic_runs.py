@@ -114,11 +114,20 @@ def test_horovodrun_says_at_the_start_what_is_wrong_with_a_script(tmp_path):
     assert "exited with code 1: cat: " in ended.stderr
 
 
-def test_too_many_resets_end_the_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOROVOD_RESET_LIMIT", "0")
-    outcome, _, _ = run_job(tmp_path, "1:3")
-    assert not outcome.ok
-    assert "the members have changed 0 times, but reset_limit allows 0" in str(outcome)
+def test_too_many_resets_end_the_run_with_the_lost_rank_in_the_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOROVOD_RESET_LIMIT", "1")
+    outcome, _, _ = run_job(tmp_path, "0:3 1:7")
+    assert outcome.exit_code == 1
+    assert (
+        "rank 1 was killed by signal 9 (SIGKILL), and the run ends because the members have "
+        "already changed 1 times (reset_limit=1)" in str(outcome)
+    )
+
+
+def test_a_death_before_the_training_function_is_the_cause(tmp_path):
+    outcome, _, _ = run_job(tmp_path, "1:start")
+    assert outcome.exit_code == 137
+    assert [end.rank for end in outcome.cause] == [1]
 
 
 def test_a_lost_rank_ends_a_run_whose_members_are_fixed(tmp_path):

@@ -451,7 +451,8 @@ class Fusion:
         """End the engine, and fail all pending operations."""
         if error is not None:
             with contextlib.suppress(Exception):  # its memory may have been released
-                self.group.abort(f"rank {self.group.context.rank}: {reason}")
+                rank = self.group.context.health.number(self.group.context.rank)
+                self.group.abort(f"rank {rank}: {reason}")
         with self._lock:
             self._ended, self._error = reason, error
             waiting = [entry.handle for entry in (*self._in_flight, *self._entries.values())]

@@ -106,10 +106,13 @@ class SessionMembers:
     def join_next(self, report: MemberReport) -> list[MemberReport]:
         """Join the next epoch, and return all members' reports; see `ElasticMembers.join_next`."""
         if self._is_exhausted:
-            limit = self._environment.reset_limit
+            limit, health = self._environment.reset_limit, context.membership().context.health
+            losses = [loss for loss in health.lost.values() if not loss.departed]
+            lost = ", ".join(f"rank {health.number(loss.rank)} {loss.reason}" for loss in losses)
             msg = (
-                f"the members have changed {self._num_resets} times, but reset_limit allows "
-                f"{limit}: pass a larger reset_limit to hvd.elastic.run"
+                f"{lost or 'an operation failed'}, and the run ends because the members have "
+                f"already changed {self._num_resets} times (reset_limit={limit}): pass a larger "
+                "--reset-limit"
             )
             raise CommError(msg)
         if started():  # otherwise the last epoch has ended before its session began
