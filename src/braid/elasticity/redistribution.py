@@ -107,8 +107,10 @@ def newest_state(
             ):
                 first, expected = sums.setdefault((name, str(boxes)), (rank, value))
                 if value != expected:
+                    number_of = group.context.health.number
+                    names = [number_of(group.ranks[r]) for r in (rank, first)]
                     msg = (
-                        f"rank {group.ranks[rank]} and rank {group.ranks[first]} have different "
+                        f"rank {names[0]} and rank {names[1]} have different "
                         f"values of {name} (part {part}): something changes parameters outside "
                         "of the optimizer, or is not deterministic"
                     )

@@ -154,7 +154,8 @@ def transfer(
     part.close()
     if needs:
         stored = {n: t for n, t in received.items() if not n.startswith((BUFFER, OTHERS))}
-        source = Received(f"the state of rank {group.ranks[root]}", stored, values["numbers"])
+        number = group.context.health.number(group.ranks[root])
+        source = Received(f"the state of rank {number}", stored, values["numbers"])
         restore_training(source, state.model, state.optimizer)
         for name, buffer in buffers.items():
             buffer.data.copy_(received[name])
@@ -224,7 +225,8 @@ def compare_others(group: Group, state: TrainingState | None) -> None:
         plain, tensors = flatten(other.state_dict())
         sums[name] = crc32(f"{plain} {list(map(checksum, tensors))}".encode())
     expected: dict[str, tuple[int, int]] = {}
-    for rank, theirs in zip(group.ranks, group.objects.all_gather(sums), strict=True):
+    numbers = map(group.context.health.number, group.ranks)
+    for rank, theirs in zip(numbers, group.objects.all_gather(sums), strict=True):
         for name, value in theirs.items():
             first, known = expected.setdefault(name, (rank, value))
             if value != known:
@@ -333,9 +335,10 @@ def _compare(group: Group, num_steps: Sequence[int], state: TrainingState) -> No
     for rank in range(group.size):
         differing = (table[rank] != table[root]).nonzero().flatten().tolist()
         if num_steps[rank] == num_steps[root] and differing:
+            number, first = (group.context.health.number(group.ranks[r]) for r in (rank, root))
             msg = (
-                f"after {num_steps[root]} steps rank {group.ranks[rank]} has other values of "
-                f"{names[differing[0]]!r} than rank {group.ranks[root]}: something changes "
+                f"after {num_steps[root]} steps rank {number} has other values of "
+                f"{names[differing[0]]!r} than rank {first}: something changes "
                 "parameters outside of the optimizer, or is not deterministic"
             )
             raise MismatchError(msg)
