@@ -229,7 +229,8 @@ def require_same_data(group: Group, facts: Sequence[Mapping[str, object]]) -> No
         MismatchError: Values with the same name differ.
     """
     first: dict[str, tuple[int, object]] = {}
-    for rank, of_rank in zip(group.ranks, facts, strict=True):
+    numbers = map(group.context.health.number, group.ranks)
+    for rank, of_rank in zip(numbers, facts, strict=True):
         for name, value in of_rank.items():
             other, expected = first.setdefault(name, (rank, value))
             if value != expected:

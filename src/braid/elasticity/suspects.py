@@ -212,7 +212,8 @@ class GradientChecks:
         if len(wrong) < 2:
             return wrong
         self._num_failed += 1
-        names = " and ".join(str(group.ranks[rank]) for rank in wrong)
+        number_of = group.context.health.number
+        names = " and ".join(str(number_of(group.ranks[rank])) for rank in wrong)
         LOG.warning(
             "ranks %s computed different gradients for a micro-batch of step %d, so the step is "
             "computed again: check their hosts if this message repeats",
