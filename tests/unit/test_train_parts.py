@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import math
 import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,6 +211,47 @@ def test_steps_that_will_come_again_are_dropped(tmp_path, step, kept):
         reporter.write(stepped(step + 1))
     recorded = [parse_report(line) for line in path.read_bytes().splitlines()]
     assert (recorded, list(tmp_path.iterdir())) == ([*kept, stepped(step + 1)], [path])
+
+
+@contextmanager
+def _full_disk(num_bytes: int) -> Iterator[None]:
+    """Refuse writes that would make a file longer than this."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_one_warning_and_no_line_once_there_is_space(tmp_path, messages):
+    path = tmp_path / "metrics.jsonl"
+    with Reporter(path, io.StringIO(), VirtualClock()) as reporter:
+        reporter.write(stepped(0))
+        with _full_disk(path.stat().st_size + 10):
+            for step in range(1, 5):
+                reporter.write(stepped(step))
+            part_of_a_line = path.read_bytes().splitlines()[1]
+            reporter.rewind(2)
+            refusals = messages.copy()
+        reporter.write(stepped(3))
+    recorded = [parse_report(line) for line in path.read_bytes().splitlines()]
+    assert (len(part_of_a_line), recorded) == (10, [stepped(step) for step in range(4)])
+    (refusal,) = refusals
+    assert refusal.startswith(f"metrics cannot be written to {path}: File too large; the training")
+
+
+def test_a_rank_that_goes_on_with_the_metrics_needs_no_space_on_the_disk(tmp_path, messages):
+    path = tmp_path / "metrics.jsonl"
+    with Reporter(path, io.StringIO(), VirtualClock()) as reporter:
+        for step in range(4):
+            reporter.write(stepped(step))
+    path.write_bytes(path.read_bytes()[:-5])
+    with _full_disk(0), Reporter(path, io.StringIO(), VirtualClock()) as reporter:
+        reporter.rewind(1)
+        reporter.write(stepped(2))
+    recorded = [parse_report(line) for line in path.read_bytes().splitlines()]
+    assert (recorded, len(messages)) == ([stepped(0), stepped(1)], 1)
 
 
 def test_metrics_that_cannot_be_written_are_refused(tmp_path):

@@ -79,6 +79,20 @@ def test_a_killed_rank_costs_no_step_and_no_bit(tmp_path, victim, options):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.procs
+@pytest.mark.launcher
+def test_a_last_checkpoint_that_cannot_be_saved_is_not_named(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    config = TrainConfig(
+        steps=2, batch=2, context=32, eval_samples=2, log_dir=str(tmp_path), min_ranks=1
+    )
+    out = io.StringIO()
+    with TrainConsole(Console(file=out, width=200)) as console:
+        assert launch(config, num_ranks=1, console=console, threads=1).ok
+    assert console.finished.checkpoint == ""
+    assert "the last checkpoint could not be saved\n" in out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

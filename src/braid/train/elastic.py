@@ -158,13 +158,14 @@ class _Elastic:
         seconds = (self._clock.now_ns() - began_ns) / 1e9
         if config.sample_bytes:
             self._sample()
+        saved = Path(config.checkpoints) / f"step-{training.num_steps:08d}"
         self._reports.write(
             TrainingFinished(
                 step=training.num_steps,
                 first_loss=first_loss,
                 last_loss=training.loss,
                 seconds=seconds,
-                checkpoint=str(Path(config.checkpoints) / f"step-{training.num_steps:08d}"),
+                checkpoint=str(saved) if saved.exists() else "",
                 shares=(),
             ),
             training.num_steps,

@@ -165,10 +165,11 @@ class TrainConsole:
             self._print(Text(report.text, style="italic"))
         elif isinstance(report, TrainingFinished):
             state = f"stopped by {report.stopped_by}" if report.stopped_by else "finished"
+            saved = report.checkpoint or "the last checkpoint could not be saved"
             self._print(
                 Text(
                     f"{state} at step {report.step} after {report.seconds:.1f} s: loss "
-                    f"{report.first_loss:.3f} -> {report.last_loss:.3f}, {report.checkpoint}"
+                    f"{report.first_loss:.3f} -> {report.last_loss:.3f}, {saved}"
                 )
             )
 

@@ -7,6 +7,7 @@ channel.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import SEEK_END
@@ -30,6 +31,8 @@ __all__ = [
     "TrainingStarted",
     "parse_report",
 ]
+
+LOG = logging.getLogger(__name__)
 
 SHOW_NS = 200_000_000
 MARK = b'{"kind":"'
@@ -140,7 +143,7 @@ def _is_of_past(report: Report | None, step: int) -> bool:
     """Return whether a report is still valid when the training continues from `step`."""
     if isinstance(report, TrainingStarted):
         return report.first_step < step
-    return report is not None and report.step <= step
+    return report is None or report.step <= step
 
 
 @contextmanager
@@ -152,18 +155,19 @@ def _values_by_name(path: Path) -> Iterator[None]:
         raise ConfigError(msg) from exc
 
 
-def _end_last_line(file: BinaryIO) -> None:
-    """Append a newline if a killed rank has written an incomplete last line."""
-    if file.seek(0, SEEK_END):
-        file.seek(-1, SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
+def _is_incomplete(file: BinaryIO) -> bool:
+    """Return whether the last line has no newline, as a killed rank has written only a part."""
+    if not file.seek(0, SEEK_END):
+        return False
+    file.seek(-1, SEEK_END)
+    return file.read(1) != b"\n"
 
 
 class Reporter:
     """Writes reports to a file and to stdout; a context manager.
 
-    Ranks other than 0 have a reporter that writes nothing.
+    Ranks other than 0 have a reporter that writes nothing. Lines that a full disk refuses are kept,
+    and written with the next one.
 
     Args:
         path: Metrics file to append to; None to write nothing.
@@ -171,7 +175,7 @@ class Reporter:
         clock: Clock that decides when the next step is shown.
 
     Raises:
-        ConfigError: The file cannot be written.
+        ConfigError: The file cannot be opened.
     """
 
     def __init__(self, path: Path | None, out: TextIO, clock: Clock) -> None:
@@ -179,49 +183,63 @@ class Reporter:
         self._clock = clock
         self._shown_ns = 0
         self._file: BinaryIO | None = None
+        self._unwritten = b""
+        self._is_refused = False  # the last write has failed
         if path is None:
             return
         with _values_by_name(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab+")
-            _end_last_line(self._file)
+            self._file = path.open("ab+", buffering=0)
+            self._unwritten = b"\n" * _is_incomplete(self._file)
 
     def rewind(self, step: int) -> None:
         """Remove the reports of steps after `step` from the file; these steps will be repeated.
 
-        The file is replaced as a whole or not at all.
+        The file is cut, which needs no space on a full disk.
 
         Raises:
-            ConfigError: The file cannot be written.
+            ConfigError: The file cannot be read or cut.
         """
         if self._file is None:
             return
         path = Path(self._file.name)
         with _values_by_name(path):
-            self._file.flush()
-            lines = path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if _is_of_past(parse_report(line), step)]
-            if len(kept) == len(lines):
-                return
-            part = path.with_name(f"{path.name}.part")
-            part.write_bytes(b"".join(kept))
-            part.replace(path)
-            self._file.close()
-            self._file = path.open("ab+")
+            written = path.read_bytes()
+            end = 0
+            for line in (written + self._unwritten).splitlines(keepends=True):
+                if not _is_of_past(parse_report(line), step):
+                    break
+                end += len(line)
+            self._unwritten = self._unwritten[: max(0, end - len(written))]
+            self._file.truncate(min(end, len(written)))
 
     def write(self, report: Report) -> None:
         """Write a report; `out` gets at most five steps per second, and all other reports."""
         if self._file is None:
             return
         line = msgspec.json.encode(report) + b"\n"
-        self._file.write(line)
+        self._unwritten += line
+        self._write_file(self._file)
         now_ns = self._clock.now_ns()
         if isinstance(report, Stepped) and now_ns - self._shown_ns < SHOW_NS:
             return
         self._shown_ns = now_ns
-        self._file.flush()
         self._out.write(line.decode())
         self._out.flush()
+
+    def _write_file(self, file: BinaryIO) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[file.write(self._unwritten) :]
+        except OSError as exc:
+            if not self._is_refused:
+                LOG.warning(
+                    "metrics cannot be written to %s: %s; the training goes on, and writes them "
+                    "when this is possible again",
+                    file.name,
+                    exc.strerror,
+                )
+        self._is_refused = bool(self._unwritten)
 
     def __enter__(self) -> Reporter:
         return self
