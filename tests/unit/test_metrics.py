@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from fractions import Fraction
 from pathlib import Path
 
@@ -138,6 +139,22 @@ def test_a_growing_file_is_read_line_by_line(tmp_path):
     path.write_text("#" * (len(text) - len('{"step": 2, "lo')) + '{"step": 2, "loss": 1}\n')
     reader.refresh()  # of what was read before, nothing is read again
     assert reader.rows(after=1) == MetricRows(({"step": 2, "loss": 1},), {"model": "tiny"})
+
+
+def test_rows_that_a_full_disk_refuses_are_written_later(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsFiles(tmp_path) as files:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+            files.append(0, {"step": 1, "loss": 0.5})  # 22 bytes
+        except OSError as exc:
+            refused = exc.strerror
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        files.append(0, {"step": 2, "loss": 0.25})
+    written = read_metrics(tmp_path / "metrics" / "rank0.jsonl")
+    assert refused == "File too large"
+    assert written.rows == ({"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25})
 
 
 def test_a_file_has_a_writer_until_it_is_closed(tmp_path):

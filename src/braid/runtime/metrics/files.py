@@ -27,7 +27,8 @@ FOLDER = "metrics"
 class MetricsFiles:
     """Writer of rows to `metrics/rank<r>.jsonl` in a run's directory; a context manager.
 
-    Each row is written immediately, so a file can be read during the run.
+    Each row is written immediately, so a file can be read during the run. Rows that a full disk
+    refuses are kept, and written with the next row of the rank.
 
     Args:
         run_directory: Directory of the run. Files are created with their first row.
@@ -36,6 +37,7 @@ class MetricsFiles:
     def __init__(self, run_directory: Path) -> None:
         self._folder = run_directory / FOLDER
         self._files: dict[int, BinaryIO] = {}
+        self._unwritten: dict[int, bytes] = {}
         self._closers = ExitStack()
 
     def append(self, rank: int, row: Row) -> None:
@@ -44,6 +46,8 @@ class MetricsFiles:
         Raises:
             OSError: The file cannot be written.
         """
+        rest = self._unwritten.get(rank, b"") + msgspec.json.encode(row) + b"\n"
+        self._unwritten[rank] = rest
         file = self._files.get(rank)
         if file is None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +56,8 @@ class MetricsFiles:
             with suppress(OSError):  # file systems without locks
                 fcntl.flock(file, fcntl.LOCK_SH)
             self._files[rank] = file
-        file.write(msgspec.json.encode(row) + b"\n")
+        while rest:
+            rest = self._unwritten[rank] = rest[file.write(rest) :]
 
     def close(self) -> None:
         """Close all files. Idempotent."""
