@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from braid.launch.process.hang_state import OpenWait
@@ -38,13 +40,19 @@ class Waiting:
         """Give none."""
 
 
+def keep(write: Callable[[], object]) -> None:
+    with suppress(OSError):
+        write()
+
+
 def reports(tmp_path, ranks: list[Waiting], changes: MemberChanges, seconds: int) -> list[str]:
     """Return the reports of a run that is watched for some seconds."""
     clock = VirtualClock()
     by_number: dict[int, Any] = {rank.rank: rank for rank in ranks}
     monitor = HangMonitor(
-        10.0, by_number, changes, clock=clock, log_dir=tmp_path, notice=lambda _: None, hosts={}
-    )
+        10.0, by_number, changes,
+        clock=clock, log_dir=tmp_path, notice=lambda _: None, keep=keep, hosts={},
+    )  # fmt: skip
     while (due_ns := monitor.deadline_ns) is not None and due_ns <= seconds * S:
         clock.advance(max(0, due_ns - clock.now_ns()))
         monitor.poll()
@@ -57,6 +65,11 @@ def test_an_operation_that_a_loss_has_left_open_is_no_wait(tmp_path):
     changes = MemberChanges()
     changes.epoch_ns = 2 * S
     assert reports(tmp_path, ranks, changes, 60) == []
+
+
+def test_a_report_that_cannot_be_written_is_shown_all_the_same(tmp_path):
+    ranks = [Waiting(0, 1), Waiting(1)]
+    assert reports(tmp_path / "missing", ranks, MemberChanges(), 60)
 
 
 def test_a_rank_of_an_earlier_epoch_is_not_missing(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 from pathlib import Path
@@ -184,6 +185,24 @@ def test_a_full_disk_is_told_once_and_stops_nothing(console):
     output.close(3)
     assert console.notices == ["/dev/full ends early: No space left on device"]
     assert [text for _, _, text in console.lines] == [b"a", b"b"]
+
+
+def test_a_rank_starts_without_a_log_if_the_disk_has_no_space_for_another_file(
+    console, tmp_path, monkeypatch
+):
+    path, opened = tmp_path / "rank3.log", Path.open
+
+    def refusing(self, *args, **kwargs):
+        if self == path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    output = RankOutput(3, path, console, None)
+    output.feed(1, b"a\n", 1)
+    output.close(2)
+    assert console.notices == [f"{path} ends early: No space left on device"]
+    assert [text for _, _, text in console.lines] == [b"a"]
 
 
 def test_the_terminal_shows_the_rank_before_each_line():

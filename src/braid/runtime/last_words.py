@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 
-__all__ = ["drop_unwritten", "ending_well", "print_error"]
+__all__ = ["FULL", "drop_unwritten", "ending_well", "print_error"]
 
 BROKEN_PIPE_EXIT_CODE = 141  # as if SIGPIPE had ended it
 UNWRITTEN_EXIT_CODE = 74  # EX_IOERR of sysexits.h

@@ -14,6 +14,7 @@ always shown. A file or a pipe gets all lines.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import deque
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import BinaryIO, Protocol
 
 from braid.launch.process.interrupt_filter import InterruptFilter, Line
 from braid.launch.process.traceback_filter import SharedTracebacks, TracebackFilter
+from braid.runtime.last_words import FULL
 
 __all__ = ["Console", "LineBudget", "LineSplitter", "RankOutput"]
 
@@ -140,8 +142,8 @@ class RankOutput:
         self.log_problem = ""
         self.num_omitted = 0
         self.stderr_ns = 0
-        self._log: BinaryIO = log_path.open("wb", buffering=0)
         self._console = console
+        self._log = self._opened_log()
         self._budget = budget
         self._splitters = {1: LineSplitter(), 2: LineSplitter()}
         self._progress_ns = {1: 0, 2: 0}
@@ -182,6 +184,20 @@ class RankOutput:
             self._show(2, self._tracebacks.flush(), now_ns)
         self._show_dropped(LAST_LINES)
         self._log.close()
+
+    def _opened_log(self) -> BinaryIO:
+        try:
+            return self.log_path.open("wb", buffering=0)
+        except OSError as exc:
+            if exc.errno not in FULL:
+                raise
+            self._end_log(exc)
+            return Path(os.devnull).open("wb", buffering=0)
+
+    def _end_log(self, exc: OSError) -> None:
+        """Continue without a log, as a full disk does not end the training."""
+        self.log_problem = f"{self.log_path} ends early: {exc.strerror}"
+        self._console.notice(self.log_problem)
 
     def _accept(self, stream: int, lines: list[Line], now_ns: int) -> None:
         if not lines:
@@ -233,6 +249,5 @@ class RankOutput:
         try:
             while data:
                 data = data[self._log.write(data) :]
-        except OSError as exc:  # a full disk does not end the training
-            self.log_problem = f"{self.log_path} ends early: {exc.strerror}"
-            self._console.notice(self.log_problem)
+        except OSError as exc:
+            self._end_log(exc)

@@ -51,6 +51,7 @@ class HangMonitor:
         clock: Clock of the ranks' events.
         log_dir: Directory for the reports, `hang-<n>.txt`.
         notice: Shows a text to the user.
+        keep: Calls a function that writes a file; an error of the file does not end the run.
         hosts: Names of the hosts by address.
 
     Attributes:
@@ -67,6 +68,7 @@ class HangMonitor:
         clock: Clock,
         log_dir: Path,
         notice: Callable[[str], None],
+        keep: Callable[[Callable[[], object]], None],
         hosts: Mapping[str, str],
     ) -> None:
         self.reports: list[str] = []
@@ -78,6 +80,7 @@ class HangMonitor:
         self._clock = clock
         self._log_dir = log_dir
         self._notice = notice
+        self._keep = keep
         self._state = HangState(self._limit_ns, clock.now_ns())
         self._last: HangReport | None = None
 
@@ -146,7 +149,8 @@ class HangMonitor:
         self.links = tuple(cause.text for cause in report.causes if cause.kind == "link")
         self.reports.append(text)
         self._notice(text.removeprefix("braid: "))
-        (self._log_dir / f"hang-{len(self.reports)}.txt").write_text(text + "\n")
+        path = self._log_dir / f"hang-{len(self.reports)}.txt"
+        self._keep(lambda: path.write_text(text + "\n"))
 
     def _resume(self, over: Resume) -> None:
         self.links = ()

@@ -129,7 +129,7 @@ class RunJournal(AbstractContextManager["RunJournal"]):
             kind = "lost"
         self.note(kind, rank=end.rank, text=clause(end))
 
-    def keep(self, write: Callable[[], None]) -> None:
+    def keep(self, write: Callable[[], object]) -> None:
         """Call `write`; if it fails, notify the user once for each reason and go on."""
         try:
             write()

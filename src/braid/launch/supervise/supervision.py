@@ -133,6 +133,7 @@ class _Run(AbstractContextManager["_Run"]):
             clock=clock,
             log_dir=Path(self.journal.log_dir),
             notice=console.notice,
+            keep=self.journal.keep,
             hosts={host.address: host.name for host in backend.hosts},
         )
         with ExitStack() as stack:
