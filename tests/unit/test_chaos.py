@@ -6,6 +6,7 @@ import math
 import signal
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from braid.cli import main
 from braid.elasticity.bit_flips import flip_bits_on_signal
 from braid.errors import ConfigError
 from braid.launch.chaos.account import Strike, account_of
-from braid.launch.chaos.driver import ChaosOptions, run_chaos
-from braid.launch.chaos.page import members_picture
+from braid.launch.chaos.driver import ChaosOptions, ChaosRun, run_chaos
+from braid.launch.chaos.page import chaos_figures, members_picture
 from braid.launch.chaos.plan import KINDS, Fault, choose_ranks, plan_faults, signals_of
 from braid.runtime.diagnose.run_events import RunEvent
 
@@ -156,6 +157,43 @@ def test_a_full_disk_that_refuses_lines_must_be_named(missing, judgement):
     steps = _steps((0, 1), 1, 10.0, 11.0) + _steps((0, 1), 4 if missing else 3, 13.0)
     account = account_of([Strike(11.5, "disk", (), 1.0)], _events(), steps, 20.0)
     assert [fault.judgement for fault in account.faults] == [judgement]
+
+
+def test_a_full_disk_that_ends_a_rank_is_wrong():
+    notice = RunEvent(11.1, "notice", text="cannot write to x: No space left on device")
+    died = RunEvent(11.2, "failed", 0, text="raised OSError: No space left on device")
+    strikes = [Strike(10.5, "kill", (1,)), Strike(11.0, "disk", (), 2.0)]
+    killed = RunEvent(10.6, "lost", 1, text=KILLED)
+    events = _events(killed, notice, died)
+    account = account_of(strikes, events, _steps((0, 1, 2), 1, 10.0), 20.0)
+    assert [(f.strike.kind, f.cause, f.judgement) for f in account.faults] == [
+        ("kill", f"rank 1 {KILLED}", "right"),
+        ("disk", "rank 0 raised OSError: No space left on device", "wrong"),
+    ]
+
+
+def test_a_full_disk_without_a_step_after_it_may_have_refused_lines():
+    account = account_of([Strike(11.0, "disk", (), 1.0)], _events(), _steps((0,), 1, 10.0), 20.0)
+    assert [fault.judgement for fault in account.faults] == ["unknown"]
+
+
+@pytest.mark.parametrize(
+    ("strikes", "exit_code", "goodput", "problem"),
+    [
+        ([], 0, "100 %", "no fault has struck the run, so nothing was tested"),
+        ([Strike(10.5, "disk", (), 0.1)], 1, "none", "the run has failed with exit code 1"),
+        ([Strike(10.5, "disk", (), 0.1)], 0, "100 %", ""),
+    ],
+)
+def test_only_a_run_that_was_struck_and_ended_well_passes(strikes, exit_code, goodput, problem):
+    account = account_of(strikes, _events(), _steps((0, 1, 2), 1, 10.0, 11.0, 12.0), 12.0)
+    run: Any = None
+    chaos = ChaosRun(run, ChaosOptions(), account, exit_code, was_ended=False, unstruck=())
+    problems = "; ".join(chaos.problems)
+    assert (problems.startswith(problem), bool(problems)) == (True, bool(problem))
+    figures = dict(chaos_figures(chaos))
+    assert figures["goodput"].startswith(goodput)
+    assert figures["causes"] == ("1 of 1 right" if strikes else "none, as no fault has struck")
 
 
 def test_a_rank_that_is_named_without_a_fault_is_wrong():

@@ -53,7 +53,9 @@ def test_faults_are_named_and_cost_no_step(tmp_path: Path):
 
 def test_a_run_that_fails_does_not_pass(tmp_path: Path):
     job = tmp_path / "job.py"
-    job.write_text("import braid\nbraid.init()\nraise ValueError('shard 7 is missing')\n")
+    job.write_text(
+        "import braid\nbraid.init()\nbraid.log(loss=1.0)\nraise ValueError('shard 7 is missing')\n"
+    )
     command = [
         sys.executable, "-m", "braid", "chaos", "--minutes", "0.1", "run", "-n", "2",
         "--min-ranks", "1", "--log-dir", str(tmp_path / "run"), str(job),
@@ -61,4 +63,6 @@ def test_a_run_that_fails_does_not_pass(tmp_path: Path):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "the run has failed with exit code 1" in ended.stdout
+    assert re.search(r"goodput +none, as the run has failed\n", ended.stdout)
+    assert re.search(r"causes +0 of [12] right\n", ended.stdout)  # the failure, after the last step
     assert "shard 7 is missing" in (tmp_path / "run" / "chaos.html").read_text()

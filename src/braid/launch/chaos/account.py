@@ -15,12 +15,15 @@ gone, or of the rank itself, if it was stopped. A step is *lost* if some rank ha
 the run went on from an earlier state.
 
 A cause is *right* if the launcher's log names the rank and its fault, *unknown* if it does not name
-the rank, and *wrong* if it names another cause. Naming a rank without a fault is also wrong.
+the rank, and *wrong* if it names another cause. Naming a rank without a fault is also wrong, and so
+is a full disk that ends a rank.
 """
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
@@ -35,6 +38,7 @@ Judgement: TypeAlias = Literal["right", "wrong", "unknown"]
 DEATHS = frozenset({"lost", "failed"})
 FATAL = frozenset({"kill", "two", "newcomer"})
 LOST_AFTER_S = 30.0  # a host that is cut off for longer is lost
+NO_SPACE = os.strerror(errno.ENOSPC)
 NOTICED_S = 1.0  # a stop may be noticed this long after its end
 # kind -> kind of the event that names it, and words in its text
 NAMED_BY: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -118,6 +122,11 @@ class ChaosAccount(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(sorted(seconds for seconds in known if math.isfinite(seconds)))
 
     @property
+    def num_struck(self) -> int:
+        """Number of injected faults."""
+        return sum(fault.strike.kind != "none" for fault in self.faults)
+
+    @property
     def num_right(self) -> int:
         """Number of faults that the launcher named rightly."""
         return sum(fault.judgement == "right" for fault in self.faults)
@@ -177,11 +186,21 @@ def _fault(
     strike: Strike, events: Sequence[RunEvent], rows: Sequence[tuple[float, int, int]]
 ) -> FaultAccount:
     causes, judgement = _judged(strike, events)
-    if strike.kind == "disk" and not causes and not _has_gap(strike, rows):
-        causes, judgement = ["no line of the run was refused"], "right"
+    recovery_s = _recovery_s(strike, events, rows)
+    if strike.kind == "disk":
+        if ended := [f"rank {e.rank} {e.text}" for e in events if _has_died_of(strike, e)]:
+            causes, judgement = ended, "wrong"
+        elif not causes and math.isfinite(recovery_s) and not _has_gap(strike, rows):
+            causes, judgement = ["no line of the run was refused"], "right"
     if strike.kind == "partition" and not causes and strike.lasts_s < LOST_AFTER_S:
         causes, judgement = ["no rank was lost"], "right"
-    return FaultAccount(strike, "; ".join(causes), judgement, _recovery_s(strike, events, rows))
+    return FaultAccount(strike, "; ".join(causes), judgement, recovery_s)
+
+
+def _has_died_of(strike: Strike, event: RunEvent) -> bool:
+    """Return whether a full disk has ended a rank, as it should not."""
+    is_later = event.kind in DEATHS and event.unix_s >= strike.unix_s
+    return strike.kind == "disk" and is_later and NO_SPACE in event.text
 
 
 def _judged(strike: Strike, events: Sequence[RunEvent]) -> tuple[list[str], Judgement]:
@@ -227,7 +246,9 @@ def _unexplained(strikes: Sequence[Strike], events: Sequence[RunEvent]) -> Itera
     """Yield ranks that the launcher has named, though no fault had struck them."""
     for event in events:
         struck = any(
-            event.rank in strike.ranks and strike.unix_s <= event.unix_s for strike in strikes
+            (event.rank in strike.ranks and strike.unix_s <= event.unix_s)
+            or _has_died_of(strike, event)
+            for strike in strikes
         )
         if event.kind in DEATHS | {"left"} and not struck:
             strike = Strike(event.unix_s, "none", (event.rank,))

@@ -107,10 +107,15 @@ class ChaosRun(NamedTuple):
     unstruck: tuple[Fault, ...]
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the run has ended with an error."""
+        return self.exit_code != (INTERRUPTED if self.was_ended else 0)
+
+    @property
     def problems(self) -> tuple[str, ...]:
         """Reasons why the run has not passed the test; empty if it has."""
         problems = []
-        if self.exit_code != (INTERRUPTED if self.was_ended else 0):
+        if self.has_failed:
             problems.append(f"the run has failed with exit code {self.exit_code}")
         for word in ("wrong", "unknown"):
             kinds = [f.strike.kind for f in self.account.faults if f.judgement == word]
@@ -120,6 +125,11 @@ class ChaosRun(NamedTuple):
                 problems.append(text + hint * ("bitflip" in kinds))
         if self.account.num_lost_steps:
             problems.append(f"{self.account.num_lost_steps} finished steps were lost")
+        if not self.has_failed and not self.account.num_struck:
+            problems.append(
+                "no fault has struck the run, so nothing was tested: lower --every-s, now "
+                f"{self.options.every_s:g}, or let the run last longer"
+            )
         return tuple(problems)
 
 
@@ -289,6 +299,7 @@ class _Strikes:
             time.sleep(POLL_S)
             if self._refreshed():
                 self._take_turn(time.time())
+        (self._path / FILLER).unlink(missing_ok=True)  # the run has ended before this fault
 
     def concluded(self) -> ChaosRun:
         """Return the ended run with the account of its faults.
@@ -311,9 +322,11 @@ class _Strikes:
             if "unix_s" in row
         ]
         last_s = max((t for _, _, t in finished), default=time.time())
-        account = account_of(self._strikes, run.events, finished, self._end_s or last_s)
         was_ended = bool(self._end_s)
         code = self._process.returncode
+        if code:
+            last_s = max(last_s, run.events[-1].unix_s)  # the failure counts
+        account = account_of(self._strikes, run.events, finished, self._end_s or last_s)
         return ChaosRun(run, self._options, account, code, was_ended, tuple(self._waiting))
 
     def _refreshed(self) -> bool:

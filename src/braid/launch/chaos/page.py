@@ -67,13 +67,14 @@ def chaos_figures(chaos: ChaosRun) -> list[tuple[str, str]]:
     if times:
         recoveries += f", median {_seconds(median(times))}, longest {_seconds(times[-1])}"
     named = f"{account.num_right} of {len(account.faults)} right"
+    share = _share if not chaos.has_failed else lambda *_: "none, as the run has failed"
     figures = [
-        ("goodput", _share(account.num_steps, account.num_possible)),
-        ("of all ranks", _share(account.num_steps, account.num_possible_by_all)),
+        ("goodput", share(account.num_steps, account.num_possible)),
+        ("of all ranks", share(account.num_steps, account.num_possible_by_all)),
         ("steps", f"{account.num_steps:,} in {seconds_text(account.end_s - account.begin_s)}"),
         ("lost steps", f"{account.num_lost_steps:,}"),
         ("recoveries", recoveries),
-        ("causes", named),
+        ("causes", named if account.faults else "none, as no fault has struck"),
     ]
     if chaos.unstruck:
         kinds = ", ".join(fault.kind for fault in chaos.unstruck)
