@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import socket
 import urllib.request
@@ -20,7 +21,8 @@ from braid.launch.observe.status import RankStatus, RunStatus, status_of, status
 from braid.launch.supervise.event_log import EventLog
 from braid.launch.supervise.run_record import write_record
 from braid.runtime.clock import VirtualClock
-from braid.runtime.diagnose.run_record import RunRecord
+from braid.runtime.diagnose.run_events import EVENTS_FILE, RunEvent
+from braid.runtime.diagnose.run_record import RunHost, RunRecord
 from braid.runtime.metrics import MetricsFiles
 
 LABEL = r'[a-zA-Z_]\w*="(?:[^"\\\n]|\\\\|\\"|\\n)*"'
@@ -82,6 +84,30 @@ def test_the_view_has_members_rate_and_the_last_fault(tmp_path):
     assert "running, step 10, 4 steps/s, epoch 0, 2 members, restarts left: 3" in text
     assert "last fault: rank 1 was asked to end" in text
     assert re.search(r"1 +left +101 +10 ", text)
+
+
+def test_ranks_that_ended_after_their_launcher_are_not_shown_as_training(tmp_path):
+    here = RunHost(name=socket.gethostname(), address="", num_ranks=4)
+    record = RunRecord(braid="0.0", command=("train.py",), num_ranks=4, hosts=(here,))
+    write_record(tmp_path, record)
+    with EventLog(tmp_path) as log:
+        for rank, pid in {0: os.getpid(), 2: 1 << 22, 3: 1 << 22}.items():
+            log.append("started", rank=rank, pid=pid, restarts_left=3, host="b" * (rank == 3))
+        earlier = RunEvent(1.0, "started", 1, pid=os.getpid(), restarts_left=3)  # this number
+        with (tmp_path / EVENTS_FILE).open("ab") as file:
+            file.write(msgspec.json.encode(earlier) + b"\n")
+        log.append("epoch", epoch=0, members=(0, 1, 2, 3), num_steps=0)
+    with MetricsFiles(tmp_path) as metrics:
+        metrics.append(2, {"step": 50, "unix_s": 2e9})
+    (tmp_path / "checkpoints" / "step-00000051").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".step-00000052.partial").mkdir()
+    status = status_of(LiveRun(tmp_path))
+    states = {rank.rank: rank.state for rank in status.ranks.values()}
+    assert states == {0: "training", 1: "ended", 2: "ended", 3: "training"}
+    assert (status.ranks[1].cause, status.ranks[2].changed_s) == ("after its launcher", 2e9)
+    console = Console(width=120, file=io.StringIO())
+    console.print(status_view(status, 2e9))
+    assert ": launcher lost, step 50, last checkpoint at step 51" in console.file.getvalue()
 
 
 def test_ranks_with_roles_run_though_they_have_no_epochs(tmp_path):

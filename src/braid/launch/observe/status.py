@@ -8,10 +8,13 @@ waiting                 +--> leaving, lost, failed, finished
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+import psutil
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -28,6 +31,7 @@ __all__ = ["RankStatus", "RunStatus", "status_of", "status_view", "watch"]
 
 ENDED = ("left", "finished", "lost", "failed", "ended")
 RATE_STEPS = 50  # number of last steps over which the rate is averaged
+START_S = 1.0  # a process began at most this long after the event of its start
 MAX_ENDED = 8  # number of ranks that have ended in the table
 STYLES = {"training": "green", "running": "green", "lost": "red", "failed": "red"}
 
@@ -74,6 +78,7 @@ class RunStatus:
             fixed members.
         faults: Events of ranks that were stopped, lost, or left.
         values: Last logged numbers, as averages over ranks.
+        checkpoint: Step of the last checkpoint in the run's directory; -1 without.
     """
 
     name: str
@@ -86,6 +91,7 @@ class RunStatus:
     restarts_left: int = -1
     faults: list[RunEvent] = field(default_factory=list)
     values: Mapping[str, float] = field(default_factory=dict)
+    checkpoint: int = -1
 
 
 def status_of(run: LiveRun) -> RunStatus:
@@ -106,7 +112,33 @@ def status_of(run: LiveRun) -> RunStatus:
         lasted_s = timed[-1]["unix_s"] - timed[0]["unix_s"] if timed else 0.0
         if lasted_s > 0:
             status.rate = (timed[-1]["step"] - timed[0]["step"]) / lasted_s
+    saved = [path.name.removeprefix("step-") for path in run.path.glob("checkpoints/step-*")]
+    status.checkpoint = max((int(step) for step in saved if step.isdecimal()), default=-1)
+    if status.state == "launcher lost":
+        _end_gone_ranks(status, run)
     return status
+
+
+def _end_gone_ranks(status: RunStatus, run: LiveRun) -> None:
+    """Mark ranks of this host as ended that no launcher has seen end, as far as they have."""
+    hosts = [host.name for host in run.record.hosts]
+    launcher_host = hosts[0] if len(hosts) == 1 else ""
+    for rank in status.ranks.values():
+        is_here = (rank.host or launcher_host) == socket.gethostname()
+        if rank.state in ENDED or not is_here or _is_alive(rank):
+            continue
+        rank.state, rank.cause = "ended", "after its launcher"
+        seen_s = (row["unix_s"] for row in run.rows.get(rank.rank, ()) if "unix_s" in row)
+        rank.changed_s = max([rank.changed_s, *seen_s])
+
+
+def _is_alive(rank: RankStatus) -> bool:
+    """Return whether the process of a rank exists, rather than a later one with the same number."""
+    with suppress(psutil.Error):
+        process = psutil.Process(rank.pid)
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        return not is_zombie and process.create_time() <= rank.started_s + START_S
+    return False
 
 
 def _fold(status: RunStatus, event: RunEvent) -> None:
@@ -155,6 +187,8 @@ def status_view(status: RunStatus, now_s: float) -> Group:
     parts = [f"{status.name}: {status.state}"]
     if status.step >= 0:
         parts.append(f"step {status.step:,}")
+    if status.checkpoint >= 0:
+        parts.append(f"last checkpoint at step {status.checkpoint:,}")
     if math.isfinite(status.rate):
         parts.append(f"{number_text(status.rate)} steps/s")
     if status.epoch >= 0 and status.state == "running":
