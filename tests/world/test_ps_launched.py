@@ -156,6 +156,7 @@ def test_restarts_are_for_ranks_that_can_be_replaced():
     assert actors.needed == ()
     assert actors.environ({})["BRAID_RESTARTS"] == "1"
     wrong = [
+        (Roles(spares=1), "--spares 1 needs --min-ranks, or --servers and --workers"),
         (Roles(restarts=2), "--restarts 2 needs --min-ranks, --servers or --expendable-role"),
         (Roles(role=("a:2",), restarts=2), "needs --min-ranks, --servers or --expendable-role"),
         (Roles(servers=1, workers=1, spares=1, restarts=2), "combined with --spares 1"),

@@ -66,6 +66,12 @@ class Roles:
                 f"--max-ranks {self.max_ranks} needs a smallest number of ranks: add --min-ranks N"
             )
             raise ConfigError(msg)
+        if self.spares and not (self.min_ranks or self.servers or self.workers):
+            msg = (
+                f"--spares {self.spares} needs --min-ranks, or --servers and --workers: add them, "
+                "or leave --spares out"
+            )
+            raise ConfigError(msg)
         self._check_restarts()
         of_server = (self.servers, self.workers, self.replicas, self.spares * (not self.min_ranks))
         is_server = any(of_server)
