@@ -290,7 +290,11 @@ def test_all_values_that_are_wrong_are_said_at_once():
             ["-np", "2", "--slots", "1", "x.py"],
             "--slots are for elastic runs only: add --min-np or",
         ),
-        (["-np", "2", "--min-np", "3", "x.py"], "gives 2 slots on this host, but --min-np asks"),
+        (["-np", "2", "--min-np", "3", "x.py"], "-np 2 gives 2 slots on this host, but --min-np"),
+        (
+            ["-np", "4", "--min-np", "3", "--max-np", "2", "x.py"],
+            "--min-np 3 is more than --max-np 2: lower --min-np, or raise --max-np; -np 4 is more",
+        ),
         (["-np", "2", "--min-np", "x", "x.py"], "--min-np must be a whole number, 1 to 4096"),
         (
             ["--min-np", "2", "--blacklist-cooldown-range", "5", "2", "x.py"],

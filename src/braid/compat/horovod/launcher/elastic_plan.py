@@ -100,13 +100,19 @@ def elastic_plan(
     )
     cooldown_s = _cooldown(flags, problems)
     script = flags["host-discovery-script"]
+    at_first = (("--min-np", least), ("-np", 0 if hosts else num_ranks))
+    problems += [
+        f"{name} {count} is more than --max-np {most}: lower {name}, or raise --max-np"
+        for name, count in at_first
+        if 0 < most < count
+    ]
     raise_all(problems)
     num_slots = local_slots(hosts, is_here) if hosts else num_ranks or least or most
     is_open = bool(script or cooldown_s)
     least = least or num_ranks or 1
     most = most or (MAX_RANKS if script else num_slots)
     if num_slots < least:
-        source = SCRIPT if script else "the list of hosts"
+        source = SCRIPT if script else "the list of hosts" if hosts else f"-np {num_ranks}"
         msg = (
             f"{source} gives {num_slots} slots on this host, but --min-np asks for {least}: give "
             "more slots"
