@@ -134,3 +134,9 @@ def test_a_schedule_is_for_the_meshes_with_stages():
 def test_a_batch_that_ranks_cannot_share_is_refused():
     with pytest.raises(ConfigError, match="--batch 16 cannot be divided into 3 micro-batches"):
         TrainConfig(min_ranks=2).check_ranks(3)
+
+
+def test_all_that_the_number_of_ranks_contradicts_is_named():
+    words = r"--min-ranks 4 needs at least 4 ranks, got -n 3; --batch 16 cannot be divided"
+    with pytest.raises(ConfigError, match=words):
+        TrainConfig(min_ranks=4).check_ranks(3)

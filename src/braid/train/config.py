@@ -343,6 +343,16 @@ class TrainConfig:
             size = self.meshes[0].size
             msg = f"--mesh {self.mesh} has {size} ranks, got -n {num_ranks}: make them equal"
             raise ConfigError(msg)
+        problems = []
+        if self.min_ranks > num_ranks:
+            least = self.min_ranks
+            problems.append(f"--min-ranks {least} needs at least {least} ranks, got -n {num_ranks}")
+        if self.min_ranks and self.batch % num_ranks:
+            problems.append(
+                f"--batch {self.batch} cannot be divided into {num_ranks} micro-batches, one for "
+                f"each rank at first: use --batch {-(-self.batch // num_ranks) * num_ranks}"
+            )
+        raise_all(problems)
         for mesh in self.meshes[1:]:
             if not self.min_ranks <= mesh.size < num_ranks:
                 least = self.min_ranks
@@ -369,12 +379,6 @@ class TrainConfig:
             raise ConfigError(msg)
         if self.versions:
             return 1
-        if self.min_ranks and self.batch % num_ranks:
-            msg = (
-                f"--batch {self.batch} cannot be divided into {num_ranks} micro-batches, one for "
-                f"each rank at first: use --batch {-(-self.batch // num_ranks) * num_ranks}"
-            )
-            raise ConfigError(msg)
         of_a_replica = self.num_stage_ranks * self.num_tensor_ranks * self.num_sequence_ranks
         shards = self.reference_shards or num_ranks // of_a_replica
         share_of(range(self.batch), 0, shards)
