@@ -166,7 +166,8 @@ def test_a_rank_that_dies_before_the_first_epoch_is_replaced():
     ("limits", "problem"),
     [
         ({"min_ranks": 0, "max_ranks": 2}, "min_ranks must be at least 1, got 0"),
-        ({"min_ranks": 3}, r"must be 3 \(--min-ranks\) to 2 \(--max-ranks\), got 2"),
+        ({"min_ranks": 3}, r"must be at least 3 \(--min-ranks\), got 2"),
+        ({"min_ranks": 3, "max_ranks": 2}, "--min-ranks 3 is more than --max-ranks 2: lower"),
         (
             {"min_ranks": 1, "max_ranks": 1},
             r"must be 1 \(--min-ranks\) to 1 \(--max-ranks\), got 2",

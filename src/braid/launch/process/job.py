@@ -71,6 +71,11 @@ class ElasticLimits:
     def __post_init__(self) -> None:
         problems = below(1, min_ranks=self.min_ranks)
         problems += below(0, max_ranks=self.max_ranks, spares=self.spares, restarts=self.restarts)
+        if 0 < self.max_ranks < self.min_ranks:
+            problems.append(
+                f"--min-ranks {self.min_ranks} is more than --max-ranks {self.max_ranks}: lower "
+                "--min-ranks, or raise --max-ranks"
+            )
         raise_all(problems)
 
     def with_ranks(self, num_ranks: int) -> ElasticLimits:
@@ -81,10 +86,9 @@ class ElasticLimits:
         """
         max_ranks = self.max_ranks or num_ranks
         if not self.min_ranks <= num_ranks <= max_ranks:
-            msg = (
-                f"the number of ranks must be {self.min_ranks} (--min-ranks) to {max_ranks} "
-                f"(--max-ranks), got {num_ranks}"
-            )
+            least, most = f"{self.min_ranks} (--min-ranks)", f"{max_ranks} (--max-ranks)"
+            limits = f"{least} to {most}" if self.max_ranks else f"at least {least}"
+            msg = f"the number of ranks must be {limits}, got {num_ranks}"
             raise ConfigError(msg)
         return replace(self, max_ranks=max_ranks)
 
