@@ -57,6 +57,14 @@ def test_a_spare_that_waits_is_taken_in_at_once():
     assert state.ready(2, 0, 4) == [Begin(1, (1, 2, 3), (4, 4, -1))]
 
 
+def test_a_spare_waits_also_if_the_run_may_gain_slots():
+    state = _begun(2, max_ranks=8, spares=1)
+    assert state.ready(2, -1, -1) == []
+    assert state.lost(0) == [Replace()]
+    assert state.ready(1, 0, 4) == [Begin(1, (1, 2), (4, -1))]
+    assert state.slots(3) == [Replace()]
+
+
 def test_too_few_members_wait_for_a_new_process():
     state = _begun(2, min_ranks=2)
     assert state.lost(0) == [Replace()]

@@ -121,7 +121,7 @@ class MembershipState:
         self._restarts_left = limits.restarts
         self._num_to_start = num_ranks + limits.spares
         self._num_wanted = self._num_to_start  # processes
-        self._num_places = self._limits.max_ranks  # of members
+        self._num_places = num_ranks  # of members: spares wait until one is lost
 
     @property
     def is_over(self) -> bool:
