@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import signal
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +196,22 @@ def test_only_a_run_that_was_struck_and_ended_well_passes(strikes, exit_code, go
     figures = dict(chaos_figures(chaos))
     assert figures["goodput"].startswith(goodput)
     assert figures["causes"] == ("1 of 1 right" if strikes else "none, as no fault has struck")
+
+
+def test_a_page_that_cannot_be_written_costs_no_figure(tmp_path, monkeypatch, capsys):
+    account = account_of([], _events(), _steps((0, 1, 2), 1, 10.0, 11.0), 11.0)
+    run: Any = SimpleNamespace(path=tmp_path)
+    chaos = ChaosRun(run, ChaosOptions(), account, 0, was_ended=False, unstruck=())
+
+    def refuse(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("braid.launch.chaos.driver.run_chaos", lambda *_: chaos)
+    monkeypatch.setattr("braid.launch.chaos.page.write_chaos_page", refuse)
+    assert main(["chaos", "run", "-n", "3", "--min-ranks", "1", "x.py"]) == 1
+    text = capsys.readouterr().out
+    assert "goodput           100 %" in text
+    assert f"cannot be written to {tmp_path}: No space left on device; free some space" in text
 
 
 def test_a_rank_that_is_named_without_a_fault_is_wrong():

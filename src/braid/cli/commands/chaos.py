@@ -46,9 +46,8 @@ def chaos(
         arguments = separate_command(translated(arguments))
     ended = run_chaos(options, arguments, name)
     try:
-        page = write_chaos_page(ended)
+        page = str(write_chaos_page(ended))
     except OSError as exc:
-        msg = f"cannot write the page to {ended.run.path}: {exc.strerror}; free some space"
-        raise ConfigError(msg) from exc
+        page = f"cannot be written to {ended.run.path}: {exc.strerror}; free some space"
     print_chaos(ended, Console(), page)
     return 1 if ended.problems else 0

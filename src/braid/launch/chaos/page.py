@@ -36,8 +36,8 @@ ROLES: Mapping[str, str] = {
 LEAST_LABEL = 5.0  # percent of the width
 
 
-def print_chaos(chaos: ChaosRun, console: Console, page: Path) -> None:
-    """Print the faults and figures of a run."""
+def print_chaos(chaos: ChaosRun, console: Console, page: str) -> None:
+    """Print the faults and figures of a run, and where its page is."""
     account = chaos.account
     grid = new_table(None, ["fault", "rank", "cause that the launcher named"], ["at", "recovery"])
     for fault in account.faults:
