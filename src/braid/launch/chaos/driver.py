@@ -324,7 +324,7 @@ class _Strikes:
         last_s = max((t for _, _, t in finished), default=time.time())
         was_ended = bool(self._end_s)
         code = self._process.returncode
-        if code:
+        if code and run.events:
             last_s = max(last_s, run.events[-1].unix_s)  # the failure counts
         account = account_of(self._strikes, run.events, finished, self._end_s or last_s)
         return ChaosRun(run, self._options, account, code, was_ended, tuple(self._waiting))
