@@ -68,7 +68,7 @@ def warn_of_idle_ranks(group: Group, num_shards: int, *, verifies: bool) -> None
     if group.size > num_shards and not group.rank:
         LOG.warning(
             "braid: %d replicas share %d micro-batches, so the work of %d does not count%s: pass "
-            "shards=%d or more, or lower --max-ranks",
+            "shards=%d or more, or start fewer ranks",
             *(group.size, num_shards, group.size - num_shards),
             *(", and verify= checks no step" * verifies, group.size),
         )
