@@ -186,7 +186,7 @@ def test_elements_that_a_member_would_not_get_are_an_error_of_all(boxes, missing
             fill(group, newest, [old], part)
         return str(caught.value)
 
-    text = f"{missing} of 35 elements of model/w for the member 1 are lost"
+    text = f"{missing} of 35 elements of model/w are lost: resume from a checkpoint"
     assert run_threads(2, main) == [text] * 2
 
 

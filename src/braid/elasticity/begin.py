@@ -77,7 +77,8 @@ def elastic(
             and the bits depend on which ranks were lost when.
         verify: Number of steps between two checks, in which each rank also computes the next rank's
             micro-batch, and gradients are compared bit by bit; 0 for never. A rank that computes
-            wrongly leaves before its result is used, and is replaced. Needs equal hosts.
+            wrongly leaves before its result is used, and is replaced. The first step of a new rank
+            is checked, too. Needs equal hosts.
         replace_slow: A rank that is slower than its peers by this factor, such as 2.0, for 30
             steps leaves and is replaced; 0 for only a warning at a factor of 2.
         checkpoints: Directory of checkpoints, which all ranks see. The training begins with the
@@ -102,7 +103,9 @@ def elastic(
     """
     problems = below(0, verify=verify)
     if replace_slow and not replace_slow > 1:
-        problems.append(f"replace_slow must be above 1, or 0 for never, got {replace_slow}")
+        problems.append(
+            f"replace_slow must be above 1, or 0 for only a warning, got {replace_slow}"
+        )
     raise_all(problems)
     raise_all(below(1, shards=shards) if shards is not None else [])
     require_rule(batch_per_rank, shards)

@@ -225,8 +225,8 @@ def _moves(
                 if common is not None:
                     missing -= math.prod(common[1])
                     yield number, box, alike[holder], common
-        if missing:
-            msg = f"{missing} of {numel} elements of {name} for the member {rank} are lost"
+        if missing and not name.startswith("buffer/"):  # which a forward may replace
+            msg = f"{missing} of {numel} elements of {name} are lost: resume from a checkpoint"
             raise LostStateError(msg)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from statistics import median
 from typing import NamedTuple
 
@@ -51,6 +52,7 @@ class StepTimes:
     def __init__(self, factor: float, *, names: bool) -> None:
         self._replaces = bool(factor)
         self._factor = factor or (SLOW if names else 0.0)
+        self._has_named = False
         self._began_ns = 0
         self.clear()
 
@@ -92,18 +94,21 @@ class StepTimes:
         text = f"has taken {times:.1f} times as long as its peers for its steps"
         if self._replaces:
             return slow, text
-        if slow == group.rank:
+        if slow == group.rank and not self._has_named:
             LOG.warning("this rank %s: look at its host, or replace it with replace_slow=2.0", text)
-        self._factor = 0.0  # one warning is enough
+            self._has_named = True
         return None, ""
 
 
-def wrong_ranks(computed: Sequence[int], checked: Sequence[int]) -> tuple[int, ...]:
+def wrong_ranks(
+    computed: Sequence[int], checked: Sequence[int], newcomers: AbstractSet[int] = frozenset()
+) -> tuple[int, ...]:
     """Return the ranks that may have computed wrongly: none, one, or all ranks in doubt.
 
     Args:
         computed: Checksum of each rank's result for its own micro-batch.
         checked: Checksum of each rank's result for the micro-batch of the next rank.
+        newcomers: Ranks that are in doubt if they differ from a rank that is no newcomer.
 
     >>> wrong_ranks([5, 6, 7], [6, 7, 5])
     ()
@@ -111,6 +116,8 @@ def wrong_ranks(computed: Sequence[int], checked: Sequence[int]) -> tuple[int, .
     (1,)
     >>> wrong_ranks([5, 9, 7], [6, 7, 5])
     (0, 1)
+    >>> wrong_ranks([5, 9, 7], [6, 8, 4], {1, 2})
+    (1, 2)
     """
     size = len(computed)
     pairs = [
@@ -118,6 +125,7 @@ def wrong_ranks(computed: Sequence[int], checked: Sequence[int]) -> tuple[int, .
         for rank in range(size)
         if checked[rank] != computed[(rank + 1) % size]
     ]
+    pairs = [pair & newcomers or pair for pair in pairs]
     if not pairs:
         return ()
     common = set.intersection(*pairs)
@@ -129,7 +137,7 @@ class CheckedSteps(NamedTuple):
 
     Attributes:
         every: Number of steps between two checks; 0 for none.
-        newcomers: Members that have joined a running training; the next step is checked, too.
+        newcomers: Members that have joined a running training; their first step is checked, too.
     """
 
     every: int = 0
@@ -143,12 +151,8 @@ class CheckedSteps(NamedTuple):
             num_ranks: Number of ranks.
             num_shards: Number of micro-batches of the step.
         """
-        is_due = bool(self.newcomers) or self.is_regular(num_steps)
+        is_due = bool(self.newcomers) or (bool(self.every) and num_steps % self.every == 0)
         return is_due and 1 < num_ranks <= num_shards
-
-    def is_regular(self, num_steps: int) -> bool:
-        """Return whether a step is checked also without newcomers; see `is_due`."""
-        return bool(self.every) and num_steps % self.every == 0
 
     def without_newcomers(self) -> CheckedSteps:
         """Return the steps to check after a check."""
@@ -198,18 +202,18 @@ class GradientChecks:
             MismatchError: The check of this step has failed several times.
         """
         mine = torch.tensor([[checksum, self.checksum or 0]])
-        wrong = wrong_ranks(*group.all_gather(mine).t().tolist())
-        if group.rank in self.steps.newcomers & {*wrong}:
+        newcomers = self.steps.newcomers
+        computed, checked = group.all_gather(mine).t().tolist()
+        wrong = wrong_ranks(computed, checked, newcomers)
+        if group.rank in newcomers.intersection(wrong):
             LOG.warning(
                 "this rank has joined, and computes other gradients than the other ranks in step "
                 "%d: the program keeps state that a new rank does not get, such as a counter or "
                 "an average; pass it to braid.elastic as a further object, or compute it from "
-                "num_steps",
+                "num_steps (or this host computes wrongly)",
                 step,
             )
-        if not self.steps.is_regular(step - 1):
-            return ()
-        if len(wrong) < 2:
+        if len(wrong) < 2 or newcomers.issuperset(wrong):
             return wrong
         self._num_failed += 1
         number_of = group.context.health.number

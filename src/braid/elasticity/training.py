@@ -331,8 +331,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _leave_out(self, wrong: Sequence[int]) -> None:
         """Do the step again, without the rank that computes wrongly if there is only one."""
         self._restart_step()
-        if len(wrong) == 1 and self._members.may_change:
-            if self._members.group.rank == wrong[0]:
+        is_known = len(wrong) == 1 or self._rounds.checks.newcomers.issuperset(wrong)
+        if is_known and self._members.may_change:
+            if self._members.group.rank in wrong:
                 reason = f"has computed other gradients than its peers in step {self.num_steps + 1}"
                 self._members.leave(self.num_steps, reason)
             self._join_next_epoch(self.num_steps)
@@ -409,21 +410,14 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._evaluation.skip(self.num_steps)
         warn_of_idle_ranks(group, self.num_shards, verifies=bool(self._verify))
         self._guard.watch(state.optimizer, rate_factor(self._rule, group.size, self.num_at_first))
-        checks = CheckedSteps(self._verify, self._newcomers_of(num_steps))
+        new = [rank for rank, seen in enumerate(num_steps) if seen < 0 <= max(num_steps)]
+        checks = CheckedSteps(self._verify, frozenset(new) if self._verify else frozenset())
         self._rounds = StepRounds(self._replica, checks)
         self._times.clear()
         self._wants_change = self._members.is_last_epoch
         self._fingerprint = fingerprint(state)
         self.num_changes += 1
         self._version += 1
-
-    def _newcomers_of(self, num_steps: Sequence[int]) -> frozenset[int]:
-        """Return the new members whose first gradients are compared with older members."""
-        can_compare = isinstance(self._replica, WholeModel) and max(num_steps) >= 0
-        on_cpu = all(record.param.is_cpu for record in self._replica.records)
-        if not can_compare or not (on_cpu or torch.are_deterministic_algorithms_enabled()):
-            return frozenset()
-        return frozenset(rank for rank, seen in enumerate(num_steps) if seen < 0)
 
     @property
     def _progress(self) -> dict[str, Any]:
