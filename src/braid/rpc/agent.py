@@ -154,6 +154,7 @@ class Agent:
 
     def _notify_if_idle(self) -> None:
         """Wake threads in `wait_idle` if no call is in flight."""
+        # without the lock: a thread that waits counts itself before it looks at `num_under_way`
         if self._pool.num_waiting and not self.num_under_way:
             self._pool.notify()
 

@@ -121,10 +121,12 @@ class Peers:
             )
             self.deliver(delivery)
             return
-        send = self.van.send
+        node, send, is_connected = node_of(to), self.van.send, True
         try:
-            send(node_of(to), message, buffers=buffers, answers=answers, message_id=number)
-        except PeerLostError:  # there is no connection
+            send(node, message, buffers=buffers, answers=answers, message_id=number)
+        except PeerLostError:
+            is_connected = False
+        if not is_connected:
             is_first = isinstance(message, Call) or (  # others go to nodes that were connected
                 isinstance(message, Fork) and to not in self.lost
             )
@@ -132,7 +134,7 @@ class Peers:
                 self.undelivered(to)
                 return
             self._connect(to, _CONNECT_S if isinstance(message, Call) else _PROBE_S)
-            send(node_of(to), message, buffers=buffers, answers=answers, message_id=number)
+            send(node, message, buffers=buffers, answers=answers, message_id=number)
         self._reached.add(to)
 
     def undelivered(self, to: int) -> None:
