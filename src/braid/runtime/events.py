@@ -393,7 +393,7 @@ class Recorder:
         nbytes: int = 0,
         site: int = 0,
     ) -> int:
-        """Record a span named `kind` that has already ended; return the number of its record.
+        """Write the record of a span named `kind`, and return the number of the record.
 
         The other arguments are fields of the record; see `Event`.
         """

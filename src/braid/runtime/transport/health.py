@@ -87,7 +87,7 @@ class Health:
 
     def number(self, rank: int) -> int:
         """Return the number that the launcher gave a rank, as its messages print it."""
-        return self.numbers[rank] if rank < len(self.numbers) else rank
+        return self.numbers[rank] if 0 <= rank < len(self.numbers) else rank
 
     def register_process(self, rank: int, pid: int) -> None:
         """Watch a process of this host."""
