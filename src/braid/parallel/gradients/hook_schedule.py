@@ -94,8 +94,9 @@ class HookSchedule:
             yield
         except Exception as error:
             name = getattr(self._hook, "__qualname__", None) or repr(self._hook)
+            number = self._group.context.health.number(self._group.ranks[self._group.rank])
             self._group.abort(
-                f"rank {self._group.ranks[self._group.rank]}: the communication hook {name} for "
+                f"rank {number}: the communication hook {name} for "
                 f"{shown!r} raised {type(error).__name__}: {error}"
             )
             raise

@@ -395,7 +395,8 @@ class GradientReducer(GradientListener):
 
     def _failed(self, error: ConfigError) -> ConfigError:
         """Return an error of this rank's backward with its rank, and store it for other ranks."""
-        self._state.failure = f"rank {self._group.ranks[self._group.rank]}: {error}"
+        number = self._group.context.health.number(self._group.ranks[self._group.rank])
+        self._state.failure = f"rank {number}: {error}"
         return ConfigError(self._state.failure)
 
     def _positions(self) -> list[int]:

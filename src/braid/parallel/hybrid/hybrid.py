@@ -25,7 +25,7 @@ Megatron-LM, SC 2021, section 3.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -224,7 +224,7 @@ class HybridParallel:
             if param.grad is not None:
                 yield param, param.grad, True
 
-    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+    def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         """Raise, because a mesh runs forwards and backwards together."""
         msg = "a model on a mesh cannot be called: use step(batch, target, loss=...) or evaluate"
         raise ConfigError(msg)

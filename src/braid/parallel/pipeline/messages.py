@@ -312,8 +312,9 @@ class Messages:
 
     def abort(self, text: str) -> None:
         """Make all other ranks raise an error with this text; see `Carrier.abort`."""
+        number = self._group.context.health.number(self._group.ranks[self.rank])
         for group in (self._group, *self.others):
-            group.abort(f"rank {self._group.ranks[self.rank]} {text}")
+            group.abort(f"rank {number} {text}")
 
     def pass_on(self, text: str) -> None:
         """Forward an error from another rank to this rank's other groups; see `Carrier.pass_on`."""
