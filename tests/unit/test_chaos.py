@@ -174,6 +174,14 @@ def test_a_full_disk_that_ends_a_rank_is_wrong():
     ]
 
 
+def test_only_the_last_full_disk_before_a_death_is_wrong():
+    died = RunEvent(12.1, "failed", 0, text="raised OSError: No space left on device")
+    strikes = [Strike(at_s, "disk", (), 0.1) for at_s in (10.5, 12.0, 13.5)]
+    steps = _steps((0, 1), 1, *[10.0 + second for second in range(6)])
+    account = account_of(strikes, _events(died), steps, 20.0)
+    assert [fault.judgement for fault in account.faults] == ["right", "wrong", "right"]
+
+
 def test_a_full_disk_without_a_step_after_it_may_have_refused_lines():
     account = account_of([Strike(11.0, "disk", (), 1.0)], _events(), _steps((0,), 1, 10.0), 20.0)
     assert [fault.judgement for fault in account.faults] == ["unknown"]

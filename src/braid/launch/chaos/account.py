@@ -156,8 +156,12 @@ def account_of(
     """
     events = [event for event in events if event.unix_s <= end_s]
     rows = sorted((t, rank, step) for rank, step, t in finished if t <= end_s)
-    faults = [_fault(strike, events, rows) for strike in strikes]
-    faults += _unexplained(strikes, events)
+    full = _deaths_of_full_disk(strikes, events)
+    faults = [
+        _fault(strike, events, rows, [event for last, event in full if last is strike])
+        for strike in strikes
+    ]
+    faults += _unexplained(strikes, events, [event for _, event in full])
     faults.sort(key=lambda fault: fault.strike.unix_s)
     ends = _step_ends(rows)
     if not ends:
@@ -183,13 +187,17 @@ def account_of(
 
 
 def _fault(
-    strike: Strike, events: Sequence[RunEvent], rows: Sequence[tuple[float, int, int]]
+    strike: Strike,
+    events: Sequence[RunEvent],
+    rows: Sequence[tuple[float, int, int]],
+    deaths: Sequence[RunEvent],
 ) -> FaultAccount:
+    """Return the consequences of a fault, of which `deaths` are those of a full disk."""
     causes, judgement = _judged(strike, events)
     recovery_s = _recovery_s(strike, events, rows)
     if strike.kind == "disk":
-        if ended := [f"rank {e.rank} {e.text}" for e in events if _has_died_of(strike, e)]:
-            causes, judgement = ended, "wrong"
+        if deaths:
+            causes, judgement = [f"rank {e.rank} {e.text}" for e in deaths], "wrong"
         elif not causes and math.isfinite(recovery_s) and not _has_gap(strike, rows):
             causes, judgement = ["no line of the run was refused"], "right"
     if strike.kind == "partition" and not causes and strike.lasts_s < LOST_AFTER_S:
@@ -197,10 +205,17 @@ def _fault(
     return FaultAccount(strike, "; ".join(causes), judgement, recovery_s)
 
 
-def _has_died_of(strike: Strike, event: RunEvent) -> bool:
-    """Return whether a full disk has ended a rank, as it should not."""
-    is_later = event.kind in DEATHS and event.unix_s >= strike.unix_s
-    return strike.kind == "disk" and is_later and NO_SPACE in event.text
+def _deaths_of_full_disk(
+    strikes: Sequence[Strike], events: Sequence[RunEvent]
+) -> list[tuple[Strike, RunEvent]]:
+    """Return the ends of ranks by a full disk, each with the last disk fault before it."""
+    disks = [strike for strike in strikes if strike.kind == "disk"]
+    return [
+        (before[-1], event)
+        for event in events
+        if event.kind in DEATHS and NO_SPACE in event.text
+        if (before := [strike for strike in disks if strike.unix_s <= event.unix_s])
+    ]
 
 
 def _judged(strike: Strike, events: Sequence[RunEvent]) -> tuple[list[str], Judgement]:
@@ -242,13 +257,13 @@ def _has_gap(strike: Strike, rows: Sequence[tuple[float, int, int]]) -> bool:
     return False
 
 
-def _unexplained(strikes: Sequence[Strike], events: Sequence[RunEvent]) -> Iterator[FaultAccount]:
+def _unexplained(
+    strikes: Sequence[Strike], events: Sequence[RunEvent], explained: Sequence[RunEvent]
+) -> Iterator[FaultAccount]:
     """Yield ranks that the launcher has named, though no fault had struck them."""
     for event in events:
-        struck = any(
-            (event.rank in strike.ranks and strike.unix_s <= event.unix_s)
-            or _has_died_of(strike, event)
-            for strike in strikes
+        struck = event in explained or any(
+            event.rank in strike.ranks and strike.unix_s <= event.unix_s for strike in strikes
         )
         if event.kind in DEATHS | {"left"} and not struck:
             strike = Strike(event.unix_s, "none", (event.rank,))
