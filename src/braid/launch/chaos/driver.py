@@ -295,11 +295,13 @@ class _Strikes:
 
     def run_to_end(self) -> None:
         """Inject the planned faults until the run has ended."""
-        while self._process.poll() is None:
-            time.sleep(POLL_S)
-            if self._refreshed():
-                self._take_turn(time.time())
-        (self._path / FILLER).unlink(missing_ok=True)  # the run has ended before this fault
+        try:
+            while self._process.poll() is None:
+                time.sleep(POLL_S)
+                if self._refreshed():
+                    self._take_turn(time.time())
+        finally:  # the run has ended before the end of this fault
+            (self._path / FILLER).unlink(missing_ok=True)
 
     def concluded(self) -> ChaosRun:
         """Return the ended run with the account of its faults.
