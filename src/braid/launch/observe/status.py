@@ -11,7 +11,6 @@ import math
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -120,7 +119,7 @@ def status_of(run: LiveRun) -> RunStatus:
 
 
 def _end_gone_ranks(status: RunStatus, run: LiveRun) -> None:
-    """Mark ranks of this host as ended that no launcher has seen end, as far as they have."""
+    """Mark ranks of this host as ended if their processes no longer exist."""
     hosts = [host.name for host in run.record.hosts]
     launcher_host = hosts[0] if len(hosts) == 1 else ""
     for rank in status.ranks.values():
@@ -134,11 +133,14 @@ def _end_gone_ranks(status: RunStatus, run: LiveRun) -> None:
 
 def _is_alive(rank: RankStatus) -> bool:
     """Return whether the process of a rank exists, rather than a later one with the same number."""
-    with suppress(psutil.Error):
+    try:
         process = psutil.Process(rank.pid)
         is_zombie = process.status() == psutil.STATUS_ZOMBIE
         return not is_zombie and process.create_time() <= rank.started_s + START_S
-    return False
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:  # it exists, but may not be read
+        return True
 
 
 def _fold(status: RunStatus, event: RunEvent) -> None:
