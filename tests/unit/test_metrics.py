@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import resource
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from braid.launch.observe import read_run
 from braid.runtime.clock import VirtualClock
 from braid.runtime.events import Recorder
 from braid.runtime.metrics import (
+    Backlog,
     MetricRows,
     MetricsFiles,
     MetricsReader,
@@ -106,7 +110,7 @@ def test_too_many_values_are_refused():
 
 
 def test_averages_are_over_the_ranks_that_have_logged_a_value(tmp_path):
-    with MetricsFiles(tmp_path) as files:
+    with MetricsFiles(tmp_path, VirtualClock()) as files:
         files.append(0, {"step": 1, "loss": 1.0})
         files.append(1, {"step": 1, "loss": 3.0, "only": 5.0})
         files.append(0, {"step": 0, "loss": 8.0})
@@ -143,7 +147,7 @@ def test_a_growing_file_is_read_line_by_line(tmp_path):
 
 def test_rows_that_a_full_disk_refuses_are_written_later(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with MetricsFiles(tmp_path) as files:
+    with MetricsFiles(tmp_path, VirtualClock()) as files:
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
             files.append(0, {"step": 1, "loss": 0.5})  # 22 bytes
@@ -157,8 +161,43 @@ def test_rows_that_a_full_disk_refuses_are_written_later(tmp_path):
     assert written.rows == ({"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25})
 
 
+def test_a_refused_write_is_tried_again_once_a_second_and_at_the_end():
+    clock, tries, written = VirtualClock(), [], []
+
+    def refuse(data: bytes) -> int:
+        tries.append(clock.now_ns())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write(data: bytes) -> int:
+        written.append(data[:3])
+        return len(data[:3])
+
+    backlog = Backlog(clock)
+    for _ in range(10):
+        backlog.append(b"line\n")
+        with suppress(OSError):
+            backlog.flush(refuse)
+        clock.sleep(0.3)
+    assert tries == [0, 1_200_000_000, 2_400_000_000]
+    backlog.close(write, "x")
+    assert b"".join(written) == 10 * b"line\n"
+
+
+def test_at_most_a_mebibyte_is_kept_and_lost_lines_are_counted(messages):
+    backlog, written = Backlog(VirtualClock()), io.BytesIO()
+    lines = [b"%04d" % number + 1019 * b"." + b"\n" for number in range(1030)]
+    for line in lines:
+        backlog.append(line)
+    backlog.close(written.write, "x")
+    assert written.getvalue() == b"".join([lines[0], *lines[7:]])
+    assert messages == ["lines that could not be written to x are lost: 6"]
+
+
 def test_a_file_has_a_writer_until_it_is_closed(tmp_path):
-    with MetricsFiles(tmp_path) as files, MetricsFiles(tmp_path) as more:
+    with (
+        MetricsFiles(tmp_path, VirtualClock()) as files,
+        MetricsFiles(tmp_path, VirtualClock()) as more,
+    ):
         files.append(0, {"step": 1})
         more.append(0, {"step": 2})
         path = tmp_path / "metrics" / "rank0.jsonl"

@@ -40,7 +40,7 @@ def _write_run(path: Path) -> EventLog:
     for rank in range(3):
         log.append("started", rank=rank, pid=100 + rank, restarts_left=3)
     log.append("epoch", epoch=0, members=(0, 1, 2), num_steps=0)
-    with MetricsFiles(path) as metrics:
+    with MetricsFiles(path, VirtualClock()) as metrics:
         for step in range(1, 11):
             for rank in range(3):
                 row = {"step": step, "unix_s": 1000 + step / 4, "members": 3, "loss": float(rank)}
@@ -97,7 +97,7 @@ def test_ranks_that_ended_after_their_launcher_are_not_shown_as_training(tmp_pat
         with (tmp_path / EVENTS_FILE).open("ab") as file:
             file.write(msgspec.json.encode(earlier) + b"\n")
         log.append("epoch", epoch=0, members=(0, 1, 2, 3), num_steps=0)
-    with MetricsFiles(tmp_path) as metrics:
+    with MetricsFiles(tmp_path, VirtualClock()) as metrics:
         metrics.append(2, {"step": 50, "unix_s": 2e9})
     (tmp_path / "checkpoints" / "step-00000051").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".step-00000052.partial").mkdir()

@@ -116,7 +116,7 @@ def test_following_ends_with_the_run_and_keeps_the_last_step_until_a_later_one(t
 def test_following_a_run_without_launcher_ends_when_no_rank_writes_any_more(tmp_path, package):
     calls = package("wandb", "init", "log", "finish")
     path = write_run(tmp_path / "run", [], outcome=None)
-    ranks = [MetricsFiles(path), MetricsFiles(path)]
+    ranks = [MetricsFiles(path, VirtualClock()), MetricsFiles(path, VirtualClock())]
     looks = []
 
     class Clock(VirtualClock):

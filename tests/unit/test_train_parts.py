@@ -22,7 +22,7 @@ from braid.train.config import MODELS, ModelSize, TrainConfig
 from braid.train.demo.show import bar
 from braid.train.gpt import GPT, flops_per_token, generate
 from braid.train.progress import LeftTime, TrainConsole, describe_step
-from braid.train.reports import Reporter, Stepped, TrainingStarted, parse_report
+from braid.train.reports import Checkpointed, Reporter, Stepped, TrainingStarted, parse_report
 from braid.types import Shares
 
 SMALL = ModelSize(2, 16, 2)
@@ -213,6 +213,18 @@ def test_steps_that_will_come_again_are_dropped(tmp_path, step, kept):
     assert (recorded, list(tmp_path.iterdir())) == ([*kept, stepped(step + 1)], [path])
 
 
+def test_a_late_report_of_an_earlier_step_is_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    saved = Checkpointed(step=1, path="x")
+    with Reporter(path, io.StringIO(), VirtualClock()) as reporter:
+        for report in (stepped(1), stepped(2), saved, stepped(3)):
+            reporter.write(report)
+        reporter.rewind(1)
+        reporter.write(stepped(2))
+    recorded = [parse_report(line) for line in path.read_bytes().splitlines()]
+    assert recorded == [stepped(1), saved, stepped(2)]
+
+
 @contextmanager
 def _full_disk(num_bytes: int) -> Iterator[None]:
     """Refuse writes that would make a file longer than this."""
@@ -251,7 +263,8 @@ def test_a_rank_that_goes_on_with_the_metrics_needs_no_space_on_the_disk(tmp_pat
         reporter.rewind(1)
         reporter.write(stepped(2))
     recorded = [parse_report(line) for line in path.read_bytes().splitlines()]
-    assert (recorded, len(messages)) == ([stepped(0), stepped(1)], 1)
+    assert recorded == [stepped(0), stepped(1)]
+    assert messages[1:] == [f"lines that could not be written to {path} are lost: 1"]
 
 
 def test_metrics_that_cannot_be_written_are_refused(tmp_path):

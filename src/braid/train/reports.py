@@ -18,6 +18,7 @@ import msgspec
 
 from braid.errors import ConfigError
 from braid.runtime.clock import Clock
+from braid.runtime.metrics import Backlog
 from braid.types import Shares
 
 __all__ = [
@@ -166,13 +167,13 @@ def _is_incomplete(file: BinaryIO) -> bool:
 class Reporter:
     """Writes reports to a file and to stdout; a context manager.
 
-    Ranks other than 0 have a reporter that writes nothing. Lines that a full disk refuses are kept,
-    and written with the next one.
+    Ranks other than 0 have a reporter that writes nothing. Lines that a full disk refuses are kept
+    in a `Backlog`, and written with a later one or at the end.
 
     Args:
         path: Metrics file to append to; None to write nothing.
         out: Stream for lines that show progress.
-        clock: Clock that decides when the next step is shown.
+        clock: Clock that decides when the next step is shown, and a refused write is tried again.
 
     Raises:
         ConfigError: The file cannot be opened.
@@ -183,19 +184,21 @@ class Reporter:
         self._clock = clock
         self._shown_ns = 0
         self._file: BinaryIO | None = None
-        self._unwritten = b""
+        self._unwritten = Backlog(clock)
+        self._line_end = b""  # newline that the last line of the file lacks
         self._is_refused = False  # the last write has failed
         if path is None:
             return
         with _values_by_name(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab+", buffering=0)
-            self._unwritten = b"\n" * _is_incomplete(self._file)
+            self._line_end = b"\n" * _is_incomplete(self._file)
 
     def rewind(self, step: int) -> None:
         """Remove the reports of steps after `step` from the file; these steps will be repeated.
 
-        The file is cut, which needs no space on a full disk.
+        The file is cut, which needs no space on a full disk. Late reports of earlier steps are
+        written again.
 
         Raises:
             ConfigError: The file cannot be read or cut.
@@ -205,20 +208,29 @@ class Reporter:
         path = Path(self._file.name)
         with _values_by_name(path):
             written = path.read_bytes()
-            end = 0
-            for line in (written + self._unwritten).splitlines(keepends=True):
-                if not _is_of_past(parse_report(line), step):
-                    break
-                end += len(line)
-            self._unwritten = self._unwritten[: max(0, end - len(written))]
-            self._file.truncate(min(end, len(written)))
+            kept = bytearray()
+            end = -1  # of the lines before the first one that is removed
+            for line in (written + bytes(self._unwritten)).splitlines(keepends=True):
+                report = parse_report(line)
+                if not _is_of_past(report, step):
+                    end = len(kept) if end < 0 else end
+                elif end < 0 or report is not None:
+                    kept += line
+            if end < 0:
+                return
+            end = min(end, len(written))
+            self._file.truncate(end)
+        self._line_end = b""
+        self._unwritten.replace(bytes(kept[end:]).splitlines(keepends=True))
+        self._write_file(self._file, at_once=True)
 
     def write(self, report: Report) -> None:
         """Write a report; `out` gets at most five steps per second, and all other reports."""
         if self._file is None:
             return
         line = msgspec.json.encode(report) + b"\n"
-        self._unwritten += line
+        self._unwritten.append(self._line_end + line)
+        self._line_end = b""
         self._write_file(self._file)
         now_ns = self._clock.now_ns()
         if isinstance(report, Stepped) and now_ns - self._shown_ns < SHOW_NS:
@@ -227,10 +239,9 @@ class Reporter:
         self._out.write(line.decode())
         self._out.flush()
 
-    def _write_file(self, file: BinaryIO) -> None:
+    def _write_file(self, file: BinaryIO, *, at_once: bool = False) -> None:
         try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[file.write(self._unwritten) :]
+            self._unwritten.flush(file.write, at_once=at_once)
         except OSError as exc:
             if not self._is_refused:
                 LOG.warning(
@@ -246,4 +257,6 @@ class Reporter:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._file is not None:
+            self._unwritten.close(self._file.write, self._file.name)
             self._file.close()
+            self._file = None

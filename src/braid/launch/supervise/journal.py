@@ -97,7 +97,7 @@ class RunJournal(AbstractContextManager["RunJournal"]):
             git=git_commit(),
         )
         with ExitStack() as stack:
-            self._metrics = stack.enter_context(MetricsFiles(Path(self.log_dir)))
+            self._metrics = stack.enter_context(MetricsFiles(Path(self.log_dir), clock))
             self._events = stack.enter_context(EventLog(Path(self.log_dir)))
             self.keep(partial(write_record, Path(self.log_dir), self._record))
             plural = "s" if job.num_ranks > 1 else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from braid.runtime.metrics.backlog import Backlog
 from braid.runtime.metrics.files import FOLDER, MetricsFiles, has_writer
 from braid.runtime.metrics.reading import MetricRows, MetricsReader, average_rows, read_metrics
 from braid.runtime.metrics.rows import MEASURED, Row, row_of
@@ -10,6 +11,7 @@ from braid.runtime.metrics.run_metrics import RunMetrics, memory_bytes
 __all__ = [
     "FOLDER",
     "MEASURED",
+    "Backlog",
     "MetricRows",
     "MetricsFiles",
     "MetricsReader",

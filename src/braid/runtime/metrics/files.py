@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import fcntl
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
 import msgspec
 
+from braid.runtime.clock import Clock
+from braid.runtime.metrics.backlog import Backlog
 from braid.runtime.metrics.rows import Row
 
 __all__ = ["FOLDER", "MetricsFiles", "has_writer"]
@@ -28,39 +31,50 @@ class MetricsFiles:
     """Writer of rows to `metrics/rank<r>.jsonl` in a run's directory; a context manager.
 
     Each row is written immediately, so a file can be read during the run. Rows that a full disk
-    refuses are kept, and written with the next row of the rank.
+    refuses are kept in a `Backlog`, and written with a later row of the rank or at the end.
 
     Args:
         run_directory: Directory of the run. Files are created with their first row.
+        clock: Clock that decides when a refused write is tried again.
     """
 
-    def __init__(self, run_directory: Path) -> None:
+    def __init__(self, run_directory: Path, clock: Clock) -> None:
         self._folder = run_directory / FOLDER
         self._files: dict[int, BinaryIO] = {}
-        self._unwritten: dict[int, bytes] = {}
+        self._clock = clock
+        self._unwritten: dict[int, Backlog] = {}
         self._closers = ExitStack()
 
     def append(self, rank: int, row: Row) -> None:
         """Append a row of a rank.
 
         Raises:
-            OSError: The file cannot be written.
+            OSError: The file cannot be written; not raised again within a second.
         """
-        rest = self._unwritten.get(rank, b"") + msgspec.json.encode(row) + b"\n"
-        self._unwritten[rank] = rest
+        unwritten = self._unwritten.get(rank)
+        if unwritten is None:
+            unwritten = self._unwritten[rank] = Backlog(self._clock)
+        unwritten.append(msgspec.json.encode(row) + b"\n")
+        unwritten.flush(partial(self._write, rank))
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}.jsonl"
+
+    def _write(self, rank: int, data: bytes) -> int:
         file = self._files.get(rank)
         if file is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / f"rank{rank}.jsonl"
-            file = self._closers.enter_context(path.open("ab", buffering=0))
+            file = self._closers.enter_context(self._path(rank).open("ab", buffering=0))
             with suppress(OSError):  # file systems without locks
                 fcntl.flock(file, fcntl.LOCK_SH)
             self._files[rank] = file
-        while rest:
-            rest = self._unwritten[rank] = rest[file.write(rest) :]
+        return file.write(data)
 
     def close(self) -> None:
-        """Close all files. Idempotent."""
+        """Write what was refused, if this is possible now, and close all files. Idempotent."""
+        for rank, unwritten in self._unwritten.items():
+            unwritten.close(partial(self._write, rank), self._path(rank))
+        self._unwritten.clear()
         self._files.clear()
         self._closers.close()
 

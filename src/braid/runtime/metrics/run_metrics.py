@@ -117,7 +117,7 @@ class RunMetrics:
             return
         try:
             if self._files is None:
-                self._files = MetricsFiles(self._own_directory())
+                self._files = MetricsFiles(self._own_directory(), self._clock)
             self._files.append(self._environment.rank, row)
         except OSError as exc:
             msg = (
