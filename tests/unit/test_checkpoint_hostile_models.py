@@ -13,10 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from braid.checkpoint import read_model
+from braid.checkpoint.torch_distributed import _MEMBERS, _read_metadata
 from braid.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -86,6 +87,34 @@ def test_a_description_changes_no_class_of_torch(distributed, tmp_path):
     with pytest.raises(CheckpointError):
         read_model(tmp_path / "d", format="dcp")
     assert Metadata.version is None
+
+
+ENUM = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+
+
+@pytest.mark.parametrize(
+    "name", [b"__class__", b"__subclasses__", b"__new__", b"mro", b"state", b""]
+)
+@pytest.mark.parametrize("kind", [ENUM, ENUM.replace(b"_MEM_FORMAT_ENCODING", b"Metadata")])
+def test_getattr_in_a_description_gives_no_other_attribute(tmp_path, kind, name):
+    text = rf"builtins\.getattr for '{name.decode()}', which a distributed"
+    (tmp_path / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(" + kind + b"V" + name + b"\ntR.")
+    with pytest.raises(CheckpointError, match=text):
+        read_model(tmp_path, format="dcp")
+
+
+def test_getattr_in_a_description_gives_members_of_one_enum_only(tmp_path):
+    """Python 3.11.0 to 3.11.3 pickles a member of an enum as such a call."""
+    path, name = tmp_path / ".metadata", b"VTORCH_PRESERVE_FORMAT\n"
+    for kind in (b"N", b"I0\n", b"cbuiltins\nset\n", b"ctorch\nSize\n", b"cbuiltins\ngetattr\n"):
+        path.write_bytes(b"cbuiltins\ngetattr\n(" + kind + name + b"tR.")
+        with pytest.raises(CheckpointError, match=r"builtins\.getattr for 'TORCH_PRESERVE_FORMAT'"):
+            read_model(tmp_path, format="dcp")
+    path.write_bytes(b"cbuiltins\ngetattr\n(" + ENUM + name + b"tR.")
+    by_name = _read_metadata(path)
+    path.write_bytes(ENUM + b"(I%d\ntR." % _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT.value)
+    assert vars(by_name) == vars(_read_metadata(path))
+    assert tuple(_MEM_FORMAT_ENCODING.__members__) == _MEMBERS
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ COUNTS = "counts references to memory"
 WRITES = "writes only"
 
 PLACES = {
-    "checkpoint/torch_distributed.py _read_metadata.Restricted.find_class: pickle.UnpicklingError": "the refusal",
     "checkpoint/torch_distributed.py _read_metadata.Restricted: pickle.Unpickler": "who writes the file; read_model(format='dcp'), and it finds classes without code only",
+    "checkpoint/torch_distributed.py _refused: pickle.UnpicklingError": "the refusal",
     "comm/autograd/layer_costs.py LiveTensors.__init__: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,
     "comm/autograd/layer_costs.py LiveTensors.register: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,
     "comm/tensors/plain_data.py _pickled: pickle.dumps": WRITES,

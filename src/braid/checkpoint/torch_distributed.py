@@ -27,10 +27,13 @@ from braid.errors import CheckpointError
 __all__ = ["METADATA_NAME", "StoredTensor", "regular_file", "stored_tensors"]
 
 METADATA_NAME = ".metadata"
+# Python 3.11.0 to 3.11.3 pickles a member of this enum by name, later ones by value
+_ENUM = "_MEM_FORMAT_ENCODING"
+_MEMBERS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
-        "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        "StorageMeta", "TensorProperties", "TensorStorageMetadata", _ENUM,
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.serialization": {"_get_layout"},
@@ -148,6 +151,13 @@ def _sizes(index: Any) -> tuple[int, ...] | None:
     return None if offset is None else tuple(offset)
 
 
+def _refused(what: str) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(
+        f"the metadata contains {what}, which a distributed checkpoint never contains: do not load "
+        "this file, it may be unsafe"
+    )
+
+
 def _read_metadata(path: Path) -> Any:
     kinds: dict[str, type] = {}
 
@@ -168,20 +178,27 @@ def _read_metadata(path: Path) -> Any:
         def __eq__(self, other: object) -> bool:
             return isinstance(other, Described) and self.__dict__ == other.__dict__
 
+    def stand_in(name: str) -> type:
+        return kinds.setdefault(name, type(name, (Described,), {}))
+
+    def member(kind: Any, name: Any) -> Any:
+        """Return a member of the enum; stands for `getattr`."""
+        if kind is not stand_in(_ENUM) or name not in _MEMBERS:
+            raise _refused(f"builtins.getattr for {str(name)[:80]!r}")
+        return kind(_MEMBERS.index(name))
+
+    values = {**_VALUES, "builtins.getattr": member}
+
     class Restricted(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            value = _VALUES.get(f"{module}.{name}")
+            value = values.get(f"{module}.{name}")
             if value is None and module == "torch":
                 value = getattr(torch, name, None)
                 value = value if value is torch.Size or isinstance(value, torch.dtype) else None
             if value is None and name in _CLASSES.get(module, ()):
-                value = kinds.setdefault(name, type(name, (Described,), {}))
+                value = stand_in(name)
             if value is None:
-                msg = (
-                    f"the metadata contains {module}.{name}, which a distributed checkpoint "
-                    "never contains: do not load this file, it may be unsafe"
-                )
-                raise pickle.UnpicklingError(msg)
+                raise _refused(f"{module}.{name}")
             return value
 
     with path.open("rb") as file:
