@@ -88,15 +88,15 @@ def key_of(member: enum.Enum) -> str | int:
     """Return the name of a member of an enum, or the number of a combination of flags.
 
     Raises:
-        RpcError: The number has bits that no member has.
+        RpcError: The number is not a union of members.
     """
     if not isinstance(member, enum.Flag) or member.name in type(member).__members__:
         return member.name
     kind = type(member)
-    if member.value != member.value & _bits_of(kind):
+    if member.value != _union_within(kind, member.value):
         msg = (
-            f"{kind.__qualname__}({member.value}) has bits that no member has, and cannot be sent: "
-            f"send the number, or name the bits in {kind.__qualname__}"
+            f"{kind.__qualname__}({member.value}) is not a union of members and cannot be sent: "
+            f"send the number, or name its bits in {kind.__qualname__}"
         )
         raise RpcError(msg)
     return member.value
@@ -105,14 +105,19 @@ def key_of(member: enum.Enum) -> str | int:
 def member_of(kind: type[enum.Enum], name: str | int) -> enum.Enum:
     """Return the member of an enum with a name, or a combination of flags with a number.
 
-    A class keeps each number that it is called with, so numbers with other bits are refused before.
+    A class keeps each number that it is called with, so it is called with unions of members only.
 
     Raises:
         RpcError: The class here has no such member.
     """
-    if isinstance(name, int) and issubclass(kind, enum.Flag) and 0 <= name == name & _bits_of(kind):
-        with contextlib.suppress(ValueError):  # some bits of a member that has several
-            return kind(name)
+    if isinstance(name, int) and issubclass(kind, enum.Flag):
+        union = _union_within(kind, name)
+        if 0 <= name == union:
+            # Python 3.11.0 to 3.11.3 may refuse or change a union with a member of several bits
+            with contextlib.suppress(ValueError):
+                member = kind(union)
+                if getattr(member, "value", None) == union:
+                    return member
     if not isinstance(name, str) or name not in kind.__members__:
         msg = (
             f"{kind.__module__}.{kind.__qualname__} of this node has no member {name!r}: use the "
@@ -122,6 +127,7 @@ def member_of(kind: type[enum.Enum], name: str | int) -> enum.Enum:
     return kind[name]
 
 
-def _bits_of(kind: type[enum.Flag]) -> int:
-    """Return the union of the members that have names."""
-    return functools.reduce(operator.or_, (one.value for one in kind.__members__.values()), 0)
+def _union_within(kind: type[enum.Flag], number: int) -> int:
+    """Return the union of the members that have no bit besides those of a number."""
+    values = (one.value for one in kind.__members__.values())
+    return functools.reduce(operator.or_, (bits for bits in values if bits & number == bits), 0)
