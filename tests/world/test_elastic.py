@@ -21,6 +21,7 @@ from braid.elasticity.micro_batches import DataPosition, MicroBatches
 from braid.elasticity.replica import WholeModel
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState
+from braid.elasticity.step_buffers import StepBuffers
 from braid.elasticity.training import ElasticTraining
 from braid.errors import ConfigError, MismatchError
 from braid.parallel.gradients import ParamTable
@@ -282,6 +283,19 @@ def test_a_newcomer_with_other_objects_is_named_and_the_others_go_on(undisturbed
     assert set(cluster.results) == {0, 2, 4}
     for state in cluster.results.values():
         assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in state.items())
+
+
+def test_buffers_that_a_forward_makes_or_reshapes_are_no_hindrance():
+    def main(group: Group) -> tuple[list[float], list[float]]:
+        model = nn.BatchNorm1d(3)
+        buffers = StepBuffers(group, model)
+        buffers.begin(is_first=True)
+        model.register_buffer("mask", torch.ones(2), persistent=False)
+        model.running_mean = torch.ones(5)
+        buffers.begin(is_first=False)
+        return model.running_mean.tolist(), model.mask.tolist()
+
+    assert run_threads(2, main) == [([0.0] * 3, [1.0] * 2)] * 2
 
 
 def test_a_bit_that_flips_once_is_computed_again(undisturbed):

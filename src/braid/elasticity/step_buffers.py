@@ -25,9 +25,10 @@ class StepBuffers:
 
     def __init__(self, group: Group, model: nn.Module) -> None:
         self._group = group
+        self._model = model
         self._buffers = ModuleBuffers(group, model)
-        self._before: list[torch.Tensor] = []
-        self._after: list[torch.Tensor] = []
+        self._before: dict[str, torch.Tensor] = {}
+        self._after: dict[str, torch.Tensor] = {}
 
     def begin(self, *, is_first: bool) -> None:
         """Begin a micro-batch: save the buffers if `is_first` of a step, else restore them."""
@@ -50,16 +51,21 @@ class StepBuffers:
 
     def keep(self) -> None:
         """Drop the saved buffers, since the step is complete and is not repeated."""
-        self._before = []
+        self._before = {}
 
     def restore(self) -> None:
         """Restore the buffers from before the step."""
         if self._before:
             self._write(self._before)
 
-    def _copies(self) -> list[torch.Tensor]:
-        return [buffer.clone() for buffer in self._buffers.tensors()]
+    def _copies(self) -> dict[str, torch.Tensor]:
+        return {name: buffer.clone() for name, buffer in self._model.named_buffers()}
 
-    def _write(self, values: list[torch.Tensor]) -> None:
-        for buffer, value in zip(self._buffers.tensors(), values, strict=True):
-            buffer.data.copy_(value)
+    def _write(self, values: dict[str, torch.Tensor]) -> None:
+        """Write buffers that have a value; a forward may make others, or change a shape."""
+        for name, buffer in self._model.named_buffers():
+            value = values.get(name, buffer)
+            if value.shape == buffer.shape:
+                buffer.data.copy_(value)
+            else:
+                buffer.data = value.clone()
