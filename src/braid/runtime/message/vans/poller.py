@@ -14,6 +14,7 @@ import math
 import os
 import select
 import time
+from functools import partial
 
 __all__ = ["READABLE", "WRITABLE", "Looking", "Poller"]
 
@@ -25,12 +26,12 @@ class Poller:
     """Set of descriptors, with the polled events of each.
 
     Attributes:
-        poll: The system's function; it waits for milliseconds or seconds, depending on the system.
+        look: Function that returns the descriptors that are ready now; see `wait`.
     """
 
     def __init__(self) -> None:
         poll = select.epoll() if _HAS_EPOLL else select.poll()
-        self._poll, self.poll = poll, poll.poll
+        self._poll, self.look = poll, partial(poll.poll, 0)
 
     def register(self, fd: int, events: int) -> None:
         """Add the descriptor `fd`, to poll it for `events`."""
@@ -79,8 +80,8 @@ class Looking:
 
     def wait(self, pause_s: float | None) -> list[tuple[int, int]]:
         """Return the ready descriptors within `pause_s`; see `Poller.wait`."""
-        look = self._poller.poll
-        ready = look(0)
+        look = self._poller.look
+        ready = look()
         if ready or pause_s == 0:
             self._was_short = True
             return ready
@@ -88,7 +89,7 @@ class Looking:
         if self._was_short:
             while not ready and time.perf_counter_ns() - begin_ns < LOOK_NS:
                 os.sched_yield()
-                ready = look(0)
+                ready = look()
         ready = ready or self._poller.wait(pause_s)
         self._was_short = time.perf_counter_ns() - begin_ns < 2 * LOOK_NS
         return ready
