@@ -45,13 +45,13 @@ class StepTimes:
 
     Args:
         factor: See `slow_rank`; 0 to find no ranks to replace.
-        names: Whether a slow rank that is not replaced is named once; ranks of a mesh are not
+        names_slow: Whether a slow rank that is not replaced is named once; ranks of a mesh are not
             alike.
     """
 
-    def __init__(self, factor: float, *, names: bool) -> None:
+    def __init__(self, factor: float, *, names_slow: bool) -> None:
         self._replaces = bool(factor)
-        self._factor = factor or (SLOW if names else 0.0)
+        self._factor = factor or (SLOW if names_slow else 0.0)
         self._has_named = False
         self._began_ns = 0
         self.clear()

@@ -106,7 +106,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self.loss = self.grad_norm = math.nan
         self.num_changes = -1
         self._version = 0  # batches are dealt again when the version changes
-        self._times = StepTimes(replace_slow, names=isinstance(replica, WholeModel))
+        self._times = StepTimes(replace_slow, names_slow=isinstance(replica, WholeModel))
         self._wants_change = False  # members change before the next step
         self._pass: int | None = None  # the pass over the data that `epochs` has yielded
         self._fingerprint: dict[str, str] = {}
