@@ -192,7 +192,7 @@ def _fault(
     rows: Sequence[tuple[float, int, int]],
     deaths: Sequence[RunEvent],
 ) -> FaultAccount:
-    """Return the consequences of a fault, of which `deaths` are those of a full disk."""
+    """Return the consequences of a fault; `deaths` are ends of ranks by a full disk."""
     causes, judgement = _judged(strike, events)
     recovery_s = _recovery_s(strike, events, rows)
     if strike.kind == "disk":
