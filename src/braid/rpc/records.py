@@ -128,6 +128,6 @@ def member_of(kind: type[enum.Enum], name: str | int) -> enum.Enum:
 
 
 def _union_within(kind: type[enum.Flag], number: int) -> int:
-    """Return the union of the members that have no bit besides those of a number."""
+    """Return the union of the members whose bits a number has."""
     values = (one.value for one in kind.__members__.values())
     return functools.reduce(operator.or_, (bits for bits in values if bits & number == bits), 0)
