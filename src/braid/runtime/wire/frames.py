@@ -230,7 +230,7 @@ class FrameDecoder:
             rest = rest[count:]
 
     def _open(self, allocate: Allocate) -> bool:
-        """Read a head, of which `_HEADER` is here, if it has arrived; prepare for its buffers."""
+        """Read a head if it has arrived, after its `_HEADER`; prepare for its buffers."""
         begin, have = self._begin, self._end - self._begin
         mark, count, meta_bytes = _HEADER.unpack_from(self._scratch, begin)
         if mark != _MARK:
