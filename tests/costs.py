@@ -27,7 +27,7 @@ BUDGETS_S = {
     "world/test_averaging": 5,
     "world/test_bench": 40,
     "world/test_bench_ps": 12,
-    "world/test_chaos_runs": 45,
+    "world/test_chaos_runs": 60,
     "world/test_checkpoint": 10,
     "world/test_comm": 85,
     "world/test_context_parallel": 8,

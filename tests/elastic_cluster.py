@@ -19,7 +19,8 @@ from braid.comm import Group
 from braid.elasticity import gradient_sums, replica
 from braid.elasticity.evaluation import Evaluation
 from braid.elasticity.learning_rate import RateRule
-from braid.elasticity.mesh import MeshReplica, mesh_chooser
+from braid.elasticity.mesh import MeshReplica
+from braid.elasticity.mesh_choice import mesh_chooser
 from braid.elasticity.replica import Replica, WholeModel
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState
@@ -226,7 +227,7 @@ class ThreadMembers:
         self.visit("join")
         return list(cluster.begun[self._epoch].num_steps)
 
-    def finished_step(self, num_steps: int) -> None: ...
+    def finished_step(self, num_steps: int, weights: Any) -> None: ...
 
     def leave(self, num_steps: int, reason: str) -> NoReturn:  # noqa: ARG002 - the others know
         cluster = self.cluster

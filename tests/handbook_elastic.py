@@ -16,7 +16,7 @@ from typing import Any
 
 from braid.comm.tensors.node_map import NodeMap
 from braid.elasticity.gradient_sums import num_rounds, shard_of
-from braid.elasticity.mesh import mesh_for
+from braid.elasticity.mesh_choice import mesh_for
 from braid.elasticity.shadow import ring_of
 from braid.launch.process.job import ElasticLimits
 from braid.launch.supervise.membership_state import (

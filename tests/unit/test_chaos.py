@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import signal
 from pathlib import Path
@@ -12,12 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from braid.cli import main
 from braid.elasticity.bit_flips import flip_bits_on_signal
+from braid.elasticity.parts import TensorBox
+from braid.elasticity.weight_digest import WeightBox, weight_digest
 from braid.errors import ConfigError
 from braid.launch.chaos.account import Strike, account_of
+from braid.launch.chaos.comparison import WeightComparison, compared, digests_of
 from braid.launch.chaos.driver import ChaosOptions, ChaosRun, run_chaos
 from braid.launch.chaos.page import chaos_figures, members_picture
 from braid.launch.chaos.plan import KINDS, Fault, choose_ranks, plan_faults, signals_of
@@ -198,7 +204,7 @@ def test_a_full_disk_without_a_step_after_it_may_have_refused_lines():
 def test_only_a_run_that_was_struck_and_ended_well_passes(strikes, exit_code, goodput, problem):
     account = account_of(strikes, _events(), _steps((0, 1, 2), 1, 10.0, 11.0, 12.0), 12.0)
     run: Any = None
-    chaos = ChaosRun(run, ChaosOptions(), account, exit_code, was_ended=False, unstruck=())
+    chaos = ChaosRun(run, ChaosOptions(), account, exit_code, False, (), WeightComparison())
     problems = "; ".join(chaos.problems)
     assert (problems.startswith(problem), bool(problems)) == (True, bool(problem))
     figures = dict(chaos_figures(chaos))
@@ -209,7 +215,7 @@ def test_only_a_run_that_was_struck_and_ended_well_passes(strikes, exit_code, go
 def test_a_page_that_cannot_be_written_costs_no_figure(tmp_path, monkeypatch, capsys):
     account = account_of([], _events(), _steps((0, 1, 2), 1, 10.0, 11.0), 11.0)
     run: Any = SimpleNamespace(path=tmp_path)
-    chaos = ChaosRun(run, ChaosOptions(), account, 0, was_ended=False, unstruck=())
+    chaos = ChaosRun(run, ChaosOptions(), account, 0, False, (), WeightComparison())
 
     def refuse(_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -230,6 +236,68 @@ def test_a_rank_that_is_named_without_a_fault_is_wrong():
         ("none", "wrong"),
     ]
     assert math.isnan(account.goodput)
+
+
+def _pieces(weight: torch.Tensor, bounds: list[int]) -> list[WeightBox]:
+    """Return the rows of a weight in pieces, as ranks have them."""
+    pieces = []
+    for first, end in itertools.pairwise([0, *bounds, len(weight)]):
+        rows = weight[first:end].clone()
+        box = TensorBox.all_of(rows)._replace(whole=tuple(weight.shape), offset=(first, 0))
+        pieces.append(WeightBox("w", box, rows))
+    return pieces
+
+
+@given(
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64]),
+    bounds=st.lists(st.integers(0, 6), max_size=3).map(sorted),
+    bit=st.integers(0, 6 * 4 * 16 - 1),
+    seed=st.integers(0, 99),
+)
+def test_digests_of_pieces_add_up_and_show_one_flipped_bit(dtype, bounds, bit, seed):
+    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    whole = weight_digest(_pieces(weight, []), is_exact=True)
+    rows = {
+        rank: [{"step": 10, **weight_digest([piece], is_exact=True)}]
+        for rank, piece in enumerate(_pieces(weight, bounds))
+    }
+    expected = digests_of({0: [{"step": 10, **whole}]})
+    comparison = compared(digests_of(rows), expected)
+    assert (comparison.num_steps, comparison.first_unequal) == (1, 0)
+
+    weight.view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
+    flipped = digests_of(
+        {0: [{"step": 10, **weight_digest(_pieces(weight, bounds), is_exact=True)}]}
+    )
+    comparison = compared(flipped, expected)
+    assert comparison.first_unequal == 10
+    assert "after step 10 the weights are not as" in comparison.problem
+
+
+def test_steps_that_a_member_has_not_logged_are_not_compared():
+    halves = [weight_digest([piece], is_exact=True) for piece in _pieces(torch.ones(6, 4), [3])]
+    rows = {
+        0: [{"step": 10, **halves[0]}, {"step": 20, **halves[0]}],
+        1: [{"step": 10, **halves[1]}, {"step": 11, "members": 2}],
+    }
+    assert list(digests_of(rows)) == [10]
+    assert (
+        compared(digests_of(rows), {}).text == "not compared: the two runs have no step in common"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "is_exact", "is_wrong"), [(1e-6, True, True), (1e-6, False, False), (1, False, True)]
+)
+def test_only_sums_in_another_order_may_change_last_bits(change, is_exact, is_wrong):
+    weights = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    pair = [
+        digests_of({0: [{"step": 10, **weight_digest(_pieces(x, []), is_exact=is_exact)}]})
+        for x in (weights, weights * (1 + change))
+    ]
+    comparison = compared(*pair)
+    assert bool(comparison.problem) == is_wrong
+    assert ("up to rounding" in comparison.text) != is_wrong
 
 
 def test_the_picture_has_the_states_of_each_rank():

@@ -34,7 +34,7 @@ def test_faults_are_named_and_cost_no_step(tmp_path: Path):
     job.write_text(JOB)
     run = tmp_path / "run"
     command = [
-        sys.executable, "-m", "braid", "chaos", "--every-s", "2", "--minutes", "0.2", "--seed", "5",
+        sys.executable, "-m", "braid", "chaos", "--every-s", "1.5", "--minutes", "0.12", "--seed", "5",
         "--kinds", "kill,stop,bitflip", "run", "-n", "3", "--min-ranks", "1", "--log-dir", str(run),
         "--timeout", "100", str(job),
     ]  # fmt: skip
@@ -42,6 +42,7 @@ def test_faults_are_named_and_cost_no_step(tmp_path: Path):
     text = ended.stdout + ended.stderr
     assert ended.returncode == 0, text
     assert re.search(r"lost steps +0\n", text)
+    assert re.search(r"weights +bit by bit as in the undisturbed run", text)
     assert re.search(r"causes +([1-9]\d*) of \1 right", text)
     page = (run / "chaos.html").read_text()
     assert "passed" in page
@@ -49,6 +50,27 @@ def test_faults_are_named_and_cost_no_step(tmp_path: Path):
     live = LiveRun(run)
     assert not live.is_live
     assert all(live.rows[rank] for rank in range(3))
+
+
+@pytest.mark.all
+def test_state_that_a_newcomer_lacks_makes_other_weights(tmp_path: Path):
+    job = tmp_path / "job.py"
+    counts = "                count += 1\n                (model(x).square().mean() * count)"
+    job.write_text(
+        JOB.replace(", verify=1", "")
+        .replace("with braid", "count = 1.0\nwith braid")
+        .replace("                model(x).square().mean()", counts)
+        .replace("lr=0.01", "lr=1e-6")
+    )
+    command = [
+        sys.executable, "-m", "braid", "chaos", "--every-s", "1", "--minutes", "0.05", "--kinds",
+        "kill", "run", "-n", "3", "--min-ranks", "1", "--log-dir", str(tmp_path / "run"), str(job),
+    ]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    text = ended.stdout + ended.stderr
+    assert ended.returncode == 1, text
+    assert "the weights are not as in the undisturbed run" in text
+    assert re.search(r"lost steps +0\n", text)
 
 
 def test_a_run_that_fails_does_not_pass(tmp_path: Path):

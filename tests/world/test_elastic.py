@@ -7,6 +7,7 @@ import itertools
 import threading
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -423,7 +424,7 @@ class FixedMembers:
     def next_epoch(self, num_steps: int, directory: str = "") -> list[int]:  # noqa: ARG002
         raise AssertionError(num_steps)
 
-    def finished_step(self, num_steps: int) -> None: ...
+    def finished_step(self, num_steps: int, weights: Any) -> None: ...
 
     def leave(self, num_steps: int, reason: str) -> None:
         raise AssertionError(num_steps, reason)

@@ -12,7 +12,8 @@ from torch import nn
 import elastic_cluster
 from braid.elasticity import saving
 from braid.elasticity.members import leavers_of
-from braid.elasticity.mesh import MeshReplica, _NoInitialValues, elastic_mesh, mesh_for
+from braid.elasticity.mesh import MeshReplica, _NoInitialValues, elastic_mesh
+from braid.elasticity.mesh_choice import mesh_for
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState
 from braid.elasticity.training import ElasticTraining

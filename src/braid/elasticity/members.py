@@ -12,13 +12,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 from braid import context
 from braid.comm import Group
+from braid.elasticity.weight_digest import NUM_STEPS
 from braid.errors import CommError, CommTimeout, PeerLostError
 
 __all__ = [
@@ -76,8 +77,13 @@ class Members(Protocol):
         """Whether members have been asked to call `next_epoch` after their step."""
         ...
 
-    def finished_step(self, num_steps: int) -> None:
-        """Report that this process has finished a step, for `braid status` and `braid chaos`."""
+    def finished_step(self, num_steps: int, weights: Callable[[], Mapping[str, float]]) -> None:
+        """Report that this process has finished a step, for `braid status` and `braid chaos`.
+
+        Args:
+            num_steps: Number of steps so far.
+            weights: Returns a digest of this process's share of the weights.
+        """
         ...
 
     def leave(self, num_steps: int, reason: str) -> NoReturn:
@@ -255,9 +261,11 @@ class JobMembers:
         """Whether members must call `next_epoch` after their step; see `Members.pauses`."""
         return context.membership().pauses
 
-    def finished_step(self, num_steps: int) -> None:
+    def finished_step(self, num_steps: int, weights: Callable[[], Mapping[str, float]]) -> None:
         """Report that this process has finished a step; see `Members.finished_step`."""
-        context.log_step(num_steps, members=self.group.size)
+        is_compared = self.takes_faults and num_steps % NUM_STEPS == 0
+        digest = weights() if is_compared else {}
+        context.log_step(num_steps, members=self.group.size, **digest)
 
     def leave(self, num_steps: int, reason: str) -> NoReturn:
         """End this process; the other members continue without it; see `Members.leave`."""

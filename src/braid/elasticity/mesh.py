@@ -32,7 +32,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from math import nan, prod
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ from braid.elasticity.evaluation import evaluation_of
 from braid.elasticity.gradient_sums import memory_for
 from braid.elasticity.learning_rate import RateRule, require_rule
 from braid.elasticity.members import JobMembers
+from braid.elasticity.mesh_choice import mesh_chooser
 from braid.elasticity.parts import ModelPart, TensorBox, boxes_of
 from braid.elasticity.redistribution import LostStateError, NewestState, fill, newest_state
 from braid.elasticity.saving import TrainingCheckpoints, checkpoints_in
@@ -56,67 +57,20 @@ from braid.elasticity.state_transfer import (
     compare_others,
 )
 from braid.elasticity.training import ElasticTraining
+from braid.elasticity.weight_digest import WeightBox, weight_digest
 from braid.errors import CheckpointError, ConfigError, below, raise_all
 from braid.parallel.gradients import FlatBuffer, ParamRecord, ParamTable
 from braid.parallel.hybrid import HybridParallel
 from braid.programs.layout import Mesh
 
-__all__ = ["MeshReplica", "elastic_mesh", "mesh_chooser", "mesh_for"]
+__all__ = ["MeshReplica", "elastic_mesh"]
 
 LOG = logging.getLogger(__name__)
 
-AXES = ("pp", "dp", "tp")
 RANDOM = {torch.Tensor.uniform_, torch.Tensor.normal_}
 WHOLE_PARAMETERS = 3  # stage of sharding at which all ranks gather parameters in each forward
 
 Build = Callable[[], tuple[Any, ...]]
-
-
-def mesh_for(wanted: Mesh, num_ranks: int) -> Mesh:
-    """Return the mesh for `num_ranks` ranks: only dp changes, else all ranks become replicas.
-
-    >>> wanted = Mesh.parse("pp=2,dp=2")
-    >>> str(mesh_for(wanted, 6)), str(mesh_for(wanted, 3))
-    ('pp=2,dp=3', 'dp=3')
-    """
-    inner = prod(size for axis, size in wanted.axes.items() if axis != "dp")
-    if num_ranks % inner:
-        return Mesh({"dp": num_ranks})
-    return Mesh({**wanted.axes, "dp": num_ranks // inner})
-
-
-def mesh_chooser(mesh: str | Callable[[int], str]) -> Callable[[int], Mesh]:
-    """Return a function that returns the mesh for a number of ranks; see `elastic_mesh`.
-
-    Raises:
-        ConfigError: A mesh cannot be parsed, or has axes other than pp, dp and tp.
-    """
-    meshes = [_checked(text) for text in mesh.split(";")] if isinstance(mesh, str) else []
-    by_size = {wanted.size: wanted for wanted in meshes}
-    if len(by_size) < len(meshes):
-        msg = (
-            f"two meshes of {mesh} have the same number of ranks: pass one mesh for each number "
-            "of ranks"
-        )
-        raise ConfigError(msg)
-
-    def choose(num_ranks: int) -> Mesh:
-        if isinstance(mesh, str):
-            return by_size.get(num_ranks) or mesh_for(meshes[0], num_ranks)
-        return _checked(mesh(num_ranks))
-
-    return choose
-
-
-def _checked(text: str) -> Mesh:
-    mesh = Mesh.parse(text)
-    if others := [axis for axis in mesh.axes if axis not in AXES]:
-        msg = (
-            f"an elastic mesh has only the axes {', '.join(AXES)}, got {', '.join(others)} in "
-            f"{mesh}"
-        )
-        raise ConfigError(msg)
-    return mesh
 
 
 class _Division(NamedTuple):
@@ -318,6 +272,7 @@ class MeshReplica:
             del state.optimizer.state[param]  # of other stages
         snapshot, _ = self.model.checkpoint(None)
         boxes = boxes_of(snapshot.pieces(), params)
+        self._pieces = [WeightBox(n, box, params[n]) for n, of_n in boxes.items() for box in of_n]
         for axis in ("tp", "dp", "pp"):  # one rank writes what several of them have
             plain = {n: [list(box) for box in of_param] for n, of_param in boxes.items()}
             for of_peer in self.model.groups[axis].objects.all_gather(plain):
@@ -351,6 +306,13 @@ class MeshReplica:
         is_sent = not all(self._world.objects.all_gather(has_grads))
         self._shadow = Shadow(self._world if is_sent else self.group, part, is_sent=is_sent)
         return [self._shadow.part]
+
+    def weights(self) -> dict[str, float]:
+        """Return a digest of the weights that this rank saves; see `Replica.weights`."""
+        has_tp = self.model.groups["tp"].size > 1
+        names = self.state.model.named_parameters(remove_duplicate=False)
+        is_shared = len(list(names)) > len(list(self.state.model.parameters()))
+        return weight_digest(self._pieces, is_exact=not (has_tp or is_shared))
 
     def begin(self, number: int) -> None:
         """Begin micro-batch `number`; see `Replica.begin`."""

@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 from braid.comm import Group
 from braid.elasticity.gradient_sums import memory_for
+from braid.elasticity.parts import TensorBox
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState, check_same_training, transfer
+from braid.elasticity.weight_digest import WeightBox, weight_digest
 from braid.parallel.gradients import FlatBuffer, ParamRecord, ParamTable
 
 __all__ = ["Replica", "WholeModel"]
@@ -53,6 +55,10 @@ class Replica(Protocol):
                 together with the state.
             checkpoints: Checkpoints to load if no member has the state.
         """
+        ...
+
+    def weights(self) -> dict[str, float]:
+        """Return a digest of this member's share of the weights; see `weight_digest`."""
         ...
 
     def begin(self, number: int) -> None:
@@ -115,6 +121,12 @@ class WholeModel:
         if max(num_steps) < 0:
             newest = checkpoints.load(group, self.state) or progress
         progress.update(transfer(group, num_steps, self.state, newest))
+
+    def weights(self) -> dict[str, float]:
+        """Return a digest of the weights on the first member; see `Replica.weights`."""
+        named = {} if self.group.rank else dict(self.state.model.named_parameters())
+        pieces = [WeightBox(name, TensorBox.all_of(param), param) for name, param in named.items()]
+        return weight_digest(pieces, is_exact=True)
 
     def begin(self, number: int) -> None:
         """Do nothing; see `Replica.begin`."""

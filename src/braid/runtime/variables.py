@@ -59,7 +59,7 @@ VARIABLES: Mapping[str, str] = {
     "BRAID_DEBUGGED": "`1`: a person debugs a rank, and deadlines do not expire (`--stdin`).",
     "BRAID_ELASTIC": "Role in a run with changing members: `founder` or `newcomer` (joined later).",
     "BRAID_PROCESS": "Number of a process that has the `RANK` of a lost process (`--restarts`).",
-    FAULTS: "`1`: a rank flips bits in its gradients on SIGUSR2 (`braid chaos --kinds bitflip`).",
+    FAULTS: "`1` (by `braid chaos`): ranks log digests of weights, and flip bits on SIGUSR2.",
     "BRAID_LAUNCHER_PID": "Process that started a rank, to find orphans of a run.",
     "BRAID_RAY_CALL": "Directory of the function that `braid.launch.ray.run` calls on ranks.",
     "BRAID_NODE": "Number of a pod, in manifests for Kubernetes.",

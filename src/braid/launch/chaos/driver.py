@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from braid.errors import BraidError, ConfigError, raise_all
 from braid.launch.chaos.account import ChaosAccount, Strike, account_of
+from braid.launch.chaos.comparison import WeightComparison
 from braid.launch.chaos.hosts import NamespaceHosts
 from braid.launch.chaos.plan import (
     KINDS,
@@ -31,6 +32,7 @@ from braid.launch.chaos.plan import (
     plan_faults,
     signals_of,
 )
+from braid.launch.chaos.undisturbed import compared_again, started
 from braid.launch.observe.live_run import LiveRun
 from braid.launch.observe.status import RankStatus, status_of
 from braid.launch.supervise.run_record import new_log_dir
@@ -60,12 +62,15 @@ class ChaosOptions:
         kinds: Kinds of faults, separated by commas: kill, stop, slow, leave, newcomer, two,
             bitflip, disk, partition. With partition, the hosts of `braid run -H a:2,b:2` are made
             as network namespaces of this machine, and all but the first are cut off for a while.
+        compare: Run the same command again without faults, up to the last step, and compare the
+            weights after every tenth step.
     """
 
     every_s: float = 30.0
     minutes: float = 10.0
     seed: int = 0
     kinds: str = ",".join(DEFAULT_KINDS)
+    compare: bool = True
 
     def __post_init__(self) -> None:
         problems = [
@@ -97,6 +102,7 @@ class ChaosRun(NamedTuple):
         was_ended: Whether the run was ended when its time was over.
         unstruck: Planned faults that were skipped, because no rank could be struck at their time,
             or the run ended first.
+        weights: Comparison of its weights with the weights of the same run without faults.
     """
 
     run: LiveRun
@@ -105,6 +111,7 @@ class ChaosRun(NamedTuple):
     exit_code: int
     was_ended: bool
     unstruck: tuple[Fault, ...]
+    weights: WeightComparison
 
     @property
     def has_failed(self) -> bool:
@@ -125,6 +132,7 @@ class ChaosRun(NamedTuple):
                 problems.append(text + hint * ("bitflip" in kinds))
         if self.account.num_lost_steps:
             problems.append(f"{self.account.num_lost_steps} finished steps were lost")
+        problems += filter(None, [self.weights.problem])
         if not self.has_failed and not self.account.num_struck:
             problems.append(
                 "no fault has struck the run, so nothing was tested: lower --every-s, now "
@@ -149,20 +157,26 @@ class _Due(NamedTuple):
     host: str = ""
 
 
-def run_chaos(options: ChaosOptions, arguments: Sequence[str], command: str = "run") -> ChaosRun:
-    """Run a job under faults.
+def run_chaos(
+    options: ChaosOptions,
+    arguments: Sequence[str],
+    command: str = "run",
+    note: Callable[[str], object] = print,
+) -> ChaosRun:
+    """Run a job under faults, and then without faults to compare the weights.
 
     Args:
         options: The faults.
         arguments: Arguments of the command; of `braid run` options, `--`, the script and its
             arguments.
         command: Command of braid that starts the job, run or train.
+        note: Called with a line for the user when the second run begins.
 
     Raises:
         ConfigError: The arguments do not describe a run into which faults can be injected.
     """
     words, path = _run_words(options, arguments)
-    environ = dict(os.environ) | ({FAULTS: "1"} if "bitflip" in options.names else {})
+    environ = dict(os.environ) | {FAULTS: "1"}
     start = [sys.executable, "-m", "braid", command]
     with ExitStack() as stack:
         hosts = None
@@ -171,12 +185,17 @@ def run_chaos(options: ChaosOptions, arguments: Sequence[str], command: str = "r
             stack.enter_context(_raised(signal.SIGTERM, signal.SIGHUP))
             hosts = stack.enter_context(NamespaceHosts(_hosts_of(own_words)))
             start = [*hosts.on(hosts.names[0], start), "--rsh", hosts.rsh]
-        process = stack.enter_context(_started([*start, *words], environ))
-        if hosts is not None:
-            stack.callback(hosts.mend_all)  # before the ranks save and end
-        strikes = _Strikes(options, process, path, hosts)
-        strikes.run_to_end()
-    return strikes.concluded()
+        with ExitStack() as struck:
+            process = struck.enter_context(started([*start, *words], environ))
+            if hosts is not None:
+                struck.callback(hosts.mend_all)  # before the ranks save and end
+            strikes = _Strikes(options, process, path, hosts)
+            strikes.run_to_end()
+        ended = strikes.concluded()
+        if not options.compare or ended.has_failed:
+            return ended
+        weights = compared_again(ended.run, [*start, *words], environ, note)
+    return ended._replace(weights=weights)
 
 
 def _hosts_of(words: Sequence[str]) -> list[str]:
@@ -231,19 +250,6 @@ def _check_disk(log_dir: Path) -> None:
             "system of at most 1 GiB, such as mount -t tmpfs -o size=64m tmpfs DIR"
         )
         raise ConfigError(msg)
-
-
-@contextmanager
-def _started(command: list[str], environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the launcher; it is ended if an exception, such as Ctrl-C, ends the block."""
-    process = subprocess.Popen(command, env=environ)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            with suppress(KeyboardInterrupt):  # Ctrl-C has reached the launcher, too
-                process.terminate()
-                process.wait()
 
 
 @contextmanager
@@ -329,7 +335,9 @@ class _Strikes:
         if code and run.events:
             last_s = max(last_s, run.events[-1].unix_s)  # the failure counts
         account = account_of(self._strikes, run.events, finished, self._end_s or last_s)
-        return ChaosRun(run, self._options, account, code, was_ended, tuple(self._waiting))
+        unstruck = tuple(self._waiting)
+        weights = WeightComparison(reason="the run has failed" if code else "--no-compare")
+        return ChaosRun(run, self._options, account, code, was_ended, unstruck, weights)
 
     def _refreshed(self) -> bool:
         """Read the run's directory; return whether its training has begun."""

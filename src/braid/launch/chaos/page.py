@@ -73,6 +73,7 @@ def chaos_figures(chaos: ChaosRun) -> list[tuple[str, str]]:
         ("of all ranks", share(account.num_steps, account.num_possible_by_all)),
         ("steps", f"{account.num_steps:,} in {seconds_text(account.end_s - account.begin_s)}"),
         ("lost steps", f"{account.num_lost_steps:,}"),
+        ("weights", chaos.weights.text),
         ("recoveries", recoveries),
         ("causes", named if account.faults else "none, as no fault has struck"),
     ]

@@ -62,7 +62,8 @@ class JobEnvironment:
             `newcomer` if it joins later; empty if members are fixed.
         replaces: Lost rank that this process replaces in its role, such as a server's or a
             worker's; -1 for none. The program sees it as `RANK`.
-        takes_faults: Whether a signal makes the rank flip bits in its gradients (for tests).
+        takes_faults: Whether `braid chaos` runs the job: the rank logs digests of its weights, and
+            flips bits in its gradients on a signal.
     """
 
     rank: int = 0
