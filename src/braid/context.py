@@ -133,8 +133,8 @@ def next_epoch(
         num_steps: Number of training steps in the state of this process; -1 without state.
         timeout_s: Seconds to wait for the members of the next epoch.
         limit_s: Seconds to wait until the next epoch begins; None for no limit.
-        directory: Directory that all members see, in which they agree on a last epoch if the
-            launcher is gone; empty for none.
+        directory: Directory of checkpoints that all members see, in which they agree on a last
+            epoch if the launcher is gone; empty for none.
 
     Raises:
         ConfigError: The run is not elastic, or no file can be opened in `directory`.

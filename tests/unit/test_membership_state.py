@@ -100,6 +100,35 @@ def test_a_run_ends_when_nobody_has_received_the_state():
     assert state.ready(2, 1, -1) == [GiveUp((2,), reason)]
 
 
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_run_whose_members_are_all_lost_begins_with_its_checkpoint(loads):
+    state = _begun(2, restarts=2)
+    state.checkpoint_step = 100
+    assert state.lost(0) == [Replace()]
+    assert state.can_lose(1)
+    assert state.lost(1) == [Replace()]
+    assert state.started(2) == state.started(3) == []
+    if not loads:
+        reason = "rank 1 was lost, the last one with the state of the training"
+        assert state.ready(2, -1, -1) == [GiveUp((2,), reason)]
+        return
+    assert state.ready(2, -1, -1, loads=True) == [], "another one is on its way"
+    assert state.ready(3, -1, -1, loads=True) == [Begin(1, (2, 3), (-1, -1))]
+    assert not state.can_lose(3) or state.lost(3) == []
+
+
+def test_a_member_without_the_state_begins_with_the_checkpoint():
+    state = _begun(2, spares=1, restarts=0)
+    state.checkpoint_step = 5
+    state.ready(2, -1, -1, loads=True)
+    state.lost(1)
+    assert state.ready(0, 0, 10) == [Begin(1, (0, 2), (10, -1))]
+    assert state.can_lose(0)
+    assert state.lost(0) == []
+    assert state.ready(2, 1, -1, loads=True) == [Begin(2, (2,), (-1,))]
+    assert not state.can_lose(2), "nothing follows it"
+
+
 def test_a_run_ends_when_those_that_are_left_are_too_few():
     state = _begun(2, min_ranks=2, restarts=0)
     reason = "rank 1 was lost, and 1 of at least 2 members are left"
@@ -209,6 +238,8 @@ class _Run:
     num_to_start: int = 0
     is_over: bool = False
     changes_slots: bool = False
+    saves: bool = False
+    loads: bool = False
 
     def __post_init__(self) -> None:
         self.state = MembershipState(self.limits, self.num_ranks)
@@ -229,7 +260,8 @@ class _Run:
             elif isinstance(order, Replace):
                 self.num_to_start += 1
             elif isinstance(order, GiveUp):
-                assert all(self.processes[rank].num_steps < 0 for rank in order.members)
+                newest = max(self.processes[rank].num_steps for rank in order.members)
+                assert newest < 0 or self.saves, "a member has the state"
                 self.is_over = True
             else:
                 assert self.changes_slots, "nobody has finished"
@@ -243,11 +275,15 @@ class _Run:
         if before is not None:
             alive = [rank for rank in before.members if rank not in self.lost]
             kept = [rank for rank in alive if rank in new.members]
-            assert kept == alive[: len(kept)], "the newest have to go"
+            without = kept[:-1]  # the last one may stay as the only one with the state
+            assert without == alive[: len(without)], "the newest have to go"
             assert self.changes_slots or kept == alive, "nobody is left behind"
             assert all(self.processes[rank].says_ready for rank in alive), "nobody trains on alone"
-            # a process that had no slot in the last epoch may have seen a step that was done again
-            assert max(new.num_steps) >= max(self.processes[r].num_steps for r in kept)
+            newest = max((self.processes[r].num_steps for r in alive), default=-1)
+            assert max(new.num_steps) >= newest, "the newest state is kept"
+            if max(new.num_steps) < 0 and any(max(begun.num_steps) >= 0 for begun in self.epochs):
+                assert self.loads, "nobody begins anew without a checkpoint"
+                assert self.state.checkpoint_step >= 0
 
     def say_ready(self, rank: int) -> None:
         process = self.processes[rank]
@@ -264,7 +300,7 @@ class _Run:
         )  # the oldest of its kind
         kind, rank, epoch, num_steps = self.mail.pop(index)
         if kind == "ready":
-            self.execute(self.state.ready(rank, epoch, num_steps))
+            self.execute(self.state.ready(rank, epoch, num_steps, loads=self.loads))
         elif rank in self.lost:
             return
         elif kind == "begin":
@@ -272,7 +308,9 @@ class _Run:
             process = self.processes[rank]
             process.epoch, process.says_ready = epoch, False
             if not self.lost.intersection(begun.members):
-                process.num_steps = max(0, *begun.num_steps)
+                is_loaded = max(begun.num_steps) < 0 <= self.state.checkpoint_step
+                step = self.state.checkpoint_step if is_loaded else 0
+                process.num_steps = max(step, *begun.num_steps)
         elif not self.processes[rank].says_ready and self.processes[rank].epoch == epoch:
             self.say_ready(rank)
 
@@ -303,6 +341,8 @@ class _Run:
             behind = [rank for rank in members if self.processes[rank].num_steps == least]
             for rank in behind[: self.rng.randint(1, len(behind))]:
                 self.processes[rank].num_steps += 1
+            if self.saves and len(behind) == len(members) and self.rng.random() < 0.2:
+                self.state.checkpoint_step = least
 
     def step(self, *, kills: bool) -> None:
         if self.num_to_start and self.rng.random() < 0.5:
@@ -320,8 +360,13 @@ class _Run:
         self.train()
 
 
-@given(seed=st.integers(0, 2**32), changes_slots=st.booleans())
-def test_members_keep_one_history_and_the_newest_state(seed, changes_slots):
+@given(
+    seed=st.integers(0, 2**32),
+    changes_slots=st.booleans(),
+    saves=st.booleans(),
+    loads=st.booleans(),
+)
+def test_members_keep_one_history_and_the_newest_state(seed, changes_slots, saves, loads):
     for number in range(40):
         rng = random.Random(40 * seed + number)
         num_ranks = rng.randint(1, 5)
@@ -331,7 +376,7 @@ def test_members_keep_one_history_and_the_newest_state(seed, changes_slots):
             spares=rng.randint(0, 2),
             restarts=rng.randint(0, 6),
         )
-        run = _Run(rng, limits, num_ranks, changes_slots=changes_slots)
+        run = _Run(rng, limits, num_ranks, changes_slots=changes_slots, saves=saves, loads=loads)
         for _ in range(120):
             run.step(kills=True)
         for _ in range(200):
@@ -339,6 +384,9 @@ def test_members_keep_one_history_and_the_newest_state(seed, changes_slots):
         if run.is_over:
             continue
         members = run.epochs[-1].members
+        if run.lost.issuperset(members):
+            assert saves, "no member can be lost if none is left"
+            continue  # the processes that are left are too few
         assert not run.lost.intersection(members), "the run goes on"
         assert {run.processes[rank].epoch for rank in members} == {len(run.epochs) - 1}
 

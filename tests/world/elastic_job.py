@@ -5,7 +5,8 @@ of that step, or `RANK:STEP:update` in its update; `RANK:STEP:parent` kills what
 `RANK:STEP:notice` is a notice that it will be ended, `RANK:STEP:error` an exception,
 `RANK:STEP:wait` waits until the launcher has named it, `RANK:STEP:stuck` waits with a child for
 good, `RANK:STEP:kill:PID` kills another process, and `RANK:STEP:host` kills all processes of its
-network namespace. `RANK:agreed` dies when it has agreed on a last epoch. SAVES names a directory for checkpoints.
+network namespace. `RANK:agreed` dies when it has agreed on a last epoch. SAVES names a directory
+for checkpoints, SAVES_EVERY the number of steps between two of them.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def main() -> None:
 
     loader = DataLoader(Noise(), batch_size=4, shuffle=True)
     saves = os.environ.get("SAVES", "")
-    options = {"checkpoints": saves, "checkpoint_every": 100 * bool(saves)}
+    every = int(os.environ.get("SAVES_EVERY", "100"))
+    options = {"checkpoints": saves, "checkpoint_every": every * bool(saves)}
     with braid.elastic(model, optimizer, update=update, shards=3, **options) as training:
         for _ in training.epochs(2):
             for x in training.batches(loader):

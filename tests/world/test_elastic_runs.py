@@ -191,6 +191,20 @@ def test_an_exception_ends_the_run_and_is_its_cause(tmp_path):
     assert not any(text.startswith("epoch 1") for text in notices)
 
 
+@pytest.mark.all
+@pytest.mark.parametrize(("num_ranks", "deaths"), [(3, "0:9 1:9 2:9"), (1, "0:9")])
+def test_new_ranks_begin_with_the_checkpoint_if_all_members_are_lost(
+    tmp_path, undisturbed, monkeypatch, num_ranks, deaths
+):
+    monkeypatch.setenv("SAVES", str(tmp_path / "saves"))
+    monkeypatch.setenv("SAVES_EVERY", "4")
+    outcome, ends, notices = _run(tmp_path, deaths, num_ranks, restarts=num_ranks)
+    assert outcome.ok, str(outcome)
+    assert ends == dict.fromkeys(range(num_ranks, 2 * num_ranks), undisturbed)
+    (begun,) = [text for text in notices if text.startswith("epoch 1")]
+    assert begun.endswith("go on at step 8, with the last checkpoint")
+
+
 def test_a_run_ends_when_too_few_are_left(tmp_path):
     outcome, _, _ = _run(tmp_path, "1:3", min_ranks=3, restarts=0)
     assert outcome.exit_code == 137

@@ -82,8 +82,8 @@ def elastic(
         replace_slow: A rank that is slower than its peers by this factor, such as 2.0, for 30
             steps leaves and is replaced; 0 for only a warning at a factor of 2.
         checkpoints: Directory of checkpoints, which all ranks see. The training begins with the
-            last checkpoint. If all members are lost at the same time, the run ends, and the next
-            run begins with the checkpoint. Buffers outside of `state_dict()` are not saved.
+            last checkpoint. If all members are lost at the same time, new processes begin with the
+            last one of the run. Buffers outside of `state_dict()` are not saved.
         checkpoint_every: Number of steps between two checkpoints. A failure, such as a full
             disk, is only a warning. If all members are asked to end, or the launcher is lost, the
             members first save one.

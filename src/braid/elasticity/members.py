@@ -103,8 +103,8 @@ class Members(Protocol):
 
         Args:
             num_steps: Number of steps that this process's state includes; -1 without state.
-            directory: Directory that all members see, in which they agree on a last epoch if the
-                launcher has ended; empty for none.
+            directory: Directory of checkpoints that all members see, in which they agree on a last
+                epoch if the launcher has ended; empty for none.
 
         Returns:
             `num_steps` of each member of the next epoch.

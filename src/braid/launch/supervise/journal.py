@@ -171,7 +171,9 @@ class RunJournal(AbstractContextManager["RunJournal"]):
         """Notify the user of a stopped or resumed rank, or of a lost rank if the run goes on."""
         signum = warning.signum
         if not signum:
-            ended = f"{warning.reason}; the others go on without it"
+            is_last = not any(other.alive for other in self._ranks.values() if other is not process)
+            follows = "others follow, with the last checkpoint" * is_last
+            ended = f"{warning.reason}; {follows or 'the others go on without it'}"
             self.notice(f"{process.name} {ended if warning.reason else 'goes on'}")
             return
         inside = process.last_events()

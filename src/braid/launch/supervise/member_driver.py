@@ -167,7 +167,8 @@ class MemberDriver:
         else:
             if message.epoch < 0:
                 self._run.journal.note("waiting", rank=process.rank)
-            self._execute(self.state.ready(process.rank, message.epoch, message.num_steps))
+            facts = process.rank, message.epoch, message.num_steps
+            self._execute(self.state.ready(*facts, loads=message.has_checkpoints))
 
     def ended(self, rank: int, *, has_finished: bool, was_dismissed: bool) -> None:
         """Record that the process of a rank has ended."""
@@ -189,7 +190,8 @@ class MemberDriver:
         ranks = self._run.ranks
         for order in orders:
             if isinstance(order, Begin):
-                step = max(0, *order.num_steps)
+                is_loaded = max(order.num_steps) < 0 <= self.state.checkpoint_step
+                step = self.state.checkpoint_step if is_loaded else max(0, *order.num_steps)
                 self.changes.epoch_ns = self._clock.now_ns()
                 self._run.journal.note(
                     "epoch", epoch=order.epoch, members=order.members, num_steps=step
@@ -197,7 +199,7 @@ class MemberDriver:
                 if order.epoch:
                     members = ", ".join(map(str, order.members))
                     text = f"epoch {order.epoch}: ranks {members} go on at step {step}"
-                    self._run.journal.notice(text)
+                    self._run.journal.notice(text + ", with the last checkpoint" * is_loaded)
                 for rank in order.members:
                     ranks[rank].send(NewEpoch(*order))
             elif isinstance(order, Pause):

@@ -15,7 +15,8 @@ has interrupted a step. Processes that have joined meanwhile also report ready a
                     room for it
     Lost            restarts are left                 Replace: start another process
     Lost            the others are ready              Begin
-    Ready           no living process has the state   GiveUp: the run is over
+    Ready           no living process has the state   GiveUp: the run is over; or Begin, if a
+                                                      checkpoint was saved
     Finished        it was the last member            Dismiss: processes that wait may end
     Slots           there are more than processes     Replace
     Slots           there are fewer than members      Pause, then Dismiss: the newest ones
@@ -25,7 +26,8 @@ Safety, whatever the order of events, also when they are delayed or doubled:
 * One history: an epoch begins once, with one list of members, and after every member of the epoch
   before it is ready, lost or finished. So a minority never goes on by itself.
 * No step is lost: some member of an epoch has the state of the most steps that any member of an
-  earlier epoch has reported. Otherwise the run is over.
+  earlier epoch has reported. If all that have it are lost, the run is over, or the members begin
+  with a checkpoint, if the run has saved one and all of them would load it.
 * A process is a member of consecutive epochs only, and never after it was lost.
 * There are between `min_ranks` and `max_ranks` members, unless some have finished. Slots that a
   run loses do not make it smaller than `min_ranks`.
@@ -104,16 +106,19 @@ class MembershipState:
         members: Members of the present epoch, without ranks that were lost or have finished.
         has_trained: Whether members have finished a step in the present epoch, so that each of them
             has received its part of the state, and the copies of other parts.
+        checkpoint_step: Number of steps in the last checkpoint of the run; -1 without one.
     """
 
     def __init__(self, limits: ElasticLimits, num_ranks: int) -> None:
         self.epoch = NO_EPOCH
         self.members: tuple[int, ...] = ()
         self.has_trained = False
+        self.checkpoint_step = -1
         self._limits = limits.with_ranks(num_ranks)
         self._num_ranks = num_ranks
         self._alive: set[int] = set()
         self._ready: dict[int, int] = {}  # rank -> steps that its state has seen
+        self._loads: set[int] = set()  # processes that would load a checkpoint
         self._is_ending = False
         self._last_lost = -1
         self._most_steps = -1  # that any member has reported
@@ -154,10 +159,9 @@ class MembershipState:
         if self._has_finished and self.members != (rank,):
             return True
         others = self._alive - {rank}
-        if not others:
+        has_state = self.epoch == NO_EPOCH or others.intersection(self.members)
+        if self.checkpoint_step < 0 and not (others and has_state):
             return False
-        if self.epoch != NO_EPOCH and not others.intersection(self.members):
-            return False  # no process has the state
         to_come = self._num_to_start + self._restarts_left
         is_enough = len(others) + to_come >= self._limits.min_ranks
         return is_enough or self._limits.gains_slots
@@ -176,18 +180,21 @@ class MembershipState:
         self._num_to_start -= 1
         return [Dismiss((rank,))] if self.is_over else []
 
-    def ready(self, rank: int, epoch: int, num_steps: int) -> list[Order]:
+    def ready(self, rank: int, epoch: int, num_steps: int, *, loads: bool = False) -> list[Order]:
         """Record that a process waits for the next change of members; return the orders.
 
         Args:
             rank: The process.
             epoch: Epoch that the process is a member of; -1 if none.
             num_steps: Number of training steps in the process's state; -1 without state.
+            loads: Whether the process would load the last checkpoint, if no process has the state.
         """
         expected = self.epoch if rank in self.members else NO_EPOCH
         if rank not in self._alive or epoch != expected:
             return []  # sent before this epoch began, or by a process that has died
         self._ready[rank] = num_steps
+        if loads:
+            self._loads.add(rank)
         self._most_steps = max(self._most_steps, num_steps)
         return self._next()
 
@@ -199,7 +206,8 @@ class MembershipState:
             self._is_ending = True  # the others get ready by themselves
             self._last_lost = rank
         self._remove(rank)
-        if self.epoch != NO_EPOCH and not self.members and not self._has_finished:
+        has_state = self.epoch == NO_EPOCH or bool(self.members) or self._has_finished
+        if not has_state and self.checkpoint_step < 0:
             return self._end_for_good()
         orders: list[Order] = []
         num_wanted = max(self._num_wanted, self._limits.min_ranks)
@@ -263,18 +271,41 @@ class MembershipState:
                 return []
             self._is_ending = True
             return [Pause(self.members)]
-        if not self.members:
-            return []
-        if max(self._ready[member] for member in self.members) < 0 <= self._most_steps:
-            reason = f"rank {self._last_lost} was lost, the last one with the state of the training"
-            return [GiveUp(self.members, reason)]
-        if self._has_finished:
-            return [self._begin(self.members)]
+        if self._has_finished or (not self.members and self.checkpoint_step < 0):
+            return [self._begin(self.members)] if self.members else []
         ready = (*self.members, *newcomers)
-        members, others = ready[: self._num_places], ready[self._num_places :]
-        if len(members) < self._limits.min_ranks:
+        has_state = any(self._ready[member] >= 0 for member in self.members)
+        if not has_state and (self._most_steps >= 0 or not self.members):
+            return self._begin_anew(ready)
+        if min(len(ready), self._num_places) < self._limits.min_ranks:
             return []  # until a newcomer is ready
-        return [self._begin(members), *self._dismiss(others)]
+        return self._begin_with(ready)
+
+    def _begin_anew(self, ready: tuple[int, ...]) -> list[Order]:
+        """Begin with the last checkpoint when all processes that are to come are ready."""
+        if self.checkpoint_step < 0 or not self._loads.issuperset(ready):
+            last = f"rank {self._last_lost} was lost, the last one"
+            return [GiveUp(self.members or ready, f"{last} with the state of the training")]
+        is_complete = len(ready) == len(self._alive) and not self._num_to_start
+        least = self._limits.min_ranks if is_complete else self._num_places
+        if len(ready) < least:
+            return []
+        self._most_steps = -1
+        self._ready = dict.fromkeys(self._ready, -1)  # also of one that had no slot, and is behind
+        return self._begin_with(ready)
+
+    def _begin_with(self, ready: tuple[int, ...]) -> list[Order]:
+        """Begin an epoch, and dismiss the newest processes if there are more than slots.
+
+        A member with the newest state stays: others may not have received it yet.
+        """
+        kept, others = ready[: self._num_places], ready[self._num_places :]
+        newest = max((self._ready[member] for member in self.members), default=-1)
+        if all(self._ready[rank] < newest for rank in kept):
+            holder = next(rank for rank in others if self._ready[rank] == newest)
+            kept, others = (*kept[:-1], holder), (kept[-1], *others)
+            others = tuple(rank for rank in others if rank != holder)
+        return [self._begin(kept), *self._dismiss(others)]
 
     def _dismiss(self, waiting: Sequence[int]) -> list[Order]:
         """Dismiss the newest processes that wait and have no slot."""

@@ -347,6 +347,8 @@ class _Run(AbstractContextManager["_Run"]):
                 process.left_ns = self._clock.now_ns()
         elif isinstance(message, Saved | Loaded):
             self.journal.note_checkpoint(message)
+            if self._members is not None:
+                self._members.state.checkpoint_step = message.step
         elif isinstance(message, Ready) and self._members is not None:
             self._members.ready(process, message)
         elif isinstance(message, Logged):

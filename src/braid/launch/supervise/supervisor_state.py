@@ -344,7 +344,8 @@ class SupervisorState:
             out += self._signal([event.rank], signal.SIGTERM)
         self._note_waits(now_ns)
         out += self._due(now_ns)
-        if self.phase is not RunPhase.DONE and not self._alive() and not self.starting:
+        is_replaced = isinstance(event, Exited) and self.ranks[event.rank].survived
+        if self.phase is not RunPhase.DONE and not (self._alive() or self.starting or is_replaced):
             self.phase, self._deadline_ns = RunPhase.DONE, None
         return out
 

@@ -146,11 +146,14 @@ class Ready(msgspec.Struct, tag_field="kind", tag="ready", frozen=True):
         epoch: Epoch in which the process is a member; -1 without one.
         num_steps: Number of training steps in the process's state; -1 without state.
         leaves: Reason why the process ends instead of waiting; empty if it waits.
+        has_checkpoints: Whether the process would begin with a checkpoint if no process has the
+            state of the training.
     """
 
     epoch: int
     num_steps: int
     leaves: str = ""
+    has_checkpoints: bool = False
 
 
 class PauseTraining(msgspec.Struct, tag_field="kind", tag="pause", frozen=True):

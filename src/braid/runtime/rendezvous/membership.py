@@ -162,8 +162,8 @@ class Membership:
             num_steps: Number of steps that the state of this process includes; -1 without state.
             timeout_s: Seconds to wait for the members of the next epoch.
             limit_s: Seconds to wait until the epoch begins; None for no limit.
-            directory: Directory that all members see, in which they agree on a last epoch if the
-                launcher is gone; empty for none.
+            directory: Directory of checkpoints that all members see, in which they agree on a last
+                epoch if the launcher is gone; empty for none.
 
         Returns:
             The epoch; this process is one of its members.
@@ -179,6 +179,7 @@ class Membership:
             raise ConfigError(msg)
         clock, before = self.context.clock, self._launcher.epoch
         self.transport.announce_end(0.0)
+        self._launcher.has_checkpoints = bool(directory)
         self._launcher.ready(self.epoch, num_steps)
         self.transport.close()  # unmaps memory while other members get ready
         wait = partial(self._launcher.wait, clock=clock, limit_s=limit_s)
