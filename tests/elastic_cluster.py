@@ -310,7 +310,9 @@ def train(
     epochs: int = 2,
     after_backward: Callable[[ElasticTraining, nn.Module], object] = lambda *_: None,
     evaluate_every: int = 0,
+    *,
     change: Callable[[TrainingState], TrainingState] = lambda state: state,
+    order: Mapping[str, Any] = {"shuffle": True},
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Train a small model, and return its state."""
@@ -321,7 +323,8 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3, 5], 0.9)
     x = torch.linspace(-2.0, 2.0, 128).sin().view(32, 4)  # micro-batches of 3, or 3 and 2
-    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=3, shuffle=True)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    loader = DataLoader(data, **({"batch_size": 3} | order))
 
     def update() -> None:
         members.visit("update")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import braid
 from braid.comm import Group
@@ -109,6 +119,85 @@ def test_a_rank_without_a_micro_batch_changes_no_sign_of_zero():
 
     for grad in run_threads(2, main):
         assert grad.signbit().tolist() == [True, False, False]
+
+
+class Curriculum(Sampler):
+    """Sampler that has other samples in each pass."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([(i * (self.epoch + 1)) % 40 for i in range(20)])
+
+    def __len__(self) -> int:
+        return 20
+
+
+class Short(Curriculum):
+    """Sampler that draws fewer samples than its length."""
+
+    def __iter__(self):
+        return iter(range(19))
+
+
+SAMPLERS = {
+    "weighted": lambda: WeightedRandomSampler([1.0, 3.0] * 20, 20),
+    "own generator": lambda: WeightedRandomSampler([1.0] * 40, 20, generator=torch.Generator()),
+    "with replacement": lambda: RandomSampler(range(40), replacement=True, num_samples=20),
+    "a pass with a number": Curriculum,
+    "numbers": lambda: range(39, 19, -1),
+}
+
+
+class Drawing(Dataset):
+    """Samples with a random number, drawn when they are read."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + 0.9 * torch.rand(())
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_sampler_gives_the_same_samples_on_any_number_of_ranks(kind):
+    seen: list[list[float]] = []
+    for num_ranks in (1, 2, 3):
+        of_rank = []
+        for rank in range(num_ranks):
+            loader = DataLoader(Drawing(), batch_size=2, sampler=SAMPLERS[kind]())
+            data = MicroBatches(loader, seed=7)
+            list(data.after(DataPosition(rank, 0), 0, 1, 3))  # another pass before
+            torch.rand(rank)
+            batches = data.after(DataPosition(1, 12), rank, num_ranks, 4)
+            of_rank.append([batch.tolist() for batch in batches])
+        turns = itertools.zip_longest(*of_rank, fillvalue=[])
+        seen.append([x for turn in turns for batch in turn for x in batch])
+    assert seen[0] == seen[1] == seen[2]
+    assert len(set(seen[0])) == 8, "a sample that is drawn again has other random numbers"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "problem"),
+    [
+        (lambda: iter(range(40)), "range_iterator has no __len__()"),
+        (lambda: "abc", "str must yield numbers of samples"),
+        (lambda: DistributedSampler(Drawing(), 2, 0), "DistributedSampler divides samples among"),
+        (list, "the loader's sampler is empty"),
+        (Short, "Short has drawn 19 samples, but its len() is 20"),
+    ],
+)
+def test_samplers_without_an_order_for_all_ranks_are_refused(sampler, problem):
+    def read() -> None:
+        data = MicroBatches(DataLoader(Drawing(), batch_size=2, sampler=sampler()), seed=7)
+        list(data.after(DataPosition(), 0, 1, 1))
+
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        read()
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -284,6 +373,31 @@ def test_a_newcomer_with_other_objects_is_named_and_the_others_go_on(undisturbed
     assert set(cluster.results) == {0, 2, 4}
     for state in cluster.results.values():
         assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize(
+    ("order", "problem"),
+    [
+        ({"sampler": range(31, -1, -1)}, "checksum of the order by range 2"),
+        ({"sampler": range(32), "batch_size": 2}, "samples of a step 9 (here 6)"),
+        ({"batch_size": None}, "cannot keep the order of a DataLoader with NoneType"),
+    ],
+)
+def test_a_newcomer_with_other_data_is_named_and_the_others_go_on(order, problem):
+    def main(members):
+        return train(members, order=order if members.rank == 3 else {"sampler": range(32)})
+
+    undisturbed = Cluster(1, {})
+    undisturbed.run(main)
+    cluster = Cluster(3, {(1, "forward"): 2}, min_ranks=3, restarts=2)
+    cluster.run(main)
+    assert cluster.left == [(3, "cannot take part")]
+    assert problem in cluster.refused[0]
+    assert set(cluster.results) == {0, 2, 4}
+    for state in cluster.results.values():
+        assert all(
+            torch.equal(tensor, undisturbed.results[0][name]) for name, tensor in state.items()
+        )
 
 
 def test_buffers_that_a_forward_makes_or_reshapes_are_no_hindrance():
@@ -568,8 +682,10 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("loader", "problem"),
     [
-        (lambda: _loader(sampler=WeightedRandomSampler([1.0] * 12, 12)), "WeightedRandomSampler"),
-        (lambda: _loader(batch_size=None), "give a DataLoader batch_size, shuffle and drop_last"),
+        (
+            lambda: _loader(batch_size=None),
+            "give a DataLoader batch_size, and shuffle or a sampler",
+        ),
         (
             lambda: DataLoader(Stream(), batch_size=2),
             "an IterableDataset cannot be indexed by sample number",

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 from braid import context
 from braid.comm import Group
@@ -31,6 +31,8 @@ __all__ = [
     "on_trial",
     "require_change",
 ]
+
+T = TypeVar("T")
 
 LOG = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
@@ -192,10 +194,10 @@ def leavers_of(facts: Sequence[tuple[bool, Sequence[str]]]) -> set[int]:
     return set(range(len(facts))) - staying.keys()
 
 
-def on_trial(members: Members, join: Callable[[], object]) -> None:
+def on_trial(members: Members, join: Callable[[], T]) -> T:
     """Call `join` for a new process; if it fails, only the new process ends."""
     try:
-        join()
+        return join()
     except (PeerLostError, CommTimeout):
         raise
     except Exception:

@@ -2,7 +2,8 @@
 
 The user's DataLoader chooses how samples are read, and the order of samples which ones. This order
 is the same for any number of ranks, so each sample comes once per epoch whatever happens to ranks.
-Random numbers that a data set draws for a sample are seeded by the sample, not by the process.
+Random numbers that a data set draws for a sample are seeded by the sample, not by the process. A
+sampler other than torch's usual ones draws the order of each pass, with seeded random numbers.
 
     pass of 10 samples, steps of 2 micro-batches of 3      0 1 2 | 3 4 5    6 7 8 | 9
     gradient of the last step                              mean over its 4 samples
@@ -10,10 +11,13 @@ Random numbers that a data set draws for a sample are seeded by the sample, not 
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cache, partial
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -40,7 +44,8 @@ class MicroBatches:
 
     Args:
         loader: Loader that reads samples. Its batch size is the size of a micro-batch. Its order is
-            replaced; only whether it shuffles is kept. Without `drop_last`, the last step of a pass
+            replaced if it has no sampler; only whether it shuffles is kept. A sampler must draw the
+            same order on all ranks; see `DrawnOrder`. Without `drop_last`, the last step of a pass
             has the remaining samples; with it, samples too few for a step are dropped.
         seed: Seed of the order of samples.
         per_rank: Whether the number of micro-batches of a step changes with the number of ranks.
@@ -62,31 +67,14 @@ class MicroBatches:
                 "__getitem__ and __len__"
             )
             raise ConfigError(msg)
-        sampler = loader.sampler
-        is_usual = type(loader) is DataLoader
-        is_usual &= type(sampler) in {RandomSampler, SequentialSampler}
-        if isinstance(sampler, RandomSampler):
-            is_usual &= not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-        if loader.batch_size is None or not is_usual:
+        if loader.batch_size is None or type(loader) is not DataLoader:
             msg = (
                 f"braid.elastic cannot keep the order of a {type(loader).__name__} with "
-                f"{type(sampler).__name__}: give a DataLoader batch_size, shuffle and drop_last "
-                "only, as the order may not depend on ranks"
+                f"{type(loader.batch_sampler).__name__}: give a DataLoader batch_size, and shuffle "
+                "or a sampler, as it divides batches among ranks itself"
             )
             raise ConfigError(msg)
-        num_samples = len(loader.dataset)  # type: ignore[arg-type]  # torch has no type for it
-        if not num_samples:
-            msg = (
-                f"the loader's data set ({type(loader.dataset).__name__}) is empty: pass one with "
-                "samples"
-            )
-            raise ConfigError(msg)
-        self._order = SampleOrder(
-            num_samples=num_samples,
-            batch_size=1,
-            seed=seed,
-            shuffles=isinstance(sampler, RandomSampler),
-        )
+        self._order = _order_of(loader, seed)
         self.loader = loader
         self.epoch = -1
         self._size = loader.batch_size
@@ -137,11 +125,18 @@ class MicroBatches:
         facts: dict[str, object] = {
             "samples": order.num_samples,
             f"samples of a {unit[1]}": unit[0],
-            "shuffled": order.shuffles,
             "seed": order.seed,
         }
+        if isinstance(order, DrawnOrder):
+            facts[f"checksum of the order by {order.name}"] = order.checksum(at.epoch)
+        else:
+            facts["shuffled"] = order.shuffles
         if at.sample and before and before != facts:
-            listed = ", ".join(f"{name} {before.get(name)} (here {facts[name]})" for name in facts)
+            listed = ", ".join(
+                f"{name} {before.get(name)} (here {value})"
+                for name, value in facts.items()
+                if value != before.get(name)
+            )
             msg = (
                 f"{at.sample} samples of this pass were trained in another order of samples: "
                 f"{listed}. Go on with the same data, batch size, shards and seed"
@@ -197,7 +192,7 @@ class MicroBatches:
         *,
         checks: CheckedSteps,
         fills: bool,
-    ) -> Iterator[list[tuple[int, int]]]:
+    ) -> Iterator[list[tuple[int, ...]]]:
         epoch = at.epoch
         while at.epoch == epoch and (count := len(self.sizes(at, num_shards))):
             if checks.is_due(num_steps, num_ranks, count):
@@ -212,54 +207,156 @@ class MicroBatches:
             at = self.next(at, num_shards)
             num_steps += 1
 
-    def _part(self, at: DataPosition, num_shards: int, shard: int) -> list[tuple[int, int]]:
+    def _part(self, at: DataPosition, num_shards: int, shard: int) -> list[tuple[int, ...]]:
         size = self.sizes(at, num_shards)[shard]
         begin = at.sample + shard * self._size
-        return [(at.epoch, i) for i in self._order.samples(at.epoch, range(begin, begin + size))]
+        places = range(begin, begin + size)
+        samples = self._order.samples(at.epoch, places)
+        if isinstance(self._order, DrawnOrder):  # which may draw a sample several times
+            return [(at.epoch, i, place) for i, place in zip(samples, places, strict=True)]
+        return [(at.epoch, i) for i in samples]
 
 
-def require_same_data(group: Group, facts: Sequence[Mapping[str, object]]) -> None:
+class DrawnOrder:
+    """Order of samples that a sampler draws for each pass, with seeded random numbers.
+
+    Args:
+        sampler: The sampler. Its method `set_epoch` is called before each pass, if it has one. It
+            may draw samples several times, or leave some out.
+        seed: Seed of the random numbers of torch, numpy, `random` and the sampler's generator.
+
+    Attributes:
+        num_samples: Number of samples of a pass.
+        name: Type of the sampler.
+
+    Raises:
+        ConfigError: The sampler divides samples among ranks, or has no length.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.name = type(sampler).__name__
+        if getattr(sampler, "num_replicas", 1) > 1:
+            msg = (
+                f"{self.name} divides samples among ranks, which braid.elastic does itself: pass "
+                "shuffle=True or another sampler to the DataLoader"
+            )
+            raise ConfigError(msg)
+        if not hasattr(sampler, "__len__"):
+            msg = f"{self.name} has no __len__(), the number of samples of a pass: add it"
+            raise ConfigError(msg)
+        self.num_samples = len(sampler)
+        self.seed = seed
+        self._sampler = sampler
+        self._epoch, self._drawn = -1, list[int]()
+
+    def samples(self, epoch: int, places: range) -> list[int]:
+        """Return the indices of the samples at these positions in the order of an epoch."""
+        drawn = self._draw(epoch)
+        return [drawn[place] for place in places]
+
+    def checksum(self, epoch: int) -> int:
+        """Return a checksum of the order of an epoch."""
+        return crc32(repr(self._draw(epoch)).encode())
+
+    def _draw(self, epoch: int) -> list[int]:
+        if self._epoch == epoch:
+            return self._drawn
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        seed_all(self.seed, epoch)
+        generator = getattr(self._sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(hash((self.seed, epoch)) & 0xFFFFFFFF)
+        try:
+            drawn = [operator.index(i) for i in self._sampler]
+        except TypeError as error:
+            msg = f"{self.name} must yield numbers of samples: {error}"
+            raise ConfigError(msg) from error
+        if len(drawn) != self.num_samples:
+            msg = (
+                f"{self.name} has drawn {len(drawn)} samples, but its len() is {self.num_samples}: "
+                "they must be equal"
+            )
+            raise ConfigError(msg)
+        self._epoch, self._drawn = epoch, drawn
+        return drawn
+
+
+def _order_of(loader: DataLoader[Any], seed: int) -> SampleOrder | DrawnOrder:
+    """Return the order of a loader's samples.
+
+    Raises:
+        ConfigError: There are no samples, or see `DrawnOrder`.
+    """
+    sampler: Any = loader.sampler
+    order: SampleOrder | DrawnOrder
+    is_usual = type(sampler) in {RandomSampler, SequentialSampler}
+    if isinstance(sampler, RandomSampler):
+        is_usual &= not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    num_samples = len(loader.dataset)  # type: ignore[arg-type]  # torch has no type for it
+    if num_samples and not is_usual:
+        order = DrawnOrder(sampler, seed)
+        num_samples = order.num_samples
+    if not num_samples:
+        of_type = f"data set ({type(loader.dataset).__name__})" if is_usual else "sampler"
+        msg = f"the loader's {of_type} is empty: pass one with samples"
+        raise ConfigError(msg)
+    if is_usual:
+        shuffles = isinstance(sampler, RandomSampler)
+        order = SampleOrder(num_samples=num_samples, batch_size=1, seed=seed, shuffles=shuffles)
+    return order
+
+
+def require_same_data(
+    group: Group,
+    facts: Sequence[Mapping[str, object]],
+    newcomers: AbstractSet[int] = frozenset(),
+) -> None:
     """Raise if members would train on different samples.
 
     Args:
         group: The members.
         facts: Values of each member, by name; values with the same name must be equal.
+        newcomers: Members that have joined a running training. If only they differ, the other
+            members do not raise.
 
     Raises:
         MismatchError: Values with the same name differ.
     """
     first: dict[str, tuple[int, object]] = {}
-    numbers = map(group.context.health.number, group.ranks)
-    for rank, of_rank in zip(numbers, facts, strict=True):
-        for name, value in of_rank.items():
+    number = group.context.health.number
+    for rank in sorted(range(group.size), key=lambda rank: rank in newcomers):
+        for name, value in facts[rank].items():
             other, expected = first.setdefault(name, (rank, value))
-            if value != expected:
-                msg = (
-                    f"ranks train on different data: {name} is {value} on rank {rank} and "
-                    f"{expected} on rank {other}; as a new process is alone at first, sizes may "
-                    "not depend on braid.world()"
-                )
-                raise MismatchError(msg)
+            if value == expected or (rank in newcomers and group.rank != rank):
+                continue
+            msg = (
+                f"ranks train on different data: {name} is {value} on rank "
+                f"{number(group.ranks[rank])} and {expected} on rank {number(group.ranks[other])}; "
+                "as a new process is alone at first, sizes and orders may not depend on "
+                "braid.world(), or on earlier passes"
+            )
+            raise MismatchError(msg)
 
 
 class _Indices:
     """Indices of batches, computed when they are needed."""
 
-    def __init__(self, make: Callable[[], Iterator[list[tuple[int, int]]]]) -> None:
+    def __init__(self, make: Callable[[], Iterator[list[tuple[int, ...]]]]) -> None:
         self._make = make
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[tuple[int, ...]]]:
         return self._make()
 
 
 class _SeededSamples(Dataset[Any]):
-    """Samples by (epoch, index), with random numbers seeded for each sample."""
+    """Samples by (epoch, index, ...), with random numbers seeded by these numbers."""
 
     def __init__(self, samples: Dataset[Any], seed: int) -> None:
         self._samples = samples
         self._seed = seed
 
-    def __getitem__(self, at: tuple[int, int]) -> Any:
+    def __getitem__(self, at: tuple[int, ...]) -> Any:
         seed_all(self._seed, *at)
         return self._samples[at[1]]
 

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -46,6 +46,8 @@ from braid.elasticity.update_guard import UpdateGuard
 from braid.errors import CommError, ConfigError
 
 __all__ = ["ElasticTraining"]
+
+T = TypeVar("T")
 
 MOST_SHARDS = 1 << 20  # micro-batches of a step, for random numbers by step and micro-batch
 
@@ -102,6 +104,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._seed = seed
         self._update = update
         self._samples: MicroBatches | None = None
+        self._newcomers: frozenset[int] = frozenset()  # since the last change of the members
         self._met = (-1, -1)  # version and epoch of the data that members have compared
         self.loss = self.grad_norm = math.nan
         self.num_changes = -1
@@ -234,7 +237,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         facts: dict[str, object] = {"training": self._members.number, **self.at._asdict()}
         facts |= {"is done": self._is_exiting} if self._is_exiting else {}
         if samples is not None and samples.epoch == self.at.epoch and not self._is_exiting:
-            self._data = samples.facts(self.at, self.num_shards, self._data)
+            self._data = self._try(partial(samples.facts, self.at, self.num_shards, self._data))
             facts |= self._data
         is_due = self._evaluation.is_due(self.num_steps)
         try:
@@ -243,9 +246,16 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._recover(error)
             return False
         self._is_over = any(theirs.pop("is done", False) for theirs, _ in answers)
-        require_same_data(group, [theirs for theirs, _ in answers])
+        self._try(
+            partial(require_same_data, group, [theirs for theirs, _ in answers], self._newcomers)
+        )
         self._met = self._version, self.at.epoch
         return not any(due for _, due in answers) or self._survives(self._evaluate)
+
+    def _try(self, call: Callable[[], T]) -> T:
+        """Call `call`; if it fails on a new member, only this member ends."""
+        is_new = self._members.group.rank in self._newcomers
+        return on_trial(self._members, call) if is_new else call()
 
     def _evaluate(self) -> None:
         buffers = self._rounds.buffers
@@ -413,7 +423,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         warn_of_idle_ranks(group, self.num_shards, verifies=bool(self._verify))
         self._guard.watch(state.optimizer, rate_factor(self._rule, group.size, self.num_at_first))
         new = [rank for rank, seen in enumerate(num_steps) if seen < 0 <= max(num_steps)]
-        checks = CheckedSteps(self._verify, frozenset(new) if self._verify else frozenset())
+        self._newcomers = frozenset(new)
+        checks = CheckedSteps(self._verify, self._newcomers if self._verify else frozenset())
         self._rounds = StepRounds(self._replica, checks)
         self._times.clear()
         self._wants_change = self._members.is_last_epoch
@@ -468,6 +479,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         samples = self._samples
         if samples is None or samples.loader is not loader:
             per_rank = self._rule is not None
-            samples = self._samples = MicroBatches(loader, self._seed, per_rank=per_rank)
+            make = partial(MicroBatches, loader, self._seed, per_rank=per_rank)
+            samples = self._samples = self._try(make)
         samples.epoch = self.at.epoch
         return samples
