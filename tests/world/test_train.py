@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from braid.checkpoint import compare, load, ls, read_manifest
+from braid.checkpoint import compare, load, ls, read_manifest, saving
 from braid.cli import main
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
@@ -306,6 +306,25 @@ def test_a_loss_that_is_no_number_names_rank_and_step(world, config):
         world(2, train, config, "", -1, (1, 4))
     assert len({str(error) for error in e.value.rank_errors.values()}) == 1
     assert len(e.value.rank_errors) == 2
+
+
+@pytest.mark.parametrize("failing", [(2, 4), (8, 9)])
+def test_only_the_last_checkpoint_must_succeed(world, config, monkeypatch, failing):
+    def save(*args: object, step: int, **options: object) -> Path:
+        if step in failing:
+            msg = f"cannot save step {step}: the disk is full"
+            raise CheckpointError(msg)
+        return saving.save(*args, step=step, **options)
+
+    monkeypatch.setattr("braid.checkpoint.background.save", save)
+    config = replace(config, checkpoint_every=2)
+    if config.steps in failing:
+        with pytest.raises(CheckpointError, match="cannot save step 9: the disk is full"):
+            world(2, train, config)
+    else:
+        world(2, train, config)
+    assert {entry.step for entry in ls(config.checkpoints)}.isdisjoint(failing)
+    assert last(config).endswith("-00000009" if config.steps not in failing else "-00000006")
 
 
 def test_a_checkpoint_of_other_data_is_refused(world, config, tmp_path):

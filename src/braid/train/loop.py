@@ -9,6 +9,7 @@ is computed from the same exchanged numbers, so all ranks take part in every col
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 from collections.abc import Sequence
@@ -51,6 +52,8 @@ from braid.train.windows import Windows
 from braid.types import Shares
 
 __all__ = ["PROMPT", "Stopping", "Trainer", "TrainingDivergedError", "adamw"]
+
+LOG = logging.getLogger(__name__)
 
 PROMPT = b"\0"  # the first byte of each document of a corpus
 
@@ -189,7 +192,7 @@ class Trainer:
         Raises:
             TrainingDivergedError: The loss or a gradient is nonfinite. The message names rank and
                 step and is the same on every rank.
-            CheckpointError: A checkpoint could not be written.
+            CheckpointError: The last checkpoint could not be written; of others, it is a warning.
         """
         config, clock = self._config, self._group.context.clock
         self._group.barrier()  # all ranks measure at the same time
@@ -209,7 +212,7 @@ class Trainer:
             if last or signum or self._checkpoint_is_due():
                 self._checkpoint()
             if last or signum:
-                self._report_saved(wait=True)
+                self._report_saved(wait=True, is_last=True)
         after = self._group.statistics()
         shares = self._shares_of_all(clock.now_ns() - start_ns, before, after)
         if not signum and config.sample_bytes:
@@ -384,13 +387,24 @@ class Trainer:
             )
         self._saved_step = self._step
 
-    def _report_saved(self, *, wait: bool) -> None:
-        """Report the pending save if it is complete; with `wait`, wait for it first."""
+    def _report_saved(self, *, wait: bool, is_last: bool = False) -> None:
+        """Report the pending save if it is complete; with `wait`, wait for it first.
+
+        Raises:
+            CheckpointError: The last save has failed. A failure before it is a warning.
+        """
         saving = self._saving
         if saving is None or not (wait or saving.done()):
             return
         self._saving = None
-        path = saving.wait()
+        try:
+            path = self._saver.wait()
+        except CheckpointError as error:
+            if is_last:
+                raise
+            if self._group.rank == 0:
+                LOG.warning("the training goes on without a checkpoint: %s", error)
+            return
         self._reporter.write(
             Checkpointed(
                 step=saving.step,
