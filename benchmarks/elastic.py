@@ -20,6 +20,7 @@ from itertools import pairwise
 from math import isfinite, nan
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Literal
 
 import msgspec
 from rich.console import Console
@@ -91,6 +92,7 @@ class ElasticBench:
         mesh: Mesh of a divided model, such as `dp=3` or `pp=2,dp=2`; a whole model on each rank if
             empty.
         shard: Stage of sharding on the mesh.
+        model: Three linear layers (mlp), or a GPT with sequences of 128 bytes (gpt).
         samples: Number of samples of a micro-batch.
         out: Directory for `elastic.json`.
     """
@@ -103,6 +105,7 @@ class ElasticBench:
     restarts: int = 1000
     mesh: str = ""
     shard: int = 0
+    model: Literal["mlp", "gpt"] = "mlp"
     samples: int = 4
     out: Path = Path("runs/bench-elastic")
 
@@ -120,7 +123,7 @@ def _run(bench: ElasticBench, seed: int, *, kills: bool = False, copies: bool = 
         command = [
             sys.executable, "-m", "braid", "run", "-n", str(bench.ranks), *limits, "--threads", "1",
             "--log-dir", str(out / "run"), str(worker.__file__), str(out), str(bench.steps),
-            str(bench.ranks), str(bench.samples),
+            str(bench.ranks), str(bench.samples), bench.model,
         ]  # fmt: skip
         command += [bench.mesh, str(bench.shard), str(int(copies))] if bench.mesh else []
         kills_ns: list[int] = []

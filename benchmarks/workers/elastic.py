@@ -1,7 +1,7 @@
 """A training of 25 million parameters that records the end time of each step.
 
-Arguments: directory, number of steps, number of micro-batches, samples of a micro-batch, and on a
-mesh: the mesh, the stage of sharding, and 1 with copies or 0 without.
+Arguments: directory, number of steps, number of micro-batches, samples of a micro-batch, the model
+(mlp or gpt), and on a mesh: the mesh, the stage of sharding, and 1 with copies or 0 without.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,16 +21,21 @@ from torch.utils.data import DataLoader, Dataset
 
 import braid
 from braid.elasticity import ElasticTraining
+from braid.train.gpt import GPT, VOCABULARY, mean_loss
+from braid.train.model_sizes import MODELS
 
 WIDTH, HIDDEN = 1024, 4096
+CONTEXT = 128  # tokens of a sequence
 DISTINCT = 4096  # samples; more of them repeat
 
 
 class _Samples(Dataset[torch.Tensor]):
-    """Random rows."""
+    """Random rows, or sequences of tokens."""
 
-    def __init__(self, length: int) -> None:
-        self._rows = torch.randn(min(length, DISTINCT), WIDTH)
+    def __init__(self, length: int, model: str) -> None:
+        count = min(length, DISTINCT)
+        tokens = torch.randint(0, VOCABULARY, (count, CONTEXT + 1))
+        self._rows = torch.randn(count, WIDTH) if model == "mlp" else tokens
         self._length = length
 
     def __len__(self) -> int:
@@ -58,27 +64,32 @@ class _Layers(nn.Module):
         return x
 
 
-def _build() -> tuple[_Layers, torch.optim.Optimizer]:
-    model = _Layers()
+def _build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = _Layers() if name == "mlp" else GPT(MODELS["medium"], CONTEXT)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 def _rows(model: nn.Module) -> list[nn.Module]:
+    if isinstance(model, GPT):
+        return model.layers()
     assert isinstance(model, _Layers)
     return list(model.rows)
 
 
 def _train(training: ElasticTraining, batch: torch.Tensor, *, on_mesh: bool) -> None:
+    is_gpt = not batch.is_floating_point()
+    x, y = (batch[:, :-1], batch[:, 1:]) if is_gpt else (batch, batch)
+    loss_of = mean_loss if is_gpt else functional.mse_loss
     if on_mesh:
-        training.model.step(batch, batch, loss=functional.mse_loss)
+        training.model.step(x, y, loss=loss_of)
     else:
-        loss = functional.mse_loss(training.model(batch), batch)
+        loss: torch.Tensor = loss_of(training.model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's is untyped
 
 
 def main() -> None:
     """Train, and write the digest of the weights at the end."""
-    out, numbers, on = Path(sys.argv[1]), map(int, sys.argv[2:5]), sys.argv[5:]
+    out, numbers, name, on = Path(sys.argv[1]), map(int, sys.argv[2:5]), sys.argv[5], sys.argv[6:]
     num_steps, num_shards, num_samples = numbers
     rank = os.environ["RANK"]
     braid.init()
@@ -86,12 +97,16 @@ def main() -> None:
     if on_mesh:
         mesh, shard, copies = on[0], int(on[1]), on[2] == "1"
         made = braid.elastic_mesh(
-            _build, mesh, layers=_rows, shards=num_shards, shard=shard, copies=copies
+            *(partial(_build, name), mesh),
+            layers=_rows,
+            shards=num_shards,
+            shard=shard,
+            copies=copies,
         )
     else:
-        made = braid.elastic(*_build(), shards=num_shards)
+        made = braid.elastic(*_build(name), shards=num_shards)
     torch.manual_seed(1)
-    data = _Samples(num_steps * num_shards * num_samples)
+    data = _Samples(num_steps * num_shards * num_samples, name)
     loader = DataLoader(data, batch_size=num_samples, shuffle=True)
     with (
         (out / f"{rank}.steps").open("w", buffering=1) as file,
