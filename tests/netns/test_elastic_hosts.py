@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from netlab import done
+import torch
+from netlab import Done, Lab, done
 
 JOB = str(Path(__file__).parents[1] / "world" / "elastic_job.py")
 ROWS = "runs/*/metrics/rank1.jsonl"
@@ -58,3 +61,58 @@ def test_the_launchers_host_dies_and_no_step_is_lost(lab, tmp_path, kind):
     assert [path.name for path in saves.iterdir()] == ["step-00000005"]
     again = done(hosts.braid("b", "-n", "1", *OPTIONS, JOB, cwd=tmp_path, SAVES=str(saves)))
     assert _digests(again.out) == _digests(alone.out), again.text
+
+
+HOROVOD_JOB = str(Path(JOB).with_name("horovod_elastic_job.py"))
+FAKE_SSH = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift 2; done
+host=$1; shift
+exec {rsh} sh -c "$*"
+"""
+
+
+def _horovodrun(hosts: Lab, tmp_path: Path, names: Path, *words: str) -> Done:
+    """`horovodrun` on host a, with `names` as the list of hosts, to its end."""
+    (tmp_path / "ssh").write_text(FAKE_SSH.format(rsh=hosts.rsh.replace("{host}", "$host")))
+    (tmp_path / "discover.sh").write_text(f"#!/bin/sh\ncat {names}\n")
+    for name in ("ssh", "discover.sh"):
+        (tmp_path / name).chmod(0o700)
+    command = (sys.executable, "-m", "braid.compat.horovod.run", "-np", "3", "--min-np", "1")
+    command += ("--max-np", "3", "--host-discovery-script", str(tmp_path / "discover.sh"))
+    command += (sys.executable, HOROVOD_JOB, str(tmp_path / "out"), *words)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    return done(hosts.popen("a", *command, cwd=tmp_path, PATH=path))
+
+
+@pytest.mark.parametrize(
+    ("death", "lost"),
+    [
+        ("2:3", "rank 2 on host b"),
+        pytest.param("2:3:host", "host b is gone", marks=pytest.mark.proof),
+    ],
+    ids=["rank", "host"],
+)
+def test_horovodrun_leaves_the_host_of_a_death_for_one_that_comes_later(lab, tmp_path, death, lost):
+    hosts, names = lab(3), tmp_path / "names"
+    names.write_text("a:1\nb:2\n")
+    found = _horovodrun(hosts, tmp_path, names, death, "wait", f"grow:{names}=a:1,b:2,c:2")
+    assert found.code == 0, found.text
+    for text in (lost, "host b is blocked for the rest of the run", "host c has joined the run"):
+        assert text in found.text
+    results = {path.suffix: torch.load(path) for path in tmp_path.glob("out.*")}
+    assert results.keys() == {".0", ".3", ".4"}
+    assert all(result["same"] for result in results.values())
+    assert {result["place"] for result in results.values()} == {(0, 3), (1, 3), (2, 3)}
+    assert not hosts.processes("b")
+
+
+def test_horovodrun_moves_with_its_state_to_hosts_that_come_later(lab, tmp_path):
+    hosts, names = lab(3), tmp_path / "names"
+    names.write_text("b:1\n")
+    found = _horovodrun(hosts, tmp_path, names, "wait", f"grow:{names}=c:3")
+    assert found.code == 0, found.text
+    for text in ("host c has joined the run", "host b has left the run"):
+        assert text in found.text
+    results = {path.suffix: torch.load(path) for path in tmp_path.glob("out.*")}
+    assert results.keys() == {".1", ".2", ".3"}
+    assert all(result["same"] for result in results.values())

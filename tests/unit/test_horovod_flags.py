@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from braid.compat.horovod.launcher.check_build import build_table
 from braid.compat.horovod.launcher.config_file import with_config
-from braid.compat.horovod.launcher.elastic_plan import hosts_of_script
+from braid.compat.horovod.launcher.elastic_plan import hosts_of_script, used_slots
 from braid.compat.horovod.launcher.flags import Flags, help_text, parse_flags
 from braid.compat.horovod.launcher.job_plan import (
     Launch,
@@ -63,6 +63,50 @@ def test_elastic_options_are_limits_of_a_run_on_this_host(words, slots, num_rank
     assert found.job.elastic == limits
     again = f"-n {num_ranks} --min-ranks {least} --max-ranks {most} --restarts 0 train.py"
     assert str(found) == f"braid run {again}"
+
+
+def test_elastic_options_are_limits_of_a_run_on_several_hosts():
+    hosts = (Host("far", 2), Host("empty", 0), Host("localhost", 3))
+    line = "-np 4 --min-np 2 --max-np 4 --host-discovery-script d train.py"
+    found = planned(*line.split(), hosts=hosts)
+    assert found.hosts is not None
+    assert (found.hosts.hosts, found.hosts.num_ranks) == ((hosts[0], hosts[2]), 4)
+    assert str(found) == (
+        "braid run -n 4 -H far:2,localhost:3 --min-ranks 2 --max-ranks 4 --restarts 0 train.py"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "host", "is_local"),
+    [
+        ("--host-discovery-script d", "localhost", True),
+        ("--host-discovery-script d", "here", False),  # hosts that come later must reach it
+        ("", "here", True),
+    ],
+)
+def test_only_a_run_on_localhost_has_no_agents(words, host, is_local):
+    line = ["--min-np", "1", *words.split(), "train.py"]
+    flags, hosts = parse_flags(line), (Host(host, 2),)
+    found = plan(flags, {}, hosts=hosts, is_here=lambda name: name in {"localhost", "here"})
+    assert (found.hosts is None) == is_local
+
+
+@pytest.mark.parametrize(
+    ("listed", "blocked", "current", "used"),
+    [
+        ({"": 4}, {"": 2}, {"": 3}, {"": 2}),
+        ({"": 1}, {"": 2}, {"": 1}, {}),
+        ({"": 8}, {"": 1}, {"": 4}, {"": 4}),
+        ({"a": 2, "b": 2, "c": 2}, {}, {}, {"a": 2, "b": 2}),
+        ({"a": 2, "b": 2, "c": 2}, {"a": 9}, {"a": 2, "b": 2}, {"b": 2, "c": 2}),
+        ({"a": 2, "b": 2, "c": 2}, {}, {"b": 2, "c": 2}, {"b": 2, "c": 2}),
+        ({"a": 4, "b": 2}, {}, {"a": 2, "b": 2}, {"a": 2, "b": 2}),
+        ({"b": 1, "c": 9}, {}, {"a": 2, "b": 2}, {"b": 1, "c": 3}),
+        ({"a": 2}, {"a": 9}, {"a": 2}, {}),
+    ],
+)
+def test_ranks_stay_on_the_hosts_that_they_have(listed, blocked, current, used):
+    assert used_slots(listed, blocked, current, max_ranks=4) == used
 
 
 def test_elastic_limits_of_ranks_are_their_variables():
@@ -301,8 +345,8 @@ def test_all_values_that_are_wrong_are_said_at_once():
             "must be two numbers of seconds above 0, the smaller one first, got '5 2'",
         ),
         (
-            ["--min-np", "2", "-H", "localhost:2,far:2", "x.py"],
-            "an elastic run of this launcher has members on its own host only: leave out far",
+            ["--min-np", "5", "-H", "localhost:2,far:2", "x.py"],
+            "the list of hosts gives 4 slots, but --min-np asks for 5: give more slots",
         ),
         (
             ["-H", "localhost:2", "--host-discovery-script", "./d.sh", "x.py"],

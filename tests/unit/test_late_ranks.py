@@ -92,6 +92,56 @@ def test_a_process_takes_the_role_for_which_it_was_started():
     assert [driver.take_place(rank) for rank in (4, 5)] == [(2, "newcomer"), (3, "newcomer")]
 
 
+class Slots:
+    """Slots of hosts that a test changes."""
+
+    deadline_ns = 0
+
+    def __init__(self, **hosts: int) -> None:
+        self.hosts = hosts
+        self.losses: list[str] = []
+
+    def poll(self) -> tuple[bool, str]:
+        return True, ""
+
+    def lost(self, host: str, *, is_gone: bool = False) -> None:
+        assert not is_gone
+        self.losses.append(host)
+
+
+def test_ranks_take_free_slots_of_hosts_and_the_newest_leave_a_host_with_fewer():
+    run, slots, starts, dismissed = Run(), Slots(a=1, b=2), [], []
+    limits = ElasticLimits(min_ranks=1, max_ranks=4, restarts=0, gains_slots=True)
+    driver = MemberDriver(JobSpec(command=("x",), num_ranks=3), limits, run, VirtualClock(), slots)  # type: ignore[arg-type]
+    run.start_another = lambda: starts.append(1)  # type: ignore[attr-defined]
+    run.dismiss = dismissed.append  # type: ignore[attr-defined]
+
+    def start(rank: int) -> tuple[str, int, str]:
+        place, role = driver.take_place(rank)
+        host = driver.host_of(rank)
+        run.ranks[rank] = SimpleNamespace(
+            rank=rank, host=host, send=lambda _: None, name="", last_events=lambda: ""
+        )
+        driver.started(rank)
+        driver.ready(run.ranks[rank], Ready(-1, -1))
+        return host, place, role
+
+    found = [start(rank) for rank in range(3)]
+    assert found == [("a", 0, "founder"), ("b", 0, "founder"), ("b", 1, "founder")]
+    slots.hosts = {"a": 1, "b": 1, "c": 2}
+    driver.poll()
+    assert len(starts) == 2
+    assert [start(rank) for rank in (3, 4)] == [("c", 0, "newcomer"), ("c", 1, "newcomer")]
+    for rank in range(3):
+        driver.ready(run.ranks[rank], Ready(0, 1))
+    assert (driver.state.members, dismissed) == ((0, 1, 3, 4), [2])
+    driver.ended(3, has_finished=False, was_dismissed=False)
+    slots.hosts = {"a": 1, "b": 2}
+    driver.poll()
+    assert (slots.losses, len(starts)) == (["c"], 3)
+    assert start(5) == ("b", 1, "newcomer"), "the place of the rank that was dismissed"
+
+
 def test_a_replacing_process_has_the_rank_of_the_lost_one():
     launched = JobEnvironment(rank=7, world_size=4, replaces=2, run_id="r", launched_by="braid")
     launched = replace(launched, store_address="unix:@x", secret_fd=3, events_fd=4, stacks_fd=5)

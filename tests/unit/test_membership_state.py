@@ -180,6 +180,47 @@ def test_lost_slots_leave_the_least_number_of_ranks():
     assert state.ready(2, 0, 1) == [Begin(1, (0, 1), (1, 1)), Dismiss((2,))]
 
 
+def test_members_on_a_host_that_goes_away_leave_after_their_step():
+    state = _begun(4, min_ranks=2)
+    assert state.slots(2, {0, 1}) == [Pause((0, 1, 2, 3))]
+    for rank in (0, 1, 2):
+        assert state.ready(rank, 0, 5) == []
+    assert state.ready(3, 0, 5) == [Begin(1, (2, 3), (5, 5)), Dismiss((0, 1))]
+
+
+def test_members_on_a_host_that_goes_away_stay_until_enough_others_are_ready():
+    state = _begun(3, min_ranks=2, gains_slots=True)
+    assert state.slots(3, {1, 2}) == [Replace(), Replace(), Pause((0, 1, 2))]
+    assert state.started(3) == state.started(4) == []
+    assert state.ready(0, 0, 5) == state.ready(1, 0, 5) == []
+    assert state.ready(2, 0, 5) == [Begin(1, (0, 1), (5, 5)), Dismiss((2,))], (
+        "1 completes min_ranks"
+    )
+    assert state.ready(4, -1, -1) == [Pause((0, 1))]
+    assert state.ready(3, -1, -1) == state.ready(0, 1, 6) == []
+    assert state.ready(1, 1, 6) == [Begin(2, (0, 3, 4), (6, -1, -1)), Dismiss((1,))]
+
+
+def test_the_state_moves_from_hosts_that_go_away_to_hosts_that_come():
+    state = _begun(2, max_ranks=2)
+    assert state.slots(2, {0, 1}) == [Replace(), Replace(), Pause((0, 1))]
+    assert state.started(2) == state.started(3) == state.ready(2, -1, -1) == []
+    assert state.ready(0, 0, 5) == state.ready(3, -1, -1) == []
+    first = Begin(1, (0, 2), (5, -1))
+    assert state.ready(1, 0, 5) == [first, Dismiss((1,)), Pause((0, 2))], "0 has the state"
+    assert state.ready(0, 1, 6) == []
+    assert state.ready(2, 1, 6) == [Begin(2, (2, 3), (6, -1)), Dismiss((0,))]
+
+
+def test_a_process_that_waits_on_a_host_that_goes_away_is_dismissed():
+    state = _begun(2, max_ranks=4)
+    assert state.slots(4) == [Replace(), Replace()]
+    assert state.started(2) == state.started(3) == []
+    assert state.slots(2, {2, 3}) == []
+    assert state.ready(2, -1, -1) == [Dismiss((2,))]
+    assert state.ready(3, -1, -1) == [Dismiss((3,))]
+
+
 def test_a_slot_in_which_a_rank_has_died_is_used_when_it_comes_back():
     state = _begun(2, min_ranks=2, restarts=0, gains_slots=True)
     assert state.can_lose(1)
@@ -240,6 +281,7 @@ class _Run:
     changes_slots: bool = False
     saves: bool = False
     loads: bool = False
+    leaving: set[int] = field(default_factory=set)  # on hosts that go away
 
     def __post_init__(self) -> None:
         self.state = MembershipState(self.limits, self.num_ranks)
@@ -276,7 +318,8 @@ class _Run:
             alive = [rank for rank in before.members if rank not in self.lost]
             kept = [rank for rank in alive if rank in new.members]
             without = kept[:-1]  # the last one may stay as the only one with the state
-            assert without == alive[: len(without)], "the newest have to go"
+            in_order = without == alive[: len(without)]
+            assert in_order or self.leaving, "the newest have to go"
             assert self.changes_slots or kept == alive, "nobody is left behind"
             assert all(self.processes[rank].says_ready for rank in alive), "nobody trains on alone"
             newest = max((self.processes[r].num_steps for r in alive), default=-1)
@@ -356,7 +399,10 @@ class _Run:
         if kills and self.alive and self.rng.random() < 0.05:
             self.kill()
         if kills and self.changes_slots and self.rng.random() < 0.05:
-            self.execute(self.state.slots(self.rng.randint(0, 8)))
+            num_leaving = self.rng.choice([0, 0, 1, 2, 8])
+            self.leaving = set(self.rng.sample(self.alive, min(num_leaving, len(self.alive))))
+            num_slots = self.rng.randint(0, 8)
+            self.execute(self.state.slots(num_slots, self.leaving))
         self.train()
 
 

@@ -2,8 +2,9 @@
 
 Arguments: a file for the results, then deaths as NUMBER:BATCH, numbers of ranks at the launcher and
 of batches over all epochs. A rank dies before its backward of that batch, with NUMBER:start before
-the training, or with NUMBER:reset when members have changed. `wait` waits for three members at
-batch 8, and `grow:FILE` adds a slot then. `pair` adds a process set of ranks 0 and 1.
+the training, or with NUMBER:reset when members have changed; NUMBER:BATCH:host kills its parent,
+the agent of its host. `wait` waits for three members at batch 8, and `grow:FILE=HOSTS` writes a list
+of hosts then. `pair` adds a process set of ranks 0 and 1.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class Numbered(torch.utils.data.Dataset):
 
 
 def wait_for_members(state: hvd.elastic.TorchState) -> None:
-    """Add a slot if a file is named for it, and wait until there are three members."""
+    """List hosts if a file is named for it, and wait until there are three members."""
     for word in sys.argv[2:]:
         if word.startswith("grow:") and hvd.rank() == 0:
-            Path(word.removeprefix("grow:")).write_text("localhost:3\n")
+            path, _, hosts = word.removeprefix("grow:").partition("=")
+            Path(path).write_text(hosts.replace(",", "\n"))
     while hvd.size() < 3:
         time.sleep(0.1)
         state.check_host_updates()
@@ -53,6 +55,8 @@ def main() -> None:
     def die_at(*point: object) -> None:
         if ":".join(map(str, point)) in deaths:
             os.kill(os.getpid(), signal.SIGKILL)
+        if ":".join(map(str, (*point, "host"))) in deaths:
+            os.kill(os.getppid(), signal.SIGKILL)
 
     die_at(NUMBER, "start")
     torch.manual_seed(0)

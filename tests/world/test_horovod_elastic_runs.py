@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -92,12 +93,52 @@ def test_horovodrun_takes_a_rank_in_when_a_slot_has_rested_or_is_discovered(tmp_
     slots.write_text("localhost:2\n")
     script = discovery(tmp_path, slots)
     options = f"-np 2 --min-np 1 --max-np 3 --host-discovery-script {script}"
-    words = f"1:3 wait grow:{slots}"
+    words = f"1:3 wait grow:{slots}=localhost:3"
     ended = horovodrun(tmp_path, f"{options} --blacklist-cooldown-range 1 2", words)
     assert ended.returncode == 0, ended.stderr
     found = found_in(tmp_path)
     assert len(found) == 3
     check(found, [0, *sorted(found)[1:]], num_repeats=2)
+
+
+FAKE_SSH = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift 2; done
+[ "$1" = nowhere ] && { echo cannot resolve nowhere >&2; exit 255; }
+shift
+exec sh -c "$*"
+"""
+
+
+@pytest.fixture
+def _ssh(tmp_path, monkeypatch):
+    """A command `ssh` that reaches hosts which are this one, but for the host nowhere."""
+    (tmp_path / "ssh").write_text(FAKE_SSH)
+    (tmp_path / "ssh").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("_ssh")
+def test_horovodrun_takes_ranks_in_on_hosts_that_were_blocked_or_come_later(tmp_path):
+    slots = tmp_path / "slots"
+    slots.write_text("a:1\nb:1\nnowhere:1\n")
+    script = discovery(tmp_path, slots)
+    options = f"-np 2 --min-np 1 --max-np 3 --host-discovery-script {script}"
+    words = f"1:3 wait grow:{slots}=a:1,b:1,c:1"
+    ended = horovodrun(tmp_path, f"{options} --blacklist-cooldown-range 1 2", words)
+    assert ended.returncode == 0, ended.stderr
+    assert "host nowhere has no agent" in ended.stderr
+    for text in ("b is blocked for 1 s", "b has joined the run", "c has joined the run"):
+        assert f"braid: host {text}" in ended.stderr
+    found = found_in(tmp_path)
+    assert len(found) == 3
+    check(found, [0, *sorted(found)[1:]], num_repeats=2)
+
+
+@pytest.mark.usefixtures("_ssh")
+def test_too_few_hosts_at_the_start_are_an_error_that_names_the_others(tmp_path):
+    ended = horovodrun(tmp_path, "-np 2 --min-np 2 -H a:1,nowhere:1", "")
+    assert ended.returncode == 2
+    assert "host nowhere has no agent" in ended.stderr
 
 
 def discovery(tmp_path: Path, slots: Path) -> Path:

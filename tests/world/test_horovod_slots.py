@@ -57,10 +57,16 @@ def test_a_script_that_is_not_there_is_an_error(tmp_path):
         discovered(str(tmp_path / "missing.sh"), 0)
 
 
+def polled(slots: HostSlots) -> tuple[int | None, str]:
+    """The number of slots of this host if it has changed, and the notice."""
+    has_changed, notice = slots.poll()
+    return (sum(slots.hosts.values()) if has_changed else None), notice
+
+
 def until(slots: HostSlots, wanted: tuple[int | None, str]) -> None:
     """Poll until an answer comes, and no other one before."""
     limit_s = time.monotonic() + 30
-    while (answer := slots.poll()) == (None, "") and time.monotonic() < limit_s:
+    while (answer := polled(slots)) == (None, "") and time.monotonic() < limit_s:
         time.sleep(0.01)
     number, notice = answer
     assert (number, wanted[1] in notice) == (wanted[0], True), answer
@@ -85,18 +91,65 @@ def test_the_slot_of_a_dead_rank_rests_for_longer_each_time():
     clock = VirtualClock()
     with HostSlots(plan(cooldown_s=(10.0, 30.0)), clock) as slots:
         for rest_s in (10, 20, 30, 30):
-            slots.lost()
-            assert slots.poll() == (2, "")
+            slots.lost("")
+            assert polled(slots) == (2, "")
             clock.sleep(rest_s - 0.5)
-            assert slots.poll() == (None, "")
+            assert polled(slots) == (None, "")
             clock.sleep(1)
-            assert slots.poll() == (3, "")
+            assert polled(slots) == (3, "")
 
 
 def test_without_a_range_the_slot_of_a_dead_rank_stays_out():
     clock = VirtualClock()
     with HostSlots(plan(), clock) as slots:
-        slots.lost()
-        assert slots.poll() == (2, "")
+        slots.lost("")
+        assert polled(slots) == (2, "")
         clock.sleep(1e6)
-        assert slots.poll() == (None, "")
+        assert polled(slots) == (None, "")
+
+
+def test_the_host_of_a_dead_rank_is_blocked_for_longer_each_time():
+    clock = VirtualClock()
+    hosts = (Host("a", 2), Host("b", 2), Host("c", 1))
+    with HostSlots(plan(hosts=hosts, cooldown_s=(10.0, 30.0)), clock) as slots:
+        assert slots.hosts == {"a": 2, "b": 2}, "--max-np 4"
+        slots.lost("b")
+        slots.lost("b")  # its other rank
+        assert slots.poll() == (True, "host b is blocked for 10 s")
+        assert slots.hosts == {"a": 2, "c": 1}
+        assert slots.poll() == (False, "")
+        clock.sleep(11)
+        assert slots.poll() == (True, "")
+        assert slots.hosts == {"a": 2, "c": 1, "b": 1}, "c keeps its rank"
+        slots.lost("b")
+        assert slots.poll() == (True, "host b is blocked for 20 s")
+
+
+def test_without_a_range_the_host_of_a_dead_rank_is_blocked_for_good():
+    clock = VirtualClock()
+    with HostSlots(plan(hosts=(Host("a", 1), Host("b", 2))), clock) as slots:
+        slots.lost("b")
+        notices = "host b is blocked for the rest of the run; only 1 slots are available, fewer"
+        assert slots.poll() == (True, f"{notices} than --min-np 2: add hosts")
+        clock.sleep(1e6)
+        assert slots.poll() == (False, "")
+
+
+def test_only_a_slot_of_the_only_host_is_blocked():
+    with HostSlots(plan(hosts=(Host("a", 3),)), VirtualClock()) as slots:
+        slots.lost("a")
+        assert slots.poll() == (True, "")
+        assert slots.hosts == {"a": 2}
+        slots.lost("a", is_gone=True)
+        assert slots.poll()[1].startswith("host a is blocked for the rest of the run; only 0 slots")
+        assert slots.hosts == {}
+
+
+def test_a_script_adds_and_removes_hosts(tmp_path):
+    names = tmp_path / "names"
+    names.write_text("a:2\nb:2\n")
+    hosts = (Host("a", 2), Host("b", 2))
+    with HostSlots(plan(script=script(tmp_path, f"cat {names}"), hosts=hosts)) as slots:
+        names.write_text("c:3\nb:1\n")
+        until(slots, (4, ""))
+        assert slots.hosts == {"b": 1, "c": 3}

@@ -7,6 +7,7 @@ import selectors
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from signal import SIGKILL
 
 from braid._version import __version__
 from braid.launch.cluster.agent_channel import AgentChannel, FirstLine
@@ -128,6 +129,11 @@ class AgentHandle:
             os.close(placed.writer)
             self._raw.pop(placed.reader, None)
             self._is_attached = True
+
+    def kill(self) -> None:
+        """Kill the process that carries the agent, so that `close` does not wait for it."""
+        if self._placed is not None:
+            self._placed.signal(SIGKILL)
 
     def receive(self, delivery: Delivery) -> None:
         """Process a message of the agent, or the news of its loss."""

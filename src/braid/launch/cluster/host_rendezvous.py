@@ -9,7 +9,7 @@ import os
 import secrets
 import selectors
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from signal import SIGCHLD, SIGINT
@@ -71,25 +71,33 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
     Args:
         job: Job that the hosts will run.
         where: Hosts of the job.
-        inbox: Signals of this process.
+        inbox: Signals of this process; None if another object polls them.
         clock: Time source.
         notice: Shows a text to the user.
+        run: Hosts of the run that these hosts join; None for a new run.
+        first_node: Number of the first host.
+        may_grow: Whether further hosts may join the run.
     """
 
     def __init__(
         self,
         job: JobSpec,
         where: Hosts | Nodes | EngineHosts,
-        inbox: SignalInbox,
+        inbox: SignalInbox | None,
         clock: Clock,
         notice: Callable[[str], None],
+        *,
+        run: HostsReady | None = None,
+        first_node: int = 0,
+        may_grow: bool = False,
     ) -> None:
         self._job = job
         self._where = where
         self._inbox = inbox
         self._clock = clock
         self._notice = notice
-        self._run_id = secrets.token_hex(8)
+        self._run_id = run.run_id if run is not None else secrets.token_hex(8)
+        self._first_node = first_node
         self._agents: dict[int, AgentHandle] = {}
         self._prober: Prober | None = None
         self._prepared: dict[int, Prepared] = {}
@@ -99,21 +107,27 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
         self._wait_ns = PATIENCE_NS
         self._stack = ExitStack()
         by_hand = isinstance(where, Nodes)
-        self._secret = node_secret(where) if isinstance(where, Nodes) else Secret.generate()
+        if run is not None:
+            self._secret = run.secret
+        else:
+            self._secret = node_secret(where) if isinstance(where, Nodes) else Secret.generate()
         names: dict[int, str] = {}
         num_nodes = 0
         limit_s = 0.0
         if isinstance(where, Nodes):
             num_nodes, limit_s = where.meeting.num_nodes, where.join_limit_s
         else:
-            self._places = assign(where.hosts, where.num_ranks)
+            places = assign(where.hosts, where.num_ranks)
+            self._places = tuple(place._replace(node=first_node + place.node) for place in places)
             num_nodes, limit_s = len({p.node for p in self._places}), where.start_limit_s
-            names = {node: host.name for node, host in enumerate(where.hosts[:num_nodes])}
+            names = {first_node + n: host.name for n, host in enumerate(where.hosts[:num_nodes])}
         with ExitStack() as stack:
             self._selector = stack.enter_context(selectors.DefaultSelector())
-            self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
+            if inbox is not None:
+                self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
+            usable = [i for i in interfaces() if run is None or i.ip == run.addresses[LAUNCHER]]
             self._probe_listener = ProbeListener(
-                LAUNCHER, interfaces(), self._run_id, self._secret, clock
+                LAUNCHER, usable, self._run_id, self._secret, clock
             )
             stack.callback(self._probe_listener.close)
             self._probe_listener.register(self._selector)
@@ -123,6 +137,8 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
                 own_addresses=HostAddresses(machine(), tuple(self._probe_listener.endpoints)),
                 version=__version__,
                 wanted=where.interfaces,
+                first_node=first_node,
+                may_grow=may_grow,
                 limits=HostRendezvousLimits(round(limit_s * 1e9)),
                 now_ns=clock.now_ns(),
             )
@@ -160,16 +176,38 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
         if join_listener is not None:
             join_listener.register(self._selector, self._registry, self._judge, self._notice)
         try:
-            self._start_agents()
-            while self._state.phase not in {HostRendezvousPhase.READY, HostRendezvousPhase.FAILED}:
-                for key, _ in self._selector.select(self._pause_s()):
-                    key.data()
-                self._poll()
+            self.start_agents()
+            while not self.has_ended:
+                self.step(self._pause_s())
         finally:
             if join_listener is not None:
                 join_listener.unregister()
             if isinstance(self._where, EngineHosts):
                 self._where.starter.unregister()
+        return RemoteBackend(self.hosts_ready(), self._clock)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all hosts are ready, or a host cannot take part."""
+        return self._state.phase in {HostRendezvousPhase.READY, HostRendezvousPhase.FAILED}
+
+    @property
+    def problems(self) -> Mapping[str, str]:
+        """Clauses such as `has no agent` about the hosts that cannot take part, by name."""
+        return {self._state.name(node): why for node, why in self._state.problems.items()}
+
+    def step(self, limit_s: float = 0.0) -> None:
+        """Process events, and wait at most `limit_s` seconds for one."""
+        for key, _ in self._selector.select(limit_s):
+            key.data()
+        self._poll()
+
+    def hosts_ready(self) -> HostsReady:
+        """Return the gathered hosts, whose agents this object still owns.
+
+        Raises:
+            ConfigError: A host cannot take part; the message names all such hosts.
+        """
         if self._state.phase is HostRendezvousPhase.FAILED:
             problem = self._state.problem
             for agent in self._agents.values():
@@ -180,27 +218,30 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
         for names in self._state.shared_machines:
             listed = ", ".join(names)
             self._notice(f"{listed} are one machine: ranks with the same LOCAL_RANK share devices")
-        return RemoteBackend(
-            HostsReady(
-                self._run_id,
-                self._secret,
-                self._registry,
-                self._agents,
-                self._state.reach.addresses,
-                self._places,
-                max(prepared.port for prepared in self._prepared.values()),
-                self._threads(),
-                self._where.listen,
-                join_listener,
-                self._where.starter if isinstance(self._where, EngineHosts) else None,
-            ),
-            self._clock,
+        return HostsReady(
+            self._run_id,
+            self._secret,
+            self._registry,
+            self._agents,
+            self._state.reach.addresses,
+            self._places,
+            max(prepared.port for prepared in self._prepared.values()),
+            self._threads(),
+            self._where.listen,
+            self._join_listener,
+            self._where.starter if isinstance(self._where, EngineHosts) else None,
         )
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks on all hosts, once the hosts are gathered."""
         return len(self._places)
+
+    def abandon(self) -> None:
+        """Close without waiting for agents, which have no ranks yet."""
+        for agent in self._agents.values():
+            agent.kill()
+        self.close()
 
     def close(self) -> None:
         """Close all agents, which then end their ranks. Idempotent."""
@@ -211,7 +252,12 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
 
     # Agents
 
-    def _start_agents(self) -> None:
+    def start_agents(self) -> None:
+        """Start an agent on each host, or ask an engine to start them.
+
+        Raises:
+            ConfigError: An agent cannot be started.
+        """
         if isinstance(self._where, Nodes):
             self._start_agent(0, socket.gethostname(), LocalPlacement())
             return
@@ -225,7 +271,8 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
                 self._where.start_limit_s,
             )
             return
-        for node, host in enumerate(self._where.hosts[: len({p.node for p in self._places})]):
+        hosts = self._where.hosts[: len({p.node for p in self._places})]
+        for node, host in enumerate(hosts, self._first_node):
             self._start_agent(node, host.name, self._where.placement(host))
 
     def _start_agent(self, node: int, name: str, placement: Placement) -> None:
@@ -329,6 +376,7 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
         self._execute(self._state.tick(now_ns))
 
     def _on_signals(self) -> None:
+        assert self._inbox is not None
         for signum in self._inbox.drain():
             if signum == SIGINT:
                 raise KeyboardInterrupt
@@ -412,7 +460,7 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
                 self._state.reach.interfaces[node],
                 min(1.0, self._job.hang_report_s / LOOKS_PER_LIMIT),
                 self._job.interrupt_limit_s if self._job.elastic is not None else 0.0,
-                address if node == self._places[0].node else "",
+                address if node == 0 else "",  # of rank 0
                 self._job.port or 0,
             )
         )

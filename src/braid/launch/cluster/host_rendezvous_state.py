@@ -95,6 +95,8 @@ class HostRendezvousState:
         own_addresses: Addresses of the launcher.
         version: Version of the launcher's braid.
         wanted: Interfaces or networks to which addresses are restricted; empty for any.
+        first_node: Number of the first host.
+        may_grow: Whether further hosts may come later, which cannot reach loopback addresses.
         limits: Time limits of the phases.
         now_ns: Current time.
 
@@ -112,15 +114,18 @@ class HostRendezvousState:
         own_addresses: HostAddresses,
         version: str,
         wanted: Collection[str] = (),
+        first_node: int = 0,
+        may_grow: bool = False,
         limits: HostRendezvousLimits,
         now_ns: int,
     ) -> None:
         self.phase = HostRendezvousPhase.GATHERING
         self.reach = Reachability({}, {})
         self._names = {LAUNCHER: "launcher", **names}
-        self._nodes = range(num_nodes)
+        self._nodes = range(first_node, first_node + num_nodes)
         self._version = version
         self._wanted = tuple(wanted)
+        self._may_grow = may_grow
         self._limits = limits
         self.deadline_ns = now_ns + limits.gather_ns
         self._gather_s = limits.gather_ns / 1e9
@@ -144,6 +149,11 @@ class HostRendezvousState:
     def problem(self) -> str:
         """Reason why the job cannot start; empty unless FAILED."""
         return self._text
+
+    @property
+    def problems(self) -> Mapping[int, str]:
+        """Clauses such as `has no agent` about the hosts that cannot take part, by number."""
+        return self._problems
 
     @property
     def shared_machines(self) -> list[list[str]]:
@@ -245,6 +255,8 @@ class HostRendezvousState:
             e for node in sorted(self._addresses) for e in self._addresses[node].endpoints
         ]
         self._endpoints = eligible(everything, self._wanted, one_machine=one_machine)
+        if self._may_grow:
+            self._endpoints.sort(key=lambda endpoint: endpoint.is_loopback)
         for node in self._addresses:
             if not any(e.node == node for e in self._endpoints):
                 listed = ", ".join(f"{e.interface} {e.ip}" for e in self._addresses[node].endpoints)

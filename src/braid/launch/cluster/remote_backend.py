@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from braid.launch.cluster.agent_handle import AgentHandle
@@ -79,6 +79,9 @@ class RemoteBackend:
     Args:
         hosts_ready: Result of the rendezvous.
         clock: Time source.
+
+    Attributes:
+        hosts_ready: Hosts of the run, with the hosts that were added.
     """
 
     spans_hosts = True
@@ -87,9 +90,12 @@ class RemoteBackend:
         self.run_id = hosts_ready.run_id
         self.secret = hosts_ready.secret
         self.threads = hosts_ready.threads
-        self._hosts_ready = hosts_ready
-        self._agents = hosts_ready.agents
+        self.hosts_ready = hosts_ready
+        self._agents = dict(hosts_ready.agents)
+        self._registries = [hosts_ready.registry]
+        self._released: set[int] = set()  # nodes with agents that were asked to end
         self._clock = clock
+        self._selector: selectors.BaseSelector | None = None
         self._ranks: dict[int, RemoteRank] = {}
         self._by_node: dict[int, list[RemoteRank]] = {node: [] for node in self._agents}
         self._finished: set[int] = set()
@@ -97,29 +103,67 @@ class RemoteBackend:
         self._num_signals = 0
         self._on_change: OnChange = _ignore
         self._on_signal: OnSignal = _ignore
-        for agent in self._agents.values():
+        self._adopt(hosts_ready.agents)
+
+    def add(self, hosts_ready: HostsReady) -> None:
+        """Add hosts on which ranks may start from now on; the caller closes their agents."""
+        run = self.hosts_ready
+        self._agents |= hosts_ready.agents
+        self._by_node |= {node: [] for node in hosts_ready.agents}
+        self._registries.append(hosts_ready.registry)
+        self.hosts_ready = run._replace(
+            agents=self._agents,
+            addresses={**hosts_ready.addresses, **run.addresses},
+            places=(*run.places, *hosts_ready.places),
+        )
+        self._adopt(hosts_ready.agents)
+        if self._selector is not None:
+            hosts_ready.registry.register(self._selector)
+
+    def has_agent(self, host: str) -> bool:
+        """Return whether ranks can start on a host."""
+        return self._node_of(host) is not None
+
+    def release(self, kept: Collection[str]) -> list[str]:
+        """End idle agents on hosts other than `kept`; return the names of their hosts."""
+        released = []
+        for node, agent in self._agents.items():
+            is_idle = not any(rank.alive for rank in self._by_node[node])
+            if is_idle and agent.alive and agent.name not in kept and node not in self._released:
+                self._released.add(node)
+                agent.end(0, "")
+                released.append(agent.name)
+        return released
+
+    def _adopt(self, agents: Mapping[int, AgentHandle]) -> None:
+        for agent in agents.values():
             agent.on_message, agent.on_lost = self._on_message, self._on_lost
+
+    def _node_of(self, host: str) -> int | None:
+        """Return the number of a host with a live agent; None without one."""
+        nodes = (n for n, a in self._agents.items() if a.alive and a.name == host)
+        return next((node for node in nodes if node not in self._released), None)
 
     @property
     def is_on_engine(self) -> bool:
         """Whether an engine, such as Slurm, has started the agents."""
-        return self._hosts_ready.starter is not None
+        return self.hosts_ready.starter is not None
 
     @property
     def store_address(self) -> str:
         """Address of the launcher in the network of all hosts, unless the user named another."""
-        return str(Address(host=self._hosts_ready.listen or self._hosts_ready.addresses[LAUNCHER]))
+        return str(Address(host=self.hosts_ready.listen or self.hosts_ready.addresses[LAUNCHER]))
 
     def address_for_rank(self, listening: str) -> str:
         """Return the address at which ranks reach the store that listens at `listening`."""
         port = Address.parse(listening).port
-        return str(Address(host=self._hosts_ready.addresses[LAUNCHER], port=port))
+        return str(Address(host=self.hosts_ready.addresses[LAUNCHER], port=port))
 
     @property
     def hosts(self) -> tuple[RunHost, ...]:
         """Hosts of the ranks, in rank order."""
-        sizes = {p.node: p.local_world_size for p in self._hosts_ready.places}
-        addresses = self._hosts_ready.addresses
+        sizes = {p.node: p.local_world_size for p in self.hosts_ready.places}
+        addresses = self.hosts_ready.addresses
         return tuple(
             RunHost(name=self._agents[node].name, address=addresses[node], num_ranks=size)
             for node, size in sizes.items()
@@ -128,7 +172,7 @@ class RemoteBackend:
     @property
     def deadline_ns(self) -> int | None:
         """Time at which `poll` is due; None while nothing is due."""
-        join_listener = self._hosts_ready.join_listener
+        join_listener = self.hosts_ready.join_listener
         if self._asking():
             return 0
         return join_listener.deadline_ns if join_listener is not None else None
@@ -143,44 +187,50 @@ class RemoteBackend:
     ) -> None:
         """Report events of the ranks from now on; see `RankBackend.attach`."""
         self._on_change, self._on_signal = on_change, on_signal
-        registry, join_listener = self._hosts_ready.registry, self._hosts_ready.join_listener
+        self._selector = selector
+        registry, join_listener = self.hosts_ready.registry, self.hosts_ready.join_listener
         registry.register(selector)
         if join_listener is not None:
             join_listener.register(selector, registry, self._refuse_late, notice)
-        if self._hosts_ready.starter is not None:
-            self._hosts_ready.starter.register(selector)
+        if self.hosts_ready.starter is not None:
+            self.hosts_ready.starter.register(selector)
 
     def detach(self) -> None:
         """Stop reporting events, and unregister from the selector."""
         self._on_change, self._on_signal = _ignore, _ignore
-        self._hosts_ready.registry.unregister()
-        if self._hosts_ready.join_listener is not None:
-            self._hosts_ready.join_listener.unregister()
-        if self._hosts_ready.starter is not None:
-            self._hosts_ready.starter.unregister()
+        self._selector = None
+        for registry in self._registries:
+            registry.unregister()
+        if self.hosts_ready.join_listener is not None:
+            self.hosts_ready.join_listener.unregister()
+        if self.hosts_ready.starter is not None:
+            self.hosts_ready.starter.unregister()
 
-    def placement(self, rank: int) -> RankPlacement:
-        """Return the placement of a rank.
+    def placement(self, place: int, host: str = "") -> RankPlacement:
+        """Return the placement of a rank; see `RankBackend.placement`.
 
         A spare, or a rank with a lost host, is placed on a living host beside that host's ranks.
         """
-        places, addresses = self._hosts_ready.places, self._hosts_ready.addresses
-        is_lost = [not self._agents[place.node].alive for place in places]
-        if rank < len(places) and not is_lost[rank]:
-            place = places[rank]
-            local_rank = place.local_rank
+        places, addresses = self.hosts_ready.places, self.hosts_ready.addresses
+        is_lost = [not self._agents[p.node].alive for p in places]
+        node = self._node_of(host)
+        if node is not None:
+            chosen, local_rank = next(p for p in places if p.node == node), place
+        elif place < len(places) and not is_lost[place]:
+            chosen, local_rank = places[place], places[place].local_rank
         else:
             usable = [p for p, lost in zip(places, is_lost, strict=True) if not lost] or places
-            place = usable[rank % len(usable)]
-            local_rank = place.local_world_size + sum(is_lost[:rank]) + max(0, rank - len(places))
+            chosen = usable[place % len(usable)]
+            num_before = sum(is_lost[:place]) + max(0, place - len(places))
+            local_rank = chosen.local_world_size + num_before
         return RankPlacement(
             local_rank=local_rank,
-            local_world_size=max(place.local_world_size, local_rank + 1),
-            node_rank=place.node,
+            local_world_size=max(chosen.local_world_size, local_rank + 1),
+            node_rank=chosen.node,
             num_nodes=len({p.node for p in places}),
             master_addr=addresses[places[0].node],
-            master_port=self._hosts_ready.master_port,
-            listen=addresses[place.node],
+            master_port=self.hosts_ready.master_port,
+            listen=addresses[chosen.node],
         )
 
     def start(self, spec: RankSpec) -> Rank:
@@ -202,8 +252,8 @@ class RemoteBackend:
             self._agents[node].send(StackRequest(handlers))
             for rank in asked:
                 rank.wants_stacks = False
-        if self._hosts_ready.join_listener is not None:
-            self._hosts_ready.join_listener.poll()
+        if self.hosts_ready.join_listener is not None:
+            self.hosts_ready.join_listener.poll()
 
     def memory_kill(self) -> MemoryKill | None:
         """Return None: agents detect out-of-memory kills on their hosts."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 
+from braid.errors import ConfigError
+from braid.launch.cluster.changing_hosts import ChangingHosts
 from braid.launch.cluster.host_rendezvous import HostRendezvous
 from braid.launch.cluster.join import INSECURE_WARNING, join_first_node, open_join_listener
 from braid.launch.cluster.join_listener import JoinListener
@@ -17,6 +19,7 @@ from braid.launch.process.console import QuietConsole
 from braid.launch.process.job import JobSpec, Outcome
 from braid.launch.process.output import Console
 from braid.launch.process.processes import SignalInbox
+from braid.launch.supervise.slots import SlotSource
 from braid.launch.supervise.supervision import carry_out
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.rendezvous.file_meeting import FileMeeting
@@ -36,22 +39,55 @@ class HostsSupervisor:
         self._console = console or QuietConsole()
         self._clock = clock or MonotonicClock()
 
-    def run(self, job: JobSpec, hosts: Hosts) -> Outcome:
+    def run(self, job: JobSpec, hosts: Hosts, slots: SlotSource | None = None) -> Outcome:
         """Run a job to its end on hosts that this launcher reaches.
 
         Args:
             job: Job to run; `hosts` determines its number of ranks.
             hosts: Hosts of the job.
+            slots: Source of the hosts of an elastic run; None if the hosts are fixed.
 
         Returns:
             Outcome of the run; failures of ranks and losses of hosts are outcomes, not exceptions.
 
         Raises:
             ConfigError: A host cannot take part; the message names all such hosts, and no process
-                is left running.
+                is left running. With `slots`, only if the other hosts have too few slots.
         """
-        with SignalInbox() as inbox, self._rendezvous(job, hosts, inbox) as rendezvous:
-            return self._carry_out(job, inbox, rendezvous, None)
+        with SignalInbox() as inbox:
+            if slots is not None:
+                return self._run_elastic(job, hosts, slots, inbox)
+            with self._rendezvous(job, hosts, inbox) as rendezvous:
+                return self._carry_out(job, inbox, rendezvous, None)
+
+    def _run_elastic(
+        self, job: JobSpec, hosts: Hosts, slots: SlotSource, inbox: SignalInbox
+    ) -> Outcome:
+        console, clock = self._console, self._clock
+        assert job.elastic is not None
+        while True:
+            rendezvous = HostRendezvous(job, hosts, inbox, clock, console.notice, may_grow=True)
+            with ExitStack() as stack:
+                stack.enter_context(rendezvous)
+                try:
+                    backend = rendezvous.gather()
+                except ConfigError:
+                    problems = rendezvous.problems
+                    usable = tuple(host for host in hosts.hosts if host.name not in problems)
+                    num_slots = sum(host.slots for host in usable)
+                    if usable == hosts.hosts or num_slots < job.elastic.min_ranks:
+                        raise
+                    for name, why in problems.items():
+                        console.notice(f"host {name} {why}; the run begins without it")
+                        slots.lost(name, is_gone=True)
+                    num_ranks = min(num_slots, hosts.num_ranks or num_slots)
+                    hosts = replace(hosts, hosts=usable, num_ranks=num_ranks)
+                    continue
+                job = replace(job, num_ranks=rendezvous.num_ranks)
+                changing = stack.enter_context(
+                    ChangingHosts(job, hosts, slots, backend, clock, console.notice)
+                )
+                return carry_out(job, console, clock, inbox, backend, changing)
 
     def meet(self, job: JobSpec, nodes: Nodes) -> tuple[int, str]:
         """Run a job together with launchers that were started by hand on the other nodes.

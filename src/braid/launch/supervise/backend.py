@@ -127,8 +127,13 @@ class RankBackend(Protocol):
         """Stop reporting events, and unregister from the selector."""
         ...
 
-    def placement(self, rank: int) -> RankPlacement:
-        """Return the placement of a rank."""
+    def placement(self, place: int, host: str = "") -> RankPlacement:
+        """Return the placement of a rank.
+
+        Args:
+            place: Rank that first has the place; the index of the place on `host`, if it is named.
+            host: Name of the host; empty to let the backend choose it.
+        """
         ...
 
     def start(self, spec: RankSpec) -> Rank:

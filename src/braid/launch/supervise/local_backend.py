@@ -168,10 +168,10 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
         """Stop reporting state changes."""
         self._on_change = None
 
-    def placement(self, rank: int) -> RankPlacement:
+    def placement(self, place: int, host: str = "") -> RankPlacement:  # noqa: ARG002 - this host
         """Return the placement of a rank."""
-        size = max(self._job.num_ranks, rank + 1)  # a spare has a separate place
-        return RankPlacement(rank, size, 0, 1, ADDRESS, self._port, "")
+        size = max(self._job.num_ranks, place + 1)  # a spare has a separate place
+        return RankPlacement(place, size, 0, 1, ADDRESS, self._port, "")
 
     def start(self, spec: RankSpec) -> Rank:
         """Start a rank."""

@@ -1,7 +1,8 @@
 """Passes the events of an elastic run's ranks to `MembershipState`, and executes its orders.
 
 The number of a rank is never used again. A place is a host and a local rank there. A rank that
-replaces another one has a new number, on the same host and with the same local rank.
+replaces another one has a new number, on the same host and with the same local rank. If a source of
+slots names the hosts, a rank takes the first free slot of them.
 
 Ranks with roles are expendable, as servers and workers are: they never report ready, so they have
 no epochs, and a rank that replaces another one takes its role.
@@ -102,6 +103,7 @@ class MemberDriver:
         self._places = list(range(job.num_ranks + limits.spares))  # that no process has
         self._lost_roles: list[int] = []  # places that new processes take, in the order of losses
         self._place_of: dict[int, int] = {}
+        self._host_of: dict[int, str] = {}  # in a run with a source of slots
         self._has_roles = bool(job.expendable)
         # ranks with roles that no process can replace
         self._needed = set(range(job.num_ranks)) - job.expendable if job.expendable else set()
@@ -122,24 +124,36 @@ class MemberDriver:
         """Check the number of slots (places for ranks), and notify the user of late ranks."""
         self._name_missing()
         self._name_late()
-        num_slots, notice = self._slots.poll() if self._slots is not None else (None, "")
+        if self._slots is None:
+            return
+        has_changed, notice = self._slots.poll()
         if notice:
             self._run.journal.notice(notice)
-        if num_slots is not None:
-            self._execute(self.state.slots(num_slots))
+        if has_changed:
+            hosts = self._slots.hosts
+            leaving = [
+                rank
+                for host, ranks in self._ranks_by_host().items()
+                for rank in ranks[hosts.get(host, 0) :]
+            ]
+            self._execute(self.state.slots(sum(hosts.values()), leaving))
 
     def take_place(self, rank: int) -> tuple[int, str]:
-        """Return the placement of a rank to be started, and its role in the run."""
+        """Return the place of a rank to be started, on its `host_of`, and its role in the run."""
+        if self._slots is not None:
+            return self._take_slot(rank, self._slots.hosts)
         if self._has_roles:
             is_first = rank < self._job.num_ranks
             self._place_of[rank] = rank if is_first else self._lost_roles.pop(0)
             return self._place_of[rank], "" if is_first else "newcomer"
-        if not self._places:  # there are more slots than at first
-            self._places.append(len(self._place_of))
         place = self._place_of[rank] = heapq.heappop(self._places)
         replaces = self.state.epoch < 0 and place != rank
         is_founder = rank < self._job.num_ranks or replaces
         return place, "founder" if is_founder else "newcomer"
+
+    def host_of(self, rank: int) -> str:
+        """Return the host for a rank with a place; empty if the backend chooses it."""
+        return self._host_of.get(rank, "")
 
     def started(self, rank: int) -> None:
         """Record that the process of a rank was started."""
@@ -176,7 +190,7 @@ class MemberDriver:
         if not self._has_roles:
             self._free_place(rank)
         if self._slots is not None and not has_finished and not was_dismissed:
-            self._slots.lost()
+            self._slots.lost(self._run.ranks[rank].host)
         if has_finished and rank in self._needed:
             self._needed.remove(rank)
             if not self._needed:
@@ -252,6 +266,25 @@ class MemberDriver:
                     "start: does its program still prepare, or can it not reach the launcher?"
                     f"{' It was last seen ' * bool(inside)}{inside}"
                 )
+
+    def _take_slot(self, rank: int, hosts: Mapping[str, int]) -> tuple[int, str]:
+        """Return the first free slot for a rank, as its local rank, and its role in the run."""
+        ranks = self._ranks_by_host()
+        # if no host has a free slot any more, the rank leaves again
+        num_free = {host: num_slots - len(ranks.get(host, ())) for host, num_slots in hosts.items()}
+        host = max(num_free, key=lambda name: min(1, num_free[name]), default="")
+        taken = {self._place_of[other] for other in ranks.get(host, ())}
+        replaces = self.state.epoch < 0 and len(self.state.alive) < self._job.num_ranks
+        self._host_of[rank] = host
+        place = self._place_of[rank] = min(set(range(len(taken) + 1)) - taken)
+        return place, "founder" if rank < self._job.num_ranks or replaces else "newcomer"
+
+    def _ranks_by_host(self) -> Mapping[str, list[int]]:
+        """Return the live ranks of a run with a source of slots by host, the oldest ones first."""
+        ranks: dict[str, list[int]] = {}
+        for rank in sorted(self.state.alive):
+            ranks.setdefault(self._host_of[rank], []).append(rank)
+        return ranks
 
     def _free_place(self, rank: int) -> None:
         """Free the place of a rank that ends, for another process."""

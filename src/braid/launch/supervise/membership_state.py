@@ -19,7 +19,8 @@ has interrupted a step. Processes that have joined meanwhile also report ready a
                                                       checkpoint was saved
     Finished        it was the last member            Dismiss: processes that wait may end
     Slots           there are more than processes     Replace
-    Slots           there are fewer than members      Pause, then Dismiss: the newest ones
+    Slots           there are fewer than members      Pause, then Dismiss: the newest ones of
+                    on a host                         the host
 
 Safety, whatever the order of events, also when they are delayed or doubled:
 
@@ -30,7 +31,9 @@ Safety, whatever the order of events, also when they are delayed or doubled:
   with a checkpoint, if the run has saved one and all of them would load it.
 * A process is a member of consecutive epochs only, and never after it was lost.
 * There are between `min_ranks` and `max_ranks` members, unless some have finished. Slots that a
-  run loses do not make it smaller than `min_ranks`.
+  run loses do not make it smaller than `min_ranks`: members without a slot stay until others come.
+* If no member with the state has a slot, one without a slot stays for an epoch more, with those
+  that come. So the state moves from hosts that go away to hosts that come.
 
 Ranks with roles, such as servers and workers, never report ready: there is no epoch, and a loss
 gives a Replace, until the ranks that no process can replace have finished.
@@ -41,7 +44,7 @@ systems" (1987), with a central manager; the launcher is the manager.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 from braid.launch.process.job import ElasticLimits
@@ -117,6 +120,7 @@ class MembershipState:
         self._limits = limits.with_ranks(num_ranks)
         self._num_ranks = num_ranks
         self._alive: set[int] = set()
+        self._leaving: set[int] = set()  # processes that have no slot any more
         self._ready: dict[int, int] = {}  # rank -> steps that its state has seen
         self._loads: set[int] = set()  # processes that would load a checkpoint
         self._is_ending = False
@@ -142,6 +146,11 @@ class MembershipState:
     def can_replace(self) -> bool:
         """Whether a process would be started to replace a lost process."""
         return self._restarts_left > 0 and not self._has_finished
+
+    @property
+    def alive(self) -> Collection[int]:
+        """Processes that the run has started, and neither lost nor dismissed."""
+        return self._alive
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -211,7 +220,7 @@ class MembershipState:
             return self._end_for_good()
         orders: list[Order] = []
         num_wanted = max(self._num_wanted, self._limits.min_ranks)
-        needed = len(self._alive) + self._num_to_start < num_wanted
+        needed = self._num_staying < num_wanted
         if needed and self.can_replace:
             self._restarts_left -= 1
             self._num_to_start += 1
@@ -227,15 +236,21 @@ class MembershipState:
         reason = f"rank {self._last_lost} was lost, and {members}"
         return [GiveUp(tuple(sorted(self._alive)), reason)] if self._alive else []
 
-    def slots(self, num_slots: int) -> list[Order]:
-        """Record how many members, without spares, may run; return the orders that follow."""
+    def slots(self, num_slots: int, leaving: Collection[int] = ()) -> list[Order]:
+        """Record the slots of the run; return the orders that follow.
+
+        Args:
+            num_slots: Number of members, without spares, that may run.
+            leaving: Processes that have no slot any more, because their host has fewer.
+        """
         limits = self._limits
+        self._leaving = self._alive.intersection(leaving)
         num_slots = min(num_slots, limits.max_ranks)
         self._num_wanted = num_slots + limits.spares
         self._num_places = max(num_slots, limits.min_ranks)
         if self._has_finished:
             return []
-        missing = max(0, self._num_wanted - len(self._alive) - self._num_to_start)
+        missing = max(0, self._num_wanted - self._num_staying)
         self._num_to_start += missing
         return [Replace()] * missing + self._next()
 
@@ -255,63 +270,83 @@ class MembershipState:
         """Record that the work is done, so that no more processes are started."""
         self._has_finished = True
 
+    @property
+    def _num_staying(self) -> int:
+        return len(self._alive - self._leaving) + self._num_to_start
+
     def _remove(self, rank: int) -> None:
         self._alive.discard(rank)
+        self._leaving.discard(rank)
         self._ready.pop(rank, None)
         self.members = tuple(member for member in self.members if member != rank)
 
     def _next(self) -> list[Order]:
         newcomers = sorted(self._ready.keys() - set(self.members))
-        room = self._num_places - len(self.members)
         if self.epoch == NO_EPOCH:
             return self._first(newcomers)
+        ready = (*self.members, *newcomers)
+        members = self._choice(ready)
         if any(member not in self._ready for member in self.members):
-            changes = (newcomers and room > 0) or room < 0
-            if self._is_ending or not changes or self._has_finished:
-                return []
-            self._is_ending = True
-            return [Pause(self.members)]
+            return self._pause(members, newcomers)
         if self._has_finished or (not self.members and self.checkpoint_step < 0):
             return [self._begin(self.members)] if self.members else []
-        ready = (*self.members, *newcomers)
         has_state = any(self._ready[member] >= 0 for member in self.members)
         if not has_state and (self._most_steps >= 0 or not self.members):
-            return self._begin_anew(ready)
-        if min(len(ready), self._num_places) < self._limits.min_ranks:
+            return self._begin_anew(members, ready)
+        if len(members) < self._limits.min_ranks:
             return []  # until a newcomer is ready
-        return self._begin_with(ready)
+        return self._begin_with(members, ready)
 
-    def _begin_anew(self, ready: tuple[int, ...]) -> list[Order]:
+    def _pause(self, members: tuple[int, ...], newcomers: Sequence[int]) -> list[Order]:
+        """Pause the members that train if the next epoch is to have other members."""
+        if self._is_ending or self._has_finished:
+            return []
+        if members == self.members:
+            return self._dismiss(newcomers)
+        self._is_ending = True
+        return [Pause(self.members)]
+
+    def _begin_anew(self, members: tuple[int, ...], ready: Sequence[int]) -> list[Order]:
         """Begin with the last checkpoint when all processes that are to come are ready."""
-        if self.checkpoint_step < 0 or not self._loads.issuperset(ready):
+        if self.checkpoint_step < 0 or not self._loads.issuperset(members):
             last = f"rank {self._last_lost} was lost, the last one"
-            return [GiveUp(self.members or ready, f"{last} with the state of the training")]
+            return [GiveUp(self.members or members, f"{last} with the state of the training")]
         is_complete = len(ready) == len(self._alive) and not self._num_to_start
         least = self._limits.min_ranks if is_complete else self._num_places
-        if len(ready) < least:
+        if len(members) < least:
             return []
         self._most_steps = -1
         self._ready = dict.fromkeys(self._ready, -1)  # also of one that had no slot, and is behind
-        return self._begin_with(ready)
+        return self._begin_with(members, ready)
 
-    def _begin_with(self, ready: tuple[int, ...]) -> list[Order]:
-        """Begin an epoch, and dismiss the newest processes if there are more than slots.
+    def _begin_with(self, members: tuple[int, ...], ready: Sequence[int]) -> list[Order]:
+        """Begin an epoch, and dismiss other processes that have no slot."""
+        begin = self._begin(members)
+        return [begin, *self._dismiss([r for r in ready if r not in members]), *self._next()]
 
-        A member with the newest state stays: others may not have received it yet.
+    def _choice(self, ready: Sequence[int]) -> tuple[int, ...]:
+        """Return the members of the next epoch, of the present ones and processes that are ready.
+
+        Those without a slot are members only if there are too few others, or if none of the others
+        has the newest state.
         """
-        kept, others = ready[: self._num_places], ready[self._num_places :]
-        newest = max((self._ready[member] for member in self.members), default=-1)
-        if all(self._ready[rank] < newest for rank in kept):
-            holder = next(rank for rank in others if self._ready[rank] == newest)
-            kept, others = (*kept[:-1], holder), (kept[-1], *others)
-            others = tuple(rank for rank in others if rank != holder)
-        return [self._begin(kept), *self._dismiss(others)]
+        newest = max((self._ready.get(member, -1) for member in self.members), default=-1)
+        holders = [m for m in self.members if self._ready.get(m, newest) == newest]
+        leaving = self._leaving.intersection(ready)
+        slots = sorted(ready, key=lambda r: (r in leaving, r in leaving and r not in holders))
+        count = max(len(ready) - len(leaving), self._limits.min_ranks)
+        chosen = slots[: min(count, self._num_places)]
+        if holders and not set(holders).intersection(chosen):
+            chosen = [*chosen[: self._num_places - 1], holders[0]]
+        return tuple(rank for rank in ready if rank in chosen)
 
     def _dismiss(self, waiting: Sequence[int]) -> list[Order]:
-        """Dismiss the newest processes that wait and have no slot."""
+        """Dismiss processes that wait: those that have no slot any more, then the newest ones."""
         num_wanted = max(self._num_wanted, self._num_places)
-        excess = min(len(waiting), max(0, len(self._alive) - num_wanted))
-        ranks = tuple(waiting[len(waiting) - excess :])
+        leaving = [rank for rank in waiting if rank in self._leaving]
+        staying = [rank for rank in waiting if rank not in self._leaving]
+        excess = min(len(staying), max(0, len(self._alive - self._leaving) - num_wanted))
+        ranks = (*staying[len(staying) - excess :], *leaving)
         for rank in ranks:
             self._remove(rank)
         return [Dismiss(ranks)] if ranks else []

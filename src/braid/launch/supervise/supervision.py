@@ -241,11 +241,14 @@ class _Run(AbstractContextManager["_Run"]):
         """Return the settings of a rank, without the descriptors that only its parent knows."""
         members = self._members
         place, elastic = (rank, "") if members is None else members.take_place(rank)
+        host = "" if members is None else members.host_of(rank)
         replaces = place if self._job.expendable and place != rank else -1
         num_ranks = self._job.num_ranks
+        placement = self._backend.placement(place, host)
+        num_known = max(num_ranks, rank + 1, placement.local_world_size)
         return JobEnvironment(
             rank=rank,
-            world_size=num_ranks if replaces >= 0 else max(num_ranks, rank + 1),
+            world_size=num_ranks if replaces >= 0 else num_known,
             elastic=elastic,
             replaces=replaces,
             run_id=self._backend.run_id,
@@ -253,7 +256,7 @@ class _Run(AbstractContextManager["_Run"]):
             log_dir=self.journal.log_dir,
             resume=self._job.resume,
             launched_by="braid",
-            **self._backend.placement(place)._asdict(),
+            **placement._asdict(),
         )
 
     # Events

@@ -1,16 +1,16 @@
-"""Conversion of horovodrun's elastic options to the limits of an elastic run on this host. Pure.
+"""Conversion of horovodrun's elastic options to the limits of an elastic run. Pure.
 
     --min-np 2 --max-np 4 --host-discovery-script ./discover.sh      at least 2 ranks, at most 4
-    --blacklist-cooldown-range 10 100                                slot blocked 10 s, 20 s, ...
+    --blacklist-cooldown-range 10 100                                host blocked 10 s, 20 s, ...
 
-Horovod blocks the whole host of a rank that has died. All ranks are on one host here, so only a
-slot is blocked: permanently, or for the seconds of the cool-down range.
+As in Horovod, the host of a rank that has died is blocked: permanently, or for the seconds of the
+cool-down range. If it is the only host, only the slot of the rank is blocked.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from braid.compat.horovod.launcher.flags import Flags
@@ -25,6 +25,7 @@ __all__ = [
     "elastic_plan",
     "hosts_of_script",
     "local_slots",
+    "used_slots",
     "wants_elastic",
 ]
 
@@ -32,6 +33,7 @@ OPENING = ("min-np", "max-np", "host-discovery-script")
 FURTHER = ("slots", "elastic-timeout", "reset-limit", "blacklist-cooldown-range")
 LINE = re.compile(r"([\w.-]+|\[[\w.:%]+\])(?::([0-9]{1,4}))?", re.ASCII)
 SCRIPT = "--host-discovery-script"
+LOCALHOST = "localhost"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +45,9 @@ class ElasticPlan:
         limits: Limits of the run.
         script: Program that lists hosts; empty for fixed slots.
         slots_per_host: Slots of a host that the script lists without a number; 0 to refuse this.
-        cooldown_s: Seconds for which a slot is blocked after the first death of a rank, and the
-            maximum; None to block it permanently.
+        cooldown_s: Seconds for which a host or slot is blocked after the first death of a rank, and
+            the maximum; None to block it permanently.
+        hosts: Hosts to begin with; empty if all ranks are on this host, without agents.
     """
 
     num_ranks: int
@@ -52,12 +55,12 @@ class ElasticPlan:
     script: str = ""
     slots_per_host: int = 0
     cooldown_s: tuple[float, float] | None = None
+    hosts: tuple[Host, ...] = ()
 
     @property
-    def where(self) -> tuple[str, ...]:
+    def options(self) -> tuple[str, ...]:
         """The limits as options of `braid run`."""
         values = {
-            "-n": self.num_ranks,
             "--min-ranks": self.limits.min_ranks,
             "--max-ranks": self.limits.max_ranks,
             "--restarts": self.limits.restarts,
@@ -91,8 +94,7 @@ def elastic_plan(
         is_here: Function that returns whether a name is a name of this host.
 
     Raises:
-        ConfigError: Values are invalid (all are named), hosts are not this host, or there are too
-            few slots.
+        ConfigError: Values are invalid (all are named), or there are too few slots.
     """
     problems: list[str] = []
     num_ranks, least, most, per_host = (
@@ -107,15 +109,17 @@ def elastic_plan(
         if 0 < most < count
     ]
     raise_all(problems)
-    num_slots = local_slots(hosts, is_here) if hosts else num_ranks or least or most
+    # hosts that a script lists later can only reach this host under a name for all
+    is_local = all(host.name == LOCALHOST if script else is_here(host.name) for host in hosts)
+    num_slots = sum(host.slots for host in hosts) if hosts else num_ranks or least or most
     is_open = bool(script or cooldown_s)
     least = least or num_ranks or 1
     most = most or (MAX_RANKS if script else num_slots)
     if num_slots < least:
         source = SCRIPT if script else "the list of hosts" if hosts else f"-np {num_ranks}"
         msg = (
-            f"{source} gives {num_slots} slots on this host, but --min-np asks for {least}: give "
-            "more slots"
+            f"{source} gives {num_slots} slots{' on this host' * is_local}, but --min-np asks for "
+            f"{least}: give more slots"
         )
         raise ConfigError(msg)
     limits = ElasticLimits(min_ranks=least, max_ranks=most, restarts=0, gains_slots=is_open)
@@ -126,6 +130,7 @@ def elastic_plan(
         script=script,
         slots_per_host=per_host,
         cooldown_s=cooldown_s,
+        hosts=() if is_local else tuple(host for host in hosts if host.slots),
     )
 
 
@@ -168,11 +173,36 @@ def local_slots(hosts: Sequence[Host], is_here: Callable[[str], bool]) -> int:
     elsewhere = [host.name for host in hosts if host.slots and not is_here(host.name)]
     if elsewhere:
         msg = (
-            "an elastic run of this launcher has members on its own host only: leave out "
-            f"{', '.join(elsewhere[:5])}, or start the script with `braid run -H --min-ranks`"
+            f"the run has begun on {LOCALHOST} only: leave out {', '.join(elsewhere[:5])}, or list "
+            "this host by its host name from the start"
         )
         raise ConfigError(msg)
     return sum(host.slots for host in hosts)
+
+
+def used_slots(
+    listed: Mapping[str, int],
+    blocked: Mapping[str, int],
+    current: Mapping[str, int],
+    max_ranks: int,
+) -> dict[str, int]:
+    """Return the slots that ranks may use, by host.
+
+    Args:
+        listed: Slots by host; the name of this host is empty in a run without agents.
+        blocked: Blocked slots by host.
+        current: Slots that ranks use now, which come first so that ranks stay where they are.
+        max_ranks: Maximum number of slots.
+    """
+    used: dict[str, int] = {}
+    for source in (current, listed):
+        for host, num_wanted in source.items():
+            num_free = listed.get(host, 0) - blocked.get(host, 0)
+            room = max_ranks - sum(used.values()) + used.get(host, 0)
+            number = min(num_wanted, num_free, room)
+            if number > used.get(host, 0):
+                used[host] = number
+    return used
 
 
 def _count(flags: Flags, name: str, problems: list[str]) -> int:

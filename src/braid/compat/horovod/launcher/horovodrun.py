@@ -103,6 +103,8 @@ def launch(
         wanted = with_rank_variables(wanted)
         if wanted.elastic is not None:
             with HostSlots(wanted.elastic) as slots:
+                if wanted.hosts is not None:
+                    return HostsSupervisor(console).run(wanted.job, wanted.hosts, slots)
                 return Supervisor(console, owns_process=owns_process).run(wanted.job, slots)
         if wanted.engine is not None:
             return EngineSupervisor(console).run_on(wanted.job, wanted.engine)

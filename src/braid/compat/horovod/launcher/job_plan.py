@@ -116,14 +116,16 @@ def plan(
     named = parse_hosts(flags["hosts"]) if flags["hosts"] else hosts
     elastic = elastic_plan(flags, named, is_here) if is_elastic else None
     engine = _mpi(flags, named, num_ranks, limit_s, environment) if flags.is_on("mpi") else None
-    spans_hosts = bool(named) and elastic is None and engine is None
+    if elastic is not None:
+        named, num_ranks = elastic.hosts, elastic.num_ranks
+    spans_hosts = bool(named) and engine is None
     where = _where(flags, named, num_ranks, port, limit_s, environment) if spans_hosts else None
     job = JobSpec(
         command=command,
         kind=kind,
-        num_ranks=elastic.num_ranks if elastic else num_ranks or sum(host.slots for host in named),
+        num_ranks=num_ranks or sum(host.slots for host in named),
         log_dir=flags["output-filename"] or None,
-        where=elastic.where if elastic else _again(flags, where or engine, num_ranks),
+        where=_again(flags, where or engine, num_ranks, elastic),
         environ=environment,
         elastic=elastic.limits if elastic else None,
     )
@@ -284,23 +286,28 @@ def _mpi(
 
 
 def _again(
-    flags: Flags, where: Hosts | EngineOptions | None, num_ranks: int | None
+    flags: Flags,
+    where: Hosts | EngineOptions | None,
+    num_ranks: int | None,
+    elastic: ElasticPlan | None,
 ) -> tuple[str, ...]:
     """Return the equivalent options of `braid run`."""
+    limits = () if elastic is None else elastic.options
     if where is None:
-        return ()
+        return ("-n", str(num_ranks), *limits) if limits else ()
     by_mpi = isinstance(where, EngineOptions)
     options = {
         "--on": "mpi" if by_mpi else "",
         "--engine-options": flags["mpi-args"] if by_mpi else "",
         "-n": str(num_ranks or ""),
-        "-H": flags["hosts"],
-        "--hostfile": flags["hostfile"],
+        "-H": ",".join(map(str, elastic.hosts)) if elastic is not None else flags["hosts"],
+        "--hostfile": flags["hostfile"] if elastic is None else "",
         "--rsh": where.rsh if isinstance(where, Hosts) and where.rsh != DEFAULT_RSH else "",
         "--network-interface": ",".join(where.interfaces),
         "--env": ",".join(where.environ),
     }
-    return tuple(word for name, value in options.items() if value for word in (name, value))
+    words = (word for name, value in options.items() if value for word in (name, value))
+    return (*words, *limits)
 
 
 def _other_python(flags: Flags, kind: Kind) -> list[str]:

@@ -222,10 +222,10 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             ("--ccl-bgt-affinity",), "for oneCCL", "CORES", section="library-options", use="none",
         ),
     ),
-    "elastic runs on this host": (
+    "elastic runs": (
         Option(("--min-np", "--min-num-proc"), "fewest ranks to continue with (default: -np)", "N"),
         Option(("--max-np", "--max-num-proc"), "most ranks (default: all slots)", "N"),
-        Option(("--host-discovery-script",), "program that prints lines `localhost:SLOTS`; it runs "
+        Option(("--host-discovery-script",), "program that prints lines `HOST:SLOTS`; it runs "
                                              "every second", "FILE"),
         Option(("--slots", "--slots-per-host"), "slots of a host without a number", "N"),
         Option(
@@ -238,8 +238,9 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             "N", "HOROVOD_RESET_LIMIT",
         ),
         Option(
-            ("--blacklist-cooldown-range",), "first and longest delay until a dead rank is "
-                                             "replaced; it doubles each time (default: never)",
+            ("--blacklist-cooldown-range",), "first and longest delay until the host of a "
+                                             "dead rank is used again; it doubles each time "
+                                             "(default: never)",
             "SECONDS", num_values=2,
         ),
     ),

@@ -2,6 +2,9 @@
 
 The launcher runs the script every second in the background. If it fails before the ranks start,
 that is an error. Later failures are a notice, once each, and the slots do not change.
+
+As in Horovod, a host on which a rank has died is blocked. If it is the only host, only the slot of
+the rank is blocked, as there is no other host to continue on.
 """
 
 from __future__ import annotations
@@ -11,18 +14,22 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import IO
+from typing import IO, NamedTuple
 
 from braid.compat.horovod.launcher.elastic_plan import (
     SCRIPT,
     ElasticPlan,
     hosts_of_script,
     local_slots,
+    used_slots,
 )
 from braid.errors import ConfigError
 from braid.launch import Host
 from braid.launch.cluster.remote_shell import is_here
+from braid.launch.process.job import MAX_RANKS
 from braid.runtime.clock import Clock, MonotonicClock
 
 __all__ = ["HostSlots", "ScriptRun", "discovered"]
@@ -104,53 +111,80 @@ def discovered(
     return hosts_of_script(text, slots_per_host)
 
 
+class BlockedSlots(NamedTuple):
+    """Slots of a host that are blocked until a time; all of them if there are `MAX_RANKS`."""
+
+    host: str
+    num_slots: int
+    end_ns: float
+
+
 class HostSlots(AbstractContextManager["HostSlots"]):
-    """Slots of this host, a `braid.launch.supervise.slots.SlotSource`; a context manager.
+    """Slots of an elastic run, a `braid.launch.supervise.slots.SlotSource`; a context manager.
 
     Args:
         plan: Elastic part of the job.
         clock: Time source; the clock of this host when None.
+
+    Attributes:
+        hosts: Slots that ranks may use, by host; the name of the host is empty on this host only.
     """
 
     def __init__(self, plan: ElasticPlan, clock: Clock | None = None) -> None:
         self._plan = plan
         self._clock = clock or MonotonicClock()
-        self._num_listed = plan.num_ranks
-        self._num_given = plan.num_ranks
-        self._resting_ns: list[float] = []  # times at which blocked slots can be used again
-        self._num_losses = 0
+        self._listed: Mapping[str, int] = dict(plan.hosts) or {"": plan.num_ranks}
+        self._blocked: list[BlockedSlots] = []
+        self._num_losses: Counter[str] = Counter()
+        self._shown: dict[str, str] = {}  # last notice about each blocked host
         self._run: ScriptRun | None = None
         self._next_ns = self._clock.after_ns(PERIOD_S)
         self._problem = ""
+        self._notices: list[str] = []
+        self._has_lost = False  # a rank, since the last `poll`
+        self.hosts = used_slots(self._listed, {}, {}, plan.limits.max_ranks)
 
     @property
     def deadline_ns(self) -> int:
         """Time at which `poll` is due."""
         return self._clock.after_ns(LOOK_S) if self._run is not None else self._next_ns
 
-    def lost(self) -> None:
-        """Block a slot (place of a rank) after a death: permanently, or each time twice as long."""
-        rests_ns = float("inf")
+    def lost(self, host: str, *, is_gone: bool = False) -> None:
+        """Block a host, or a slot of the only host: permanently, or each time twice as long."""
+        if any(blocked[:2] == (host, MAX_RANKS) for blocked in self._blocked):
+            return
+        num_slots = MAX_RANKS if is_gone or len(self._listed) > 1 else 1
+        end_ns, period = float("inf"), "for the rest of the run"
         if self._plan.cooldown_s is not None:
             low, high = self._plan.cooldown_s
-            rest_s = min(high, low * 2.0 ** min(self._num_losses, 60))
-            rests_ns = self._clock.after_ns(rest_s)
-        self._num_losses += 1
-        self._resting_ns.append(rests_ns)
+            rest_s = min(high, low * 2.0 ** min(self._num_losses[host], 60))
+            end_ns, period = self._clock.after_ns(rest_s), f"for {rest_s:g} s"
+        self._num_losses[host] += 1
+        self._blocked.append(BlockedSlots(host, num_slots, end_ns))
+        self._has_lost = True
+        notice = f"host {host} is blocked {period}"
+        if num_slots > 1 and notice != self._shown.get(host):
+            self._shown[host] = notice
+            self._notices.append(notice)
 
-    def poll(self) -> tuple[int | None, str]:
-        """Return the number of slots, None if unchanged, and a notice; does not block."""
-        notice = self._look()
+    def poll(self) -> tuple[bool, str]:
+        """Update `hosts` without blocking; return whether they have changed, and a notice."""
+        self._notices.append(self._look())
         now_ns = self._clock.now_ns()
-        self._resting_ns = [end_ns for end_ns in self._resting_ns if end_ns > now_ns]
-        number = max(0, self._num_listed - len(self._resting_ns))
-        if number == self._num_given:
-            return None, notice
-        self._num_given = number
-        least = self._plan.limits.min_ranks
-        if number < least and not notice:
-            notice = f"only {number} slots are available, fewer than --min-np {least}: add hosts"
-        return number, notice
+        self._blocked = [blocked for blocked in self._blocked if blocked.end_ns > now_ns]
+        blocked: Counter[str] = Counter()
+        for host, num_slots, _ in self._blocked:
+            blocked[host] += num_slots
+        hosts = used_slots(self._listed, blocked, self.hosts, self._plan.limits.max_ranks)
+        notices, self._notices = [*filter(None, self._notices)], []
+        has_changed = self._has_lost or hosts != self.hosts
+        self._has_lost, self.hosts = False, hosts
+        number, least = sum(hosts.values()), self._plan.limits.min_ranks
+        if has_changed and number < least:
+            notices.append(
+                f"only {number} slots are available, fewer than --min-np {least}: add hosts"
+            )
+        return has_changed, "; ".join(notices)
 
     def _look(self) -> str:
         """Start the script when it is due, or read its output; return a new problem as text."""
@@ -166,7 +200,11 @@ class HostSlots(AbstractContextManager["HostSlots"]):
             text = self._run.poll()
             if text is not None:
                 hosts = hosts_of_script(text, self._plan.slots_per_host)
-                self._num_listed = local_slots(hosts, is_here)
+                self._listed = (
+                    {host.name: host.slots for host in hosts}
+                    if self._plan.hosts
+                    else {"": local_slots(hosts, is_here)}
+                )
                 self._close_run()
                 self._problem = ""
         except ConfigError as error:
