@@ -435,6 +435,7 @@ def train_on_mesh(
             [p.detach().max() for p in part.model.named_pieces().values() if p.numel()]
         )
         means[run.num_steps] = members.group.all_reduce(largest.max(), op="max")
+        run.model.evaluate(x, x.sum(1, keepdim=True), loss=functional.mse_loss)
         members.visit("evaluated")
 
     means: dict[int, torch.Tensor] = {}
