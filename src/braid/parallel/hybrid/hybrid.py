@@ -197,6 +197,12 @@ class HybridParallel:
         return list(ParamTable.named(self.named_pieces().items()))
 
     @property
+    def spent_ns(self) -> int:
+        """Nanoseconds that this rank has spent in communication, including waits."""
+        groups = {self._group, *self._groups_by_peers.values(), *self.pipeline.groups}
+        return sum(group.statistics()["spent_ns"] for group in groups)
+
+    @property
     def sharding(self) -> Sharding | None:
         """Engine that shards the state of replicas; None without `shard`."""
         return None if self._sharded is None else self._sharded.sharding

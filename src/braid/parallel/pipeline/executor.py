@@ -67,6 +67,7 @@ class Executor:
         on_gradients: Called with a stage when its last gradient of a step has been computed.
         on_step: Called with a STEP, to step the optimizer of its stage; needed by programs with
             steps.
+        on_sent: Called with each value and gradient that is sent to another rank, and the action.
 
     Raises:
         ConfigError: The program is for another number of ranks, assigns other stages to this rank,
@@ -80,6 +81,8 @@ class Executor:
         stages: Mapping[int, Stage],
         on_gradients: Callable[[int], None] | None = None,
         on_step: Callable[[Action], None] | None = None,
+        *,
+        on_sent: Callable[[Action, Any], None] = lambda *_: None,
     ) -> None:
         local_stages = {
             action.unit for action in program.ranks[carrier.rank] if action.kind in WORK
@@ -111,6 +114,7 @@ class Executor:
         self._final = {a.unit: a for a in self._actions if a.kind in {"B", "W"}}
         self._on_gradients = on_gradients
         self._on_step = on_step
+        self._on_sent = on_sent
         self._under_way: dict[Key, Any] = {}
         self._results: dict[int, Any] = {}
         self._table: dict[str, Callable[[Action], None]] = {
@@ -252,6 +256,7 @@ class Executor:
             if self._ranks[edge.target, i] == self._carrier.rank:
                 self._under_way[STASHED, edge, i] = tensor
             else:
+                self._on_sent(action, tensor)
                 self._carrier.send_value(tensor, self._ranks[edge.target, i], _tag(edge, i))
         if stage.index == self._last:
             self._conclude(stage, i, output)
@@ -285,6 +290,7 @@ class Executor:
 
     def _send_f(self, action: Action) -> None:
         output = self._under_way.pop((OUTPUT, action.unit, action.index))
+        self._on_sent(action, output)
         self._carrier.send_value(output, action.peer)
 
     def _recompute(self, action: Action) -> None:
@@ -337,6 +343,7 @@ class Executor:
                 self._under_way[STASHED_GRADS, edge, i] = grads[edge]
             else:
                 peer = self._ranks[edge.source, i]
+                self._on_sent(action, grads[edge])
                 self._carrier.send_tensors(grads[edge], peer, _tag(edge, i))
         if stage.index and self._ranks[stage.index - 1, i] == self._carrier.rank:
             self._under_way[GRADS, stage.index - 1, i] = grads[None]
@@ -345,4 +352,5 @@ class Executor:
 
     def _send_b(self, action: Action) -> None:
         grads = self._under_way.pop((INPUT_GRADS, action.unit, action.index))
+        self._on_sent(action, grads)
         self._carrier.send_tensors(grads, action.peer)

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.comm import Group
+from braid.comm.autograd.nested import tensors_in
 from braid.comm.autograd.recompute_policy import RecomputePolicy
 from braid.errors import CommError, ConfigError, raise_all
 from braid.parallel.gradients.exact_norm import clip_counted_
@@ -104,6 +105,9 @@ class Pipeline(nn.Module):
         stages: Stages of this rank, by number.
         balance: Number of layers of each stage.
         num_steps: Number of steps so far, which keys random numbers. Set it when a run is resumed.
+        on_sent: Called with each tensor that this rank sends in a step to another stage, and with
+            its place in the order of computation: s for the forward of stage s of n, and
+            2 n - 1 - s for its backward. None for no call.
 
     Raises:
         ConfigError: There are fewer layers than stages, `balance` does not match, or the schedule
@@ -129,6 +133,7 @@ class Pipeline(nn.Module):
         super().__init__()
         self.group = group
         self.num_steps = 0
+        self.on_sent: Callable[[int, torch.Tensor], None] | None = None
         self._seed = seed
         self._make = schedule if callable(schedule) else schedule_named(schedule)
         self._is_own = callable(schedule)  # files have been validated
@@ -207,6 +212,14 @@ class Pipeline(nn.Module):
         """Add the gradients of a stage after its last backward, over layers and over replicas."""
         self._tied.complete(stage)
         self._replicas.launch(stage)
+
+    def _sent(self, action: Action, value: Any) -> None:
+        """Call `on_sent` for a value or gradients that this rank sends."""
+        if self.on_sent is not None:
+            is_forward = action.kind in {"F", "send_f"}
+            last = 2 * len(self.balance) - 1
+            for tensor in tensors_in(value):
+                self.on_sent(action.unit if is_forward else last - action.unit, tensor)
 
     def _take_step(self, action: Action) -> None:
         """Take the step of a stage's unshared parameters."""
@@ -295,6 +308,11 @@ class Pipeline(nn.Module):
         return self._tied.counts_elsewhere(param)
 
     @property
+    def groups(self) -> list[Group]:
+        """Groups in which this rank communicates in a step, without replicas."""
+        return [self.group, *self._tied.groups]
+
+    @property
     def splits_backward(self) -> bool:
         """Whether the schedule has separate actions for gradients of inputs and of weights."""
         program = self._make(self.group.size, self._num_microbatches)
@@ -366,7 +384,14 @@ class Pipeline(nn.Module):
             if trains and self._optimizers:
                 program = with_steps(program)
             complete = self._complete if trains else None
-            executor = Executor(program, self._messages, self.stages, complete, self._take_step)
+            executor = Executor(
+                program,
+                self._messages,
+                self.stages,
+                complete,
+                self._take_step,
+                on_sent=self._sent,
+            )
             self._programs[key] = executor
         return executor
 
