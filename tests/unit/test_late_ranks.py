@@ -15,7 +15,7 @@ from braid.launch import JobSpec
 from braid.launch.process.job import ElasticLimits
 from braid.launch.supervise.member_driver import JOIN_NOTICE_NS, MemberDriver
 from braid.runtime.clock import VirtualClock
-from braid.runtime.rendezvous import JobEnvironment, Ready
+from braid.runtime.rendezvous import JobEnvironment, NewEpoch, Ready
 from braid.runtime.rendezvous.membership import _refuse_other_versions
 from braid.runtime.store import HashStore
 
@@ -56,6 +56,26 @@ def test_a_spare_that_does_not_come_is_named_once():
     (text,) = run.notices
     assert text.startswith("rank 1 is not ready to train 60 s after its start")
     assert driver.deadline_ns is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "can_lose"),
+    [
+        (ElasticLimits(min_ranks=2, restarts=0), False),
+        (ElasticLimits(min_ranks=2, restarts=1), True),
+        (ElasticLimits(min_ranks=1, restarts=0), True),
+    ],
+)
+def test_members_are_told_whether_the_run_can_go_on_without_one(limits, can_lose):
+    run = Run()
+    sent: list[Any] = []
+    run.ranks[0].send = sent.append
+    job = JobSpec(command=("x",), num_ranks=2)
+    driver = MemberDriver(job, limits, run, VirtualClock(), None)  # type: ignore[arg-type]
+    for rank in (0, 1):
+        driver.started(rank)
+        driver.ready(run.ranks[rank], Ready(-1, -1))
+    assert sent == [NewEpoch(0, (0, 1), (-1, -1), can_lose)]
 
 
 def test_a_process_takes_the_role_of_the_rank_that_was_lost():

@@ -214,8 +214,9 @@ class MemberDriver:
                     members = ", ".join(map(str, order.members))
                     text = f"epoch {order.epoch}: ranks {members} go on at step {step}"
                     self._run.journal.notice(text + ", with the last checkpoint" * is_loaded)
+                can_lose = self.state.can_lose(order.members[0])  # any of them
                 for rank in order.members:
-                    ranks[rank].send(NewEpoch(*order))
+                    ranks[rank].send(NewEpoch(*order, can_lose))
             elif isinstance(order, Pause):
                 for rank in order.members:
                     ranks[rank].send(PauseTraining())

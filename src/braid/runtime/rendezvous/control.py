@@ -170,11 +170,13 @@ class NewEpoch(msgspec.Struct, tag_field="kind", tag="epoch", frozen=True):
         epoch: Number of the epoch.
         members: Launcher's numbers of the member processes, in the order of ranks in their group.
         num_steps: Number of steps in the state of each member; -1 without state.
+        can_lose: Whether the run can continue if one of the members leaves.
     """
 
     epoch: int
     members: tuple[int, ...]
     num_steps: tuple[int, ...]
+    can_lose: bool = False
 
 
 FromRank: TypeAlias = RankHello | Saved | Loaded | Logged | RankFailed | Exiting | Left | Ready

@@ -139,6 +139,11 @@ class Membership:
         return self.environment.elastic == "newcomer" and self.epoch < 0
 
     @property
+    def can_lose(self) -> bool:
+        """Whether an elastic run could continue without a member when this epoch began."""
+        return self._launcher is not None and self._launcher.epoch.can_lose
+
+    @property
     def pauses(self) -> bool:
         """Whether the launcher has asked for a call of `next_epoch` after the current step."""
         if self._launcher is None:
