@@ -40,6 +40,7 @@ BUDGETS_S = {
     "world/test_dropped": 20,
     "world/test_elastic": 15,
     "world/test_elastic_mesh": 40,
+    "world/test_elastic_suspects": 35,
     "world/test_elastic_launchers": 90,
     "world/test_elastic_runs": 110,
     "world/test_train_elastic": 60,

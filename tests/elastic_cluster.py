@@ -80,7 +80,7 @@ class Cluster:
         self.refused: list[str] = []  # errors of ranks that could not join
         self.changed = threading.Condition()
         self.begun: list[Begin] = []
-        self.pauses = False
+        self.pauses = self.can_lose = False
         self.end = ""  # reason for which the run has ended early
         self.num_started = 0
         self.spares = range(num_ranks, num_ranks + limits.get("spares", 0))
@@ -109,6 +109,7 @@ class Cluster:
                 self._fabrics.append(Fabric(len(order.members), MonotonicClock()))
                 self._stores.append(HashStore())
                 self.begun.append(order)
+                self.can_lose = self.state.can_lose(order.members[0])
                 self.pauses = False
             elif isinstance(order, Pause):
                 self.pauses = True
@@ -189,6 +190,7 @@ class ThreadMembers:
         self._epoch = -1
         self.leaves = False
         self.number = 1
+        self._can_lose = False
         self._visits: dict[str, int] = {}
         self._group: Group | None = None
         HERE.members = self
@@ -208,6 +210,10 @@ class ThreadMembers:
     def pauses(self) -> bool:
         return self.cluster.pauses
 
+    @property
+    def can_lose(self) -> bool:
+        return self._can_lose
+
     def next_epoch(self, num_steps: int, directory: str = "") -> list[int]:  # noqa: ARG002
         cluster = self.cluster
         if self._group is not None:
@@ -223,6 +229,7 @@ class ThreadMembers:
             if self.rank not in self._members():
                 raise Dismissed
             self._epoch = len(cluster.begun) - 1
+            self._can_lose = cluster.can_lose
         self._group = cluster.group_of(self.rank, self._epoch)
         self.visit("join")
         return list(cluster.begun[self._epoch].num_steps)
@@ -402,6 +409,12 @@ def train_on_mesh(
     batch_size: int = 6,
     batch_per_rank: RateRule | None = None,
     evaluate_every: int = 0,
+    verify: int = 0,
+    replace_slow: float = 0.0,
+    shards: int = 4,
+    epochs: int = 2,
+    schedule: str = "1f1b",
+    after_backward: Callable[[ElasticTraining], object] = lambda _: None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Train a small model on a mesh, and return its state."""
@@ -411,7 +424,7 @@ def train_on_mesh(
         build,
         mesh_chooser(mesh),
         layers=lambda model: list(model.blocks),
-        options={"shard": shard, "num_microbatches": 2, "plan": plan},
+        options={"shard": shard, "num_microbatches": 2, "plan": plan, "schedule": schedule},
         **values,
     )
     x = torch.linspace(-2.0, 2.0, 328).sin().view(82, 4)  # the last step has 6 and 4
@@ -442,20 +455,23 @@ def train_on_mesh(
     run = ElasticTraining(
         members,
         part,
-        num_shards=None if batch_per_rank else 4,
+        num_shards=None if batch_per_rank else shards,
         seed=3,
         update=update,
         batch_per_rank=batch_per_rank,
+        verify=verify,
+        replace_slow=replace_slow,
         checkpoints=checkpoints,
         evaluation=Evaluation(evaluate, evaluate_every),
     )
     with run:
-        for _ in run.epochs(2):
+        for _ in run.epochs(epochs):
             for inputs, target in run.batches(loader):
                 with run.step():
                     members.visit("forward")
                     run.add_loss(run.model.step(inputs, target, loss=loss))
-    assert batch_per_rank or run.num_steps == 8
+                    after_backward(run)
+    assert batch_per_rank or run.num_steps == epochs * -(-82 // (batch_size * shards))
     run.model.make_whole()
     state = {name: tensor.clone() for name, tensor in part.state.model.state_dict().items()}
     seen = {f"evaluation {step}": value for step, value in means.items()}

@@ -27,6 +27,7 @@ from braid.launch.chaos.comparison import WeightComparison, compared, digests_of
 from braid.launch.chaos.driver import ChaosOptions, ChaosRun, run_chaos
 from braid.launch.chaos.page import chaos_figures, members_picture
 from braid.launch.chaos.plan import KINDS, Fault, choose_ranks, plan_faults, signals_of
+from braid.parallel.gradients import ParamTable
 from braid.runtime.diagnose.run_events import RunEvent
 
 KILLED = "was killed by signal 9 (SIGKILL)"
@@ -70,11 +71,13 @@ def test_a_bit_of_a_gradient_flips_between_two_signals():
     model = nn.Linear(4, 1, bias=False)
     handler = signal.getsignal(signal.SIGUSR2)
     try:
-        flip_bits_on_signal(model)
+        flip = flip_bits_on_signal()
+        records = ParamTable.of(model).records
         grads = []
         for _ in range(3):
             model.weight.grad = None
             model(torch.ones(1, 4)).sum().backward()
+            flip(records)
             grads.append(model.weight.grad[0].tolist())
             signal.raise_signal(signal.SIGUSR2)
     finally:

@@ -27,6 +27,23 @@ with braid.elastic(model, optimizer, shards=3, verify=1) as training:
                 time.sleep(0.02)
                 model(x).square().mean().backward()
 """
+MESH_JOB = """
+import time, torch, braid
+from torch.utils.data import DataLoader, TensorDataset
+braid.init()
+def build():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+x = torch.linspace(-1, 1, 768).view(96, 8)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+with braid.elastic_mesh(build, "dp=3", shard=2, verify=1) as training:
+    for _ in training.epochs(100_000):
+        for x, y in training.batches(loader):
+            with training.step():
+                time.sleep(0.02)
+                training.model.step(x, y, loss=torch.nn.functional.mse_loss)
+"""
 
 
 def test_faults_are_named_and_cost_no_step(tmp_path: Path):
@@ -50,6 +67,22 @@ def test_faults_are_named_and_cost_no_step(tmp_path: Path):
     live = LiveRun(run)
     assert not live.is_live
     assert all(live.rows[rank] for rank in range(3))
+
+
+def test_flipped_bits_are_found_on_a_mesh(tmp_path: Path):
+    job = tmp_path / "job.py"
+    job.write_text(MESH_JOB)
+    command = [
+        sys.executable, "-m", "braid", "chaos", "--every-s", "2", "--minutes", "0.1", "--kinds",
+        "bitflip", "run", "-n", "3", "--min-ranks", "3", "--log-dir", str(tmp_path / "run"),
+        "--timeout", "100", str(job),
+    ]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    text = ended.stdout + ended.stderr
+    assert ended.returncode == 0, text
+    assert re.search(r"lost steps +0\n", text)
+    assert re.search(r"causes +([1-9]\d*) of \1 right", text)
+    assert "has computed other gradients than its peers in step" in text
 
 
 @pytest.mark.all

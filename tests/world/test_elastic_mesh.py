@@ -11,8 +11,9 @@ from torch import nn
 
 import elastic_cluster
 from braid.elasticity import saving
+from braid.elasticity.begin import elastic_mesh
 from braid.elasticity.members import leavers_of
-from braid.elasticity.mesh import MeshReplica, _NoInitialValues, elastic_mesh
+from braid.elasticity.mesh import MeshReplica, _NoInitialValues
 from braid.elasticity.mesh_choice import mesh_for
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState
@@ -110,6 +111,7 @@ def test_deaths_on_any_mesh_leave_the_bits_of_one_process(
     needs_saves = seed % 5 or not faults.keys().isdisjoint({(1, "save"), (1, "saved")})
     saved = TrainingCheckpoints(str(tmp_path), 1 + seed % 3) if needs_saves else None
     run = partial(train_on_mesh, mesh=mesh, shard=shard, checkpoints=saved, evaluate_every=1)
+    run = partial(run, verify=seed % 3)  # which blames no rank
     is_lost = False
     with points_of_death(monkeypatch):
         try:
@@ -118,6 +120,7 @@ def test_deaths_on_any_mesh_leave_the_bits_of_one_process(
             is_lost = "is lost, because the ranks that had it" in str(error)
     is_elsewhere = (1, "loss") in cluster.faults  # rank 1 may not have the last stage
     assert cluster.deaths or cluster.left or is_elsewhere
+    assert not [reason for _, reason in cluster.left if "gradients" in reason], cluster.refused
     # a part has one copy, so its state survives one loss at a time; members that are asked to end
     # together take turns, but one of them and a death are two losses
     lost = {*(rank for rank, _ in cluster.deaths), *(rank for rank, _ in cluster.left)}
@@ -464,6 +467,7 @@ def test_a_mesh_that_does_not_fit_becomes_replicas():
         ),
         ({"mesh": "pp=2", "clip": 0.0}, "clip must be above 0, got 0.0"),
         ({"mesh": "dp=2", "shard": 4}, "shard must be 0, 1, 2 or 3, got 4"),
+        ({"mesh": "dp=2", "verify": 9, "copies": False}, "could be lost with copies=False"),
         ({"mesh": "dp=2", "checkpoints": "runs"}, "checkpoint_every=0 belong together"),
         ({"mesh": "pp"}, "a mesh is written as pp=2,dp=4"),
         ({"mesh": "dp=4; pp=2,dp=2"}, "have the same number of ranks"),

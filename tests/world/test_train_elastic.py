@@ -98,7 +98,6 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_not_named(tmp_path):
     [
         ({"spares": 1}, "--spares needs --min-ranks"),
         ({"min_ranks": 1, "strategy": "ps"}, "--min-ranks cannot be combined with --strategy"),
-        ({"min_ranks": 1, "shard": 1, "verify": 9}, "--verify on a mesh"),
         ({"batch_per_rank": "sqrt"}, "--batch-per-rank needs --min-ranks"),
         ({"mesh": "pp=2; dp=3"}, "several meshes need --min-ranks"),
         ({"min_ranks": 1, "batch_per_rank": "log"}, "must be one of linear, sqrt, constant, got"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from braid.elasticity.begin import elastic
-from braid.elasticity.mesh import elastic_mesh
+from braid.elasticity.begin import elastic, elastic_mesh
 from braid.elasticity.training import ElasticTraining
 
 __all__ = ["ElasticTraining", "elastic", "elastic_mesh"]

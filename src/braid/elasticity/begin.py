@@ -1,8 +1,8 @@
-"""`braid.elastic`: checks its arguments, and begins an elastic training with them."""
+"""`braid.elastic` and `braid.elastic_mesh`: check arguments, and begin a training with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from braid.elasticity.bit_flips import flip_bits_on_signal
 from braid.elasticity.evaluation import evaluation_of
 from braid.elasticity.learning_rate import RateRule, require_rule
 from braid.elasticity.members import JobMembers
+from braid.elasticity.mesh import Build, MeshReplica
+from braid.elasticity.mesh_choice import mesh_chooser
 from braid.elasticity.replica import WholeModel
 from braid.elasticity.saving import checkpoints_in
 from braid.elasticity.state_transfer import Stateful, TrainingState
@@ -24,7 +26,7 @@ from braid.parallel.pipeline.asynchronous import AsynchronousPipeline
 from braid.parallel.sharding import FSDPModule, has_pieces, sharding_of
 from braid.parallel.tensor_parallel import slicing_of
 
-__all__ = ["elastic"]
+__all__ = ["elastic", "elastic_mesh"]
 
 
 def _division_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -43,6 +45,17 @@ def _division_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         return "experts"
     is_plain = all(type(p) is nn.Parameter for p in model.parameters())
     return "" if is_plain else "parameters of another type than nn.Parameter, such as DTensor"
+
+
+def _check_options(shards: int | None, verify: int, replace_slow: float) -> list[str]:
+    """Return the errors in options of both functions."""
+    problems = below(0, verify=verify)
+    problems += below(1, shards=shards) if shards is not None else []
+    if replace_slow and not replace_slow > 1:
+        problems.append(
+            f"replace_slow must be above 1, or 0 for only a warning, got {replace_slow}"
+        )
+    return problems
 
 
 def elastic(
@@ -101,13 +114,7 @@ def elastic(
     round of micro-batches. Cost of a loss: a meeting of the members, and a broadcast of the state
     if a member lacks it.
     """
-    problems = below(0, verify=verify)
-    if replace_slow and not replace_slow > 1:
-        problems.append(
-            f"replace_slow must be above 1, or 0 for only a warning, got {replace_slow}"
-        )
-    raise_all(problems)
-    raise_all(below(1, shards=shards) if shards is not None else [])
+    raise_all(_check_options(shards, verify, replace_slow))
     require_rule(batch_per_rank, shards)
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -134,8 +141,6 @@ def elastic(
             )
             raise ConfigError(msg)
     members = JobMembers()
-    if members.takes_faults:
-        flip_bits_on_signal(model)
     return ElasticTraining(
         members,
         WholeModel(TrainingState(model, optimizer, others)),
@@ -147,4 +152,116 @@ def elastic(
         replace_slow=replace_slow,
         checkpoints=checkpoints_in(checkpoints, checkpoint_every),
         evaluation=evaluation_of(evaluate, evaluate_every),
+        flip_bits=flip_bits_on_signal() if members.takes_faults else None,
+    )
+
+
+def elastic_mesh(
+    build: Build,
+    mesh: str | Callable[[int], str],
+    *,
+    layers: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
+    shards: int | None = None,
+    seed: int = 0,
+    clip: float | None = None,
+    update: Callable[[], object] | None = None,
+    batch_per_rank: RateRule | None = None,
+    copies: bool = True,
+    verify: int = 0,
+    replace_slow: float = 0.0,
+    checkpoints: str = "",
+    checkpoint_every: int = 0,
+    evaluate: Callable[[], object] | None = None,
+    evaluate_every: int = 0,
+    **options: Any,
+) -> ElasticTraining:
+    """Return a training on a mesh that continues when ranks are lost or join; see `mesh`.
+
+    Args:
+        build: Returns the whole model and its optimizer, the same on all ranks; optionally also a
+            dict of further objects with a state. Called again when members have changed;
+            `training.model`, `optimizer` and `others` are then replaced.
+        mesh: Numbers of ranks along pp, dp and tp, such as `pp=2,dp=2`. With another number of
+            ranks only dp changes; if that is impossible, all ranks become replicas. May list meshes
+            for several numbers of ranks: `pp=2,dp=2; dp=3`. Or a function that returns the mesh for
+            a number of ranks, such as `plan.find.fastest_meshes`.
+        layers: Returns the model's layers in order; None for an `nn.Sequential`.
+        shards: Number of micro-batches of a step; the number of ranks at first when None. Replicas
+            take them in turn, and each is a batch of the pipeline.
+        seed: Seed of the order of samples, and of random numbers.
+        clip: Maximum norm of all gradients, to which they are clipped; None for no limit.
+        update: Called instead of `training.optimizer.step()`; must not communicate.
+        batch_per_rank: See `elastic`; the number of samples of each replica is kept.
+        copies: Whether neighbours keep copies of parts that only one rank has. If such a part is
+            lost without a copy, the training goes back to the last checkpoint, or ends.
+        verify: See `elastic`; replicas along dp are compared, and with two of them no check shows
+            which one is wrong.
+        replace_slow: See `elastic`; a rank is compared with the ranks at its place in the other
+            replicas along dp. Not for GPUs, on which ranks wait for each other unseen.
+        checkpoints: See `elastic`.
+        checkpoint_every: See `elastic`.
+        evaluate: See `elastic`; it may call `training.model.evaluate`.
+        evaluate_every: See `elastic`.
+        options: Further arguments of `HybridParallel`, such as `num_microbatches`, `schedule` and
+            `shard`, which divides optimizer states (1), gradients (2) and parameters (3) among
+            replicas.
+
+    Raises:
+        ConfigError: An argument is invalid.
+        StaleError: `braid.init()` has not been called.
+
+    Cost of a step: the cost on the mesh, one all-reduce of whole gradients over replicas for each
+    round of micro-batches, one of 8 bytes, and the neighbour's copy (see `shadow`).
+    """
+    problems = _check_options(shards, verify, replace_slow)
+    if (verify or replace_slow) and not copies:
+        problems.append(
+            f"verify={verify} and replace_slow={replace_slow} replace ranks, whose parts could be "
+            "lost with copies=False: leave copies out"
+        )
+    if clip is not None and not clip > 0:
+        problems.append(f"clip must be above 0, got {clip}")
+    shard = options.get("shard", 0)
+    if shard not in {0, 1, 2, 3}:
+        problems.append(f"shard must be 0, 1, 2 or 3, got {shard!r}")
+    raise_all(problems)
+    require_rule(batch_per_rank, shards)
+
+    choose = mesh_chooser(mesh)
+    evaluation = evaluation_of(evaluate, evaluate_every)
+    saved = checkpoints_in(checkpoints, checkpoint_every)
+    members = JobMembers()
+    first = None if members.is_newcomer else choose(members.group.size)
+    if (verify or replace_slow) and first and first.size > 1 == first.axes.get("dp", 1):
+        msg = (
+            f"verify={verify} and replace_slow={replace_slow} compare replicas, but the mesh "
+            f"{first} has only one: use a mesh with dp=2 or more, or leave them out"
+        )
+        raise ConfigError(msg)
+    replica = MeshReplica(
+        build,
+        choose,
+        layers=layers,
+        clip=clip,
+        copies=copies,
+        options={"seed": seed, **options},
+    )
+    if replace_slow and not replica.has_times:
+        msg = (
+            f"replace_slow={replace_slow} compares the time that each rank computes, which is not "
+            "known on a mesh of GPUs, where ranks wait for each other: leave it out"
+        )
+        raise ConfigError(msg)
+    return ElasticTraining(
+        members,
+        replica,
+        num_shards=shards,
+        seed=seed,
+        update=update,
+        batch_per_rank=batch_per_rank,
+        verify=verify,
+        replace_slow=replace_slow,
+        checkpoints=saved,
+        evaluation=evaluation,
+        flip_bits=flip_bits_on_signal() if members.takes_faults else None,
     )

@@ -63,14 +63,27 @@ def shard_of(number: int, rank: int, num_ranks: int, num_shards: int) -> int | N
     return shard if shard < num_shards else None
 
 
-def warn_of_idle_ranks(group: Group, num_shards: int, *, verifies: bool) -> None:
-    """Warn, on rank 0, if there are more ranks than micro-batches in a step."""
-    if group.size > num_shards and not group.rank:
+def warn_of_idle_ranks(group: Group, num_shards: int, *, compares: bool) -> None:
+    """Warn, on rank 0 of all, if there are more replicas than micro-batches in a step, or only one.
+
+    Args:
+        group: The replicas.
+        num_shards: Number of micro-batches of a step.
+        compares: Whether replicas are compared, by `verify` or `replace_slow`.
+    """
+    if group.ranks[group.rank]:
+        return
+    if group.size > num_shards:
         LOG.warning(
             "braid: %d replicas share %d micro-batches, so the work of %d does not count%s: pass "
             "shards=%d or more, or start fewer ranks",
             *(group.size, num_shards, group.size - num_shards),
-            *(", and verify= checks no step" * verifies, group.size),
+            *(", and verify= checks no step" * compares, group.size),
+        )
+    if group.size == 1 and compares:
+        LOG.warning(
+            "braid: there is one replica, so verify= and replace_slow= compare nothing until other "
+            "ranks join: use more ranks, or a mesh with dp=2 or more"
         )
 
 

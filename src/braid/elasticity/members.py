@@ -60,6 +60,11 @@ class Members(Protocol):
         ...
 
     @property
+    def can_lose(self) -> bool:
+        """Whether the training can continue if one of these members leaves."""
+        ...
+
+    @property
     def has_lost_launcher(self) -> bool:
         """Whether members cannot change any more, since the launcher has ended."""
         ...
@@ -242,6 +247,11 @@ class JobMembers:
     def may_change(self) -> bool:
         """Whether another epoch can follow; see `Members.may_change`."""
         return bool(context.membership().environment.elastic)
+
+    @property
+    def can_lose(self) -> bool:
+        """Whether the launcher can continue without a member; see `Members.can_lose`."""
+        return context.membership().can_lose
 
     @property
     def has_lost_launcher(self) -> bool:

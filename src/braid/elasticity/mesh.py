@@ -1,4 +1,4 @@
-"""`braid.elastic_mesh`: a training on a mesh that goes on when ranks die or come.
+"""The model of `braid.elastic_mesh`: a part on a mesh, another one when ranks die or come.
 
     def build():
         torch.manual_seed(0)
@@ -34,6 +34,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from math import nan
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -41,14 +42,10 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from braid.comm import Group
-from braid.elasticity.evaluation import evaluation_of
 from braid.elasticity.gradient_sums import memory_for
-from braid.elasticity.learning_rate import RateRule, require_rule
-from braid.elasticity.members import JobMembers
-from braid.elasticity.mesh_choice import mesh_chooser
 from braid.elasticity.parts import ModelPart, TensorBox, boxes_of
 from braid.elasticity.redistribution import LostStateError, NewestState, fill, newest_state
-from braid.elasticity.saving import TrainingCheckpoints, checkpoints_in
+from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.shadow import Shadow, crosses_hosts
 from braid.elasticity.state_transfer import (
     TrainingState,
@@ -56,14 +53,14 @@ from braid.elasticity.state_transfer import (
     check_same_training,
     compare_others,
 )
-from braid.elasticity.training import ElasticTraining
 from braid.elasticity.weight_digest import WeightBox, weight_digest
-from braid.errors import CheckpointError, ConfigError, below, raise_all
+from braid.errors import CheckpointError, ConfigError
 from braid.parallel.gradients import FlatBuffer, ParamRecord, ParamTable
+from braid.parallel.gradients.hashing import checksum
 from braid.parallel.hybrid import HybridParallel
 from braid.programs.layout import Mesh
 
-__all__ = ["MeshReplica", "elastic_mesh"]
+__all__ = ["Build", "MeshReplica"]
 
 LOG = logging.getLogger(__name__)
 
@@ -103,6 +100,7 @@ class MeshReplica:
     Attributes:
         model: The model on the mesh of this epoch.
         optimizer: Optimizer of the model.
+        has_times: Whether the model is on the CPU; see `Replica`.
     """
 
     def __init__(
@@ -132,6 +130,12 @@ class MeshReplica:
         self.group: Group
         # torch imports its compiler with the first optimizer: before other ranks wait for this one
         self._first: TrainingState | None = self._made()
+        self.has_times = all(p.is_cpu for p in self._first.model.parameters())
+
+    @property
+    def spent_ns(self) -> int:
+        """Nanoseconds spent in communication; see `Replica`."""
+        return self.model.spent_ns
 
     @property
     def optimizer(self) -> Optimizer:
@@ -324,6 +328,15 @@ class MeshReplica:
         if self._shadow is not None:
             self._shadow.note()
 
+    def note_sent(self, sums: dict[int, int] | None) -> None:
+        """Add checksums of the values that stages send to `sums`; see `Replica.note_sent`."""
+
+        def note(place: int, tensor: torch.Tensor) -> None:
+            assert sums is not None
+            sums[place] = crc32(checksum(tensor).to_bytes(4, "big"), sums.get(place, 0))
+
+        self.model.pipeline.on_sent = None if sums is None else note
+
     def prepare(self) -> float:
         """Shard and clip gradients, of the copied part too; see `Replica.prepare`."""
         norm, copied = nan, dict[str, torch.Tensor]()
@@ -376,85 +389,3 @@ def _make_equal(group: Group, model: nn.Module) -> None:
     ParamTable.of(model).make_equal(group)
     for buffer in model.buffers():
         group.broadcast(buffer.detach(), 0)
-
-
-def elastic_mesh(
-    build: Build,
-    mesh: str | Callable[[int], str],
-    *,
-    layers: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
-    shards: int | None = None,
-    seed: int = 0,
-    clip: float | None = None,
-    update: Callable[[], object] | None = None,
-    batch_per_rank: RateRule | None = None,
-    copies: bool = True,
-    checkpoints: str = "",
-    checkpoint_every: int = 0,
-    evaluate: Callable[[], object] | None = None,
-    evaluate_every: int = 0,
-    **options: Any,
-) -> ElasticTraining:
-    """Return a training on a mesh that continues when ranks are lost or join; see the module.
-
-    Args:
-        build: Returns the whole model and its optimizer, the same on all ranks; optionally also a
-            dict of further objects with a state. Called again when members have changed;
-            `training.model`, `optimizer` and `others` are then replaced.
-        mesh: Numbers of ranks along pp, dp and tp, such as `pp=2,dp=2`. With another number of
-            ranks only dp changes; if that is impossible, all ranks become replicas. May list meshes
-            for several numbers of ranks: `pp=2,dp=2; dp=3`. Or a function that returns the mesh for
-            a number of ranks, such as `plan.find.fastest_meshes`.
-        layers: Returns the model's layers in order; None for an `nn.Sequential`.
-        shards: Number of micro-batches of a step; the number of ranks at first when None. Replicas
-            take them in turn, and each is a batch of the pipeline.
-        seed: Seed of the order of samples, and of random numbers.
-        clip: Maximum norm of all gradients, to which they are clipped; None for no limit.
-        update: Called instead of `training.optimizer.step()`; must not communicate.
-        batch_per_rank: See `elastic`; the number of samples of each replica is kept.
-        copies: Whether neighbours keep copies of parts that only one rank has. If such a part is
-            lost without a copy, the training goes back to the last checkpoint, or ends.
-        checkpoints: See `elastic`.
-        checkpoint_every: See `elastic`.
-        evaluate: See `elastic`; it may call `training.model.evaluate`.
-        evaluate_every: See `elastic`.
-        options: Further arguments of `HybridParallel`, such as `num_microbatches`, `schedule` and
-            `shard`, which divides optimizer states (1), gradients (2) and parameters (3) among
-            replicas.
-
-    Raises:
-        ConfigError: An argument is invalid.
-        StaleError: `braid.init()` has not been called.
-
-    Cost of a step: the cost on the mesh, one all-reduce of whole gradients over replicas for each
-    round of micro-batches, one of 8 bytes, and the neighbour's copy (see `shadow`).
-    """
-    problems = below(1, shards=shards) if shards is not None else []
-    if clip is not None and not clip > 0:
-        problems.append(f"clip must be above 0, got {clip}")
-    shard = options.get("shard", 0)
-    if shard not in {0, 1, 2, 3}:
-        problems.append(f"shard must be 0, 1, 2 or 3, got {shard!r}")
-    raise_all(problems)
-    require_rule(batch_per_rank, shards)
-
-    replica = MeshReplica(
-        build,
-        mesh_chooser(mesh),
-        layers=layers,
-        clip=clip,
-        copies=copies,
-        options={"seed": seed, **options},
-    )
-    evaluation = evaluation_of(evaluate, evaluate_every)
-    saved = checkpoints_in(checkpoints, checkpoint_every)
-    return ElasticTraining(
-        JobMembers(),
-        replica,
-        num_shards=shards,
-        seed=seed,
-        update=update,
-        batch_per_rank=batch_per_rank,
-        checkpoints=saved,
-        evaluation=evaluation,
-    )

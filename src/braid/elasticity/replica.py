@@ -26,6 +26,8 @@ class Replica(Protocol):
         records: Parameters with gradients of this member's micro-batches.
         memory: Memory of the sums of gradients, for all epochs with these parameters.
         needs_all: Whether all members of `group` run every round, even those without a micro-batch.
+        has_times: Whether the time that this member computes is known. It is not known if GPUs wait
+            for other members.
     """
 
     state: TrainingState
@@ -33,6 +35,12 @@ class Replica(Protocol):
     records: Sequence[ParamRecord]
     memory: list[FlatBuffer]
     needs_all: bool
+    has_times: bool
+
+    @property
+    def spent_ns(self) -> int:
+        """Nanoseconds that this member has spent in the communication of micro-batches."""
+        ...
 
     @property
     def part_names(self) -> Sequence[str]:
@@ -63,6 +71,14 @@ class Replica(Protocol):
 
     def begin(self, number: int) -> None:
         """Begin the micro-batch with this number, counted over all steps."""
+        ...
+
+    def note_sent(self, sums: dict[int, int] | None) -> None:
+        """Add checksums of the values that this member sends in micro-batches to `sums`.
+
+        Args:
+            sums: Checksums by place in the order of computation; None to compute none.
+        """
         ...
 
     def prepare(self) -> float:
@@ -99,6 +115,8 @@ class WholeModel:
     """
 
     needs_all = False
+    has_times = True
+    spent_ns = 0
     part_names: Sequence[str] = ("whole",)
     group: Group
 
@@ -130,6 +148,9 @@ class WholeModel:
 
     def begin(self, number: int) -> None:
         """Do nothing; see `Replica.begin`."""
+
+    def note_sent(self, sums: dict[int, int] | None) -> None:
+        """Do nothing, since nothing is sent; see `Replica.note_sent`."""
 
     def prepare(self) -> float:
         """Return NaN: gradients are not changed; see `Replica.prepare`."""

@@ -12,14 +12,17 @@ members; `training` does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from braid.comm import Group
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
 from braid.elasticity.replica import Replica
 from braid.elasticity.step_buffers import StepBuffers
-from braid.elasticity.suspects import CheckedSteps, GradientChecks
+from braid.elasticity.suspects import CheckedSteps, ComputedSums, GradientChecks
 
 __all__ = ["StepRounds"]
+
+GRADIENTS = 1 << 32  # place of gradients in the order of computation: after all stages
 
 
 class StepRounds:
@@ -27,13 +30,16 @@ class StepRounds:
 
     Args:
         replica: Model of this member.
+        world: All members.
         checks: Steps in which gradients are checked.
 
     Attributes:
         buffers: Buffers of the model, which each micro-batch gets as before the step.
     """
 
-    def __init__(self, replica: Replica, checks: CheckedSteps) -> None:
+    def __init__(self, replica: Replica, world: Group, checks: CheckedSteps) -> None:
+        self._replica = replica
+        self._world = world
         self._group = replica.group
         self._needs_all = replica.needs_all
         self._sums = GradientSums(replica.group, replica.records, replica.memory)
@@ -42,6 +48,7 @@ class StepRounds:
         self._number = 0  # of the round
         self._loss = math.nan
         self._is_check = False
+        self._computed: dict[int, int] = {}  # checksums of this micro-batch, if it is compared
 
     @property
     def checks(self) -> CheckedSteps:
@@ -49,9 +56,9 @@ class StepRounds:
         return self._checks.steps
 
     @property
-    def position(self) -> tuple[int, int | None]:
-        """Number of the round, and the checksum of a check; (0, None) between steps."""
-        return self._number, self._checks.checksum
+    def position(self) -> tuple[int, Mapping[int, int] | None]:
+        """Number of the round, and the checksums of a check; (0, None) between steps."""
+        return self._number, self._checks.checked
 
     def shard(self, num_steps: int, num_shards: int) -> int:
         """Return this micro-batch's number; the last one, if only other ranks have one.
@@ -71,22 +78,28 @@ class StepRounds:
         self._loss = math.nan  # until `add_loss`
         self._is_check = self._checks.is_next(num_steps, self._group.size, num_shards)
         self.buffers.begin(is_first=self.position == (0, None))
+        self._computed = {}
+        is_compared = self._is_check or (not self._number and self._checks.checked is not None)
+        self._replica.note_sent(self._computed if is_compared else None)
 
     def add_loss(self, value: float) -> None:
         """Add `value` to the loss of this micro-batch; the loss is NaN if this is never called."""
         self._loss = value if math.isnan(self._loss) else self._loss + value
 
     def end_check(self) -> bool:
-        """Return whether this micro-batch was a check of the next rank; keep its checksum then."""
+        """Return whether this micro-batch was a check of the next rank; keep its checksums then."""
         if self._is_check:
-            self._checks.checksum = self._sums.checksum()
+            self._checks.checked = {**self._computed, GRADIENTS: self._sums.checksum()}
         return self._is_check
 
-    def find_wrong(self, step: int) -> tuple[int, ...]:
-        """Return the ranks that may have computed wrongly; see `GradientChecks.find_wrong`."""
-        if self._number or self._checks.checksum is None:
-            return ()
-        return self._checks.find_wrong(self._group, self._sums.checksum(), step)
+    def find_wrong(self, step: int, *, can_lose: bool) -> tuple[int, ...] | None:
+        """Return the ranks that must leave, or None; see `GradientChecks.find_wrong`."""
+        if self._number or self._checks.checked is None:
+            return None
+        self._replica.note_sent(None)  # an evaluation may follow
+        self._computed[GRADIENTS] = self._sums.checksum()
+        sums = ComputedSums(self._group.ranks, self._computed, self._checks.checked)
+        return self._checks.find_wrong(self._world, sums, step, can_lose=can_lose)
 
     def add_up(self, sizes: Sequence[int], wants_pause: Callable[[], bool]) -> bool | None:
         """Add the micro-batch to the step, and run the rounds in which this rank has none.
@@ -132,7 +145,7 @@ class StepRounds:
         """Begin the step again, with the buffers from before the step."""
         self._sums.clear()
         self.buffers.restore()
-        self._number, self._checks.checksum = 0, None
+        self._number, self._checks.checked = 0, None
 
     def _next_shard(self, num_shards: int) -> int | None:
         return shard_of(self._number, self._group.rank, self._group.size, num_shards)

@@ -1,35 +1,47 @@
 """Finds ranks that compute wrongly or slowly, from figures of all ranks.
 
 A flipped bit in a gradient is summed into the weights of all replicas, which stay equal: comparing
-them shows nothing. So now and then each rank also computes the micro-batch of the next one, and the
-two results are compared before they are used. A rank that computes wrongly differs from both of its
-neighbours. The first step of a new rank is checked, too: a program may keep state that the new rank
-has not got.
+them shows nothing. So now and then each replica also computes the micro-batch of the next one, and
+the two results are compared before they are used. A replica that computes wrongly differs from both
+of its neighbours. The first step of a new rank is checked, too: a program may keep state that the
+new rank has not got.
 
     micro-batch      0         1         2
     computed by    r0, r2    r1, r0    r2, r1       r1 is wrong: micro-batches 1 and 2 differ
+
+On a mesh, each rank is compared with the ranks at its place in the other replicas. A wrong value
+spreads: to later stages in forward, to earlier stages in backward, and to all tensor parallel ranks
+of a stage. So ranks compare checksums of all values that they send to other stages, and then of
+their gradients. The rank with the first difference in the order of computation is wrong:
+
+    two stages         forward 0   forward 1   backward 1   backward 0   gradients
+    rank of stage 0    equal                                differs      differs
+    rank of stage 1                equal       differs                   differs      is wrong
+
+If several ranks have the first difference, all of them are in doubt, and the step is repeated.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from statistics import median
 from typing import NamedTuple
 
-import torch
-
 from braid.comm import Group
+from braid.elasticity.replica import Replica
 from braid.errors import MismatchError
 
 __all__ = [
     "NO_CHECKS",
     "CheckedSteps",
+    "ComputedSums",
     "GradientChecks",
     "StepTimes",
     "slow_rank",
+    "times_slower",
     "wrong_ranks",
 ]
 
@@ -45,13 +57,13 @@ class StepTimes:
 
     Args:
         factor: See `slow_rank`; 0 to find no ranks to replace.
-        names_slow: Whether a slow rank that is not replaced is named once; ranks of a mesh are not
-            alike.
+        replica: Model of this rank.
     """
 
-    def __init__(self, factor: float, *, names_slow: bool) -> None:
+    def __init__(self, factor: float, replica: Replica) -> None:
         self._replaces = bool(factor)
-        self._factor = factor or (SLOW if names_slow else 0.0)
+        self._factor = (factor or SLOW) * replica.has_times
+        self._replica = replica
         self._has_named = False
         self._began_ns = 0
         self.clear()
@@ -63,20 +75,23 @@ class StepTimes:
 
     def go_on(self) -> None:
         """Start the clock: this rank computes from now on."""
-        self._began_ns = time.monotonic_ns()
+        self._began_ns = time.monotonic_ns() - self._replica.spent_ns
 
     def wait(self) -> None:
         """Stop the clock: this rank has computed a micro-batch, and now waits for other ranks."""
-        began_ns, self._began_ns = self._began_ns, time.monotonic_ns()
+        began_ns = self._began_ns
+        self.go_on()
         self._busy_ns += self._began_ns - began_ns
         self._num_busy += 1
 
-    def find_slow(self, group: Group, num_steps: int) -> tuple[int | None, str]:
+    def find_slow(self, group: Group, num_steps: int, *, can_lose: bool) -> tuple[int | None, str]:
         """Find a rank that was slow in three checks in a row; every tenth step is a check.
 
         Args:
             group: All ranks; a check is a collective.
             num_steps: Number of steps so far, the same on all ranks.
+            can_lose: Whether the run can continue without a rank; if not, a slow rank is only
+                named.
 
         Returns:
             The slow rank, or None; and a text that describes how slow it is.
@@ -84,52 +99,77 @@ class StepTimes:
         if not self._factor or num_steps % LOOK_STEPS or group.size == 1:
             return None, ""
         mine = self._busy_ns / 1e9 / max(1, self._num_busy)  # of a micro-batch
-        seconds = group.all_gather(torch.tensor([mine])).tolist()
+        answers = group.objects.all_gather((mine, self._replica.group.ranks))
+        seconds, replicas = zip(*answers, strict=True)
         self._busy_ns = self._num_busy = 0
-        self._slow = [*self._slow, slow_rank(seconds, self._factor)][-NUM_LOOKS:]
+        self._slow = [*self._slow, slow_rank(seconds, self._factor, replicas)][-NUM_LOOKS:]
         slow = self._slow[-1]
         if slow is None or self._slow != [slow] * NUM_LOOKS:
             return None, ""
-        times = seconds[slow] / median(s for rank, s in enumerate(seconds) if rank != slow)
+        times = times_slower(seconds, slow, replicas[slow])
         text = f"has taken {times:.1f} times as long as its peers for its steps"
-        if self._replaces:
+        if self._replaces and can_lose:
             return slow, text
         if slow == group.rank and not self._has_named:
-            LOG.warning("this rank %s: look at its host, or replace it with replace_slow=2.0", text)
+            advice = "replace it with replace_slow=2.0"
+            if self._replaces:
+                advice = "allow another process with --restarts, since the run needs this rank"
+            LOG.warning("this rank %s: look at its host, or %s", text, advice)
             self._has_named = True
         return None, ""
 
 
+class ComputedSums(NamedTuple):
+    """Checksums of what a rank has computed in a check.
+
+    Attributes:
+        replicas: Ranks at the same place in all replicas, in order; with this rank.
+        computed: Checksums for its own micro-batch, by place in the order of computation.
+        checked: Checksums for the micro-batch of the next replica.
+    """
+
+    replicas: Sequence[int]
+    computed: Mapping[int, int]
+    checked: Mapping[int, int]
+
+
 def wrong_ranks(
-    computed: Sequence[int], checked: Sequence[int], newcomers: AbstractSet[int] = frozenset()
+    ranks: Sequence[ComputedSums], newcomers: AbstractSet[int] = frozenset()
 ) -> tuple[int, ...]:
     """Return the ranks that may have computed wrongly: none, one, or all ranks in doubt.
 
     Args:
-        computed: Checksum of each rank's result for its own micro-batch.
-        checked: Checksum of each rank's result for the micro-batch of the next rank.
+        ranks: Checksums of each rank.
         newcomers: Ranks that are in doubt if they differ from a rank that is no newcomer.
 
-    >>> wrong_ranks([5, 6, 7], [6, 7, 5])
+    >>> def by_rank(*sums):  # three replicas of one rank: own micro-batch, and the next one
+    ...     return [ComputedSums((0, 1, 2), {0: mine}, {0: theirs}) for mine, theirs in sums]
+    >>> wrong_ranks(by_rank((5, 6), (6, 7), (7, 5)))
     ()
-    >>> wrong_ranks([5, 9, 7], [6, 9, 5])
+    >>> wrong_ranks(by_rank((5, 6), (9, 9), (7, 5)))
     (1,)
-    >>> wrong_ranks([5, 9, 7], [6, 7, 5])
+    >>> wrong_ranks(by_rank((5, 6), (9, 7), (7, 5)))
     (0, 1)
-    >>> wrong_ranks([5, 9, 7], [6, 8, 4], {1, 2})
+    >>> wrong_ranks(by_rank((5, 6), (9, 8), (7, 4)), {1, 2})
     (1, 2)
     """
-    size = len(computed)
-    pairs = [
-        {rank, (rank + 1) % size}
-        for rank in range(size)
-        if checked[rank] != computed[(rank + 1) % size]
-    ]
-    pairs = [pair & newcomers or pair for pair in pairs]
-    if not pairs:
+    differences: dict[int, list[tuple[int, set[int]]]] = {}  # by replica: place, pair of ranks
+    for rank, mine in enumerate(ranks):
+        number = mine.replicas.index(rank)
+        following = mine.replicas[(number + 1) % len(mine.replicas)]
+        theirs = ranks[following].computed
+        places = [p for p in {*mine.checked, *theirs} if mine.checked.get(p) != theirs.get(p)]
+        if places:
+            differences.setdefault(number, []).append((min(places), {rank, following}))
+    doubts = []
+    for pairs in differences.values():
+        first = min(place for place, _ in pairs)
+        doubt = set[int]().union(*(pair for place, pair in pairs if place == first))
+        doubts.append(doubt & newcomers or doubt)
+    if not doubts:
         return ()
-    common = set.intersection(*pairs)
-    return tuple(sorted(common or set.union(*pairs)))
+    common = set.intersection(*doubts)
+    return tuple(sorted(common or set.union(*doubts)))
 
 
 class CheckedSteps(NamedTuple):
@@ -169,81 +209,96 @@ class GradientChecks:
         steps: The steps to check.
 
     Attributes:
-        checksum: Checksum of this rank's gradients for the next rank's micro-batch; None outside of
-            a check.
+        checked: Checksums of what this rank has computed for the next replica's micro-batch, by
+            place in the order of computation; None outside of a check.
     """
 
     def __init__(self, steps: CheckedSteps) -> None:
         self.steps = steps
-        self.checksum: int | None = None
-        self._num_failed = 0  # checks of this step that left the wrong rank unknown
+        self.checked: Mapping[int, int] | None = None
+        self._num_failed = 0  # checks of this step after which no rank has left
 
     def is_next(self, num_steps: int, num_ranks: int, num_shards: int) -> bool:
         """Return whether each rank must now compute the next rank's micro-batch, for a check."""
-        return self.checksum is None and self.steps.is_due(num_steps, num_ranks, num_shards)
+        return self.checked is None and self.steps.is_due(num_steps, num_ranks, num_shards)
 
     def end(self) -> None:
         """Record that the checked step is complete."""
-        if self.checksum is not None:
+        if self.checked is not None:
             self.steps = self.steps.without_newcomers()
-        self.checksum, self._num_failed = None, 0
+        self.checked, self._num_failed = None, 0
 
-    def find_wrong(self, group: Group, checksum: int, step: int) -> tuple[int, ...]:
-        """Return the ranks that may have computed wrongly; a collective.
+    def find_wrong(
+        self, group: Group, sums: ComputedSums, step: int, *, can_lose: bool
+    ) -> tuple[int, ...] | None:
+        """Return the ranks that must leave, or None if all ranks agree; a collective.
 
-        If there are several, the caller must repeat the step.
+        If ranks differ, the caller must repeat the step, also if no rank must leave.
 
         Args:
-            group: The members.
-            checksum: Checksum of the gradients of this rank's own micro-batch.
+            group: All ranks.
+            sums: Checksums of this rank.
             step: Number of the step.
+            can_lose: Whether the run can continue without a rank.
 
         Raises:
-            MismatchError: The check of this step has failed several times.
+            MismatchError: The check of this step has failed several times, and no rank has left.
         """
-        mine = torch.tensor([[checksum, self.checksum or 0]])
         newcomers = self.steps.newcomers
-        computed, checked = group.all_gather(mine).t().tolist()
-        wrong = wrong_ranks(computed, checked, newcomers)
+        answers = group.objects.all_gather(tuple(sums))
+        wrong = wrong_ranks([ComputedSums(*answer) for answer in answers], newcomers)
+        if not wrong:
+            return None
         if group.rank in newcomers.intersection(wrong):
             LOG.warning(
                 "this rank has joined, and computes other gradients than the other ranks in step "
                 "%d: the program keeps state that a new rank does not get, such as a counter or "
-                "an average; pass it to braid.elastic as a further object, or compute it from "
+                "an average; add it to the further objects of the training, or compute it from "
                 "num_steps (or this host computes wrongly)",
                 step,
             )
-        if len(wrong) < 2 or newcomers.issuperset(wrong):
+        if (can_lose and len(wrong) == 1) or newcomers.issuperset(wrong):
             return wrong
         self._num_failed += 1
         number_of = group.context.health.number
-        names = " and ".join(str(number_of(group.ranks[rank])) for rank in wrong)
-        LOG.warning(
-            "ranks %s computed different gradients for a micro-batch of step %d, so the step is "
-            "computed again: check their hosts if this message repeats",
-            names,
-            step,
+        numbers = " and ".join(str(number_of(rank)) for rank in wrong)
+        text = (
+            f"gradients of {'rank' if len(wrong) == 1 else 'ranks'} {numbers} differ between "
+            f"replicas for the same micro-batch of step {step}"
         )
         if self._num_failed > MOST_FAILED_CHECKS:
             msg = (
-                f"ranks {names} compute different gradients for the same micro-batch of step "
-                f"{step}, {self._num_failed} times: one of their hosts computes wrongly, or the "
+                f"{text}, {self._num_failed} times: a host of these ranks computes wrongly, or the "
                 "model draws random numbers that are not torch's"
             )
             raise MismatchError(msg)
-        return wrong
+        if not group.rank:
+            LOG.warning("%s: the step is repeated; check the hosts if they differ again", text)
+        return ()
 
 
-def slow_rank(seconds: Sequence[float], factor: float) -> int | None:
+def times_slower(seconds: Sequence[float], rank: int, peers: Sequence[int]) -> float:
+    """Return the seconds of a rank, divided by the median of its peers; 0 without peers."""
+    others = [seconds[peer] for peer in peers if peer != rank]
+    typical = median(others) if others else 0.0
+    return seconds[rank] / typical if typical else 0.0
+
+
+def slow_rank(
+    seconds: Sequence[float], factor: float, replicas: Sequence[Sequence[int]]
+) -> int | None:
     """Return the rank with steps `factor` times as long as the steps of its peers, or None.
 
     Args:
         seconds: Seconds that each rank has computed.
-        factor: Least ratio of the slowest rank's seconds to the median of the other ranks.
+        factor: Least ratio of the slowest rank's seconds to the median of its peers.
+        replicas: By rank, the ranks at the same place in all replicas, which do equal work.
 
-    >>> slow_rank([1.0, 1.1, 3.0], 2.0), slow_rank([1.0, 1.9], 2.0)
+    >>> slow_rank([1.0, 1.1, 3.0], 2.0, [(0, 1, 2)] * 3), slow_rank([1.0, 1.9], 2.0, [(0, 1)] * 2)
     (2, None)
+    >>> slow_rank([1.0, 5.0, 2.5, 5.0], 2.0, [(0, 2), (1, 3)] * 2)  # of stages 0, 1, 0, 1
+    2
     """
-    rank = max(range(len(seconds)), key=lambda r: seconds[r])
-    others = [value for r, value in enumerate(seconds) if r != rank]
-    return rank if others and seconds[rank] > factor * median(others) else None
+    ratios = [times_slower(seconds, rank, peers) for rank, peers in enumerate(replicas)]
+    slowest = max(ratios)
+    return ratios.index(slowest) if slowest > factor else None

@@ -37,13 +37,14 @@ from braid.elasticity.gradient_sums import warn_of_idle_ranks
 from braid.elasticity.learning_rate import RateRule, rate_factor
 from braid.elasticity.members import Members, leave_if_asked, notices, on_trial, require_change
 from braid.elasticity.micro_batches import DataPosition, MicroBatches, require_same_data, seed_all
-from braid.elasticity.replica import Replica, WholeModel
+from braid.elasticity.replica import Replica
 from braid.elasticity.rounds import StepRounds
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import Stateful, fingerprint, refuse_changes
 from braid.elasticity.suspects import CheckedSteps, StepTimes
 from braid.elasticity.update_guard import UpdateGuard
 from braid.errors import CommError, ConfigError
+from braid.parallel.gradients import ParamRecord
 
 __all__ = ["ElasticTraining"]
 
@@ -66,6 +67,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         replace_slow: Factor by which a rank must be slower to be replaced; 0 for never.
         checkpoints: Checkpoints that the training saves, and may go back to.
         evaluation: Evaluation between steps.
+        flip_bits: Called with the parameters after each backward, to test `verify`.
 
     Attributes:
         num_shards: Number of micro-batches of a step; the last one of a pass may have fewer.
@@ -91,6 +93,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         replace_slow: float = 0.0,
         checkpoints: TrainingCheckpoints | None = None,
         evaluation: Evaluation | None = None,
+        flip_bits: Callable[[Sequence[ParamRecord]], object] | None = None,
     ) -> None:
         self._members = members
         self._verify = verify
@@ -109,7 +112,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self.loss = self.grad_norm = math.nan
         self.num_changes = -1
         self._version = 0  # batches are dealt again when the version changes
-        self._times = StepTimes(replace_slow, names_slow=isinstance(replica, WholeModel))
+        self._compares = bool(verify or replace_slow)
+        self._times = StepTimes(replace_slow, replica)
         self._wants_change = False  # members change before the next step
         self._pass: int | None = None  # the pass over the data that `epochs` has yielded
         self._fingerprint: dict[str, str] = {}
@@ -120,6 +124,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._notices = notices(members)
         self._guard = UpdateGuard()
         self._rule = batch_per_rank
+        self._flip_bits = flip_bits or (lambda _: None)
 
     def __enter__(self) -> ElasticTraining:
         if self._members.is_newcomer:
@@ -293,6 +298,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             seed_all(self._seed, self.num_steps, self._shard)
             self._rounds.begin(self.num_steps, len(self._sizes))
             yield
+            self._flip_bits(self._replica.records)
             self._end_micro_batch()
         except CommError as error:
             self._recover(error)
@@ -324,7 +330,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._times.wait()
         if self._rounds.end_check():
             return
-        if wrong := self._rounds.find_wrong(self.num_steps + 1):
+        wrong = self._rounds.find_wrong(self.num_steps + 1, can_lose=members.can_lose)
+        if wrong is not None:
             self._leave_out(wrong)
             return
         pauses = self._rounds.add_up(self._sizes, lambda: members.pauses or members.leaves)
@@ -332,7 +339,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         if pauses is None:
             return
         self._wants_change = self._end_step(pauses)
-        slow, reason = self._times.find_slow(members.group, self.num_steps)
+        can_lose = members.can_lose
+        slow, reason = self._times.find_slow(members.group, self.num_steps, can_lose=can_lose)
         if slow == members.group.rank:
             members.leave(self.num_steps, reason)
         self._wants_change |= slow is not None
@@ -340,14 +348,12 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._save()
 
     def _leave_out(self, wrong: Sequence[int]) -> None:
-        """Do the step again, without the rank that computes wrongly if there is only one."""
+        """Do the step again, without the ranks that compute wrongly, if they are known."""
         self._restart_step()
-        is_known = len(wrong) == 1 or self._rounds.checks.newcomers.issuperset(wrong)
-        if is_known and self._members.may_change:
-            if self._members.group.rank in wrong:
-                reason = f"has computed other gradients than its peers in step {self.num_steps + 1}"
-                self._members.leave(self.num_steps, reason)
-            self._join_next_epoch(self.num_steps)
+        if self._members.group.rank in wrong:
+            reason = f"has computed other gradients than its peers in step {self.num_steps + 1}"
+            self._members.leave(self.num_steps, reason)
+        self._wants_change |= bool(wrong)
 
     def add_loss(self, loss: torch.Tensor | float) -> None:
         """Add `loss` to this micro-batch's loss, inside of `step()`; see the attribute `loss`."""
@@ -421,12 +427,12 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self.num_shards = group.size if self._rule else self.num_shards or members.size
         if self.num_changes < 0:
             self._evaluation.skip(self.num_steps)
-        warn_of_idle_ranks(group, self.num_shards, verifies=bool(self._verify))
+        warn_of_idle_ranks(group, self.num_shards, compares=self._compares)
         self._guard.watch(state.optimizer, rate_factor(self._rule, group.size, self.num_at_first))
         new = [rank for rank, seen in enumerate(num_steps) if seen < 0 <= max(num_steps)]
         self._newcomers = frozenset(new)
         checks = CheckedSteps(self._verify, self._newcomers if self._verify else frozenset())
-        self._rounds = StepRounds(self._replica, checks)
+        self._rounds = StepRounds(self._replica, members, checks)
         self._times.clear()
         self._wants_change = self._members.is_last_epoch
         self._fingerprint = fingerprint(state)

@@ -211,11 +211,8 @@ class TrainConfig:
             return [f"--{name.replace('_', '-')} needs --min-ranks" for name in options] + several
         others = {"strategy": "", "versions": "", "reference_shards": 0, "balance": ""}
         others |= {"recompute": "never", "keep": 3}
-        if self.mesh or self.shard:
-            others |= {"verify": 0, "replace_slow": 0.0}
         problems = [
-            f"--min-ranks cannot be combined with --{name.replace('_', '-')}"
-            f"{' on a mesh' * (name in further)}: leave one out"
+            f"--min-ranks cannot be combined with --{name.replace('_', '-')}: leave one out"
             for name, default in others.items()
             if getattr(self, name) != default
         ]

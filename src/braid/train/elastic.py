@@ -192,11 +192,12 @@ class _Elastic:
             "update": self._update,
             "checkpoints": config.checkpoints,
             "checkpoint_every": config.checkpoint_every or config.steps,
+            "verify": config.verify,
+            "replace_slow": config.replace_slow,
         }
         options |= {"evaluate": self._evaluate, "evaluate_every": config.eval_every or config.steps}
         if not self._on_mesh:
             model, optimizer = self._build()
-            options |= {"verify": config.verify, "replace_slow": config.replace_slow}
             return elastic(model, optimizer, **options)
         is_piped = "pp" in config.mesh  # in any of them
         return elastic_mesh(

@@ -127,7 +127,7 @@ class ChaosRun(NamedTuple):
         for word in ("wrong", "unknown"):
             kinds = [f.strike.kind for f in self.account.faults if f.judgement == word]
             if kinds:
-                hint = ": pass verify=1 to braid.elastic, which finds flipped bits"
+                hint = ": pass verify=1, which finds flipped bits"
                 text = f"the cause of {len(kinds)} faults is {word} ({', '.join(kinds)})"
                 problems.append(text + hint * ("bitflip" in kinds))
         if self.account.num_lost_steps:

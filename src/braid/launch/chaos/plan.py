@@ -85,7 +85,8 @@ def choose_ranks(fault: Fault, members: Sequence[int], newcomers: Sequence[int])
     """Return the ranks that a fault strikes; empty if none can be struck now.
 
     The last member is spared, because the state of the training would be lost with it. A `bitflip`
-    needs three members: with two, no comparison shows which one computes wrongly.
+    needs three members (on a mesh, three replicas): with two, no comparison shows which one
+    computes wrongly.
 
     Args:
         fault: The fault.
