@@ -245,10 +245,16 @@ def _pieces(weight: torch.Tensor, bounds: list[int]) -> list[WeightBox]:
     """Return the rows of a weight in pieces, as ranks have them."""
     pieces = []
     for first, end in itertools.pairwise([0, *bounds, len(weight)]):
-        rows = weight[first:end].clone()
+        rows = weight[first:end]
         box = TensorBox.all_of(rows)._replace(whole=tuple(weight.shape), offset=(first, 0))
         pieces.append(WeightBox("w", box, rows))
     return pieces
+
+
+def _row(weight: torch.Tensor | WeightBox, step: int = 10, order: int = 0, epoch: int = 0) -> Any:
+    boxes = [weight] if isinstance(weight, WeightBox) else _pieces(weight, [])
+    digest = weight_digest(boxes, step, order=order)
+    return {"step": step, "weights_training": 1, "weights_epoch": epoch, **digest}
 
 
 @given(
@@ -259,46 +265,90 @@ def _pieces(weight: torch.Tensor, bounds: list[int]) -> list[WeightBox]:
 )
 def test_digests_of_pieces_add_up_and_show_one_flipped_bit(dtype, bounds, bit, seed):
     weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    whole = weight_digest(_pieces(weight, []), is_exact=True)
-    rows = {
-        rank: [{"step": 10, **weight_digest([piece], is_exact=True)}]
-        for rank, piece in enumerate(_pieces(weight, bounds))
-    }
-    expected = digests_of({0: [{"step": 10, **whole}]})
+    before = weight.clone()
+    expected = digests_of({0: [_row(weight)]})
+    rows = {rank: [_row(piece)] for rank, piece in enumerate(_pieces(weight, bounds))}
     comparison = compared(digests_of(rows), expected)
     assert (comparison.num_steps, comparison.first_unequal) == (1, 0)
+    assert torch.equal(weight, before)
 
-    weight.view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
-    flipped = digests_of(
-        {0: [{"step": 10, **weight_digest(_pieces(weight, bounds), is_exact=True)}]}
-    )
-    comparison = compared(flipped, expected)
+    flat = weight.view(torch.uint8).view(-1)
+    flat[bit // 8 % len(flat)] ^= 1 << bit % 8
+    comparison = compared(digests_of({0: [_row(weight)]}), expected)
     assert comparison.first_unequal == 10
     assert "after step 10 the weights are not as" in comparison.problem
 
 
-def test_steps_that_a_member_has_not_logged_are_not_compared():
-    halves = [weight_digest([piece], is_exact=True) for piece in _pieces(torch.ones(6, 4), [3])]
+@given(st.tuples(*[st.integers(1, 5)] * 3), st.permutations(range(3)))
+def test_digests_depend_on_indices_and_not_on_strides(shape, order):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    other = weight.permute(order).contiguous().permute([order.index(dim) for dim in range(3)])
+    first = weight.flatten()[:1].view(())
+    for pair in ((weight, other), (first, first.clone())):
+        rows = [_row(WeightBox("w", TensorBox.all_of(x), x)) for x in pair]
+        assert rows[0] == pytest.approx(rows[1], rel=1e-12)
+        assert rows[0]["weights_digest"] == rows[1]["weights_digest"]
+    if weight.numel() > 1:
+        flat = weight.view(1, -1)
+        assert _row(flat.roll(1))["weights_digest"] != _row(flat)["weights_digest"]
+
+
+def test_blocks_of_a_large_weight_add_up():
+    large = torch.arange(600_000.0).view(6, 100_000)
+    for weight in (large, large.T.contiguous()):
+        rows = {rank: [_row(piece)] for rank, piece in enumerate(_pieces(weight, [1, 3]))}
+        digests = (digests_of(rows), digests_of({0: [_row(weight)]}))
+        assert digests[0][1, 10][:2] == digests[1][1, 10][:2]
+
+
+def test_a_step_that_was_done_again_counts_with_its_last_members():
+    weight = torch.ones(6, 4)
+    halves = _pieces(weight, [3])
     rows = {
-        0: [{"step": 10, **halves[0]}, {"step": 20, **halves[0]}],
-        1: [{"step": 10, **halves[1]}, {"step": 11, "members": 2}],
+        0: [_row(halves[0], 10), _row(halves[0], 20)],  # dies before its peer ends step 20
+        1: [_row(halves[1], 10), _row(weight, 20, epoch=1)],
+        2: [_row(weight, 30, epoch=2)],
     }
-    assert list(digests_of(rows)) == [10]
-    assert (
-        compared(digests_of(rows), {}).text == "not compared: the two runs have no step in common"
-    )
+    undisturbed = {0: [_row(weight, step) for step in (10, 20, 30)]}
+    comparison = compared(digests_of(rows), digests_of(undisturbed))
+    assert (comparison.num_steps, comparison.first_unequal) == (3, 0)
 
 
+def test_steps_that_a_member_has_not_logged_are_not_compared():
+    halves = _pieces(torch.ones(6, 4), [3])
+    rows = {
+        0: [_row(halves[0], 10), _row(halves[0], 20)],
+        1: [_row(halves[1], 10), {"step": 11, "members": 2}],
+    }
+    assert list(digests_of(rows)) == [(1, 10)]
+    comparison = compared(digests_of(rows), {})
+    assert comparison.text == "not compared: the two runs have no step in common"
+    assert comparison.problem
+
+
+CHANGES = {
+    "scale": lambda w, size: w * (1 + size),
+    "shift": lambda w, size: w + size,
+    "some columns": lambda w, size: torch.cat([w[:, :50] + 1.4 * size, w[:, 50:]], 1),
+    "noise": lambda w, size: w + size * torch.randn(w.shape, generator=torch.Generator()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
-    ("change", "is_exact", "is_wrong"), [(1e-6, True, True), (1e-6, False, False), (1, False, True)]
+    ("size", "orders", "is_wrong"),
+    [(1e-3, (0, 0), True), (1e-3, (-1, -1), False), (1e-3, (1, 2), False), (1.0, (1, 2), True)],
 )
-def test_only_sums_in_another_order_may_change_last_bits(change, is_exact, is_wrong):
-    weights = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+def test_only_sums_in_another_order_may_change_last_bits(change, size, orders, is_wrong):
+    weights = torch.randn(1000, 100, generator=torch.Generator().manual_seed(0))
+    steps = range(10, 170, 10)
+    changed = CHANGES[change](weights, size)
     pair = [
-        digests_of({0: [{"step": 10, **weight_digest(_pieces(x, []), is_exact=is_exact)}]})
-        for x in (weights, weights * (1 + change))
+        digests_of({0: [_row(w, step, order) for step in steps]})
+        for w, order in zip((weights, changed), orders, strict=True)
     ]
     comparison = compared(*pair)
+    assert 0.5 * size < comparison.distance < 2 * size
     assert bool(comparison.problem) == is_wrong
     assert ("up to rounding" in comparison.text) != is_wrong
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeAlias, TypeVar
 
 from braid import context
 from braid.comm import Group
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Weights: TypeAlias = Callable[[int], Mapping[str, float]]
 
 LOG = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
@@ -84,12 +85,12 @@ class Members(Protocol):
         """Whether members have been asked to call `next_epoch` after their step."""
         ...
 
-    def finished_step(self, num_steps: int, weights: Callable[[], Mapping[str, float]]) -> None:
+    def finished_step(self, num_steps: int, weights: Weights) -> None:
         """Report that this process has finished a step, for `braid status` and `braid chaos`.
 
         Args:
             num_steps: Number of steps so far.
-            weights: Returns a digest of this process's share of the weights.
+            weights: Returns a digest of this process's share of the weights after these steps.
         """
         ...
 
@@ -273,10 +274,13 @@ class JobMembers:
         """Whether members must call `next_epoch` after their step; see `Members.pauses`."""
         return context.membership().pauses
 
-    def finished_step(self, num_steps: int, weights: Callable[[], Mapping[str, float]]) -> None:
+    def finished_step(self, num_steps: int, weights: Weights) -> None:
         """Report that this process has finished a step; see `Members.finished_step`."""
         is_compared = self.takes_faults and num_steps % NUM_STEPS == 0
-        digest = weights() if is_compared else {}
+        digest = dict(weights(num_steps)) if is_compared else {}
+        if digest:  # a step may be done again
+            epoch = context.membership().epoch
+            digest |= {"weights_training": self.number, "weights_epoch": epoch}
         context.log_step(num_steps, members=self.group.size, **digest)
 
     def leave(self, num_steps: int, reason: str) -> NoReturn:

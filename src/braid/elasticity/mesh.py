@@ -64,6 +64,7 @@ __all__ = ["Build", "MeshReplica"]
 
 LOG = logging.getLogger(__name__)
 
+MOST_STAGES = 1 << 16
 RANDOM = {torch.Tensor.uniform_, torch.Tensor.normal_}
 WHOLE_PARAMETERS = 3  # stage of sharding at which all ranks gather parameters in each forward
 
@@ -276,7 +277,7 @@ class MeshReplica:
             del state.optimizer.state[param]  # of other stages
         snapshot, _ = self.model.checkpoint(None)
         boxes = boxes_of(snapshot.pieces(), params)
-        self._pieces = [WeightBox(n, box, params[n]) for n, of_n in boxes.items() for box in of_n]
+        self._saved = [WeightBox(n, box, params[n]) for n, of_n in boxes.items() for box in of_n]
         for axis in ("tp", "dp", "pp"):  # one rank writes what several of them have
             plain = {n: [list(box) for box in of_param] for n, of_param in boxes.items()}
             for of_peer in self.model.groups[axis].objects.all_gather(plain):
@@ -311,12 +312,16 @@ class MeshReplica:
         self._shadow = Shadow(self._world if is_sent else self.group, part, is_sent=is_sent)
         return [self._shadow.part]
 
-    def weights(self) -> dict[str, float]:
+    def weights(self, num_steps: int) -> dict[str, float]:
         """Return a digest of the weights that this rank saves; see `Replica.weights`."""
-        has_tp = self.model.groups["tp"].size > 1
-        names = self.state.model.named_parameters(remove_duplicate=False)
-        is_shared = len(list(names)) > len(list(self.state.model.parameters()))
-        return weight_digest(self._pieces, is_exact=not (has_tp or is_shared))
+        params = list(self.state.model.parameters())
+        is_shared = len(list(self.state.model.named_parameters(remove_duplicate=False))) > len(
+            params
+        )
+        num_stages = self.model.groups["pp"].size if is_shared else 1
+        order = self.model.groups["tp"].size * MOST_STAGES + num_stages
+        is_on_cpu = all(param.device.type == "cpu" for param in params)
+        return weight_digest(self._saved, num_steps, order=order if is_on_cpu else -1)
 
     def begin(self, number: int) -> None:
         """Begin micro-batch `number`; see `Replica.begin`."""

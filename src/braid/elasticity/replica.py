@@ -65,7 +65,7 @@ class Replica(Protocol):
         """
         ...
 
-    def weights(self) -> dict[str, float]:
+    def weights(self, num_steps: int) -> dict[str, float]:
         """Return a digest of this member's share of the weights; see `weight_digest`."""
         ...
 
@@ -140,11 +140,18 @@ class WholeModel:
             newest = checkpoints.load(group, self.state) or progress
         progress.update(transfer(group, num_steps, self.state, newest))
 
-    def weights(self) -> dict[str, float]:
-        """Return a digest of the weights on the first member; see `Replica.weights`."""
-        named = {} if self.group.rank else dict(self.state.model.named_parameters())
-        pieces = [WeightBox(name, TensorBox.all_of(param), param) for name, param in named.items()]
-        return weight_digest(pieces, is_exact=True)
+    def weights(self, num_steps: int) -> dict[str, float]:
+        """Return a digest of this member's part of the rows; see `Replica.weights`."""
+        rank, size = self.group.rank, self.group.size
+        boxes = []
+        for name, param in self.state.model.named_parameters():
+            rows = param.detach() if param.dim() else param.detach().view(1)
+            first, end = (len(rows) * number // size for number in (rank, rank + 1))
+            offset = (first, *(0 for _ in rows.shape[1:]))
+            box = TensorBox.all_of(rows[first:end])._replace(whole=tuple(rows.shape), offset=offset)
+            boxes.append(WeightBox(name, box, rows[first:end]))
+        is_on_cpu = all(box.tensor.device.type == "cpu" for box in boxes)
+        return weight_digest(boxes, num_steps, order=0 if is_on_cpu else -1)
 
     def begin(self, number: int) -> None:
         """Do nothing; see `Replica.begin`."""

@@ -387,9 +387,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self.num_samples = sum(self._sizes)
         self.at = self._samples.next(self.at, self.num_shards)
         self.num_steps += 1
-        self._members.finished_step(
-            self.num_steps, lambda: {} if self._rule else self._replica.weights()
-        )
+        no_weights: dict[str, float] = {}  # which depend on the number of ranks
+        weights = (lambda _: no_weights) if self._rule else self._replica.weights
+        self._members.finished_step(self.num_steps, weights)
 
     def _join_next_epoch(self, num_steps: int) -> None:
         """Go on with the members of the next epoch, from the state that has seen most steps."""

@@ -44,6 +44,8 @@ __all__ = ["ChaosOptions", "ChaosRun", "run_chaos"]
 DEFAULT_KINDS = ("kill", "stop", "slow", "leave", "newcomer", "two")
 POLL_S = 0.02
 LEAST_GAP = 0.25  # part of the mean time between two faults that passes after one that has waited
+LEAST_AGAIN_S, TIMES_AGAIN = 120.0, 3.0  # limit of the run without faults
+CLOCK_S = 0.1  # times of files are coarse
 NAMED_S = 1.0  # no fault begins later before the end: the launcher must have time to name it
 ENDED = ("left", "lost", "failed", "finished", "ended")
 MOST_TO_FILL_BYTES = 1 << 30
@@ -185,6 +187,7 @@ def run_chaos(
             stack.enter_context(_raised(signal.SIGTERM, signal.SIGHUP))
             hosts = stack.enter_context(NamespaceHosts(_hosts_of(own_words)))
             start = [*hosts.on(hosts.names[0], start), "--rsh", hosts.rsh]
+        begin_s = time.time()
         with ExitStack() as struck:
             process = struck.enter_context(started([*start, *words], environ))
             if hosts is not None:
@@ -192,9 +195,13 @@ def run_chaos(
             strikes = _Strikes(options, process, path, hosts)
             strikes.run_to_end()
         ended = strikes.concluded()
-        if not options.compare or ended.has_failed:
-            return ended
-        weights = compared_again(ended.run, [*start, *words], environ, note)
+        if ended.has_failed:
+            weights = WeightComparison(reason="the run has failed")
+        elif options.compare:
+            limit_s = max(LEAST_AGAIN_S, TIMES_AGAIN * (time.time() - begin_s))
+            weights = compared_again(ended.run, [*start, *words], environ, limit_s, note)
+        else:
+            weights = WeightComparison(reason="--no-compare")
     return ended._replace(weights=weights)
 
 
@@ -289,6 +296,7 @@ class _Strikes:
         self._hosts = hosts
         self._path = path
         self._run: LiveRun | None = None
+        self._started_s = time.time()
         self._begin_s = 0.0  # time of the first step
         self._end_s = 0.0  # time at which the run was ended
         self._waiting = list(
@@ -336,16 +344,17 @@ class _Strikes:
             last_s = max(last_s, run.events[-1].unix_s)  # the failure counts
         account = account_of(self._strikes, run.events, finished, self._end_s or last_s)
         unstruck = tuple(self._waiting)
-        weights = WeightComparison(reason="the run has failed" if code else "--no-compare")
-        return ChaosRun(run, self._options, account, code, was_ended, unstruck, weights)
+        return ChaosRun(run, self._options, account, code, was_ended, unstruck, WeightComparison())
 
     def _refreshed(self) -> bool:
         """Read the run's directory; return whether its training has begun."""
         try:
             if self._run is None:
+                if (self._path / "run.json").stat().st_mtime < self._started_s - CLOCK_S:
+                    return False  # of an earlier run in this directory
                 self._run = LiveRun(self._path)
             self._run.refresh()
-        except BraidError:  # it has not been written yet
+        except (BraidError, FileNotFoundError):  # it has not been written yet
             return False
         if not self._begin_s and any(self._run.rows.values()):
             self._begin_s = time.time()
