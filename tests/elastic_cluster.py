@@ -236,6 +236,10 @@ class ThreadMembers:
 
     def finished_step(self, num_steps: int, weights: Any) -> None: ...
 
+    checkpoint_step = -1
+
+    def can_resume(self, num_steps: int, *, is_saved: bool) -> None: ...
+
     def leave(self, num_steps: int, reason: str) -> NoReturn:  # noqa: ARG002 - the others know
         cluster = self.cluster
         with cluster.changed:

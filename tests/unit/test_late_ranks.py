@@ -48,7 +48,7 @@ def test_a_spare_that_does_not_come_is_named_once():
     driver = MemberDriver(JobSpec(command=("x",)), limits, run, clock, None)  # type: ignore[arg-type]
     driver.started(0)
     driver.started(1)
-    driver.ready(run.ranks[0], Ready(-1, -1))
+    driver.received(run.ranks[0], Ready(-1, -1))
     assert driver.deadline_ns == JOIN_NOTICE_NS
     clock.advance(JOIN_NOTICE_NS)
     driver.poll()
@@ -74,8 +74,8 @@ def test_members_are_told_whether_the_run_can_go_on_without_one(limits, can_lose
     driver = MemberDriver(job, limits, run, VirtualClock(), None)  # type: ignore[arg-type]
     for rank in (0, 1):
         driver.started(rank)
-        driver.ready(run.ranks[rank], Ready(-1, -1))
-    assert sent == [NewEpoch(0, (0, 1), (-1, -1), can_lose)]
+        driver.received(run.ranks[rank], Ready(-1, -1))
+    assert sent == [NewEpoch(0, (0, 1), (-1, -1), can_lose=can_lose)]
 
 
 def test_a_process_takes_the_role_of_the_rank_that_was_lost():
@@ -143,7 +143,7 @@ def test_ranks_take_free_slots_of_hosts_and_the_newest_leave_a_host_with_fewer()
             rank=rank, host=host, send=lambda _: None, name="", last_events=lambda: ""
         )
         driver.started(rank)
-        driver.ready(run.ranks[rank], Ready(-1, -1))
+        driver.received(run.ranks[rank], Ready(-1, -1))
         return host, place, role
 
     found = [start(rank) for rank in range(3)]
@@ -153,7 +153,7 @@ def test_ranks_take_free_slots_of_hosts_and_the_newest_leave_a_host_with_fewer()
     assert len(starts) == 2
     assert [start(rank) for rank in (3, 4)] == [("c", 0, "newcomer"), ("c", 1, "newcomer")]
     for rank in range(3):
-        driver.ready(run.ranks[rank], Ready(0, 1))
+        driver.received(run.ranks[rank], Ready(0, 1))
     assert (driver.state.members, dismissed) == ((0, 1, 3, 4), [2])
     driver.ended(3, has_finished=False, was_dismissed=False)
     slots.hosts = {"a": 1, "b": 2}

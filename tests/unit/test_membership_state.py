@@ -100,32 +100,41 @@ def test_a_run_ends_when_nobody_has_received_the_state():
     assert state.ready(2, 1, -1) == [GiveUp((2,), reason)]
 
 
-@pytest.mark.parametrize("loads", [True, False])
-def test_a_run_whose_members_are_all_lost_begins_with_its_checkpoint(loads):
+def test_a_run_whose_members_are_all_lost_begins_with_its_checkpoint():
     state = _begun(2, restarts=2)
     state.checkpoint_step = 100
     assert state.lost(0) == [Replace()]
     assert state.can_lose(1)
     assert state.lost(1) == [Replace()]
     assert state.started(2) == state.started(3) == []
-    if not loads:
-        reason = "rank 1 was lost, the last one with the state of the training"
-        assert state.ready(2, -1, -1) == [GiveUp((2,), reason)]
-        return
-    assert state.ready(2, -1, -1, loads=True) == [], "another one is on its way"
-    assert state.ready(3, -1, -1, loads=True) == [Begin(1, (2, 3), (-1, -1))]
-    assert not state.can_lose(3) or state.lost(3) == []
+    assert state.ready(2, -1, -1) == [], "another one is on its way"
+    assert state.ready(3, -1, -1) == [Begin(1, (2, 3), (-1, -1), checkpoint_step=100)]
+    assert state.lost(3) == []
+    assert not state.can_lose(2), "no process would follow"
+
+
+def test_a_checkpoint_does_not_replace_a_member_of_a_run_that_ends():
+    state = _begun(2, restarts=2)
+    state.checkpoint_step = 100
+    assert state.finished(0) == []
+    assert not state.can_lose(1)
+
+
+def test_a_slot_that_may_come_back_does_not_replace_the_last_member():
+    state = _begun(1, restarts=0, gains_slots=True)
+    state.checkpoint_step = 100
+    assert not state.can_lose(0)
 
 
 def test_a_member_without_the_state_begins_with_the_checkpoint():
     state = _begun(2, spares=1, restarts=0)
     state.checkpoint_step = 5
-    state.ready(2, -1, -1, loads=True)
+    state.ready(2, -1, -1)
     state.lost(1)
     assert state.ready(0, 0, 10) == [Begin(1, (0, 2), (10, -1))]
     assert state.can_lose(0)
     assert state.lost(0) == []
-    assert state.ready(2, 1, -1, loads=True) == [Begin(2, (2,), (-1,))]
+    assert state.ready(2, 1, -1) == [Begin(2, (2,), (-1,), checkpoint_step=5)]
     assert not state.can_lose(2), "nothing follows it"
 
 
@@ -280,7 +289,6 @@ class _Run:
     is_over: bool = False
     changes_slots: bool = False
     saves: bool = False
-    loads: bool = False
     leaving: set[int] = field(default_factory=set)  # on hosts that go away
 
     def __post_init__(self) -> None:
@@ -303,7 +311,7 @@ class _Run:
                 self.num_to_start += 1
             elif isinstance(order, GiveUp):
                 newest = max(self.processes[rank].num_steps for rank in order.members)
-                assert newest < 0 or self.saves, "a member has the state"
+                assert newest < 0, "a member has the state"
                 self.is_over = True
             else:
                 assert self.changes_slots, "nobody has finished"
@@ -325,8 +333,7 @@ class _Run:
             newest = max((self.processes[r].num_steps for r in alive), default=-1)
             assert max(new.num_steps) >= newest, "the newest state is kept"
             if max(new.num_steps) < 0 and any(max(begun.num_steps) >= 0 for begun in self.epochs):
-                assert self.loads, "nobody begins anew without a checkpoint"
-                assert self.state.checkpoint_step >= 0
+                assert new.checkpoint_step >= 0, "nobody begins anew without a checkpoint"
 
     def say_ready(self, rank: int) -> None:
         process = self.processes[rank]
@@ -343,7 +350,7 @@ class _Run:
         )  # the oldest of its kind
         kind, rank, epoch, num_steps = self.mail.pop(index)
         if kind == "ready":
-            self.execute(self.state.ready(rank, epoch, num_steps, loads=self.loads))
+            self.execute(self.state.ready(rank, epoch, num_steps))
         elif rank in self.lost:
             return
         elif kind == "begin":
@@ -351,9 +358,7 @@ class _Run:
             process = self.processes[rank]
             process.epoch, process.says_ready = epoch, False
             if not self.lost.intersection(begun.members):
-                is_loaded = max(begun.num_steps) < 0 <= self.state.checkpoint_step
-                step = self.state.checkpoint_step if is_loaded else 0
-                process.num_steps = max(step, *begun.num_steps)
+                process.num_steps = max(0, begun.checkpoint_step, *begun.num_steps)
         elif not self.processes[rank].says_ready and self.processes[rank].epoch == epoch:
             self.say_ready(rank)
 
@@ -363,6 +368,7 @@ class _Run:
             return False
         self.lost.add(rank)
         self.execute(self.state.lost(rank))
+        assert self.alive or self.num_to_start, "a process follows"
         return True
 
     def train(self) -> None:
@@ -410,9 +416,8 @@ class _Run:
     seed=st.integers(0, 2**32),
     changes_slots=st.booleans(),
     saves=st.booleans(),
-    loads=st.booleans(),
 )
-def test_members_keep_one_history_and_the_newest_state(seed, changes_slots, saves, loads):
+def test_members_keep_one_history_and_the_newest_state(seed, changes_slots, saves):
     for number in range(40):
         rng = random.Random(40 * seed + number)
         num_ranks = rng.randint(1, 5)
@@ -422,7 +427,7 @@ def test_members_keep_one_history_and_the_newest_state(seed, changes_slots, save
             spares=rng.randint(0, 2),
             restarts=rng.randint(0, 6),
         )
-        run = _Run(rng, limits, num_ranks, changes_slots=changes_slots, saves=saves, loads=loads)
+        run = _Run(rng, limits, num_ranks, changes_slots=changes_slots, saves=saves)
         for _ in range(120):
             run.step(kills=True)
         for _ in range(200):

@@ -137,6 +137,13 @@ class Curriculum(Sampler):
         return 20
 
 
+class Endless(Curriculum):
+    """Sampler without an end."""
+
+    def __iter__(self):
+        return itertools.count()
+
+
 class Short(Curriculum):
     """Sampler that draws fewer samples than its length."""
 
@@ -185,10 +192,11 @@ def test_a_sampler_gives_the_same_samples_on_any_number_of_ranks(kind):
     ("sampler", "problem"),
     [
         (lambda: iter(range(40)), "range_iterator has no __len__()"),
+        (Endless, "Endless has drawn more samples in pass 0, but its len() was 20"),
         (lambda: "abc", "str must yield numbers of samples"),
         (lambda: DistributedSampler(Drawing(), 2, 0), "DistributedSampler divides samples among"),
         (list, "the loader's sampler is empty"),
-        (Short, "Short has drawn 19 samples, but its len() is 20"),
+        (Short, "Short has drawn only 19 samples in pass 0, but its len() was 20"),
     ],
 )
 def test_samplers_without_an_order_for_all_ranks_are_refused(sampler, problem):
@@ -378,9 +386,9 @@ def test_a_newcomer_with_other_objects_is_named_and_the_others_go_on(undisturbed
 @pytest.mark.parametrize(
     ("order", "problem"),
     [
-        ({"sampler": range(31, -1, -1)}, "checksum of the order by range 2"),
+        ({"sampler": range(31, -1, -1)}, "checksum of the order by range 1"),
         ({"sampler": range(32), "batch_size": 2}, "samples of a step 9 (here 6)"),
-        ({"batch_size": None}, "cannot keep the order of a DataLoader with NoneType"),
+        ({"batch_size": None}, "may not have batch_size=None or a batch_sampler"),
     ],
 )
 def test_a_newcomer_with_other_data_is_named_and_the_others_go_on(order, problem):
@@ -530,6 +538,9 @@ class FixedMembers:
 
     may_change = is_newcomer = pauses = leaves = is_last_epoch = can_lose = False
     number = 1
+    checkpoint_step = -1
+
+    def can_resume(self, num_steps: int, *, is_saved: bool) -> None: ...
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -683,7 +694,7 @@ class Stream(IterableDataset):
     [
         (
             lambda: _loader(batch_size=None),
-            "give a DataLoader batch_size, and shuffle or a sampler",
+            "may not have batch_size=None or a batch_sampler (it is a",
         ),
         (
             lambda: DataLoader(Stream(), batch_size=2),

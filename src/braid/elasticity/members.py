@@ -21,6 +21,7 @@ from braid import context
 from braid.comm import Group
 from braid.elasticity.weight_digest import NUM_STEPS
 from braid.errors import CommError, CommTimeout, PeerLostError
+from braid.runtime.rendezvous import Resumable
 
 __all__ = [
     "JobMembers",
@@ -76,6 +77,11 @@ class Members(Protocol):
         ...
 
     @property
+    def checkpoint_step(self) -> int:
+        """Number of steps in the checkpoint with which all members begin; -1 if some have state."""
+        ...
+
+    @property
     def is_newcomer(self) -> bool:
         """Whether this process is new and has not been admitted by the other members."""
         ...
@@ -91,6 +97,15 @@ class Members(Protocol):
         Args:
             num_steps: Number of steps so far.
             weights: Returns a digest of this process's share of the weights after these steps.
+        """
+        ...
+
+    def can_resume(self, num_steps: int, *, is_saved: bool) -> None:
+        """Report, on the first member, a checkpoint with which new processes could begin.
+
+        Args:
+            num_steps: Number of steps in the checkpoint.
+            is_saved: Whether this training has saved it; otherwise it has begun with it.
         """
         ...
 
@@ -201,12 +216,17 @@ def leavers_of(facts: Sequence[tuple[bool, Sequence[str]]]) -> set[int]:
 
 
 def on_trial(members: Members, join: Callable[[], T]) -> T:
-    """Call `join` for a new process; if it fails, only the new process ends."""
+    """Call `join` for a new process; if it fails, only the new process ends.
+
+    If all members are new, as no process has the state, the error ends the run.
+    """
     try:
         return join()
     except (PeerLostError, CommTimeout):
         raise
     except Exception:
+        if members.checkpoint_step >= 0:
+            raise
         with suppress(SystemExit):
             members.leave(-1, "cannot take part")
         raise
@@ -265,6 +285,11 @@ class JobMembers:
         return context.membership().num_agreements > 0
 
     @property
+    def checkpoint_step(self) -> int:
+        """Steps of the checkpoint with which all begin; see `Members.checkpoint_step`."""
+        return context.membership().checkpoint_step
+
+    @property
     def is_newcomer(self) -> bool:
         """Whether the other members have not accepted this process yet."""
         return context.membership().is_newcomer
@@ -282,6 +307,12 @@ class JobMembers:
             epoch = context.membership().epoch
             digest |= {"weights_training": self.number, "weights_epoch": epoch}
         context.log_step(num_steps, members=self.group.size, **digest)
+
+    def can_resume(self, num_steps: int, *, is_saved: bool) -> None:
+        """Report a checkpoint; see `Members.can_resume`."""
+        control = context.membership().control
+        if control is not None and not self.group.rank:
+            control.send(Resumable(num_steps, is_saved))
 
     def leave(self, num_steps: int, reason: str) -> NoReturn:
         """End this process; the other members continue without it; see `Members.leave`."""

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import operator
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cache, partial
+from itertools import islice
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -67,11 +69,13 @@ class MicroBatches:
                 "__getitem__ and __len__"
             )
             raise ConfigError(msg)
-        if loader.batch_size is None or type(loader) is not DataLoader:
+        is_usual = type(loader) is DataLoader
+        if loader.batch_size is None or not is_usual:
+            what = "batch_size=None or a batch_sampler" if is_usual else "another class"
             msg = (
-                f"braid.elastic cannot keep the order of a {type(loader).__name__} with "
-                f"{type(loader.batch_sampler).__name__}: give a DataLoader batch_size, and shuffle "
-                "or a sampler, as it divides batches among ranks itself"
+                f"braid.elastic divides batches among ranks, so the loader may not have {what} (it "
+                f"is a {type(loader).__name__}): make a DataLoader with batch_size, and shuffle or "
+                "a sampler"
             )
             raise ConfigError(msg)
         self._order = _order_of(loader, seed)
@@ -223,7 +227,8 @@ class DrawnOrder:
     Args:
         sampler: The sampler. Its method `set_epoch` is called before each pass, if it has one. It
             may draw samples several times, or leave some out.
-        seed: Seed of the random numbers of torch, numpy, `random` and the sampler's generator.
+        seed: Seed; with it and the number of the pass, the generators of torch, numpy and `random`
+            are seeded before the sampler draws, and its own `generator`, if it has one.
 
     Attributes:
         num_samples: Number of samples of a pass.
@@ -247,7 +252,7 @@ class DrawnOrder:
         self.num_samples = len(sampler)
         self.seed = seed
         self._sampler = sampler
-        self._epoch, self._drawn = -1, list[int]()
+        self._epoch, self._checksum, self._drawn = -1, 0, array("q")
 
     def samples(self, epoch: int, places: range) -> list[int]:
         """Return the indices of the samples at these positions in the order of an epoch."""
@@ -256,9 +261,10 @@ class DrawnOrder:
 
     def checksum(self, epoch: int) -> int:
         """Return a checksum of the order of an epoch."""
-        return crc32(repr(self._draw(epoch)).encode())
+        self._draw(epoch)
+        return self._checksum
 
-    def _draw(self, epoch: int) -> list[int]:
+    def _draw(self, epoch: int) -> Sequence[int]:
         if self._epoch == epoch:
             return self._drawn
         if hasattr(self._sampler, "set_epoch"):
@@ -268,17 +274,18 @@ class DrawnOrder:
         if isinstance(generator, torch.Generator):
             generator.manual_seed(hash((self.seed, epoch)) & 0xFFFFFFFF)
         try:
-            drawn = [operator.index(i) for i in self._sampler]
+            drawn = array("q", map(operator.index, islice(self._sampler, self.num_samples + 1)))
         except TypeError as error:
             msg = f"{self.name} must yield numbers of samples: {error}"
             raise ConfigError(msg) from error
         if len(drawn) != self.num_samples:
+            drawn_more = "more" if len(drawn) > self.num_samples else f"only {len(drawn)}"
             msg = (
-                f"{self.name} has drawn {len(drawn)} samples, but its len() is {self.num_samples}: "
-                "they must be equal"
+                f"{self.name} has drawn {drawn_more} samples in pass {epoch}, but its len() was "
+                f"{self.num_samples} at first: all passes must have this number"
             )
             raise ConfigError(msg)
-        self._epoch, self._drawn = epoch, drawn
+        self._epoch, self._checksum, self._drawn = epoch, crc32(drawn), drawn
         return drawn
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from braid.checkpoint.directory import CheckpointDirectory
 from braid.comm import Group
+from braid.elasticity.members import Members
 from braid.elasticity.state_transfer import TrainingState
 from braid.errors import CheckpointError, ConfigError
 from braid.parallel import resume
@@ -46,12 +47,12 @@ class TrainingCheckpoints:
         return bool(steps) and steps[-1] >= num_steps
 
     def save(
-        self, group: Group, model: Any, state: TrainingState, progress: Mapping[str, Any]
+        self, members: Members, model: Any, state: TrainingState, progress: Mapping[str, Any]
     ) -> None:
         """Save a checkpoint; a collective. A failure is only a warning, and the training continues.
 
         Args:
-            group: The members.
+            members: The members.
             model: Model, whole or on a mesh.
             state: Model, optimizer and other objects of the training.
             progress: Further plain values to save, such as the number of steps.
@@ -63,12 +64,14 @@ class TrainingCheckpoints:
                 model=model,
                 optimizer=state.optimizer,
                 step=progress["num_steps"],
-                group=group,
+                group=members.group,
                 **parts,
             )
         except CheckpointError as error:
-            if not group.rank:
+            if not members.group.rank:
                 LOG.warning("a checkpoint could not be saved: %s", error)
+        else:
+            members.can_resume(progress["num_steps"], is_saved=True)
 
     def load(self, group: Group, state: TrainingState) -> Mapping[str, Any] | None:
         """Load the last checkpoint into a whole model; a collective.
@@ -87,6 +90,26 @@ class TrainingCheckpoints:
             **{PROGRESS: values, **state.others},
         )
         return values.values or None
+
+    def check_loaded(self, num_steps: int, members: Members) -> None:
+        """Check that members without a state have begun with a checkpoint, if the run has one.
+
+        Args:
+            num_steps: Number of steps with which they have begun.
+            members: The members.
+
+        Raises:
+            CheckpointError: They have found no checkpoint.
+        """
+        if num_steps:
+            members.can_resume(num_steps, is_saved=False)
+        elif members.checkpoint_step > 0:
+            msg = (
+                f"all ranks with the state of step {members.checkpoint_step} were lost, and no "
+                f"checkpoint was found in {self.directory!r}: pass the same checkpoints= in all "
+                "processes"
+            )
+            raise CheckpointError(msg)
 
 
 def checkpoints_in(directory: str, every: int) -> TrainingCheckpoints:

@@ -107,7 +107,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._seed = seed
         self._update = update
         self._samples: MicroBatches | None = None
-        self._newcomers: frozenset[int] = frozenset()  # since the last change of the members
+        self._newcomers: frozenset[int] = frozenset()  # until they have compared their data
         self._met = (-1, -1)  # version and epoch of the data that members have compared
         self.loss = self.grad_norm = math.nan
         self.num_changes = -1
@@ -254,6 +254,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._try(
             partial(require_same_data, group, [theirs for theirs, _ in answers], self._newcomers)
         )
+        self._newcomers = frozenset()
         self._met = self._version, self.at.epoch
         return not any(due for _, due in answers) or self._survives(self._evaluate)
 
@@ -422,6 +423,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self.num_steps, self.at = progress["num_steps"], DataPosition(*progress["at"])
             self.num_shards, self.loss = progress["num_shards"], progress["loss"]
             self._data, self.num_at_first = progress["data"], progress["num_at_first"]
+        if max(num_steps) < 0:
+            self._checkpoints.check_loaded(self.num_steps, self._members)
         group, state = self._replica.group, self._replica.state
         self.num_at_first = self.num_at_first or group.size
         self.num_shards = group.size if self._rule else self.num_shards or members.size
@@ -463,7 +466,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         if not self._members.group.all_reduce(torch.tensor([vote]), op="min").item():
             return  # others take the state over
         state = self._replica.state
-        self._checkpoints.save(self._members.group, self.model, state, self._progress)
+        self._checkpoints.save(self._members, self.model, state, self._progress)
         self._saved = self.num_steps, self._version
 
     def _decide(self, num_steps: Sequence[int]) -> list[int]:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-__all__ = ["Digest", "Moment", "Rows", "WeightComparison", "compared", "digests_of"]
+__all__ = ["Digest", "Rows", "StepOfRun", "WeightComparison", "compared", "digests_of"]
 
 MODULUS = 1 << 52
 MOST_ROUNDING = 0.3  # relative distance; Adam makes steps even of gradients that are only rounding
@@ -25,7 +25,7 @@ MOST_ROUNDING = 0.3  # relative distance; Adam makes steps even of gradients tha
 Rows = Mapping[int, Iterable[Mapping[str, float]]]
 
 
-class Moment(NamedTuple):
+class StepOfRun(NamedTuple):
     """Time in a run: number of the training in the program, and of finished steps."""
 
     training: int
@@ -90,15 +90,15 @@ class WeightComparison(NamedTuple):
         )
 
 
-def digests_of(rows: Rows) -> dict[Moment, Digest]:
+def digests_of(rows: Rows) -> dict[StepOfRun, Digest]:
     """Return the digest of the whole weights by step, where all members have logged theirs.
 
     Args:
         rows: Logged numbers of each rank.
     """
-    sums: dict[tuple[Moment, int], Digest] = {}  # the second one is the epoch of members
+    sums: dict[tuple[StepOfRun, int], Digest] = {}  # the second one is the epoch of members
     for row in (row for of_rank in rows.values() for row in of_rank if "weights_digest" in row):
-        moment = Moment(int(row["weights_training"]), int(row["step"]))
+        moment = StepOfRun(int(row["weights_training"]), int(row["step"]))
         before = sums.get((moment, int(row["weights_epoch"])), Digest())
         sums[moment, int(row["weights_epoch"])] = Digest(
             before.num_elements + int(row["weights"]),
@@ -115,7 +115,7 @@ def digests_of(rows: Rows) -> dict[Moment, Digest]:
 
 
 def compared(
-    struck: Mapping[Moment, Digest], undisturbed: Mapping[Moment, Digest]
+    struck: Mapping[StepOfRun, Digest], undisturbed: Mapping[StepOfRun, Digest]
 ) -> WeightComparison:
     """Compare the digests of two runs; see `digests_of`."""
     moments = sorted(struck.keys() & undisturbed.keys())

@@ -11,7 +11,7 @@ from pathlib import Path
 from braid.errors import BraidError
 from braid.launch.chaos.comparison import (
     Digest,
-    Moment,
+    StepOfRun,
     WeightComparison,
     compared,
     digests_of,
@@ -81,19 +81,19 @@ def _new_directory(run: Path) -> Path:
 
 
 def _digests_until(
-    last: Moment, command: list[str], environ: Mapping[str, str], path: Path, limit_s: float
-) -> tuple[dict[Moment, Digest], int]:
+    last: StepOfRun, command: list[str], environ: Mapping[str, str], path: Path, limit_s: float
+) -> tuple[dict[StepOfRun, Digest], int]:
     """Run a job up to a step.
 
     Returns:
         Digests of its weights, and its exit code if it has ended by itself; else 0.
     """
     run: LiveRun | None = None
-    digests: dict[Moment, Digest] = {}
+    digests: dict[StepOfRun, Digest] = {}
     end_s = time.monotonic() + limit_s
     with started(command, environ) as process:
         code = None
-        while code is None and max(digests, default=Moment(0, 0)) < last:
+        while code is None and max(digests, default=StepOfRun(0, 0)) < last:
             time.sleep(POLL_S)
             code = process.poll()  # before the last look
             with suppress(BraidError):  # it has not been written yet

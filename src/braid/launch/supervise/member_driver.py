@@ -29,7 +29,7 @@ from braid.launch.supervise.membership_state import (
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.slots import SlotSource
 from braid.runtime.clock import Clock
-from braid.runtime.rendezvous import NewEpoch, PauseTraining, Ready, Stop
+from braid.runtime.rendezvous import NewEpoch, PauseTraining, Ready, Resumable, Stop
 
 __all__ = ["ElasticRun", "MemberDriver"]
 
@@ -81,6 +81,7 @@ class MemberDriver:
     Attributes:
         state: State machine that decides which ranks are members.
         changes: Changes of the members so far, for hang reports.
+        resume: Checkpoint with which new processes begin; the last one of the training if empty.
 
     Raises:
         ConfigError: The number of ranks is outside of the limits.
@@ -96,6 +97,7 @@ class MemberDriver:
     ) -> None:
         self.state = MembershipState(limits, job.num_ranks)
         self.changes = MemberChanges()
+        self.resume = job.resume
         self._job = job
         self._run = run
         self._clock = clock
@@ -166,8 +168,13 @@ class MemberDriver:
             self._joining_ns[rank] = self._clock.now_ns()
         self._execute(self.state.started(rank))
 
-    def ready(self, process: Rank, message: Ready) -> None:
-        """Record that a process waits for the next change of the members, or leaves the run."""
+    def received(self, process: Rank, message: Ready | Resumable) -> None:
+        """Record that a process waits for the next members, leaves the run, or has a checkpoint."""
+        if isinstance(message, Resumable):
+            self.state.checkpoint_step = message.num_steps
+            if message.is_saved:
+                self.resume = ""
+            return
         self._joining_ns.pop(process.rank, None)
         if not self._run.is_running:
             process.send(Stop(ENDING))
@@ -181,8 +188,7 @@ class MemberDriver:
         else:
             if message.epoch < 0:
                 self._run.journal.note("waiting", rank=process.rank)
-            facts = process.rank, message.epoch, message.num_steps
-            self._execute(self.state.ready(*facts, loads=message.has_checkpoints))
+            self._execute(self.state.ready(process.rank, message.epoch, message.num_steps))
 
     def ended(self, rank: int, *, has_finished: bool, was_dismissed: bool) -> None:
         """Record that the process of a rank has ended."""
@@ -204,8 +210,7 @@ class MemberDriver:
         ranks = self._run.ranks
         for order in orders:
             if isinstance(order, Begin):
-                is_loaded = max(order.num_steps) < 0 <= self.state.checkpoint_step
-                step = self.state.checkpoint_step if is_loaded else max(0, *order.num_steps)
+                step = max(0, order.checkpoint_step, *order.num_steps)
                 self.changes.epoch_ns = self._clock.now_ns()
                 self._run.journal.note(
                     "epoch", epoch=order.epoch, members=order.members, num_steps=step
@@ -213,7 +218,8 @@ class MemberDriver:
                 if order.epoch:
                     members = ", ".join(map(str, order.members))
                     text = f"epoch {order.epoch}: ranks {members} go on at step {step}"
-                    self._run.journal.notice(text + ", with the last checkpoint" * is_loaded)
+                    is_anew = order.checkpoint_step >= 0
+                    self._run.journal.notice(text + ", with the last checkpoint" * is_anew)
                 can_lose = self.state.can_lose(order.members[0])  # any of them
                 for rank in order.members:
                     ranks[rank].send(NewEpoch(*order, can_lose))

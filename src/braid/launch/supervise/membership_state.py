@@ -28,7 +28,7 @@ Safety, whatever the order of events, also when they are delayed or doubled:
   before it is ready, lost or finished. So a minority never goes on by itself.
 * No step is lost: some member of an epoch has the state of the most steps that any member of an
   earlier epoch has reported. If all that have it are lost, the run is over, or the members begin
-  with a checkpoint, if the run has saved one and all of them would load it.
+  with the last checkpoint of the training.
 * A process is a member of consecutive epochs only, and never after it was lost.
 * There are between `min_ranks` and `max_ranks` members, unless some have finished. Slots that a
   run loses do not make it smaller than `min_ranks`: members without a slot stay until others come.
@@ -61,11 +61,14 @@ class Begin(NamedTuple):
         epoch: Number of the epoch, from 0.
         members: Ranks, in the order of the group.
         num_steps: Number of training steps in each member's state; -1 for a member without state.
+        checkpoint_step: Number of steps in the checkpoint with which all members begin, as no
+            process has the state; -1 if some have it.
     """
 
     epoch: int
     members: tuple[int, ...]
     num_steps: tuple[int, ...]
+    checkpoint_step: int = -1
 
 
 class Pause(NamedTuple):
@@ -109,7 +112,7 @@ class MembershipState:
         members: Members of the present epoch, without ranks that were lost or have finished.
         has_trained: Whether members have finished a step in the present epoch, so that each of them
             has received its part of the state, and the copies of other parts.
-        checkpoint_step: Number of steps in the last checkpoint of the run; -1 without one.
+        checkpoint_step: Number of steps in the last checkpoint of the training; -1 without one.
     """
 
     def __init__(self, limits: ElasticLimits, num_ranks: int) -> None:
@@ -122,7 +125,6 @@ class MembershipState:
         self._alive: set[int] = set()
         self._leaving: set[int] = set()  # processes that have no slot any more
         self._ready: dict[int, int] = {}  # rank -> steps that its state has seen
-        self._loads: set[int] = set()  # processes that would load a checkpoint
         self._is_ending = False
         self._last_lost = -1
         self._most_steps = -1  # that any member has reported
@@ -169,10 +171,10 @@ class MembershipState:
             return True
         others = self._alive - {rank}
         has_state = self.epoch == NO_EPOCH or others.intersection(self.members)
-        if self.checkpoint_step < 0 and not (others and has_state):
-            return False
         to_come = self._num_to_start + self._restarts_left
         is_enough = len(others) + to_come >= self._limits.min_ranks
+        if not (others and has_state):
+            return is_enough and self.checkpoint_step >= 0 and not self._has_finished
         return is_enough or self._limits.gains_slots
 
     def can_spare(self, rank: int) -> bool:
@@ -189,21 +191,18 @@ class MembershipState:
         self._num_to_start -= 1
         return [Dismiss((rank,))] if self.is_over else []
 
-    def ready(self, rank: int, epoch: int, num_steps: int, *, loads: bool = False) -> list[Order]:
+    def ready(self, rank: int, epoch: int, num_steps: int) -> list[Order]:
         """Record that a process waits for the next change of members; return the orders.
 
         Args:
             rank: The process.
             epoch: Epoch that the process is a member of; -1 if none.
             num_steps: Number of training steps in the process's state; -1 without state.
-            loads: Whether the process would load the last checkpoint, if no process has the state.
         """
         expected = self.epoch if rank in self.members else NO_EPOCH
         if rank not in self._alive or epoch != expected:
             return []  # sent before this epoch began, or by a process that has died
         self._ready[rank] = num_steps
-        if loads:
-            self._loads.add(rank)
         self._most_steps = max(self._most_steps, num_steps)
         return self._next()
 
@@ -308,9 +307,9 @@ class MembershipState:
 
     def _begin_anew(self, members: tuple[int, ...], ready: Sequence[int]) -> list[Order]:
         """Begin with the last checkpoint when all processes that are to come are ready."""
-        if self.checkpoint_step < 0 or not self._loads.issuperset(members):
-            last = f"rank {self._last_lost} was lost, the last one"
-            return [GiveUp(self.members or members, f"{last} with the state of the training")]
+        if self.checkpoint_step < 0:
+            reason = f"rank {self._last_lost} was lost, the last one with the state of the training"
+            return [GiveUp(self.members, reason)]
         is_complete = len(ready) == len(self._alive) and not self._num_to_start
         least = self._limits.min_ranks if is_complete else self._num_places
         if len(members) < least:
@@ -367,4 +366,6 @@ class MembershipState:
         self.members = members
         self._is_ending = False
         self.has_trained = False
-        return Begin(self.epoch, members, tuple(self._ready.pop(member) for member in members))
+        num_steps = tuple(self._ready.pop(member) for member in members)
+        checkpoint_step = self.checkpoint_step if max(num_steps) < 0 else -1
+        return Begin(self.epoch, members, num_steps, checkpoint_step)

@@ -57,6 +57,7 @@ from braid.runtime.rendezvous import (
     RankFailed,
     RankHello,
     Ready,
+    Resumable,
     Saved,
 )
 from braid.runtime.rendezvous.control import CONTROL_ROLE
@@ -254,7 +255,7 @@ class _Run(AbstractContextManager["_Run"]):
             run_id=self._backend.run_id,
             store_address=self._backend.address_for_rank(self._listener.address),
             log_dir=self.journal.log_dir,
-            resume=self._job.resume,
+            resume=self._job.resume if members is None else members.resume,
             launched_by="braid",
             **placement._asdict(),
         )
@@ -350,10 +351,8 @@ class _Run(AbstractContextManager["_Run"]):
                 process.left_ns = self._clock.now_ns()
         elif isinstance(message, Saved | Loaded):
             self.journal.note_checkpoint(message)
-            if self._members is not None:
-                self._members.state.checkpoint_step = message.step
-        elif isinstance(message, Ready) and self._members is not None:
-            self._members.ready(process, message)
+        elif isinstance(message, Ready | Resumable) and self._members is not None:
+            self._members.received(process, message)
         elif isinstance(message, Logged):
             self.journal.log(process.rank, message)
             if self._members is not None and "members" in message.row:  # see `log_step`

@@ -16,6 +16,7 @@ from braid.runtime.rendezvous.control import (
     RankHello,
     RankLost,
     Ready,
+    Resumable,
     Saved,
     Stop,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "RankHello",
     "RankLost",
     "Ready",
+    "Resumable",
     "Saved",
     "Stop",
     "wants_frame_codes",

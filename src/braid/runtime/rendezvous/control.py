@@ -146,14 +146,23 @@ class Ready(msgspec.Struct, tag_field="kind", tag="ready", frozen=True):
         epoch: Epoch in which the process is a member; -1 without one.
         num_steps: Number of training steps in the process's state; -1 without state.
         leaves: Reason why the process ends instead of waiting; empty if it waits.
-        has_checkpoints: Whether the process would begin with a checkpoint if no process has the
-            state of the training.
     """
 
     epoch: int
     num_steps: int
     leaves: str = ""
-    has_checkpoints: bool = False
+
+
+class Resumable(msgspec.Struct, tag_field="kind", tag="resumable", frozen=True):
+    """Notice of a member to the launcher that new processes could begin with a checkpoint.
+
+    Attributes:
+        num_steps: Number of training steps in the checkpoint.
+        is_saved: Whether this training has saved it; otherwise the training has begun with it.
+    """
+
+    num_steps: int
+    is_saved: bool
 
 
 class PauseTraining(msgspec.Struct, tag_field="kind", tag="pause", frozen=True):
@@ -170,16 +179,21 @@ class NewEpoch(msgspec.Struct, tag_field="kind", tag="epoch", frozen=True):
         epoch: Number of the epoch.
         members: Launcher's numbers of the member processes, in the order of ranks in their group.
         num_steps: Number of steps in the state of each member; -1 without state.
+        checkpoint_step: Number of steps in the checkpoint with which all members begin; -1 if some
+            of them have the state.
         can_lose: Whether the run can continue if one of the members leaves.
     """
 
     epoch: int
     members: tuple[int, ...]
     num_steps: tuple[int, ...]
+    checkpoint_step: int = -1
     can_lose: bool = False
 
 
-FromRank: TypeAlias = RankHello | Saved | Loaded | Logged | RankFailed | Exiting | Left | Ready
+FromRank: TypeAlias = (
+    RankHello | Saved | Loaded | Logged | RankFailed | Exiting | Left | Ready | Resumable
+)
 FromLauncher: TypeAlias = RankLost | Stop | PauseTraining | NewEpoch
 
 _FROM_RANK = msgspec.json.Decoder(FromRank)

@@ -34,7 +34,6 @@ class LauncherNews:
         pauses: Whether the launcher has asked the members of this epoch to prepare for the next.
         epoch: The last epoch of an elastic run that has begun.
         lost: Losses by the numbers that the launcher gives to ranks.
-        has_checkpoints: See `Ready`.
     """
 
     def __init__(self, control: ControlClient) -> None:
@@ -43,7 +42,6 @@ class LauncherNews:
         self.pauses = False
         self.epoch = NO_EPOCH
         self.lost: dict[int, Loss] = {}
-        self.has_checkpoints = False
         self._news: list[int] = []  # lost ranks that `losses` has not returned yet
 
     def fileno(self) -> int:
@@ -87,7 +85,7 @@ class LauncherNews:
 
     def ready(self, epoch: int, num_steps: int) -> None:
         """Send the launcher a `Ready`: this process waits for the epoch after `epoch`."""
-        self._control.send(Ready(epoch, num_steps, has_checkpoints=self.has_checkpoints))
+        self._control.send(Ready(epoch, num_steps))
 
     def wait(self, epoch: int, clock: Clock, limit_s: float | None = None) -> NewEpoch:
         """Wait for the epoch after `epoch`, and return it."""

@@ -144,6 +144,11 @@ class Membership:
         return self._launcher is not None and self._launcher.epoch.can_lose
 
     @property
+    def checkpoint_step(self) -> int:
+        """Number of steps in the checkpoint with which this epoch begins; -1 without one."""
+        return -1 if self._launcher is None else self._launcher.epoch.checkpoint_step
+
+    @property
     def pauses(self) -> bool:
         """Whether the launcher has asked for a call of `next_epoch` after the current step."""
         if self._launcher is None:
@@ -184,7 +189,6 @@ class Membership:
             raise ConfigError(msg)
         clock, before = self.context.clock, self._launcher.epoch
         self.transport.announce_end(0.0)
-        self._launcher.has_checkpoints = bool(directory)
         self._launcher.ready(self.epoch, num_steps)
         self.transport.close()  # unmaps memory while other members get ready
         wait = partial(self._launcher.wait, clock=clock, limit_s=limit_s)
