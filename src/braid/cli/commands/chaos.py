@@ -23,9 +23,10 @@ def chaos(
 ) -> int:
     """Strike the ranks of a run with faults, and write a page on how the run survived.
 
-    The run uses braid.elastic, or is a braid train, with --min-ranks. Exit code 1 means that the
-    run failed, lost finished steps, has other weights than the same run without faults, or reported
-    a wrong cause or no cause, or that no fault struck.
+    The run uses braid.elastic, or is a braid train, with --min-ranks. Then it runs again without
+    faults, and the weights are compared. Exit code 1 means that the run failed, lost finished
+    steps, has other weights than without faults, or reported a wrong cause or no cause, or that no
+    fault struck, or that the second run failed.
 
     Args:
         command: Command line of the run, as after braid.
