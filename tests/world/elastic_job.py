@@ -4,9 +4,10 @@ Arguments: deaths as RANK:STEP, numbers of ranks at the launcher. A rank dies in
 of that step, or `RANK:STEP:update` in its update; `RANK:STEP:parent` kills what has started it,
 `RANK:STEP:notice` is a notice that it will be ended, `RANK:STEP:error` an exception,
 `RANK:STEP:wait` waits until the launcher has named it, `RANK:STEP:stuck` waits with a child for
-good, `RANK:STEP:kill:PID` kills another process, and `RANK:STEP:host` kills all processes of its
-network namespace. `RANK:agreed` dies when it has agreed on a last epoch. SAVES names a directory
-for checkpoints, SAVES_EVERY the number of steps between two of them.
+good, `RANK:STEP:drain` asks what has started it to end, `RANK:STEP:kill:PID` kills another process,
+and `RANK:STEP:host` kills all processes of its network namespace. `RANK:agreed` dies when it has
+agreed on a last epoch. SAVES names a directory for checkpoints, SAVES_EVERY the number of steps
+between two of them.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def strike(number: int, step: int, deaths: set[tuple[str, ...]]) -> None:
     here = (str(number), str(step))
     if (*here, "parent") in deaths:
         os.kill(os.getppid(), signal.SIGKILL)
+    if (*here, "drain") in deaths:
+        os.kill(os.getppid(), signal.SIGTERM)
     if (*here, "stuck") in deaths:
         subprocess.Popen(["sleep", "600"], start_new_session=True)
     while deaths & {(*here, "parent"), (*here, "stuck")}:

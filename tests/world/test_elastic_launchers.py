@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -108,6 +109,19 @@ def test_what_an_engine_loses_costs_no_step_and_no_bit(undisturbed, way, death, 
     assert code == 0, text
     assert lost in text
     assert digests == undisturbed, text
+
+
+@pytest.mark.parametrize("way", ["ssh", pytest.param("slurm", marks=PROOF)])
+def test_new_ranks_do_not_start_on_a_host_that_was_asked_to_end(undisturbed, way):
+    options = ("--min-ranks", "1", "--restarts", "1", "--threads", "1", "--log-dir", "run")
+    code, text = _start(RUN, *WAYS[way], *options, JOB, "2:3:drain")
+    assert code == 0, text
+    assert set(re.findall(r"\b[0-9a-f]{64}\b", text)) == undisturbed
+    lines = Path("run/events/launcher.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    hosts = {event["rank"]: event["host"] for event in events if event["kind"] == "started"}
+    assert hosts[3] == hosts[0] != hosts[2]
+    assert re.search("rank 2 on host [bn2]+ .* was asked to end, and leaves the run", text), text
 
 
 @pytest.mark.parametrize("way", [pytest.param("here", marks=PROOF), "ssh"])

@@ -7,6 +7,7 @@ ones (tests/world/test_launch_real_engines.py).
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,6 +88,31 @@ def test_jobs_of_several_engines_run_at_the_same_time(tmp_path: Path) -> None:
     done = [job.communicate(timeout=LIMIT_S) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0], done
     assert all("[rank 1] line 1999 of rank 1" in out for out, _ in done)
+
+
+@pytest.mark.usefixtures("engines", "nothing_left")
+def test_ranks_end_when_ray_takes_their_node_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draining = tmp_path / "draining"
+    draining.write_text("")
+    monkeypatch.setenv("FAKE_RAY_DRAINING", str(draining))
+    job = run("--on", "ray", "-n", "3", "-m", "support.launched", "wait", cwd=tmp_path)
+    assert job.stdout is not None
+    waiting: set[str] = set()
+    while len(waiting) < 3:
+        waiting.add(job.stdout.readline())
+    *_, agent = [
+        process
+        for process in psutil.Process(job.pid).children(recursive=True)
+        if process.cmdline()[-1:] == ["braid.launch.engines.joined_agent"]
+    ]
+    actor = agent.parent()
+    assert actor is not None
+    draining.write_text(str(actor.pid))
+    _, text = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 143, text
+    assert re.search("SIGTERM received on host [ab], passing it on to all ranks", text), text
 
 
 @pytest.mark.parametrize(

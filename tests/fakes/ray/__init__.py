@@ -10,6 +10,7 @@ import os
 import pickle
 import selectors
 import signal
+from pathlib import Path
 
 from . import cloudpickle, exceptions, util
 
@@ -18,6 +19,7 @@ __all__ = [
     "cloudpickle",
     "exceptions",
     "get",
+    "get_runtime_context",
     "init",
     "is_initialized",
     "nodes",
@@ -53,9 +55,23 @@ class _State:
         listed = [each.split(":") for each in os.environ["FAKE_RAY_NODES"].split(",")]
         return {f"id-{name}": {"CPU": float(cpus)} for name, cpus in listed}
 
+    class state:  # noqa: N801 - Ray's name
+        @staticmethod
+        def get_draining_nodes() -> dict[str, int]:
+            """Return nodes that go away, with their deadlines; a file lists them."""
+            listed = Path(os.environ.get("FAKE_RAY_DRAINING", os.devnull)).read_text()
+            return dict.fromkeys(listed.split(), 0)
+
 
 class _private:  # noqa: N801 - Ray's name
     state = _State
+
+
+class get_runtime_context:  # noqa: N801 - Ray's name
+    @staticmethod
+    def get_node_id() -> str:
+        """Return the actor's process as its node."""
+        return str(os.getpid())
 
 
 class _Call:

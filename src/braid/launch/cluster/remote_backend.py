@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import selectors
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -99,8 +98,7 @@ class RemoteBackend:
         self._ranks: dict[int, RemoteRank] = {}
         self._by_node: dict[int, list[RemoteRank]] = {node: [] for node in self._agents}
         self._finished: set[int] = set()
-        self._signals: Counter[int] = Counter()  # of each node
-        self._num_signals = 0
+        self._leaving: set[int] = set()  # nodes that were asked to end
         self._on_change: OnChange = _ignore
         self._on_signal: OnSignal = _ignore
         self._adopt(hosts_ready.agents)
@@ -209,10 +207,11 @@ class RemoteBackend:
     def placement(self, place: int, host: str = "") -> RankPlacement:
         """Return the placement of a rank; see `RankBackend.placement`.
 
-        A spare, or a rank with a lost host, is placed on a living host beside that host's ranks.
+        A spare, or a rank with a host that is lost or was asked to end, is placed on another living
+        host beside that host's ranks.
         """
         places, addresses = self.hosts_ready.places, self.hosts_ready.addresses
-        is_lost = [not self._agents[p.node].alive for p in places]
+        is_lost = [not self._agents[p.node].alive or p.node in self._leaving for p in places]
         node = self._node_of(host)
         if node is not None:
             chosen, local_rank = next(p for p in places if p.node == node), place
@@ -284,10 +283,8 @@ class RemoteBackend:
         if isinstance(message, Finished):
             self._finished.add(agent.node)
         elif isinstance(message, Signalled):
-            self._signals[agent.node] += 1
-            if self._signals[agent.node] > self._num_signals:  # engines signal all nodes together
-                self._num_signals += 1
-                self._on_signal(message.signum, agent.name)
+            self._leaving.add(agent.node)
+            self._on_signal(message.signum, agent.name)
         elif isinstance(message, OpenWaits):
             for rank in self._by_node[agent.node]:
                 rank.on_open_waits([wait for wait in message.waits if wait.rank == rank.rank])

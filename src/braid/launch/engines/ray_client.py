@@ -89,9 +89,31 @@ def run_agent(line: bytes, payload: bytes) -> Ended:
             start_new_session=True,
             preexec_fn=as_child,  # noqa: PLW1509 - nothing of it takes a lock
         )
-        printed = agent.communicate(line)[1].decode(errors="replace")
+        printed = _output_of(agent, line).decode(errors="replace")
         results = {int(p.suffix[1:]): p.read_bytes() for p in Path(directory).glob("result.*")}
     return agent.returncode, printed[-TAIL:], results
+
+
+def _output_of(agent: subprocess.Popen[bytes], line: bytes) -> bytes:
+    """Return the output of an agent after its end; ask it to end if Ray takes the node away."""
+    words: bytes | None = line
+    is_asked = False
+    while True:
+        try:
+            return agent.communicate(words, POLL_S)[1]
+        except subprocess.TimeoutExpired:
+            words = None  # has been sent
+            if not is_asked and _is_draining():
+                is_asked = True
+                agent.terminate()  # its ranks leave an elastic run, and save in another one
+
+
+def _is_draining() -> bool:
+    """Return whether Ray takes this node away soon, such as before a preemption."""
+    import ray  # noqa: PLC0415 - an extra
+
+    nodes = ray._private.state.state.get_draining_nodes()  # noqa: SLF001 - nothing public
+    return ray.get_runtime_context().get_node_id() in nodes
 
 
 class AgentActor:

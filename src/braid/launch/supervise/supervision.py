@@ -7,6 +7,7 @@ takes all decisions, and the backend knows on which hosts the ranks are.
 from __future__ import annotations
 
 import selectors
+from collections import Counter
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,8 @@ class _Run(AbstractContextManager["_Run"]):
     ) -> None:
         self.ranks: dict[int, Rank] = {}
         self._job = job
+        self._signals: Counter[str] = Counter()  # by host
+        self._num_signals = 0
         self._console = console
         self._clock = clock
         self._inbox = inbox
@@ -290,6 +293,11 @@ class _Run(AbstractContextManager["_Run"]):
                 if rank.host == host:
                     rank.signal(SIGTERM)
             return
+        if host:
+            self._signals[host] += 1
+            if self._signals[host] <= self._num_signals:
+                return  # engines signal all hosts together
+            self._num_signals += 1
         first = self._state.phase is RunPhase.RUNNING
         if signum == SIGTERM and self._state.signum == SIGTERM and self._backend.is_on_engine:
             return  # the engine repeats it while ranks save
