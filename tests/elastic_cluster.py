@@ -124,6 +124,7 @@ class Cluster:
         begun = self.begun[epoch]
         place = begun.members.index(rank)
         transport = self._fabrics[epoch].transports[place]
+        transport.health.numbers = begun.members
         context = RankContext(
             place,
             len(begun.members),

@@ -368,6 +368,26 @@ def test_a_newcomer_without_state_that_the_program_keeps_is_named(monkeypatch, k
     assert warnings == [] or warnings[0].startswith(text), warnings
 
 
+def test_a_newcomer_is_checked_also_if_a_loss_breaks_its_first_step(monkeypatch):
+    def main(members):
+        seen = [-1]
+
+        def scale(run: ElasticTraining, model: nn.Module) -> None:
+            if run.num_steps != seen[-1]:
+                seen.append(run.num_steps)
+            model[0].weight.grad.mul_(len(seen))
+
+        return train(members, after_backward=scale, verify=1000)
+
+    # rank 3 replaces rank 1, and rank 4 replaces rank 2, which dies before the check of rank 3
+    faults = {(1, "forward"): 4, (2, "forward"): 5}
+    cluster = Cluster(3, faults, min_ranks=3, restarts=2)
+    with points_of_death(monkeypatch):
+        cluster.run(main)
+    assert [rank for rank, _ in cluster.deaths] == [1, 2]
+    assert {rank for rank, _ in cluster.left} == {3, 4}
+
+
 @pytest.mark.parametrize("kind", DIFFERENCES)
 def test_a_newcomer_with_other_objects_is_named_and_the_others_go_on(undisturbed, kind):
     def main(members):

@@ -91,12 +91,13 @@ class Members(Protocol):
         """Whether members have been asked to call `next_epoch` after their step."""
         ...
 
-    def finished_step(self, num_steps: int, weights: Weights) -> None:
+    def finished_step(self, num_steps: int, weights: Weights | None) -> None:
         """Report that this process has finished a step, for `braid status` and `braid chaos`.
 
         Args:
             num_steps: Number of steps so far.
-            weights: Returns a digest of this process's share of the weights after these steps.
+            weights: Returns a digest of this process's share of the weights after these steps; None
+                if the weights depend on the number of ranks.
         """
         ...
 
@@ -299,13 +300,12 @@ class JobMembers:
         """Whether members must call `next_epoch` after their step; see `Members.pauses`."""
         return context.membership().pauses
 
-    def finished_step(self, num_steps: int, weights: Weights) -> None:
+    def finished_step(self, num_steps: int, weights: Weights | None) -> None:
         """Report that this process has finished a step; see `Members.finished_step`."""
-        is_compared = self.takes_faults and num_steps % NUM_STEPS == 0
-        digest = dict(weights(num_steps)) if is_compared else {}
-        if digest:  # a step may be done again
-            epoch = context.membership().epoch
-            digest |= {"weights_training": self.number, "weights_epoch": epoch}
+        digest: dict[str, float] = {}
+        if self.takes_faults and weights is not None and num_steps % NUM_STEPS == 0:
+            epoch = context.membership().epoch  # a step may be done again
+            digest = {"weights_training": self.number, "weights_epoch": epoch, **weights(num_steps)}
         context.log_step(num_steps, members=self.group.size, **digest)
 
     def can_resume(self, num_steps: int, *, is_saved: bool) -> None:

@@ -108,6 +108,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._update = update
         self._samples: MicroBatches | None = None
         self._newcomers: frozenset[int] = frozenset()  # until they have compared their data
+        self._unchecked: set[int] = set()  # members, by the launcher's number, before `verify`
         self._met = (-1, -1)  # version and epoch of the data that members have compared
         self.loss = self.grad_norm = math.nan
         self.num_changes = -1
@@ -383,14 +384,14 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             (self._update or self.optimizer.step)()
         self._replica.updated()
         self._rounds.end()
+        if not self._rounds.checks.newcomers:
+            self._unchecked.clear()
         self._fingerprint = fingerprint(self._replica.state)
         assert self._samples is not None
         self.num_samples = sum(self._sizes)
         self.at = self._samples.next(self.at, self.num_shards)
         self.num_steps += 1
-        no_weights: dict[str, float] = {}  # which depend on the number of ranks
-        weights = (lambda _: no_weights) if self._rule else self._replica.weights
-        self._members.finished_step(self.num_steps, weights)
+        self._members.finished_step(self.num_steps, None if self._rule else self._replica.weights)
 
     def _join_next_epoch(self, num_steps: int) -> None:
         """Go on with the members of the next epoch, from the state that has seen most steps."""
@@ -434,7 +435,10 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._guard.watch(state.optimizer, rate_factor(self._rule, group.size, self.num_at_first))
         new = [rank for rank, seen in enumerate(num_steps) if seen < 0 <= max(num_steps)]
         self._newcomers = frozenset(new)
-        checks = CheckedSteps(self._verify, self._newcomers if self._verify else frozenset())
+        numbers = [members.context.health.number(rank) for rank in members.ranks]
+        unchecked = {*progress.get("unchecked", ()), *(numbers[rank] for rank in new)}
+        self._unchecked = unchecked.intersection(numbers if self._verify else ())
+        checks = CheckedSteps(self._verify, frozenset(map(numbers.index, self._unchecked)))
         self._rounds = StepRounds(self._replica, members, checks)
         self._times.clear()
         self._wants_change = self._members.is_last_epoch
@@ -452,6 +456,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             "num_at_first": self.num_at_first,
             "loss": self.loss,
             "data": self._data,
+            "unchecked": sorted(self._unchecked),
         }
 
     def _save(self, *, if_all: bool = True) -> None:
