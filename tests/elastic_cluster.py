@@ -477,7 +477,11 @@ def train_on_mesh(
                     run.add_loss(run.model.step(inputs, target, loss=loss))
                     after_backward(run)
     assert batch_per_rank or run.num_steps == epochs * -(-82 // (batch_size * shards))
+    names = run.model.named_pieces() if shard < 3 and plan is None else ()
+    here = {name: run.model.model.get_parameter(name).detach().clone() for name in names}
     run.model.make_whole()
+    for name, value in here.items():
+        assert torch.equal(run.model.model.get_parameter(name), value), f"{name} is out of date"
     state = {name: tensor.clone() for name, tensor in part.state.model.state_dict().items()}
     seen = {f"evaluation {step}": value for step, value in means.items()}
     return state | seen | {"loss": torch.tensor(run.loss)}

@@ -26,6 +26,7 @@ from elastic_cluster import (
     MESH_POINTS,
     POINTS,
     Cluster,
+    ThreadMembers,
     build,
     differing,
     points_of_death,
@@ -193,6 +194,24 @@ def test_a_copy_has_gradients_that_the_optimizer_of_its_rank_changes(
         cluster.run(partial(train_on_mesh, mesh="dp=3", shard=shard, evaluate_every=1))
     assert len(cluster.deaths) == 2
     assert not _differing(cluster, undisturbed_tied)
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_ranks_have_the_weights_that_others_have_updated_after_each_step(shard):
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def main(members: ThreadMembers) -> dict[str, torch.Tensor]:
+        def note(run: ElasticTraining) -> None:
+            if run.num_steps:  # of the step before
+                params = run.model.model.parameters()
+                seen.setdefault(run.num_steps, []).append(nn.utils.parameters_to_vector(params))
+
+        return train_on_mesh(members, "dp=2", shard, in_update=note)
+
+    Cluster(2, {}).run(main)
+    assert len(seen) > 4
+    for first, second in seen.values():
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("shard", [0, 1, 3])

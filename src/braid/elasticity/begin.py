@@ -180,7 +180,9 @@ def elastic_mesh(
     Args:
         build: Returns the whole model and its optimizer, the same on all ranks; optionally also a
             dict of further objects with a state. Called again when members have changed;
-            `training.model`, `optimizer` and `others` are then replaced.
+            `training.model`, `optimizer` and `others` are then replaced. A rank has the weights of
+            its stage only, and of its shard with `shard=3`: at the end,
+            `training.model.make_whole()` gives all ranks all weights.
         mesh: Numbers of ranks along pp, dp and tp, such as `pp=2,dp=2`. With another number of
             ranks only dp changes; if that is impossible, all ranks become replicas. May list meshes
             for several numbers of ranks: `pp=2,dp=2; dp=3`. Or a function that returns the mesh for

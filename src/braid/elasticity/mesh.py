@@ -215,8 +215,9 @@ class MeshReplica:
             beside = {"groups": groups, "others": others, "progress": dict(old.progress)}
         values = broadcast_values(group, held.root, beside)
         fill(group, held, [] if old is None else old.parts, part)
-        if self.model.sharding is not None:
-            self.model.sharding.share_step()  # so that all ranks get the new values
+        if self.model.sharding is not None:  # so that all ranks get the new values
+            self.model.sharding.share_step()
+            self.model.sharding.share()
         state = self.state
         for options, others in zip(state.optimizer.param_groups, values["groups"], strict=True):
             options.update(others)
@@ -329,9 +330,7 @@ class MeshReplica:
         if self._shadow is not None:
             self._shadow.check()
         if self.model.sharding is not None:
-            self.model.sharding.begin_step()  # ranks get what others have updated
-        if self._shadow is not None:
-            self._shadow.note()
+            self.model.sharding.begin_step()
 
     def note_sent(self, sums: dict[int, int] | None) -> None:
         """Add checksums of the values that stages send to `sums`; see `Replica.note_sent`."""
@@ -369,6 +368,13 @@ class MeshReplica:
         self.model.zero_grad()
         if self._shadow is not None:
             self._shadow.check_update()
+
+    def share(self) -> None:
+        """Gather parameters that are whole on each rank; see `Replica.share`."""
+        if self.model.sharding is not None:
+            self.model.sharding.share()
+        if self._shadow is not None:
+            self._shadow.note()
 
 
 class _NoInitialValues(TorchFunctionMode):

@@ -106,6 +106,10 @@ class Replica(Protocol):
         """Record that the update has been made; not a collective."""
         ...
 
+    def share(self) -> None:
+        """Give all members the parameters that others have updated; a collective."""
+        ...
+
 
 class WholeModel:
     """Replica for members that each hold the whole model.
@@ -169,3 +173,6 @@ class WholeModel:
 
     def updated(self) -> None:
         """Do nothing; see `Replica.updated`."""
+
+    def share(self) -> None:
+        """Do nothing: all members have updated all parameters; see `Replica.share`."""

@@ -266,7 +266,6 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     def _evaluate(self) -> None:
         buffers = self._rounds.buffers
-        self._replica.begin(self.num_steps * MOST_SHARDS)  # it may need what others have updated
         buffers.begin(is_first=True)  # which an evaluation leaves as they are
         self._evaluation.run(self.num_steps)
         buffers.restore()
@@ -373,6 +372,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._is_prepared = True
         pauses = self._replica.agree(flag=pauses)
         self._take_step()
+        self._replica.share()
         return pauses
 
     def _take_step(self) -> None:

@@ -74,8 +74,8 @@ class Sharding:
         disk: Files of the optimizer's states, if they are offloaded.
         layouts: Layouts of the flat vectors of parameters.
         table: Parameters by name; the same objects as in the model.
-        shares_late: Whether stepped parameters are gathered only when the next step begins, so that
-            the optimizer's step is local.
+        shares_late: Whether the optimizer's step is local: stepped parameters are gathered when
+            `share` is called, or the next step begins.
 
     Raises:
         ConfigError: The model cannot be sharded; the message has all problems.
@@ -261,8 +261,7 @@ class Sharding:
 
         A forward of the model calls this method; engines that run parts of the model must call it.
         """
-        if not self._has_shared:
-            self._share()
+        self.share()
         self._residency.begin()
 
     def average(self) -> None:
@@ -279,9 +278,12 @@ class Sharding:
         """
         self._has_shared = False
         if not self.shares_late:
-            self._share()
+            self.share()
 
-    def _share(self) -> None:
+    def share(self) -> None:
+        """Gather what `share_step` has left for later; a collective, unless there is nothing."""
+        if self._has_shared:
+            return
         self._has_shared = True
         for flat in self._flats:
             if flat.slot is None:
