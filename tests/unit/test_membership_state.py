@@ -221,6 +221,16 @@ def test_the_state_moves_from_hosts_that_go_away_to_hosts_that_come():
     assert state.ready(2, 1, 6) == [Begin(2, (2, 3), (6, -1)), Dismiss((0,))]
 
 
+def test_the_state_moves_also_if_there_is_one_slot():
+    state = _begun(1, max_ranks=3)
+    assert state.slots(1, {0}) == [Replace()]
+    assert state.started(1) == []
+    assert state.ready(1, -1, -1) == [Pause((0,))]
+    assert state.ready(0, 0, 5) == [Begin(1, (0, 1), (5, -1)), Pause((0, 1))]
+    assert state.ready(0, 1, 6) == []
+    assert state.ready(1, 1, 6) == [Begin(2, (1,), (6,)), Dismiss((0,))]
+
+
 def test_a_process_that_waits_on_a_host_that_goes_away_is_dismissed():
     state = _begun(2, max_ranks=4)
     assert state.slots(4) == [Replace(), Replace()]

@@ -199,7 +199,8 @@ def elastic_mesh(
         verify: See `elastic`; replicas along dp are compared, and with two of them no check shows
             which one is wrong.
         replace_slow: See `elastic`; a rank is compared with the ranks at its place in the other
-            replicas along dp. Not for GPUs, on which ranks wait for each other unseen.
+            replicas along dp; 0 to measure nothing. Not for GPUs, on which ranks wait for each
+            other unseen.
         checkpoints: See `elastic`.
         checkpoint_every: See `elastic`.
         evaluate: See `elastic`; it may call `training.model.evaluate`.

@@ -312,7 +312,7 @@ class JobMembers:
         """Report a checkpoint; see `Members.can_resume`."""
         control = context.membership().control
         if control is not None and not self.group.rank:
-            control.send(Resumable(num_steps, is_saved))
+            control.send(Resumable(self.number, num_steps, is_saved))
 
     def leave(self, num_steps: int, reason: str) -> NoReturn:
         """End this process; the other members continue without it; see `Members.leave`."""

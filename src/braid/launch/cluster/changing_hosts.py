@@ -142,4 +142,6 @@ class ChangingHosts(AbstractContextManager["ChangingHosts"]):
             self._notice(f"{text}; the run goes on without host {host}")
 
     def __exit__(self, *exc_info: object) -> None:
+        for rendezvous in self._coming.values():
+            rendezvous.abandon()
         self._stack.close()

@@ -139,8 +139,9 @@ class RemoteBackend:
 
     def _node_of(self, host: str) -> int | None:
         """Return the number of a host with a live agent; None without one."""
+        unusable = self._released | self._leaving
         nodes = (n for n, a in self._agents.items() if a.alive and a.name == host)
-        return next((node for node in nodes if node not in self._released), None)
+        return next((node for node in nodes if node not in unusable), None)
 
     @property
     def is_on_engine(self) -> bool:
@@ -171,7 +172,7 @@ class RemoteBackend:
     def deadline_ns(self) -> int | None:
         """Time at which `poll` is due; None while nothing is due."""
         join_listener = self.hosts_ready.join_listener
-        if self._asking():
+        if self._asking() or self._homeless():
             return 0
         return join_listener.deadline_ns if join_listener is not None else None
 
@@ -244,7 +245,9 @@ class RemoteBackend:
         """Do nothing: an agent's loss is detected by its closed connection."""
 
     def poll(self) -> None:
-        """Send the stack requests that are due, and refuse late launchers."""
+        """Send the stack requests that are due, and refuse late launchers; end homeless ranks."""
+        for node in self._homeless():
+            self._on_lost(self._agents[node], "was lost before this rank could start on it")
         for node in self._asking():
             asked = [r for r in self._by_node[node] if r.wants_stacks]
             handlers = tuple(r.rank for r in asked if r.has_joined and r.alive)
@@ -303,6 +306,11 @@ class RemoteBackend:
         for rank in self._by_node[agent.node]:
             if rank.alive:
                 self._on_change(rank, rank.on_host_lost(f"host {agent.name} {why}"))
+
+    def _homeless(self) -> list[int]:
+        """Return lost hosts with ranks that were to start there, as no other host was left."""
+        lost = (node for node, agent in self._agents.items() if not agent.alive)
+        return [node for node in lost if any(rank.alive for rank in self._by_node[node])]
 
     def _asking(self) -> list[int]:
         return [n for n, ranks in self._by_node.items() if any(r.wants_stacks for r in ranks)]

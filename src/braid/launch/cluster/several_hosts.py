@@ -75,7 +75,8 @@ class HostsSupervisor:
                     problems = rendezvous.problems
                     usable = tuple(host for host in hosts.hosts if host.name not in problems)
                     num_slots = sum(host.slots for host in usable)
-                    if usable == hosts.hosts or num_slots < job.elastic.min_ranks:
+                    is_signal = not rendezvous.has_ended
+                    if is_signal or usable == hosts.hosts or num_slots < job.elastic.min_ranks:
                         raise
                     for name, why in problems.items():
                         console.notice(f"host {name} {why}; the run begins without it")

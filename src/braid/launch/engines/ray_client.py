@@ -38,6 +38,7 @@ PR_SET_PDEATHSIG = 1
 TAIL = 2000  # characters of what an agent has printed
 PROBE_LIMIT_S = 5.0
 POLL_S = 0.5
+DRAIN_POLL_S = 2.0
 
 
 class Reserved(NamedTuple):
@@ -100,7 +101,7 @@ def _output_of(agent: subprocess.Popen[bytes], line: bytes) -> bytes:
     is_asked = False
     while True:
         try:
-            return agent.communicate(words, POLL_S)[1]
+            return agent.communicate(words, DRAIN_POLL_S)[1]
         except subprocess.TimeoutExpired:
             words = None  # has been sent
             if not is_asked and _is_draining():
@@ -112,8 +113,11 @@ def _is_draining() -> bool:
     """Return whether Ray takes this node away soon, such as before a preemption."""
     import ray  # noqa: PLC0415 - an extra
 
-    nodes = ray._private.state.state.get_draining_nodes()  # noqa: SLF001 - nothing public
-    return ray.get_runtime_context().get_node_id() in nodes
+    try:
+        nodes = ray._private.state.state.get_draining_nodes()  # noqa: SLF001 - nothing public
+        return ray.get_runtime_context().get_node_id() in nodes
+    except Exception:  # noqa: BLE001 - of another Ray, or while its server starts again
+        return False
 
 
 class AgentActor:

@@ -98,6 +98,7 @@ class MemberDriver:
         self.state = MembershipState(limits, job.num_ranks)
         self.changes = MemberChanges()
         self.resume = job.resume
+        self._training = 0  # which has saved the last checkpoint
         self._job = job
         self._run = run
         self._clock = clock
@@ -171,7 +172,7 @@ class MemberDriver:
     def received(self, process: Rank, message: Ready | Resumable) -> None:
         """Record that a process waits for the next members, leaves the run, or has a checkpoint."""
         if isinstance(message, Resumable):
-            self.state.checkpoint_step = message.num_steps
+            self.state.checkpoint_step, self._training = message.num_steps, message.training
             if message.is_saved:
                 self.resume = ""
             return
@@ -222,7 +223,7 @@ class MemberDriver:
                     self._run.journal.notice(text + ", with the last checkpoint" * is_anew)
                 can_lose = self.state.can_lose(order.members[0])  # any of them
                 for rank in order.members:
-                    ranks[rank].send(NewEpoch(*order, can_lose))
+                    ranks[rank].send(NewEpoch(*order, self._training, can_lose))
             elif isinstance(order, Pause):
                 for rank in order.members:
                     ranks[rank].send(PauseTraining())

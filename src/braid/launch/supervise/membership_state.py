@@ -33,7 +33,8 @@ Safety, whatever the order of events, also when they are delayed or doubled:
 * There are between `min_ranks` and `max_ranks` members, unless some have finished. Slots that a
   run loses do not make it smaller than `min_ranks`: members without a slot stay until others come.
 * If no member with the state has a slot, one without a slot stays for an epoch more, with those
-  that come. So the state moves from hosts that go away to hosts that come.
+  that come (also beside a single slot, unless `max_ranks` is 1). So the state moves from hosts that
+  go away to hosts that come.
 
 Ranks with roles, such as servers and workers, never report ready: there is no epoch, and a loss
 gives a Replace, until the ranks that no process can replace have finished.
@@ -336,7 +337,8 @@ class MembershipState:
         count = max(len(ready) - len(leaving), self._limits.min_ranks)
         chosen = slots[: min(count, self._num_places)]
         if holders and not set(holders).intersection(chosen):
-            chosen = [*chosen[: self._num_places - 1], holders[0]]
+            room = max(self._num_places - 1, min(1, self._limits.max_ranks - 1))
+            chosen = [*chosen[:room], holders[0]]
         return tuple(rank for rank in ready if rank in chosen)
 
     def _dismiss(self, waiting: Sequence[int]) -> list[Order]:

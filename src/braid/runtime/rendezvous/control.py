@@ -157,10 +157,12 @@ class Resumable(msgspec.Struct, tag_field="kind", tag="resumable", frozen=True):
     """Notice of a member to the launcher that new processes could begin with a checkpoint.
 
     Attributes:
+        training: Number of the training in its program.
         num_steps: Number of training steps in the checkpoint.
         is_saved: Whether this training has saved it; otherwise the training has begun with it.
     """
 
+    training: int
     num_steps: int
     is_saved: bool
 
@@ -181,6 +183,7 @@ class NewEpoch(msgspec.Struct, tag_field="kind", tag="epoch", frozen=True):
         num_steps: Number of steps in the state of each member; -1 without state.
         checkpoint_step: Number of steps in the checkpoint with which all members begin; -1 if some
             of them have the state.
+        training: Number of the training, in its program, that this checkpoint is of.
         can_lose: Whether the run can continue if one of the members leaves.
     """
 
@@ -188,6 +191,7 @@ class NewEpoch(msgspec.Struct, tag_field="kind", tag="epoch", frozen=True):
     members: tuple[int, ...]
     num_steps: tuple[int, ...]
     checkpoint_step: int = -1
+    training: int = 0
     can_lose: bool = False
 
 

@@ -145,8 +145,10 @@ class Membership:
 
     @property
     def checkpoint_step(self) -> int:
-        """Number of steps in the checkpoint with which this epoch begins; -1 without one."""
-        return -1 if self._launcher is None else self._launcher.epoch.checkpoint_step
+        """Number of steps in the checkpoint with which the training begins; -1 without one."""
+        if self._launcher is None or self._launcher.epoch.training != self.num_trainings:
+            return -1
+        return self._launcher.epoch.checkpoint_step
 
     @property
     def pauses(self) -> bool:
