@@ -66,7 +66,9 @@ class ChangingHosts(AbstractContextManager["ChangingHosts"]):
         self._problems: dict[str, str] = {}  # the last one of each host
         self._num_nodes = len(backend.hosts)
         self._stack = ExitStack()
-        source.poll()  # hosts that could not be gathered at the start are lost
+        _, problem = source.poll()  # hosts that could not be gathered at the start are lost
+        if problem:
+            notice(problem)
         self.hosts: Mapping[str, int] = self._usable()
 
     @property
@@ -104,15 +106,20 @@ class ChangingHosts(AbstractContextManager["ChangingHosts"]):
         return {host: slots[host] for host in slots if self._backend.has_agent(host)}
 
     def _gather(self, host: Host) -> None:
-        rendezvous = HostRendezvous(
-            self._job,
-            replace(self._where, hosts=(host,), num_ranks=None),
-            None,
-            self._clock,
-            self._notice,
-            run=self._backend.hosts_ready,
-            first_node=self._num_nodes,
-        )
+        try:
+            rendezvous = HostRendezvous(
+                self._job,
+                replace(self._where, hosts=(host,), num_ranks=None),
+                None,
+                self._clock,
+                self._notice,
+                run=self._backend.hosts_ready,
+                first_node=self._num_nodes,
+            )
+        except OSError as error:
+            self._source.lost(host.name, is_gone=True)
+            self._notice(f"host {host.name} cannot be prepared on this host: {error.strerror}")
+            return
         self._num_nodes += 1
         self._coming[host.name] = self._stack.enter_context(rendezvous)
         try:
