@@ -46,18 +46,23 @@ with braid.elastic_mesh(build, "dp=3", shard=2, verify=1) as training:
 """
 
 
-def test_faults_are_named_and_cost_no_step(tmp_path: Path):
+def chaos(tmp_path: Path, program: str, options: str, min_ranks: int = 1) -> tuple[int, str]:
+    """Strike a program on three ranks; returns the exit code and the output."""
     job = tmp_path / "job.py"
-    job.write_text(JOB)
+    job.write_text(program)
+    words = [*options.split(), "run", "-n", "3", "--min-ranks", str(min_ranks), "--timeout", "100"]
+    command = [sys.executable, "-m", "braid", "chaos", *words, "--log-dir", str(tmp_path / "run")]
+    ended = subprocess.run(
+        [*command, str(job)], capture_output=True, text=True, timeout=120, check=False
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_faults_are_named_and_cost_no_step(tmp_path: Path):
+    options = "--every-s 1.5 --minutes 0.12 --seed 5 --kinds kill,stop,bitflip"
+    code, text = chaos(tmp_path, JOB, options)
     run = tmp_path / "run"
-    command = [
-        sys.executable, "-m", "braid", "chaos", "--every-s", "1.5", "--minutes", "0.12", "--seed", "5",
-        "--kinds", "kill,stop,bitflip", "run", "-n", "3", "--min-ranks", "1", "--log-dir", str(run),
-        "--timeout", "100", str(job),
-    ]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    text = ended.stdout + ended.stderr
-    assert ended.returncode == 0, text
+    assert code == 0, text
     assert re.search(r"lost steps +0\n", text)
     assert re.search(r"weights +bit by bit as in the undisturbed run", text)
     assert re.search(r"causes +([1-9]\d*) of \1 right", text)
@@ -70,16 +75,9 @@ def test_faults_are_named_and_cost_no_step(tmp_path: Path):
 
 
 def test_flipped_bits_are_found_on_a_mesh(tmp_path: Path):
-    job = tmp_path / "job.py"
-    job.write_text(MESH_JOB)
-    command = [
-        sys.executable, "-m", "braid", "chaos", "--every-s", "2", "--minutes", "0.1", "--kinds",
-        "bitflip", "run", "-n", "3", "--min-ranks", "3", "--log-dir", str(tmp_path / "run"),
-        "--timeout", "100", str(job),
-    ]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    text = ended.stdout + ended.stderr
-    assert ended.returncode == 0, text
+    options = "--every-s 2 --minutes 0.1 --kinds bitflip"
+    code, text = chaos(tmp_path, MESH_JOB, options, min_ranks=3)
+    assert code == 0, text
     assert re.search(r"lost steps +0\n", text)
     assert re.search(r"causes +([1-9]\d*) of \1 right", text)
     assert "has computed other gradients than its peers in step" in text
@@ -87,37 +85,26 @@ def test_flipped_bits_are_found_on_a_mesh(tmp_path: Path):
 
 @pytest.mark.all
 def test_state_that_a_newcomer_lacks_makes_other_weights(tmp_path: Path):
-    job = tmp_path / "job.py"
     counts = "                count += 1\n                (model(x).square().mean() * count)"
-    job.write_text(
+    program = (
         JOB.replace(", verify=1", "")
         .replace("with braid", "count = 1.0\nwith braid")
         .replace("                model(x).square().mean()", counts)
         .replace("lr=0.01", "lr=1e-6")
     )
-    command = [
-        sys.executable, "-m", "braid", "chaos", "--every-s", "1", "--minutes", "0.05", "--kinds",
-        "kill", "run", "-n", "3", "--min-ranks", "1", "--log-dir", str(tmp_path / "run"), str(job),
-    ]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    text = ended.stdout + ended.stderr
-    assert ended.returncode == 1, text
+    code, text = chaos(tmp_path, program, "--every-s 1 --minutes 0.05 --kinds kill")
+    assert code == 1, text
     assert "the weights are not as in the undisturbed run" in text
     assert re.search(r"lost steps +0\n", text)
 
 
 def test_a_run_that_fails_does_not_pass(tmp_path: Path):
-    job = tmp_path / "job.py"
-    job.write_text(
-        "import braid\nbraid.init()\nbraid.log(loss=1.0)\nraise ValueError('shard 7 is missing')\n"
+    program = (
+        "import braid\nbraid.init()\nbraid.log(loss=1)\nraise ValueError('shard 7 is missing')\n"
     )
-    command = [
-        sys.executable, "-m", "braid", "chaos", "--minutes", "0.1", "run", "-n", "2",
-        "--min-ranks", "1", "--log-dir", str(tmp_path / "run"), str(job),
-    ]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "the run has failed with exit code 1" in ended.stdout
-    assert re.search(r"goodput +none, as the run has failed\n", ended.stdout)
-    assert re.search(r"causes +0 of [12] right\n", ended.stdout)  # the failure, after the last step
+    code, text = chaos(tmp_path, program, "--minutes 0.1")
+    assert code == 1, text
+    assert "the run has failed with exit code 1" in text
+    assert re.search(r"goodput +none, as the run has failed\n", text)
+    assert re.search(r"causes +0 of [123] right\n", text)  # the failure, after the last step
     assert "shard 7 is missing" in (tmp_path / "run" / "chaos.html").read_text()
