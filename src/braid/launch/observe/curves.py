@@ -13,7 +13,7 @@ from braid.launch.observe.figures import Chart, line_chart
 from braid.launch.observe.run_directory import Run
 from braid.launch.observe.timeline import StepKey, StepTime
 from braid.runtime.diagnose.block import rank_list
-from braid.runtime.metrics import MEASURED
+from braid.runtime.metrics import DIGESTS, MEASURED
 from braid.runtime.text import duration_text
 
 __all__ = ["charts", "rates", "step_durations"]
@@ -24,7 +24,7 @@ LOSSES = ("loss", "eval_loss", "val_loss")
 RATES = {"samples": "samples per second", "tokens": "tokens per second"}
 # drawn above in other forms, or logged by `braid train` in addition to the recording
 NOT_DRAWN = frozenset(
-    {*MEASURED, *LOSSES, *RATES, "tokens_per_s", "mfu", "compute", "wait", "transfer"}
+    {*MEASURED, *DIGESTS, *LOSSES, *RATES, "tokens_per_s", "mfu", "compute", "wait", "transfer"}
 )
 MEBI = 1 / (1 << 20)
 MAX_CHARTS = 60

@@ -18,7 +18,7 @@ from braid.launch.observe.live_run import LiveRun
 from braid.launch.observe.publish import write_page
 from braid.launch.observe.status import RunStatus, status_of
 from braid.runtime.clock import Clock
-from braid.runtime.metrics import MEASURED
+from braid.runtime.metrics import DIGESTS, MEASURED
 
 __all__ = ["export", "prometheus_text"]
 
@@ -114,7 +114,7 @@ def prometheus_text(status: RunStatus) -> str:
     ]
     faults = [(event.kind, event.unix_s) for event in status.faults]
     kinds = ("stopped", "left", "lost", "failed")
-    hidden = {*MEASURED, "members"}
+    hidden = {*MEASURED, *DIGESTS, "members"}
     families: list[tuple[str, str, str, list[tuple[Mapping[str, str], float]]]] = [
         ("run_up", "gauge", "1 while the launcher runs.", [(run, status.state == "running")]),
         ("step", "gauge", "Number of finished steps.", [(run, status.step)]),

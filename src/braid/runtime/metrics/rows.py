@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 
 from braid.errors import ConfigError
 
-__all__ = ["MEASURED", "Row", "row_of"]
+__all__ = ["DIGESTS", "MEASURED", "Row", "row_of"]
 
 Row: TypeAlias = dict[str, int | float | None]
 
@@ -38,6 +38,16 @@ MEASURED = (
     "peak_rss_bytes",
     "cuda_bytes",
     "cuda_peak_bytes",
+)
+# logged under `braid chaos` to compare weights, and not shown
+DIGESTS = (
+    "weights",
+    "weights_digest",
+    "weights_projection",
+    "weights_squares",
+    "weights_order",
+    "weights_training",
+    "weights_epoch",
 )
 NAME = re.compile(r"[^\x00-\x1f\x7f]{1,80}")
 MAX_VALUES = 200
