@@ -343,7 +343,7 @@ class _Run:
             newest = max((self.processes[r].num_steps for r in alive), default=-1)
             assert max(new.num_steps) >= newest, "the newest state is kept"
             if max(new.num_steps) < 0 and any(max(begun.num_steps) >= 0 for begun in self.epochs):
-                assert new.checkpoint_step >= 0, "nobody begins anew without a checkpoint"
+                assert new.checkpoint_step >= 0, "members without the state begin with a checkpoint"
 
     def say_ready(self, rank: int) -> None:
         process = self.processes[rank]

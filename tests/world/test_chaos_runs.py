@@ -83,7 +83,7 @@ def test_flipped_bits_are_found_on_a_mesh(tmp_path: Path):
     assert "has computed other gradients than its peers in step" in text
 
 
-@pytest.mark.all
+@pytest.mark.proof
 def test_state_that_a_newcomer_lacks_makes_other_weights(tmp_path: Path):
     counts = "                count += 1\n                (model(x).square().mean() * count)"
     program = (

@@ -135,7 +135,7 @@ def _defective(kind: str, rank: int) -> Callable[[], tuple]:
 
 KINDS = [
     *itertools.product(("output", "gradient of the output"), (2, 3)),
-    ("gradient of the input", 3),  # its gradients are right, and those of stage 0 are wrong
+    ("gradient of the input", 3),  # its gradients are right, and stage 0 has wrong ones
 ]
 
 

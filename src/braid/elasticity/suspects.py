@@ -31,6 +31,7 @@ from statistics import median
 from typing import NamedTuple
 
 from braid.comm import Group
+from braid.elasticity.members import Members
 from braid.elasticity.replica import Replica, WholeModel
 from braid.errors import MismatchError
 
@@ -85,18 +86,18 @@ class StepTimes:
         self._busy_ns += self._began_ns - began_ns
         self._num_busy += 1
 
-    def find_slow(self, group: Group, num_steps: int, *, can_lose: bool) -> tuple[int | None, str]:
+    def find_slow(self, members: Members, num_steps: int) -> tuple[int | None, str]:
         """Find a rank that was slow in three checks in a row; every tenth step is a check.
 
         Args:
-            group: All ranks; a check is a collective.
+            members: All ranks; a check is a collective. If the run cannot continue without a rank,
+                a slow rank is only named.
             num_steps: Number of steps so far, the same on all ranks.
-            can_lose: Whether the run can continue without a rank; if not, a slow rank is only
-                named.
 
         Returns:
             The slow rank, or None; and a text that describes how slow it is.
         """
+        group = members.group
         if not self._factor or num_steps % LOOK_STEPS or group.size == 1:
             return None, ""
         mine = self._busy_ns / 1e9 / max(1, self._num_busy)  # of a micro-batch
@@ -109,7 +110,7 @@ class StepTimes:
             return None, ""
         times = times_slower(seconds, slow, replicas[slow])
         text = f"has taken {times:.1f} times as long as its peers for its steps"
-        if self._replaces and can_lose:
+        if self._replaces and members.can_lose:
             return slow, text
         if slow == group.rank and not self._has_named:
             advice = "replace it with replace_slow=2.0"

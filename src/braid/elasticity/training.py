@@ -340,8 +340,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         if pauses is None:
             return
         self._wants_change = self._end_step(pauses)
-        can_lose = members.can_lose
-        slow, reason = self._times.find_slow(members.group, self.num_steps, can_lose=can_lose)
+        slow, reason = self._times.find_slow(members, self.num_steps)
         if slow == members.group.rank:
             members.leave(self.num_steps, reason)
         self._wants_change |= slow is not None

@@ -45,7 +45,7 @@ def weight_digest(boxes: Iterable[WeightBox], num_steps: int, *, order: int) -> 
     """Return the digest of a rank's boxes as numbers to log; equal names are to be added up.
 
     Args:
-        boxes: The boxes; those of all ranks together have each element once.
+        boxes: The boxes; all ranks together have each element once.
         num_steps: Number of steps so far; other steps have other signs in the projection.
         order: Number of the order in which gradients are added up; runs with the same one have the
             same bits. -1 if bits may differ from run to run.

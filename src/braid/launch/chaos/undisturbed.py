@@ -115,6 +115,6 @@ def started(
         yield process
     finally:
         if process.poll() is None:
-            with suppress(KeyboardInterrupt):  # Ctrl-C has reached the launcher, too
+            with suppress(KeyboardInterrupt):  # Ctrl-C has also reached the launcher
                 process.terminate()
                 process.wait()

@@ -214,7 +214,7 @@ class RemoteBackend:
         places, addresses = self.hosts_ready.places, self.hosts_ready.addresses
         is_lost = [not self._agents[p.node].alive or p.node in self._leaving for p in places]
         node = self._node_of(host)
-        if host and node is None:  # lost since then: the rank is lost, too, and replaced elsewhere
+        if host and node is None:  # lost since then: the rank is lost with it, and replaced
             node = next((n for n, agent in self._agents.items() if agent.name == host), None)
         if node is not None:
             chosen, local_rank = next(p for p in places if p.node == node), place

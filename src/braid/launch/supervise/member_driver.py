@@ -219,8 +219,8 @@ class MemberDriver:
                 if order.epoch:
                     members = ", ".join(map(str, order.members))
                     text = f"epoch {order.epoch}: ranks {members} go on at step {step}"
-                    is_anew = order.checkpoint_step >= 0
-                    self._run.journal.notice(text + ", with the last checkpoint" * is_anew)
+                    is_loaded = order.checkpoint_step >= 0
+                    self._run.journal.notice(text + ", with the last checkpoint" * is_loaded)
                 can_lose = self.state.can_lose(order.members[0])  # any of them
                 for rank in order.members:
                     ranks[rank].send(NewEpoch(*order, self._training, can_lose))

@@ -292,7 +292,7 @@ class MembershipState:
             return [self._begin(self.members)] if self.members else []
         has_state = any(self._ready[member] >= 0 for member in self.members)
         if not has_state and (self._most_steps >= 0 or not self.members):
-            return self._begin_anew(members, ready)
+            return self._begin_from_checkpoint(members, ready)
         if len(members) < self._limits.min_ranks:
             return []  # until a newcomer is ready
         return self._begin_with(members, ready)
@@ -306,7 +306,7 @@ class MembershipState:
         self._is_ending = True
         return [Pause(self.members)]
 
-    def _begin_anew(self, members: tuple[int, ...], ready: Sequence[int]) -> list[Order]:
+    def _begin_from_checkpoint(self, members: tuple[int, ...], ready: Sequence[int]) -> list[Order]:
         """Begin with the last checkpoint when all processes that are to come are ready."""
         if self.checkpoint_step < 0:
             reason = f"rank {self._last_lost} was lost, the last one with the state of the training"
