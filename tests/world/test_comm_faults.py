@@ -111,6 +111,34 @@ def test_a_member_that_stops_for_ever_is_named_when_the_time_is_over(procs):
     assert "abandoned the group" in texts[1] or "expected" in texts[1], texts[1]
 
 
+def _learns_why_another_has_stopped(group: Group, reason: str, order: tuple[int, ...]) -> str:
+    """Ranks wait in a collective one after another: a later rank finds that two members have left."""
+    store, turn = group.context.store, order.index(group.rank)
+    if turn:
+        store.wait([f"turn {turn}"], 60.0)
+    try:
+        if turn:
+            group.all_reduce(torch.ones(3))
+        else:
+            group.abort(reason)
+    except CommError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        store.set(f"turn {turn + 1}", b"")
+        store.wait([f"turn {group.size}"], 60.0)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [("KeyError: 'loss'", "CommError"), ("CommTimeout in barrier: late", "CommTimeout")],
+)
+def test_a_member_that_was_stopped_passes_on_who_stopped_first(world, reason, kind):
+    error = f"{kind}: stopped because rank 2 abandoned the group: {reason}"
+    texts = world(3, _learns_why_another_has_stopped, reason, (2, 1, 0))
+    assert texts == [error, error, ""]
+
+
 def _forks_in_it(group: Group) -> tuple[int, float]:
     x = torch.ones(NUMEL)
     work = group.all_reduce(x, async_op=True)

@@ -37,6 +37,7 @@ from braid.runtime.transport import DeviceWait, Wait, WaitAny
 __all__ = ["Operation", "OperationSteps", "call_back", "stop_reason"]
 
 LEFT_GRACE_S = 0.1
+STOPPED = "stopped because rank "  # begin of the error of a rank that another member has stopped
 MISMATCH_GRACE_S = 2.0  # seconds to wait for missing ranks before the table is made
 ENDED = Collective("ended")  # replaces the collective of an operation that has ended
 OperationSteps = Generator[Wait | WaitAny | DeviceWait, None, None]
@@ -277,9 +278,12 @@ class Operation:
         reason = self.pages.text_of(member, state.reason)
         if state.value:  # it reports a lost rank
             return PeerLostError(reason, rank=state.value - 1)
-        msg = f"stopped because rank {self.pages.numbers[member]} abandoned the group: {reason}"
+        if reason.startswith(STOPPED):  # the member was stopped itself: its reason has the cause
+            first, reason = reason, reason.partition(": ")[2]
+        else:
+            first = f"{STOPPED}{self.pages.numbers[member]} abandoned the group: {reason}"
         # any rank's deadline may come first: all that wait for a missing rank raise the same type
-        return CommTimeout(msg) if reason.startswith("CommTimeout") else CommError(msg)
+        return CommTimeout(first) if reason.startswith("CommTimeout") else CommError(first)
 
     def _may_know_more(self) -> bool:
         """Return whether to wait briefly before using the report of a rank that left.
@@ -395,7 +399,13 @@ class Operation:
 
 
 def stop_reason(text: str, exc: BaseException) -> str:
-    """Return why a rank leaves a group, for the other members, after an error in `text`."""
+    """Return why a rank leaves a group, for the other members, after an error in `text`.
+
+    If another member has stopped the rank, return that member's reason: a third member may receive
+    it first, and must name the member that failed first.
+    """
+    if isinstance(exc, CommError) and str(exc).startswith(STOPPED):
+        return str(exc)
     where = "" if text in str(exc) else f" in {text}"
     return f"{type(exc).__name__}{where}: {exc}"
 
