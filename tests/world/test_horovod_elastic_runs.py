@@ -88,14 +88,20 @@ def horovodrun(tmp_path: Path, options: str, words: str) -> subprocess.Completed
     )
 
 
-def test_horovodrun_takes_a_rank_in_when_a_slot_has_rested_or_is_discovered(tmp_path):
-    slots = tmp_path / "slots"
-    slots.write_text("localhost:2\n")
-    script = discovery(tmp_path, slots)
-    options = f"-np 2 --min-np 1 --max-np 3 --host-discovery-script {script}"
-    words = f"1:3 wait grow:{slots}=localhost:3"
-    ended = horovodrun(tmp_path, f"{options} --blacklist-cooldown-range 1 2", words)
+def grown(tmp_path: Path, slots: str, later: str) -> subprocess.CompletedProcess[str]:
+    """Run on discovered slots: rank 1 dies in step 3, then the slots are those of `later`."""
+    path = tmp_path / "slots"
+    path.write_text(slots)
+    options = f"-np 2 --min-np 1 --max-np 3 --host-discovery-script {discovery(tmp_path, path)}"
+    ended = horovodrun(
+        tmp_path, f"{options} --blacklist-cooldown-range 1 2", f"1:3 wait grow:{path}={later}"
+    )
     assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def test_horovodrun_takes_a_rank_in_when_a_slot_has_rested_or_is_discovered(tmp_path):
+    grown(tmp_path, "localhost:2\n", "localhost:3")
     found = found_in(tmp_path)
     assert len(found) == 3
     check(found, [0, *sorted(found)[1:]], num_repeats=2)
@@ -119,13 +125,7 @@ def _ssh(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("_ssh")
 def test_horovodrun_takes_ranks_in_on_hosts_that_were_blocked_or_come_later(tmp_path):
-    slots = tmp_path / "slots"
-    slots.write_text("a:1\nb:1\nnowhere:1\n")
-    script = discovery(tmp_path, slots)
-    options = f"-np 2 --min-np 1 --max-np 3 --host-discovery-script {script}"
-    words = f"1:3 wait grow:{slots}=a:1,b:1,c:1"
-    ended = horovodrun(tmp_path, f"{options} --blacklist-cooldown-range 1 2", words)
-    assert ended.returncode == 0, ended.stderr
+    ended = grown(tmp_path, "a:1\nb:1\nnowhere:1\n", "a:1,b:1,c:1")
     assert "host nowhere has no agent" in ended.stderr
     for text in ("b is blocked for 1 s", "b has joined the run", "c has joined the run"):
         assert f"braid: host {text}" in ended.stderr
