@@ -12,12 +12,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
-from braid.launch import JobSpec, QuietConsole, Supervisor
 from braid.launch.process.child import Child
 from braid.launch.process.fork_server import ForkServer
-from braid.launch.process.job import ElasticLimits
 from braid.launch.process.processes import subreaper
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
@@ -140,65 +139,69 @@ def test_ranks_start_without_a_server_that_is_killed(launch):
     assert program.server.fork({}, {}) is None
 
 
-FINDS_SERVER = """
-import os, pathlib, time
+WAITS = """
+import time
 import braid
 group = braid.init()
-end = time.monotonic() + float(os.environ["READY_S"])
-
-def is_server(pid):
-    try:
-        return b"process/preload" in pathlib.Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it has ended
-        return False
-
-while time.monotonic() < end:
+while True:
     group.barrier()
-    if any(map(is_server, filter(str.isdigit, os.listdir("/proc")))):
-        raise SystemExit(0)
     time.sleep(0.05)
-raise SystemExit(3)
 """
 
 
 @pytest.mark.all
-def test_a_server_starts_beside_spares_which_do_nothing(tmp_path):
-    (tmp_path / "finds_server.py").write_text(FINDS_SERVER)
-    job = JobSpec(
-        command=(str(tmp_path / "finds_server.py"),),
-        elastic=ElasticLimits(min_ranks=1, max_ranks=1, spares=1, restarts=1),
-        log_dir=str(tmp_path / "run"),
-        environ=dict(os.environ) | {"READY_S": str(READY_S)},
-    )
-    outcome = Supervisor(QuietConsole()).run(job)
-    assert outcome.ok, str(outcome)
-
-
-@pytest.mark.all
-def test_new_ranks_of_braid_train_are_forked_and_not_executed_again(tmp_path):
-    options = ("-n1", "--spares=1", "--min-ranks=1", "--restarts=50", "--steps=1000000")
-    command = [sys.executable, "-m", "braid", "train", *options, "--log-dir", str(tmp_path)]
+def test_a_server_starts_beside_a_spare_and_forks_new_ranks(tmp_path):
+    script, run = tmp_path / "waits.py", tmp_path / "run"
+    script.write_text(WAITS)
+    options = ("-n", "1", "--spares=1", "--min-ranks=1", "--restarts=50", "--log-dir", str(run))
+    command = [sys.executable, "-m", "braid", "run", *options, str(script)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
         try:
-            end_s = time.monotonic() + READY_S
-            while not any(map(_is_forked, _ready_ranks(tmp_path))):
+            end_s, used_s = time.monotonic() + READY_S, 0.0
+            while not any(map(_is_forked, ranks := _started_ranks(run))):
                 assert time.monotonic() < end_s
-                time.sleep(2.0)
-                ready = _ready_ranks(tmp_path)
-                if len(ready) >= 2:  # the newest is a spare, and the server may be ready now
+                assert job.poll() is None
+                time.sleep(0.2)
+                used_before_s, used_s = used_s, _cpu_time_of_server_s(job.pid)
+                if len(ranks) >= 2 and used_s and used_s == used_before_s:  # it has imported all
                     with suppress(ProcessLookupError):
-                        os.kill(ready[-1], signal.SIGKILL)
+                        os.kill(ranks[-1], signal.SIGKILL)  # the newest is a spare
         finally:
             job.terminate()
 
 
-def _ready_ranks(run: Path) -> list[int]:
-    """Return the processes of ranks that train or are ready to train, the newest last."""
+IMPORTS = """
+import os, runpy, sys
+before = dict(os.environ)
+
+class Finder:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "torch":
+            sys.exit(7 if dict(os.environ) == before else 1)
+
+sys.meta_path.insert(0, Finder)
+runpy.run_module("braid.train.worker", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_rank_of_braid_train_is_not_executed_again():
+    done = subprocess.run([sys.executable, "-c", IMPORTS, "{}"], check=False)
+    assert done.returncode == 7, "it has changed the environment before it imports torch"
+
+
+def _started_ranks(run: Path) -> list[int]:
+    """Return the processes of ranks that have been started and not been lost, the newest last."""
     path = run / "events" / "launcher.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     lost = {event["rank"] for event in events if event["kind"] == "lost"}
-    ready = {event["rank"] for event in events if event["kind"] == "waiting"} - lost
-    return [e["pid"] for e in events if e["kind"] == "started" and e["rank"] in ready]
+    return [e["pid"] for e in events if e["kind"] == "started" and e["rank"] not in lost]
+
+
+def _cpu_time_of_server_s(launcher: int) -> float:
+    """Return the seconds of a core that the launcher's fork server has used."""
+    children = psutil.Process(launcher).children()
+    return sum(sum(child.cpu_times()[:2]) for child in children if _is_forked(child.pid))
 
 
 def _is_forked(pid: int) -> bool:
