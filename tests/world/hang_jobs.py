@@ -1,7 +1,7 @@
 """Programs of two or three ranks that stand still for a moment, each in another way.
 
-`python hang_jobs.py NAME...` runs the functions one after the other. Rank 1 does not come, for long enough to be reported with a limit of half a
-second; then it comes, so that the run ends well.
+`python hang_jobs.py NAME...` runs the functions one after the other. Rank 1 does not come until the launcher has reported it; then it comes, so that
+the run ends well.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -32,7 +36,8 @@ class SlowOnce(Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 4 and os.environ["RANK"] == "1":
-            time.sleep(LONG_S)
+            with end_of_report() as pipe:
+                os.read(pipe, 1)
         return torch.zeros(1)
 
 
@@ -47,8 +52,10 @@ def out_of_batches() -> None:
 
 
 def write_results() -> None:
-    # in C, where a signal ends it early: a report must not
-    assert ctypes.CDLL(None).usleep(round(LONG_S * 1e6)) == 0
+    report = next_report()
+    while not os.access(report, os.F_OK):
+        # in C, where a signal ends it early: a report must not
+        assert ctypes.CDLL(None).usleep(round(LONG_S * 1e6)) == 0
 
 
 def stopped() -> None:
@@ -61,21 +68,17 @@ def stopped() -> None:
 def holds_the_lock() -> None:
     group, x = started()
     if group.rank == 1:
-        read_end, write_end = os.pipe()
-        child = subprocess.Popen(["sleep", str(LONG_S)], stdout=write_end)
-        os.close(write_end)
-        ctypes.PyDLL(None).read(read_end, ctypes.create_string_buffer(1), 1)  # until it has ended
-        child.wait()
-        os.close(read_end)
+        with end_of_report() as pipe:
+            ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
     group.all_reduce(x)
 
 
 def computes() -> None:
     group, x = started()
     if group.rank == 1:
-        end_s = time.monotonic() + LONG_S
-        while time.monotonic() < end_s:
-            re.match(r"(a+)+$", "a" * 16 + "b")
+        report = next_report()
+        while not os.access(report, os.F_OK):
+            re.match(r"(a+)+$", "a" * 20 + "b")
     group.all_reduce(x)
 
 
@@ -121,6 +124,23 @@ def all_compute() -> None:
     time.sleep(LONG_S)
     later.wait()
     work.wait()
+
+
+def next_report() -> Path:
+    """Return the file that the launcher's next report will be kept in."""
+    reports = (Path(os.environ["BRAID_LOG_DIR"]) / f"hang-{number}.txt" for number in count(1))
+    return next(report for report in reports if not report.exists())
+
+
+@contextmanager
+def end_of_report() -> Iterator[int]:
+    """Make a pipe that ends when the launcher has made its next report."""
+    pipe, write_end = os.pipe()
+    waits = f"until [ -e {shlex.quote(str(next_report()))} ]; do sleep 0.02; done"
+    with subprocess.Popen(["sh", "-c", waits], stdout=write_end):
+        os.close(write_end)
+        yield pipe
+    os.close(pipe)
 
 
 def started() -> tuple[braid.Group, torch.Tensor]:
