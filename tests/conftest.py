@@ -24,6 +24,7 @@ from support.worlds import run_threads
 from tiers import mark_tiers
 
 pytest_plugins = ("bounds", "costs")
+STARTUP = str(Path(__file__).parent / "support" / "startup")
 # programs that tests start import `support` and `benchmarks`, too
 _PATHS = [
     *map(str, Path(__file__).parents[:2]),
@@ -131,6 +132,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     default_signals()
+    paths = os.environ["PYTHONPATH"].split(os.pathsep)
+    if config.getoption("--hypothesis-profile") != "proof" and STARTUP not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *paths])
 
 
 def _scope(nodeid: str) -> str:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -334,18 +334,25 @@ def _recorder(directory: Path, rank: int) -> Recorder:
 def _start_server() -> None:
     """Start the process from which children are forked, unless it runs."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    usual = os.environ.get("OPENBLAS_NUM_THREADS")
-    os.environ["OPENBLAS_NUM_THREADS"] = (
-        "1"  # numpy starts threads when imported, and threads do not survive a fork
-    )
-    try:
+    # numpy starts threads when it is imported, and threads do not survive a fork; without the name
+    # of a test, torch is imported unchanged (`startup`), since some jobs compile
+    with _environment(OPENBLAS_NUM_THREADS="1", PYTEST_CURRENT_TEST=None):
         resource_tracker.ensure_running()
         forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _environment(**changes: str | None) -> Iterator[None]:
+    """Set variables of the environment, or remove them if they are None, inside the context."""
+    usual = {name: os.environ.pop(name, None) for name in changes}
+    os.environ.update({name: value for name, value in changes.items() if value is not None})
+    try:
+        yield
     finally:
-        if usual is None:
-            del os.environ["OPENBLAS_NUM_THREADS"]
-        else:
-            os.environ["OPENBLAS_NUM_THREADS"] = usual
+        for name, value in usual.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _serve(pipe: Connection, stacks: str) -> None:
