@@ -116,6 +116,11 @@ def test_the_block_says_who_waits_who_is_missing_and_why():
             "is at the end of its program",
         ),
         (late(process=RUNS), "busy", "computes at train.py:60 in finish (cpu 98 %) and has not come back"),
+        (
+            late(process=Process("R", 0.12, delayed_share=0.8)),
+            "busy",
+            "computes at train.py:60 in finish (cpu 12 %) and has not come back",
+        ),
         (late(span("checkpoint", 82)), "phase", "is still in checkpoint"),
         (
             late(),

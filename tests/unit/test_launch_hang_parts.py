@@ -143,20 +143,22 @@ def test_open_spans_are_found_however_often_the_ring_comes_round(ends, looks_eve
 
 
 def test_a_process_is_read_whatever_its_name():
-    found = parse_sample(STAT, STATUS)
-    assert found == Sample("R", 42, 7, 64 << 10, 2224 << 10, 0x200)
+    found = parse_sample(STAT, STATUS, "305 7000 12\n")
+    assert found == Sample("R", 42, 7, 64 << 10, 2224 << 10, 0x200, 7000)
+    assert parse_sample(STAT, STATUS) == found._replace(delayed_ns=0)
     assert (catches(found, signal.SIGUSR1), catches(found, signal.SIGUSR2)) == (True, False)
 
 
-@given(st.text(), st.text())
-def test_any_text_of_proc_is_a_sample(stat, status):
-    assert isinstance(parse_sample(stat, status), Sample)
+@given(st.text(), st.text(), st.text())
+def test_any_text_of_proc_is_a_sample(stat, status, schedstat):
+    assert isinstance(parse_sample(stat, status, schedstat), Sample)
+    assert isinstance(parse_sample(STAT, STATUS, schedstat), Sample)
 
 
 def test_two_looks_make_a_rate():
     ticks = os.sysconf("SC_CLK_TCK")
-    before, after = Sample("S", 0, 10), Sample("R", ticks // 2, 30, 4096, 8192)
-    assert process_between(before, after, S // 2) == Process("R", 1.0, 4096, 8192, 40.0)
+    before, after = Sample("S", 0, 10), Sample("R", ticks // 2, 30, 4096, 8192, 0, S // 8)
+    assert process_between(before, after, S // 2) == Process("R", 1.0, 4096, 8192, 40.0, 0.25)
     assert process_between(Sample(), after, S) == Process("R", None, 4096, 8192, 0.0)
     assert process_between(before, Sample(), S) == Process()
 

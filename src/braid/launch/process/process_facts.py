@@ -1,11 +1,12 @@
 """Reads the state, CPU time and swapped memory of a process from the kernel.
 
-Source: proc_pid_stat(5), proc_pid_status(5).
+Source: proc_pid_stat(5), proc_pid_status(5), Documentation/scheduler/sched-stats.rst of Linux.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ class Sample(NamedTuple):
         swapped_bytes: Number of bytes in swap.
         resident_bytes: Number of bytes in memory.
         caught: Bit mask of the signals that the process handles.
+        delayed_ns: Nanoseconds in which the main thread has waited for a core so far.
     """
 
     state: str = ""
@@ -34,6 +36,7 @@ class Sample(NamedTuple):
     swapped_bytes: int = 0
     resident_bytes: int = 0
     caught: int = 0
+    delayed_ns: int = 0
 
 
 def sample(pid: int) -> Sample:
@@ -43,17 +46,24 @@ def sample(pid: int) -> Sample:
         status = (PROC / str(pid) / "status").read_text(errors="replace")
     except OSError:
         return Sample()
-    return parse_sample(stat, status)
+    schedstat = ""
+    with suppress(OSError):  # a kernel without these numbers
+        schedstat = (PROC / str(pid) / "schedstat").read_text()
+    return parse_sample(stat, status, schedstat)
 
 
-def parse_sample(stat: str, status: str) -> Sample:
-    """Parse the texts of `/proc/PID/stat` and `/proc/PID/status`; unreadable numbers become 0."""
+def parse_sample(stat: str, status: str, schedstat: str = "") -> Sample:
+    """Parse `/proc/PID/stat`, `/proc/PID/status` and `/proc/PID/schedstat`.
+
+    Unreadable numbers become 0.
+    """
     columns = stat.rpartition(")")[2].split()  # the name in parentheses may hold anything
     numbers = [int(text) if text.lstrip("-").isdecimal() else 0 for text in columns]
     if len(numbers) < 13:
         return Sample()
     fields = dict(line.partition(":")[::2] for line in status.splitlines())
     caught = fields.get("SigCgt", "").strip()
+    _, delayed, *_ = [*schedstat.split(), "", ""]
     return Sample(
         state=columns[0],
         cpu_ticks=numbers[11] + numbers[12],
@@ -61,6 +71,7 @@ def parse_sample(stat: str, status: str) -> Sample:
         swapped_bytes=_kilobytes(fields.get("VmSwap", "")),
         resident_bytes=_kilobytes(fields.get("VmRSS", "")),
         caught=int(caught, 16) if caught and set(caught) <= set("0123456789abcdef") else 0,
+        delayed_ns=int(delayed) if delayed.isascii() and delayed.isdecimal() else 0,
     )
 
 
@@ -82,6 +93,7 @@ def process_between(before: Sample, after: Sample, elapsed_ns: int) -> Process:
         swapped_bytes=after.swapped_bytes,
         resident_bytes=after.resident_bytes,
         major_faults_per_s=(after.major_faults - before.major_faults) / elapsed_s if known else 0.0,
+        delayed_share=(after.delayed_ns - before.delayed_ns) / 1e9 / elapsed_s if known else 0.0,
     )
 
 

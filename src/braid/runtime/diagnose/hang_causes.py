@@ -261,8 +261,11 @@ def _slow(case: HangCase) -> str:
 
 
 def _busy(case: HangCase) -> str:
-    share = case.view.process.cpu_share or 0.0
-    if share < (RUNNABLE_CORES if case.view.process.state == "R" else BUSY_CORES):
+    process = case.view.process
+    share = process.cpu_share or 0.0
+    # a rank that gets a small share of a core computes as well
+    wanted = share + process.delayed_share
+    if wanted < (RUNNABLE_CORES if process.state == "R" else BUSY_CORES):
         return ""
     where = f" at {case.thread.place}" if case.thread.place else ""
     return f"computes{where} (cpu {100 * share:.0f} %) and has not come back"

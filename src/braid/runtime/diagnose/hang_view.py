@@ -127,6 +127,7 @@ class Process(NamedTuple):
         swapped_bytes: Number of bytes in swap.
         resident_bytes: Number of bytes in memory.
         major_faults_per_s: Number of pages per second read from disk lately.
+        delayed_share: Share of the time in which the main thread waited for a core lately.
     """
 
     state: str = ""
@@ -134,6 +135,7 @@ class Process(NamedTuple):
     swapped_bytes: int = 0
     resident_bytes: int = 0
     major_faults_per_s: float = 0.0
+    delayed_share: float = 0.0
 
     @property
     def stopped(self) -> bool:
