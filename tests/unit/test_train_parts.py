@@ -225,6 +225,29 @@ def test_a_late_report_of_an_earlier_step_is_kept(tmp_path):
     assert recorded == [stepped(1), saved, stepped(2)]
 
 
+@pytest.mark.parametrize(
+    ("step", "written", "following", "expected"),
+    [
+        (2, 1, stepped(3), [1, 2, 3]),  # the last report is missing
+        (2, 2, stepped(3), [1, 2, 3]),
+        (1, 1, stepped(2), [1, 2]),  # the step is repeated
+        (2, 1, stepped(2), [1, 2]),
+    ],
+)
+def test_a_report_that_a_lost_rank_0_has_not_written_comes_from_the_next_one(
+    tmp_path, step, written, following, expected
+):
+    path = tmp_path / "metrics.jsonl"
+    with Reporter(path, io.StringIO(), VirtualClock()) as lost:
+        for number in range(1, written + 1):
+            lost.write(stepped(number))
+    with Reporter(path, io.StringIO(), VirtualClock()) as reporter:
+        reporter.write_missing([stepped(1), stepped(2)], step, following=following)
+        reporter.write(following)
+    recorded = [parse_report(line) for line in path.read_bytes().splitlines()]
+    assert recorded == [stepped(number) for number in expected]
+
+
 @contextmanager
 def _full_disk(num_bytes: int) -> Iterator[None]:
     """Refuse writes that would make a file longer than this."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ from braid.types import Shares
 
 __all__ = ["train_elastically"]
 
+NUM_KEPT = 2  # reports of one step: of the step itself and of its evaluation
+
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     assert isinstance(model, GPT)
@@ -66,24 +69,33 @@ class _Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 class _Reports:
-    """Writes reports on the rank that currently is rank 0."""
+    """Writes reports on the rank that currently is rank 0.
+
+    Rank 0 may be lost between the end of a step and its report. The other ranks keep their last
+    reports, and the next rank 0 writes those that the file lacks.
+    """
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self._path = path
         self._clock = clock
         self._reporter: Reporter | None = None
         self._last = 0  # step of the last report
+        self._kept: deque[Report] = deque(maxlen=NUM_KEPT)
 
     def write(self, report: Report, step: int) -> None:
-        """Write a report of `step` on rank 0; close the file on any other rank."""
+        """Write a report of `step` on rank 0; close the file and keep it on any other rank."""
         if context.world().rank:
             self.close()
+            self._kept.append(report)
             return
         if self._reporter is None:
             self._reporter = Reporter(self._path, sys.stdout, self._clock)
             self._last = step + 1
         if step < self._last:  # steps are repeated
             self._reporter.rewind(step)
+        if self._kept:
+            self._reporter.write_missing(self._kept, step, following=report)
+            self._kept.clear()
         self._last = step
         self._reporter.write(report)
 

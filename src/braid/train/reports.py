@@ -8,7 +8,7 @@ channel.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import SEEK_END
 from pathlib import Path
@@ -147,6 +147,10 @@ def _is_of_past(report: Report | None, step: int) -> bool:
     return report is None or report.step <= step
 
 
+def _kind_and_step(report: Report | None) -> tuple[type, int]:
+    return type(report), getattr(report, "step", -1)
+
+
 @contextmanager
 def _values_by_name(path: Path) -> Iterator[None]:
     try:
@@ -223,6 +227,27 @@ class Reporter:
         self._line_end = b""
         self._unwritten.replace(bytes(kept[end:]).splitlines(keepends=True))
         self._write_file(self._file, at_once=True)
+
+    def write_missing(self, reports: Iterable[Report], step: int, *, following: Report) -> None:
+        """Write the reports that the file lacks, but for those that will come.
+
+        Args:
+            reports: Last reports before `following`.
+            step: Step from which the training continues; reports of later steps are left out.
+            following: Report that is written next.
+
+        Raises:
+            ConfigError: The file cannot be read.
+        """
+        if self._file is None:
+            return
+        path = Path(self._file.name)
+        with _values_by_name(path):
+            lines = (path.read_bytes() + bytes(self._unwritten)).splitlines()
+        written = {_kind_and_step(report) for report in [following, *map(parse_report, lines)]}
+        for report in reports:
+            if _is_of_past(report, step) and _kind_and_step(report) not in written:
+                self.write(report)
 
     def write(self, report: Report) -> None:
         """Write a report; `out` gets at most five steps per second, and all other reports."""
