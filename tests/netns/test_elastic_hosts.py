@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,18 +22,34 @@ def _digests(text: str) -> set[str]:
     return {line.split()[-1] for line in text.splitlines() if " 16 " in f" {line} "}
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Digest of the state after a training of one rank."""
+    command = [sys.executable, "-m", "braid", "run", "-n", "1", *OPTIONS, JOB]
+    found = done(
+        subprocess.Popen(
+            command,
+            cwd=tmp_path_factory.mktemp("alone"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    )
+    digests = _digests(found.out)
+    assert len(digests) == 1, found.text
+    return digests
+
+
 @pytest.mark.parametrize(
     ("death", "lost"),
     [("2:3", "rank 2 on host b"), ("2:3:parent", "host b is gone")],
     ids=["rank", "host"],
 )
-def test_what_is_killed_costs_no_step_and_no_bit(lab, tmp_path, death, lost):
+def test_what_is_killed_costs_no_step_and_no_bit(lab, tmp_path, undisturbed, death, lost):
     hosts = lab(2)
-    alone = hosts.run("-H", "a:1", *OPTIONS, JOB, cwd=tmp_path)
     found = hosts.run("-H", "a:2,b:1", *OPTIONS, JOB, death, cwd=tmp_path)
     assert lost in found.text
-    assert len(_digests(alone.out)) == 1, alone.text
-    assert _digests(found.out) == _digests(alone.out), found.text
+    assert _digests(found.out) == undisturbed, found.text
 
 
 def _wait_until(is_so: Callable[[], bool]) -> None:
@@ -43,10 +60,9 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["killed", pytest.param("cut off", marks=pytest.mark.proof)])
-def test_the_launchers_host_dies_and_no_step_is_lost(lab, tmp_path, kind):
+def test_the_launchers_host_dies_and_no_step_is_lost(lab, tmp_path, undisturbed, kind):
     hosts = lab(2)
     saves = tmp_path / "saves"
-    alone = hosts.run("-H", "a:1", *OPTIONS, JOB, cwd=tmp_path)
     death = "0:5:host" if kind == "killed" else "0:5:stuck"
     options = ("-H", "a:1,b:2", "--rsh", hosts.rsh, "--env", "SAVES", *OPTIONS)
     with hosts.braid("a", *options, JOB, death, cwd=tmp_path, SAVES=str(saves)) as launcher:
@@ -60,7 +76,7 @@ def test_the_launchers_host_dies_and_no_step_is_lost(lab, tmp_path, kind):
     _wait_until(lambda: not hosts.processes("b"))
     assert [path.name for path in saves.iterdir()] == ["step-00000005"]
     again = done(hosts.braid("b", "-n", "1", *OPTIONS, JOB, cwd=tmp_path, SAVES=str(saves)))
-    assert _digests(again.out) == _digests(alone.out), again.text
+    assert _digests(again.out) == undisturbed, again.text
 
 
 HOROVOD_JOB = str(Path(JOB).with_name("horovod_elastic_job.py"))

@@ -75,7 +75,7 @@ def test_faults_are_named_and_cost_no_step(tmp_path: Path):
 
 
 def test_flipped_bits_are_found_on_a_mesh(tmp_path: Path):
-    options = "--every-s 2 --minutes 0.1 --kinds bitflip"
+    options = "--every-s 2 --minutes 0.07 --kinds bitflip"
     code, text = chaos(tmp_path, MESH_JOB, options, min_ranks=3)
     assert code == 0, text
     assert re.search(r"lost steps +0\n", text)

@@ -18,7 +18,7 @@ from braid.train.config import TrainConfig
 from braid.train.progress import TrainConsole
 from braid.train.reports import Evaluated, Stepped, parse_report
 
-STEPS = 100  # the training still runs when a rank is killed after five steps
+STEPS = 50  # the training still runs when a rank is killed after five steps
 
 
 class KillingConsole(TrainConsole):
