@@ -47,6 +47,12 @@ def wait_for_members(state: hvd.elastic.TorchState) -> None:
         state.check_host_updates()
 
 
+def meet_before_training() -> None:
+    """Call a collective outside of the training function if a rank dies there."""
+    if any(word.endswith(":start") for word in sys.argv[2:]):
+        hvd.allreduce(torch.ones(1))
+
+
 def main() -> None:
     path, deaths = sys.argv[1], set(sys.argv[2:])
     pair = hvd.ProcessSet([0, 1])
@@ -59,6 +65,7 @@ def main() -> None:
             os.kill(os.getppid(), signal.SIGKILL)
 
     die_at(NUMBER, "start")
+    meet_before_training()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = hvd.DistributedOptimizer(
