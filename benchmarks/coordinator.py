@@ -18,6 +18,7 @@ from benchmarks.workers.local_tasks import (
     rates_of_null_closures,
 )
 from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums
+from braid.runtime.option_types import Interval
 from braid.runtime.terminal_table import new_table
 
 __all__ = ["BENCH", "CoordinatorBench", "CoordinatorReport"]
@@ -57,7 +58,7 @@ class CoordinatorBench:
         rounds: Number of rounds.
         phases: Number of phases with closures of 10 ms; in every second phase workers are killed.
         phase_s: Seconds of a phase.
-        every_s: Seconds between two kills.
+        every_s: Time between two kills, such as 20s.
         tensorflow: Python with tensorflow-cpu, to measure TensorFlow's coordinator.
         out: Directory for `coordinator.json`.
     """
@@ -66,7 +67,7 @@ class CoordinatorBench:
     rounds: int = 5
     phases: int = 4
     phase_s: float = 20.0
-    every_s: float = 5.0
+    every_s: Interval = 5.0
     tensorflow: Path | None = None
     out: Path = Path("runs/bench-coordinator")
 

@@ -29,6 +29,7 @@ from rich.table import Table
 from benchmarks.workers import elastic as worker
 from braid.cli.bench.harness.options import Ranks
 from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums
+from braid.runtime.option_types import Interval
 from braid.runtime.terminal_table import new_table
 
 __all__ = ["BENCH", "ElasticBench", "ElasticReport"]
@@ -86,7 +87,7 @@ class ElasticBench:
         ranks: Number of ranks.
         steps: Number of steps of a run.
         rounds: Number of pairs of runs.
-        every_s: Seconds between two kills.
+        every_s: Time between two kills, such as 20s.
         spares: Number of spare ranks.
         restarts: Number of new ranks that may replace lost ones.
         mesh: Mesh of a divided model, such as `dp=3` or `pp=2,dp=2`; a whole model on each rank if
@@ -100,7 +101,7 @@ class ElasticBench:
     ranks: Ranks = 3
     steps: int = 300
     rounds: int = 2
-    every_s: float = 20.0
+    every_s: Interval = 20.0
     spares: int = 0
     restarts: int = 1000
     mesh: str = ""

@@ -31,7 +31,7 @@ def test_a_host_is_cut_off_and_a_rank_is_killed_and_no_step_is_lost(tmp_path: Pa
     job = tmp_path / "job.py"
     job.write_text(JOB)
     command = [
-        sys.executable, "-m", "braid", "chaos", "--kinds", "partition,kill", "--every-s", "8",
+        sys.executable, "-m", "braid", "chaos", "--kinds", "partition,kill", "--every", "8s",
         "--minutes", "0.5", "run", "-H", "a:2,b:2", "--threads", "1", "--min-ranks", "1",
         "--log-dir", str(tmp_path / "run"), str(job),
     ]  # fmt: skip

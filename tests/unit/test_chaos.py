@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -397,12 +398,27 @@ def test_a_partition_that_costs_no_rank_is_right_and_one_that_is_taken_for_a_dea
             "add `-H a:2,b:2`",
         ),
         (["--kinds", "rain", "run", "--min-ranks", "1", "x.py"], "rain is unknown: choose from"),
-        (["--every-s", "0", "run", "--min-ranks", "1", "x.py"], "--every-s must be more than 0"),
+        (["--every", "0", "run", "--min-ranks", "1", "x.py"], "--every must be more than 0"),
     ],
 )
 def test_runs_that_faults_cannot_strike_are_refused(arguments, words, capsys):
     assert main(["chaos", *arguments]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 30.0), ("30s", 30.0), ("0.5", 0.5), (".5s", 0.5), ("2m", 120.0), ("1.5h", 5400.0)],
+)
+def test_an_interval_has_a_unit_or_is_in_seconds(text, seconds):
+    assert tyro.cli(ChaosOptions, args=["--every", text]).every_s == seconds
+
+
+@pytest.mark.parametrize("text", ["30x", "-3s", "s", "1e3", "nan", ""])
+def test_an_interval_that_is_not_a_duration_is_refused(text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["chaos", "--every", text, "run", "x.py"])
+    assert "expected a duration such as 30, 30s, 2m or 1h" in capsys.readouterr().err
 
 
 def test_a_large_disk_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -59,7 +59,7 @@ def chaos(tmp_path: Path, program: str, options: str, min_ranks: int = 1) -> tup
 
 
 def test_faults_are_named_and_cost_no_step(tmp_path: Path):
-    options = "--every-s 1.5 --minutes 0.12 --seed 5 --kinds kill,stop,bitflip"
+    options = "--every 1.5 --minutes 0.12 --seed 5 --kinds kill,stop,bitflip"
     code, text = chaos(tmp_path, JOB, options)
     run = tmp_path / "run"
     assert code == 0, text
@@ -75,7 +75,7 @@ def test_faults_are_named_and_cost_no_step(tmp_path: Path):
 
 
 def test_flipped_bits_are_found_on_a_mesh(tmp_path: Path):
-    options = "--every-s 2 --minutes 0.07 --kinds bitflip"
+    options = "--every 2 --minutes 0.07 --kinds bitflip"
     code, text = chaos(tmp_path, MESH_JOB, options, min_ranks=3)
     assert code == 0, text
     assert re.search(r"lost steps +0\n", text)
@@ -92,7 +92,7 @@ def test_state_that_a_newcomer_lacks_makes_other_weights(tmp_path: Path):
         .replace("                model(x).square().mean()", counts)
         .replace("lr=0.01", "lr=1e-6")
     )
-    code, text = chaos(tmp_path, program, "--every-s 1 --minutes 0.05 --kinds kill")
+    code, text = chaos(tmp_path, program, "--every 1 --minutes 0.05 --kinds kill")
     assert code == 1, text
     assert "the weights are not as in the undisturbed run" in text
     assert re.search(r"lost steps +0\n", text)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from braid.runtime.option_types import shown_as
+from braid.runtime.option_types import Interval, shown_as
 
 __all__ = ["status"]
 
@@ -15,7 +15,7 @@ def status(
     run_directory: Annotated[tyro.conf.Positional[str], shown_as("RUN")] = "",
     *,
     once: bool = False,
-    every_s: float = 1.0,
+    every_s: Interval = 1.0,
     prometheus: Annotated[str, shown_as("FILE|PORT")] = "",
 ) -> int:
     """Show the ranks of a running job: states, members, steps, faults.
@@ -23,7 +23,7 @@ def status(
     Args:
         run_directory: Directory of the run (default: the last one in ./runs).
         once: Print the state once.
-        every_s: Seconds between two updates.
+        every_s: Time between two updates, such as 0.5s or 1m.
         prometheus: Export the state to Prometheus instead: a file for the textfile collector of
             node_exporter, such as /var/lib/node_exporter/braid.prom, or a port on 127.0.0.1.
     """

@@ -37,6 +37,7 @@ from braid.launch.observe.live_run import LiveRun
 from braid.launch.observe.status import RankStatus, status_of
 from braid.launch.supervise.run_record import new_log_dir
 from braid.runtime.diagnose.run_events import RunEvent
+from braid.runtime.option_types import Interval
 from braid.runtime.variables import FAULTS
 
 __all__ = ["ChaosOptions", "ChaosRun", "run_chaos"]
@@ -58,7 +59,7 @@ class ChaosOptions:
     """Options of `braid chaos`: which faults strike a run, and when.
 
     Attributes:
-        every_s: Mean seconds between two faults.
+        every_s: Mean time between two faults, such as 30s or 2m.
         minutes: Minutes after the first step at which the run is ended, unless it ends before.
         seed: Seed of the plan.
         kinds: Kinds of faults, separated by commas: kill, stop, slow, leave, newcomer, two,
@@ -68,7 +69,7 @@ class ChaosOptions:
             weights after every tenth step.
     """
 
-    every_s: float = 30.0
+    every_s: Interval = 30.0
     minutes: float = 10.0
     seed: int = 0
     kinds: str = ",".join(DEFAULT_KINDS)
@@ -77,7 +78,7 @@ class ChaosOptions:
     def __post_init__(self) -> None:
         problems = [
             f"--{name} must be more than 0, got {value:g}"
-            for name, value in (("every-s", self.every_s), ("minutes", self.minutes))
+            for name, value in (("every", self.every_s), ("minutes", self.minutes))
             if not value > 0
         ]
         problems += [
@@ -137,8 +138,8 @@ class ChaosRun(NamedTuple):
         problems += filter(None, [self.weights.problem])
         if not self.has_failed and not self.account.num_struck:
             problems.append(
-                "no fault has struck the run, so nothing was tested: lower --every-s, now "
-                f"{self.options.every_s:g}, or let the run last longer"
+                "no fault has struck the run, so nothing was tested: lower --every, now "
+                f"{self.options.every_s:g}s, or let the run last longer"
             )
         return tuple(problems)
 
