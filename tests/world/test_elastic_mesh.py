@@ -118,7 +118,7 @@ def test_deaths_on_any_mesh_leave_the_bits_of_one_process(
         try:
             cluster.run(run)
         except CheckpointError as error:
-            is_lost = "is lost, because the ranks that had it" in str(error)
+            is_lost = "is lost, because all ranks that had it have ended" in str(error)
     is_elsewhere = (1, "loss") in cluster.faults  # rank 1 may not have the last stage
     assert cluster.deaths or cluster.left or is_elsewhere
     assert not [reason for _, reason in cluster.left if "gradients" in reason], cluster.refused
@@ -243,10 +243,15 @@ def test_a_part_that_nobody_has_is_named(monkeypatch):
     cluster = Cluster(3, {(1, "agree"): 2})
     with points_of_death(monkeypatch), pytest.raises(CheckpointError) as caught:
         cluster.run(partial(train_on_mesh, mesh="pp=3", copies=False))
-    assert "the state of pp=1 is lost, because the ranks that had it" in str(caught.value)
+    assert str(caught.value) == (
+        "the state of pp=1 is lost, because all ranks that had it have ended, and ranks keep no "
+        "copies; there is no checkpoint to go back to: pass checkpoints=, or keep copies"
+    )
 
 
-def test_a_part_that_nobody_has_comes_from_the_checkpoint(monkeypatch, undisturbed, tmp_path):
+def test_a_part_that_nobody_has_comes_from_the_checkpoint(
+    monkeypatch, undisturbed, tmp_path, capfd
+):
     saved = TrainingCheckpoints(str(tmp_path), 2)
     cluster = Cluster(3, {(1, "agree"): 4})
     with points_of_death(monkeypatch):
@@ -254,6 +259,22 @@ def test_a_part_that_nobody_has_comes_from_the_checkpoint(monkeypatch, undisturb
     assert cluster.begun[1].num_steps[:2] == (3, 3)  # a newcomer may be ready by then
     assert len(cluster.results) >= 2
     assert not _differing(cluster, undisturbed)
+    assert (
+        "the state of pp=1 is lost, because all ranks that had it have ended, and ranks keep no "
+        "copies: the training goes back from step 3 to 2, its last checkpoint"
+    ) in capfd.readouterr().err
+
+
+def test_a_rank_that_leaves_without_a_copy_of_its_part_first_saves(
+    monkeypatch, undisturbed, tmp_path, capfd
+):
+    saved = TrainingCheckpoints(str(tmp_path), 100)
+    cluster = Cluster(3, {(1, "leave forward"): 4})
+    with points_of_death(monkeypatch):
+        cluster.run(partial(train_on_mesh, mesh="pp=3", copies=False, checkpoints=saved))
+    assert len(cluster.left) == 1
+    assert not _differing(cluster, undisturbed)
+    assert "goes back" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("shard", [0, 1, 3])

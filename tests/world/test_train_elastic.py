@@ -13,7 +13,7 @@ from rich.console import Console
 from braid.checkpoint import compare
 from braid.errors import ConfigError
 from braid.launch import Outcome
-from braid.train.command import launch
+from braid.train.command import launch, option_words
 from braid.train.config import TrainConfig
 from braid.train.progress import TrainConsole
 from braid.train.reports import Evaluated, Stepped, parse_report
@@ -39,9 +39,10 @@ class KillingConsole(TrainConsole):
 
 
 def _train(directory: Path, victim: int, kills_at: int, **options: object) -> Outcome:
+    values = {"checkpoint_every": 0, "min_ranks": 2, "restarts": 0, **options}
     config = TrainConfig(
-        steps=STEPS, batch=12, context=32, eval_every=25, eval_samples=9, checkpoint_every=0,
-        log_dir=str(directory), min_ranks=2, restarts=0, **options,
+        steps=STEPS, batch=12, context=32, eval_every=25, eval_samples=9, log_dir=str(directory),
+        **values,
     )  # fmt: skip
     with KillingConsole(victim, kills_at) as console:
         return launch(config, num_ranks=3, console=console, threads=1)
@@ -81,6 +82,21 @@ def test_a_killed_rank_costs_no_step_and_no_bit(tmp_path, victim, options):
 
 @pytest.mark.procs
 @pytest.mark.launcher
+@pytest.mark.proof
+def test_a_part_without_a_copy_is_trained_again_from_the_checkpoint(tmp_path):
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    options = {"mesh": "pp=3", "copies": False, "checkpoint_every": 50}
+    assert _train(alone, 0, 0, **options).ok
+    assert _train(killed, 1, 55, **options).ok
+    last = f"checkpoints/step-{STEPS:08}"
+    assert not compare(alone / last, killed / last, prefix="model/").differing
+    assert "ranks keep no copies: the training goes back from step" in "".join(
+        (killed / f"rank{rank}.log").read_text() for rank in (0, 2)
+    )
+
+
+@pytest.mark.procs
+@pytest.mark.launcher
 def test_a_last_checkpoint_that_cannot_be_saved_is_not_named(tmp_path):
     (tmp_path / "checkpoints").touch()
     config = TrainConfig(
@@ -99,6 +115,12 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_not_named(tmp_path):
         ({"spares": 1}, "--spares needs --min-ranks"),
         ({"min_ranks": 1, "strategy": "ps"}, "--min-ranks cannot be combined with --strategy"),
         ({"batch_per_rank": "sqrt"}, "--batch-per-rank needs --min-ranks"),
+        ({"copies": False, "mesh": "pp=2"}, "--no-copies needs --min-ranks"),
+        ({"copies": False, "min_ranks": 1}, "--no-copies needs --mesh or --shard"),
+        (
+            {"copies": False, "min_ranks": 1, "shard": 1, "verify": 5},
+            "--verify replaces ranks, whose parts are lost without copies: leave out --no-copies",
+        ),
         ({"mesh": "pp=2; dp=3"}, "several meshes need --min-ranks"),
         ({"min_ranks": 1, "batch_per_rank": "log"}, "must be one of linear, sqrt, constant, got"),
         ({"min_ranks": 1, "mesh": "cp=2"}, "does not support axis cp of cp=2: leave it out"),
@@ -108,6 +130,15 @@ def test_options_that_do_not_fit_are_named(options, words):
     with pytest.raises(ConfigError) as caught:
         TrainConfig(**options)
     assert words in str(caught.value)
+
+
+def test_options_are_written_as_on_the_command_line():
+    config = TrainConfig(copies=False, min_ranks=2, shard=1, data=("a.txt", "b.txt"))
+    assert [option_words(config, name) for name in ("copies", "min_ranks", "data")] == [
+        ("--no-copies",),
+        ("--min-ranks", "2"),
+        ("--data", "a.txt", "b.txt"),
+    ]
 
 
 @pytest.mark.parametrize(

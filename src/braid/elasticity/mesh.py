@@ -180,13 +180,17 @@ class MeshReplica:
                 names = {number: division.names for number, division in self._divisions.items()}
                 held = newest_state(group, parts, names)
             except LostStateError as error:
+                reason = str(error) if self._copies else f"{error}, and ranks keep no copies"
                 stored = checkpoints.load(group, state)
                 if stored is None:
-                    msg = f"{error}: resume from a checkpoint, or pass checkpoints="
+                    advice = "save one earlier" if checkpoints else "pass checkpoints="
+                    advice += "" if self._copies else ", or keep copies"
+                    msg = f"{reason}; there is no checkpoint to go back to: {advice}"
                     raise CheckpointError(msg) from error
-                if not group.rank:
-                    LOG.warning("%s; the training goes back to step %d", error, stored["num_steps"])
-                newest = stored
+                step, newest = max(num_steps), stored
+                if not group.rank and step > stored["num_steps"]:
+                    steps = f"from step {step} to {stored['num_steps']}"
+                    LOG.warning("%s: the training goes back %s, its last checkpoint", reason, steps)
         part, all_names = self._divide(state, mesh, group)
         if held is not None:
             newest = self._restore(group, held, part)
@@ -198,7 +202,7 @@ class MeshReplica:
 
     @property
     def part_names(self) -> list[str]:
-        """Names of the parts of the state that this member could send; none without copies."""
+        """Names of the parts of the state on this member; none if no member keeps copies."""
         parts = self._divisions[max(self._divisions)].parts if self._copies else []
         return [part.name for part in parts]
 

@@ -140,7 +140,7 @@ def _newest(held: Sequence[Mapping[int, tuple[Sequence[str], Mapping[str, Any]]]
             return division
         missing[division] = [name for name in names if name not in present]
     lost = "; ".join(missing[max(missing)]) if missing else "all"
-    msg = f"the state of {lost} is lost, because the ranks that had it and its copies have all died"
+    msg = f"the state of {lost} is lost, because all ranks that had it have ended"
     raise LostStateError(msg)
 
 

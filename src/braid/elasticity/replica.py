@@ -44,7 +44,7 @@ class Replica(Protocol):
 
     @property
     def part_names(self) -> Sequence[str]:
-        """Names of the parts of the state on this member, to copy when the members change."""
+        """Names of the parts of the state on this member; none if no member keeps copies."""
         ...
 
     def enter(

@@ -281,7 +281,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._wants_change = False
         members = self._members
         leaves = members.leaves or members.is_last_epoch  # once: a signal may change it
-        if self._checkpoints and not self._survives(lambda: self._save(if_all=leaves)):
+        if self._checkpoints and not self._survives(lambda: self._save(is_wanted=leaves)):
             return
         facts = members, self._replica.part_names, self.num_steps
         if self._survives(partial(leave_if_asked, *facts, leaves=leaves)):
@@ -458,19 +458,20 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             "unchecked": sorted(self._unchecked),
         }
 
-    def _save(self, *, if_all: bool = True) -> None:
-        """Save a checkpoint if all members want it, or one has lost the launcher; a collective.
+    def _save(self, *, is_wanted: bool = True) -> None:
+        """Save a checkpoint if all members want it, or one needs it; a collective.
 
+        A member needs it if it has lost the launcher, or leaves and has the only copy of its part.
         In a last epoch, save if no later step is in the directory: ranks of a living launcher, from
         which these members are cut off, may have gone further.
         """
-        vote = -1 if self._members.has_lost_launcher else int(if_all)
+        is_alone = self._members.has_lost_launcher or (is_wanted and not self._replica.part_names)
+        vote = -1 if is_alone else int(is_wanted)
         if self._members.is_last_epoch:
             vote = int(not self._checkpoints.has(self.num_steps))
         if not self._members.group.all_reduce(torch.tensor([vote]), op="min").item():
             return  # others take the state over
-        state = self._replica.state
-        self._checkpoints.save(self._members, self.model, state, self._progress)
+        self._checkpoints.save(self._members, self.model, self._replica.state, self._progress)
         self._saved = self.num_steps, self._version
 
     def _decide(self, num_steps: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from braid.train.config import TrainConfig, checkpoints_in
 from braid.train.corpus import from_files
 from braid.train.progress import TrainConsole
 
-__all__ = ["choose_log_dir", "last_run", "launch", "train"]
+__all__ = ["choose_log_dir", "last_run", "launch", "option_words", "train"]
 
 WORKER = "braid.train.worker"
 
@@ -145,11 +145,16 @@ def _words(
     words = ["braid", "train", *first, "-n", str(num_ranks)]
     default = TrainConfig()
     for name in TrainConfig.__dataclass_fields__:
-        value = getattr(config, name)
-        if value == getattr(default, name) and name != "log_dir":
-            continue
-        words.append(f"--{name.replace('_', '-')}")
-        words += [str(v) for v in value] if isinstance(value, tuple) else [str(value)]
+        if getattr(config, name) != getattr(default, name) or name == "log_dir":
+            words += option_words(config, name)
     if threads is not None:
         words += ["--threads", str(threads)]
     return tuple(words)
+
+
+def option_words(config: TrainConfig, name: str) -> tuple[str, ...]:
+    """Return the words of the command line that set a field to its value in `config`."""
+    option, value = name.replace("_", "-"), getattr(config, name)
+    if isinstance(value, bool):
+        return (f"--{option}" if value else f"--no-{option}",)
+    return (f"--{option}", *(map(str, value) if isinstance(value, tuple) else [str(value)]))

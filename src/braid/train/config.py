@@ -22,7 +22,6 @@ from braid.train.model_sizes import MODELS, ModelSize
 
 __all__ = ["MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
 
-
 RECOMPUTES = (*RECOMPUTE_MODES, "memory", "speed")
 MEASURED = ("time", "size")  # measured costs that can balance the stages
 
@@ -88,6 +87,8 @@ class TrainConfig:
             --min-ranks; 0 for none.
         replace_slow: Replace a rank that is slower than its peers by this factor, such as 2, with
             --min-ranks; 0 to keep slow ranks.
+        copies: Keep copies of parts that only one rank has, with --min-ranks. Steps are faster
+            without copies, but the loss of a part costs all steps since the last checkpoint.
         device: Device of each rank: auto for the GPU of its local rank if torch sees one, else the
             CPU. Ranks share GPUs if there are fewer.
         dtype: Dtype of matrix products: fp32, or bf16 by autocast. Parameters are float32.
@@ -130,6 +131,7 @@ class TrainConfig:
     batch_per_rank: RateRuleName = ""
     verify: int = 0
     replace_slow: float = 0.0
+    copies: bool = True
     device: DeviceName = "auto"
     dtype: DtypeName = "fp32"
 
@@ -203,18 +205,26 @@ class TrainConfig:
 
     def _elastic_problems(self) -> list[str]:
         """Return the errors in the options of an elastic training."""
-        further = {"spares": 0, "restarts": 3, "batch_per_rank": "", "verify": 0}
-        further |= {"replace_slow": 0.0}
+        zeros = dict.fromkeys(("spares", "verify", "replace_slow"), 0)
+        further = {**zeros, "restarts": 3, "batch_per_rank": "", "copies": True}
         if not self.min_ranks:
-            options = [name for name, default in further.items() if getattr(self, name) != default]
+            names = [name for name, default in further.items() if getattr(self, name) != default]
             several = ["several meshes need --min-ranks"] * (len(self.meshes) > 1)
-            return [f"--{name.replace('_', '-')} needs --min-ranks" for name in options] + several
+            options = [name.replace("_", "-").replace("copies", "no-copies") for name in names]
+            return [f"--{option} needs --min-ranks" for option in options] + several
         others = {"strategy": "", "versions": "", "reference_shards": 0, "balance": ""}
         others |= {"recompute": "never", "keep": 3}
         problems = [
             f"--min-ranks cannot be combined with --{name.replace('_', '-')}: leave one out"
             for name, default in others.items()
             if getattr(self, name) != default
+        ]
+        if not (self.copies or self.mesh or self.shard):
+            problems.append("--no-copies needs --mesh or --shard: each rank has the whole model")
+        problems += [
+            f"--{option} replaces ranks, whose parts are lost without copies: leave out --no-copies"
+            for option, value in (("verify", self.verify), ("replace-slow", self.replace_slow))
+            if value and not self.copies
         ]
         if any("cp" in mesh.axes for mesh in self.meshes):
             problems.append(f"--min-ranks does not support axis cp of {self.mesh}: leave it out")

@@ -217,6 +217,7 @@ class _Elastic:
             config.mesh or f"dp={context.world().size}",
             layers=_layers,
             clip=config.clip,
+            copies=config.copies,
             shard=config.shard,
             num_microbatches=config.microbatches if is_piped else 1,
             schedule=config.schedule,
