@@ -223,7 +223,12 @@ class ThreadMembers:
         with cluster.changed:
             cluster.execute(cluster.state.ready(self.rank, self._epoch, num_steps))
             ended = cluster.changed.wait_for(
-                lambda: cluster.state.is_over or bool(cluster.end) or self.rank in self._members(),
+                lambda: (
+                    cluster.state.is_over
+                    or bool(cluster.end)
+                    or self.rank in self._members()
+                    or self.rank not in cluster.state.alive
+                ),
                 TIMEOUT_S,
             )
             assert ended, f"rank {self.rank} waits for an epoch after {self._epoch}"
@@ -248,6 +253,13 @@ class ThreadMembers:
             cluster.refused += map(str, filter(None, sys.exc_info()[1:2]))
             cluster.execute(cluster.state.lost(self.rank))
         raise Dismissed
+
+    def offer_to_leave(self, num_steps: int, reason: str) -> None:  # noqa: ARG002
+        cluster = self.cluster
+        with cluster.changed:
+            if cluster.state.can_lose(self.rank):
+                cluster.left.append((self.rank, reason))
+                cluster.execute(cluster.state.lost(self.rank))
 
     def visit(self, point: str) -> None:
         """Die if it is time."""

@@ -15,7 +15,7 @@ from braid.launch import JobSpec
 from braid.launch.process.job import ElasticLimits
 from braid.launch.supervise.member_driver import JOIN_NOTICE_NS, MemberDriver
 from braid.runtime.clock import VirtualClock
-from braid.runtime.rendezvous import JobEnvironment, NewEpoch, Ready
+from braid.runtime.rendezvous import JobEnvironment, NewEpoch, Ready, Stop
 from braid.runtime.rendezvous.membership import _refuse_other_versions
 from braid.runtime.store import HashStore
 
@@ -32,7 +32,7 @@ class Run:
             rank: SimpleNamespace(
                 rank=rank, name=f"rank {rank}", last_events=lambda: "", send=lambda _: None
             )
-            for rank in range(2)
+            for rank in range(3)
         }
 
     def notice(self, text: str) -> None:
@@ -76,6 +76,34 @@ def test_members_are_told_whether_the_run_can_go_on_without_one(limits, can_lose
         driver.started(rank)
         driver.received(run.ranks[rank], Ready(-1, -1))
     assert sent == [NewEpoch(0, (0, 1), (-1, -1), can_lose=can_lose)]
+
+
+@pytest.mark.parametrize("has_spare", [True, False])
+def test_a_rank_that_offers_to_leave_stays_if_the_spare_has_died(has_spare):
+    run = Run()
+    sent: list[Any] = []
+    run.ranks[1].send = sent.append
+    job = JobSpec(command=("x",), num_ranks=2)
+    limits = ElasticLimits(min_ranks=2, spares=1, restarts=0)
+    driver = MemberDriver(job, limits, run, VirtualClock(), None)  # type: ignore[arg-type]
+    for rank in (0, 1, 2):
+        driver.take_place(rank)
+        driver.started(rank)
+        driver.received(run.ranks[rank], Ready(-1, -1))
+    assert sent.pop().can_lose
+    if not has_spare:
+        driver.ended(2, has_finished=False, was_dismissed=False)
+    driver.received(run.ranks[1], Ready(0, 5, "is slow", is_offer=True))
+    driver.received(run.ranks[0], Ready(0, 5))
+    if has_spare:
+        assert run.notices[0] == "rank 1 is slow, and leaves the run"
+        assert sent == [Stop("is slow")]
+    else:
+        assert run.notices[0] == (
+            "rank 1 is slow, and stays, since the run cannot go on without it: look at its host, "
+            "or allow another process with --restarts"
+        )
+        assert sent == [NewEpoch(1, (0, 1), (5, 5), can_lose=False)]
 
 
 def test_a_process_takes_the_role_of_the_rank_that_was_lost():

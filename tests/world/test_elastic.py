@@ -481,6 +481,31 @@ def test_a_rank_that_stays_slow_is_named_or_leaves(monkeypatch, factor):
     assert [text in warning for warning in warnings] == ([] if factor else [True])
 
 
+def test_a_slow_rank_stays_if_the_spare_has_died_meanwhile(monkeypatch):
+    now = threading.local()
+
+    def monotonic_ns() -> int:
+        now.ns = getattr(now, "ns", 0) + (9000 if HERE.members.rank == 2 else 1000)
+        return now.ns
+
+    def lose_spare(run: ElasticTraining, _: nn.Module) -> None:
+        if run.num_steps == 5:
+            with cluster.changed:
+                cluster.execute(cluster.state.lost(3))
+
+    monkeypatch.setattr(suspects, "time", SimpleNamespace(monotonic_ns=monotonic_ns))
+    warnings = []
+    monkeypatch.setattr(
+        suspects.LOG, "warning", lambda text, *values: warnings.append(text % values)
+    )
+    cluster = Cluster(3, {}, spares=1, min_ranks=3, restarts=0)
+    cluster.run(partial(train, epochs=25, replace_slow=2.0, after_backward=lose_spare))
+    assert [begun.members for begun in cluster.begun] == [(0, 1, 2), (0, 1, 2)]
+    assert (cluster.left, len(cluster.results)) == ([], 3)
+    (warning,) = warnings  # in the second epoch
+    assert "allow another process with --restarts, since the run needs this rank" in warning
+
+
 def test_a_rank_is_not_slow_beside_ranks_without_micro_batches():
     cluster = Cluster(4, {})
     cluster.run(partial(train, shards=1, epochs=3, replace_slow=1e9))

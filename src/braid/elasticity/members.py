@@ -63,7 +63,7 @@ class Members(Protocol):
 
     @property
     def can_lose(self) -> bool:
-        """Whether the training can continue if one of these members leaves."""
+        """Whether the training could continue without one member when this epoch began."""
         ...
 
     @property
@@ -119,6 +119,17 @@ class Members(Protocol):
 
         Raises:
             SystemExit: Always.
+        """
+        ...
+
+    def offer_to_leave(self, num_steps: int, reason: str) -> None:
+        """Ask the launcher to continue without this process; all members then call `next_epoch`.
+
+        If the run can still continue without it, `next_epoch` ends this process with SystemExit.
+
+        Args:
+            num_steps: See `next_epoch`.
+            reason: See `leave`.
         """
         ...
 
@@ -253,6 +264,7 @@ class JobMembers:
     """Members that are the ranks of the job of `braid.init()`."""
 
     leaves = False
+    _offers = False  # to leave with the end of the epoch
 
     def __init__(self) -> None:
         member = context.membership()
@@ -325,7 +337,18 @@ class JobMembers:
         member.leave_epochs(num_steps, reason)
         raise SystemExit(0)
 
+    def offer_to_leave(self, num_steps: int, reason: str) -> None:
+        """Ask the launcher to continue without this process; see `Members.offer_to_leave`."""
+        context.membership().leave_epochs(num_steps, reason, is_offer=True)
+        self._offers = True
+
     def next_epoch(self, num_steps: int, directory: str = "") -> list[int]:
         """Join the next epoch (period with the same members); see `Members.next_epoch`."""
-        _, epoch = context.next_epoch(num_steps, directory=directory)
+        offers, self._offers = self._offers, False
+        try:
+            _, epoch = context.next_epoch(num_steps, directory=directory)
+        except PeerLostError:
+            if offers and context.membership().stop_reason:
+                raise SystemExit(0) from None
+            raise
         return list(epoch.num_steps)

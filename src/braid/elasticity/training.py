@@ -342,7 +342,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._wants_change = self._end_step(pauses)
         slow, reason = self._times.find_slow(members, self.num_steps)
         if slow == members.group.rank:
-            members.leave(self.num_steps, reason)
+            members.offer_to_leave(self.num_steps, reason)
         self._wants_change |= slow is not None
         if self._checkpoints.is_due(self.num_steps):
             self._save()
@@ -350,9 +350,11 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _leave_out(self, wrong: Sequence[int]) -> None:
         """Do the step again, without the ranks that compute wrongly, if they are known."""
         self._restart_step()
-        if self._members.group.rank in wrong:
+        members = self._members
+        if members.group.rank in wrong:
             reason = f"has computed other gradients than its peers in step {self.num_steps + 1}"
-            self._members.leave(self.num_steps, reason)
+            leave = members.offer_to_leave if members.can_lose else members.leave  # a newcomer
+            leave(self.num_steps, reason)
         self._wants_change |= bool(wrong)
 
     def add_loss(self, loss: torch.Tensor | float) -> None:

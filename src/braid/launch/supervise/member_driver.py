@@ -179,10 +179,18 @@ class MemberDriver:
         self._joining_ns.pop(process.rank, None)
         if not self._run.is_running:
             process.send(Stop(ENDING))
+        elif message.is_offer and not self.state.can_lose(process.rank):
+            self._run.journal.notice(
+                f"{process.name} {message.leaves}, and stays, since the run cannot go on without "
+                "it: look at its host, or allow another process with --restarts"
+            )
+            self._execute(self.state.ready(process.rank, message.epoch, message.num_steps))
         elif message.leaves:
             self._run.journal.notice(f"{process.name} {message.leaves}, and leaves the run")
             self._run.journal.note("left", rank=process.rank, text=message.leaves)
             self._free_place(process.rank)
+            if message.is_offer:
+                process.send(Stop(message.leaves))
             self._execute(self.state.lost(process.rank))
             if not self.state.members and not self.state.is_over:
                 self._run.interrupt()  # all members were asked to end

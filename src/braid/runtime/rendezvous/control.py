@@ -146,11 +146,14 @@ class Ready(msgspec.Struct, tag_field="kind", tag="ready", frozen=True):
         epoch: Epoch in which the process is a member; -1 without one.
         num_steps: Number of training steps in the process's state; -1 without state.
         leaves: Reason why the process ends instead of waiting; empty if it waits.
+        is_offer: Whether the process ends only if the run can continue without it; then the
+            launcher answers with `Stop`, else with the next epoch.
     """
 
     epoch: int
     num_steps: int
     leaves: str = ""
+    is_offer: bool = False
 
 
 class Resumable(msgspec.Struct, tag_field="kind", tag="resumable", frozen=True):
@@ -184,7 +187,7 @@ class NewEpoch(msgspec.Struct, tag_field="kind", tag="epoch", frozen=True):
         checkpoint_step: Number of steps in the checkpoint with which all members begin; -1 if some
             of them have the state.
         training: Number of the training, in its program, that this checkpoint is of.
-        can_lose: Whether the run can continue if one of the members leaves.
+        can_lose: Whether the run can continue if one of the members leaves, when the epoch begins.
     """
 
     epoch: int

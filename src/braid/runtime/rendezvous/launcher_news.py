@@ -79,13 +79,11 @@ class LauncherNews:
         self.poll()
         return not self._control.connected
 
-    def leave(self, epoch: int, num_steps: int, reason: str) -> None:
-        """Send the launcher a `Ready` that this process ends and the other members continue."""
-        self._control.send(Ready(epoch, num_steps, reason))
-
-    def ready(self, epoch: int, num_steps: int) -> None:
-        """Send the launcher a `Ready`: this process waits for the epoch after `epoch`."""
-        self._control.send(Ready(epoch, num_steps))
+    def ready(
+        self, epoch: int, num_steps: int, leaves: str = "", *, is_offer: bool = False
+    ) -> None:
+        """Send the launcher `Ready`: this process waits for the epoch after `epoch`, or leaves."""
+        self._control.send(Ready(epoch, num_steps, leaves, is_offer))
 
     def wait(self, epoch: int, clock: Clock, limit_s: float | None = None) -> NewEpoch:
         """Wait for the epoch after `epoch`, and return it."""

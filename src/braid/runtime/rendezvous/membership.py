@@ -233,15 +233,17 @@ class Membership:
 
         return entrance._replace(parts=self._parts, timeout_s=MEET_S), agree
 
-    def leave_epochs(self, num_steps: int, reason: str) -> None:
+    def leave_epochs(self, num_steps: int, reason: str, *, is_offer: bool = False) -> None:
         """Remove this process from later epochs, before it ends; the other members continue.
 
         Args:
             num_steps: Number of steps that the state of this process includes.
             reason: Clause for the message to the user: "was asked to end".
+            is_offer: Whether the launcher removes it only if the run can continue without it; then
+                `next_epoch` raises PeerLostError, with a `stop_reason`.
         """
         assert self._launcher is not None
-        self._launcher.leave(self.epoch, num_steps, reason)
+        self._launcher.ready(self.epoch, num_steps, reason, is_offer=is_offer)
 
     def close(self) -> None:
         """Leave the job and release all resources. Idempotent."""
@@ -257,7 +259,8 @@ class Membership:
         if not self.failed and not self.transport.forked:
             if self._link is not None:  # first, so that the launcher knows who left first
                 self._link.leave(self.context.health.missed)
-            self.transport.announce_end()
+            if not self.transport.closed:  # as it is while this rank waits for an epoch
+                self.transport.announce_end()
         self.transport.close()
         if self._survivor is not None and self.failed and not self.transport.forked:
             self._survivor.linger()
