@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -286,20 +287,31 @@ class _Process:
 
 @dataclass
 class _Run:
-    """Processes, messages under way, and what the launcher has ordered."""
+    """Processes, messages under way, and the orders of the launcher.
+
+    Attributes:
+        lost: Processes that have died, were cut off from the launcher, have left or were dismissed.
+        finished: Processes that have ended after the last step.
+        known: Processes of both kinds of which the launcher has heard.
+        num_last: Number of the last step; 0 if the work does not end.
+    """
 
     rng: random.Random
     limits: ElasticLimits
     num_ranks: int
+    changes_slots: bool = False
+    saves: bool = False
+    num_last: int = 0
     processes: dict[int, _Process] = field(default_factory=dict)
     mail: list[tuple[str, int, int, int]] = field(default_factory=list)
     epochs: list[Begin] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+    known: set[int] = field(default_factory=set)
     num_to_start: int = 0
     is_over: bool = False
-    changes_slots: bool = False
-    saves: bool = False
     leaving: set[int] = field(default_factory=set)  # on hosts that go away
+    seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.state = MembershipState(self.limits, self.num_ranks)
@@ -307,7 +319,12 @@ class _Run:
 
     @property
     def alive(self) -> list[int]:
-        return [rank for rank in self.processes if rank not in self.lost]
+        return [rank for rank in self.processes if rank not in self.lost | self.finished]
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the launcher knows that a member has finished."""
+        return bool(self.finished & self.known)
 
     def execute(self, orders: list[Order]) -> None:
         for order in orders:
@@ -318,50 +335,89 @@ class _Run:
             elif isinstance(order, Pause):
                 self.mail += [("pause", rank, self.state.epoch, 0) for rank in order.members]
             elif isinstance(order, Replace):
+                assert not self.has_finished, "no process replaces a lost one"
                 self.num_to_start += 1
             elif isinstance(order, GiveUp):
                 newest = max(self.processes[rank].num_steps for rank in order.members)
                 assert newest < 0, "a member has the state"
                 self.is_over = True
             else:
-                assert self.changes_slots, "nobody has finished"
+                assert self.changes_slots or self.state.is_over, "the run needs them"
+                assert not set(order.ranks).intersection(self.state.members)
                 self.lost.update(order.ranks)
+                self.known.update(order.ranks)
+                self.seen["dismissed"] += 1
+                for rank in order.ranks:
+                    self.send(self.rng.choice(["lost", "finished"]), rank)
 
     def check(self, new: Begin) -> None:
-        before = self.epochs[-1] if self.epochs else None
+        """Check the claims in the docstring of the module for a new epoch."""
         assert new.epoch == len(self.epochs), "one history"
-        assert not self.lost.intersection(new.members)
-        assert self.limits.min_ranks <= len(new.members) <= self.limits.max_ranks
-        if before is not None:
-            alive = [rank for rank in before.members if rank not in self.lost]
-            kept = [rank for rank in alive if rank in new.members]
-            without = kept[:-1]  # the last one may stay as the only one with the state
-            in_order = without == alive[: len(without)]
-            assert in_order or self.leaving, "the newest have to go"
-            assert self.changes_slots or kept == alive, "nobody is left behind"
-            assert all(self.processes[rank].says_ready for rank in alive), "nobody trains on alone"
-            newest = max((self.processes[r].num_steps for r in alive), default=-1)
-            assert max(new.num_steps) >= newest, "the newest state is kept"
-            if max(new.num_steps) < 0 and any(max(begun.num_steps) >= 0 for begun in self.epochs):
-                assert new.checkpoint_step >= 0, "members without the state begin with a checkpoint"
+        assert not self.known.intersection(new.members)
+        if not self.has_finished:
+            assert self.limits.min_ranks <= len(new.members) <= self.limits.max_ranks
+        if not self.epochs:
+            return
+        before = self.epochs[-1]
+        old = {rank for begun in self.epochs for rank in begun.members}
+        again = old.intersection(new.members).difference(before.members)
+        assert not again or self.changes_slots, "consecutive epochs"
+        alive = [rank for rank in before.members if rank not in self.known]
+        kept = [rank for rank in alive if rank in new.members]
+        without = kept[:-1]  # the last one may stay as the only one with the state
+        in_order = without == alive[: len(without)]
+        assert in_order or self.leaving, "the newest have to go"
+        assert self.changes_slots or kept == alive, "nobody is left behind"
+        assert not self.has_finished or kept == list(new.members), "no newcomers at the end"
+        assert all(self.processes[rank].says_ready for rank in alive), "nobody trains on alone"
+        newest = max((self.processes[r].num_steps for r in alive), default=-1)
+        assert max(new.num_steps) >= newest, "the newest state is kept"
+        if max(new.num_steps) < 0 and any(max(begun.num_steps) >= 0 for begun in self.epochs):
+            assert new.checkpoint_step >= 0, "members without the state begin with a checkpoint"
+
+    def check_end(self) -> None:
+        """Check the claims in the docstring of the module when all events have arrived."""
+        assert (self.mail, self.num_to_start) == ([], 0), "nothing is under way"
+        if self.finished:
+            assert self.state.is_over
+            assert not self.alive, "those that wait are dismissed"
+            return
+        members = self.epochs[-1].members
+        if self.known.issuperset(members):
+            assert self.saves, "no member can be lost if none is left"
+            return  # the processes that are left are too few
+        assert not self.num_last, "the work ends"
+        assert not self.lost.intersection(members), "the run goes on"
+        assert {self.processes[rank].epoch for rank in members} == {len(self.epochs) - 1}
+        assert not self.leaving.intersection(self.alive).difference(members), "they are dismissed"
+        staying = set(self.alive) - self.leaving
+        if self.leaving.intersection(members):
+            assert len(staying) < self.limits.min_ranks or self.limits.max_ranks == 1
+            self.seen["stayed"] += 1
+
+    def send(self, kind: str, rank: int) -> None:
+        """Send an event to the launcher, sometimes twice."""
+        process = self.processes[rank]
+        message = (kind, rank, process.epoch, process.num_steps)
+        number = self.rng.choice([1, 1, 2])
+        self.seen[f"{kind} doubled"] += number - 1
+        self.mail += [message] * number
 
     def say_ready(self, rank: int) -> None:
-        process = self.processes[rank]
-        process.says_ready = True
-        message = ("ready", rank, process.epoch, process.num_steps)
-        self.mail += [message] * self.rng.choice([1, 1, 2])
+        self.processes[rank].says_ready = True
+        self.send("ready", rank)
 
     def deliver(self) -> None:
-        """Deliver a message; those of one process to the launcher stay in order, or come twice."""
-        index = self.rng.randrange(len(self.mail))
-        kind, rank, epoch, num_steps = message = self.mail[index]
-        index = next(
-            i for i, other in enumerate(self.mail) if other[:2] == message[:2]
-        )  # the oldest of its kind
-        kind, rank, epoch, num_steps = self.mail.pop(index)
-        if kind == "ready":
-            self.execute(self.state.ready(rank, epoch, num_steps))
-        elif rank in self.lost:
+        """Deliver a message; only those of a kind from a process, or to a process, are in order."""
+        kind, rank, *_ = self.rng.choice(self.mail)
+        is_order = kind in {"begin", "pause"}
+        kinds = {"begin", "pause"} if is_order else {kind}
+        message = next(m for m in self.mail if m[0] in kinds and m[1] == rank)
+        self.mail.remove(message)
+        kind, rank, epoch, num_steps = message
+        if not is_order:
+            self.receive(kind, rank, epoch, num_steps)
+        elif rank in self.lost | self.finished:
             return
         elif kind == "begin":
             begun = self.epochs[epoch]
@@ -372,36 +428,69 @@ class _Run:
         elif not self.processes[rank].says_ready and self.processes[rank].epoch == epoch:
             self.say_ready(rank)
 
-    def kill(self) -> bool:
+    def receive(self, kind: str, rank: int, epoch: int, num_steps: int) -> None:
+        """Pass an event to the state machine."""
+        if kind == "ready":
+            is_member = rank in self.state.members
+            self.seen["ready of a lost one"] += rank in self.known
+            self.seen["ready of an earlier epoch"] += is_member and epoch < self.state.epoch
+            self.execute(self.state.ready(rank, epoch, num_steps))
+        elif kind == "finished":
+            self.known.add(rank)
+            self.execute(self.state.finished(rank))
+        elif rank in self.known:
+            assert self.state.lost(rank) == []
+        elif self.state.can_lose(rank):
+            self.known.add(rank)
+            self.seen["loss after all were ready"] += set(self.state.missing) == {rank}
+            self.execute(self.state.lost(rank))
+            assert self.state.alive or self.num_to_start or self.finished, "a process follows"
+        else:
+            self.is_over = True  # another event has come before this one
+
+    def kill(self) -> None:
+        """Kill a process, cut it off from the launcher, or ask it to leave."""
         rank = self.rng.choice(self.alive)
-        if not self.state.can_lose(rank):
-            return False
-        self.lost.add(rank)
-        self.execute(self.state.lost(rank))
-        assert self.alive or self.num_to_start, "a process follows"
-        return True
+        is_single = all(kind != "lost" for kind, *_ in self.mail)  # one more could end the run
+        if is_single and self.state.can_lose(rank):
+            self.lost.add(rank)
+            self.send("lost", rank)
 
     def train(self) -> None:
-        """Let the members of an epoch notice losses, or some of them end a step."""
+        """Let the members of an epoch notice losses, end a step or finish."""
         if not self.epochs:
             return
         begun = self.epochs[-1]
-        members = [rank for rank in begun.members if rank not in self.lost]
+        members = [rank for rank in begun.members if rank not in self.lost | self.finished]
         training = [
             rank
             for rank in members
             if self.processes[rank].epoch == begun.epoch and not self.processes[rank].says_ready
         ]
+        least = min((self.processes[rank].num_steps for rank in members), default=-1)
+        is_last = 0 < self.num_last <= least
         if len(members) < len(begun.members):
             for rank in training:
-                self.say_ready(rank)
+                if (
+                    is_last
+                    and self.finished.intersection(begun.members)
+                    and self.rng.random() < 0.7
+                ):
+                    self.finish(rank)
+                else:
+                    self.say_ready(rank)
+        elif len(training) == len(members) and is_last:
+            self.finish(self.rng.choice(members))
         elif len(training) == len(members):
-            least = min(self.processes[rank].num_steps for rank in members)
             behind = [rank for rank in members if self.processes[rank].num_steps == least]
             for rank in behind[: self.rng.randint(1, len(behind))]:
                 self.processes[rank].num_steps += 1
             if self.saves and len(behind) == len(members) and self.rng.random() < 0.2:
                 self.state.checkpoint_step = least
+
+    def finish(self, rank: int) -> None:
+        self.finished.add(rank)
+        self.send("finished", rank)
 
     def step(self, *, kills: bool) -> None:
         if self.num_to_start and self.rng.random() < 0.5:
@@ -409,17 +498,45 @@ class _Run:
             rank = len(self.processes)
             self.processes[rank] = _Process()
             self.execute(self.state.started(rank))
-            self.say_ready(rank)
+            if rank not in self.lost:
+                self.say_ready(rank)
         if self.mail and self.rng.random() < 0.7:
             self.deliver()
         if kills and self.alive and self.rng.random() < 0.05:
             self.kill()
+        if kills and self.lost and self.rng.random() < 0.05:
+            self.say_ready(self.rng.choice(sorted(self.lost)))  # it was only cut off
         if kills and self.changes_slots and self.rng.random() < 0.05:
             num_leaving = self.rng.choice([0, 0, 1, 2, 8])
             self.leaving = set(self.rng.sample(self.alive, min(num_leaving, len(self.alive))))
             num_slots = self.rng.randint(0, 8)
             self.execute(self.state.slots(num_slots, self.leaving))
         self.train()
+
+
+def _simulated(rng: random.Random, *, changes_slots: bool, saves: bool) -> Counter[str]:
+    """Simulate a run, and return what has happened in it."""
+    num_ranks = rng.randint(1, 5)
+    limits = ElasticLimits(
+        min_ranks=rng.randint(1, num_ranks),
+        max_ranks=num_ranks + rng.randint(0, 2),
+        spares=rng.randint(0, 2),
+        restarts=rng.randint(0, 6),
+    )
+    num_last = rng.choice([0, 0, rng.randint(1, 60)])
+    run = _Run(rng, limits, num_ranks, changes_slots, saves, num_last)
+    for _ in range(120):
+        run.step(kills=True)
+    for _ in range(1000):
+        run.step(kills=False)
+        is_done = bool(run.finished) or not num_last
+        if run.is_over or (is_done and not run.mail and not run.num_to_start):
+            break
+    for _ in range(30 * (not run.is_over)):
+        run.step(kills=False)  # those in doubt
+    if not run.is_over:
+        run.check_end()
+    return run.seen + Counter(ended=run.is_over, finished=bool(run.finished))
 
 
 @given(
@@ -429,27 +546,25 @@ class _Run:
 )
 def test_members_keep_one_history_and_the_newest_state(seed, changes_slots, saves):
     for number in range(40):
-        rng = random.Random(40 * seed + number)
-        num_ranks = rng.randint(1, 5)
-        limits = ElasticLimits(
-            min_ranks=rng.randint(1, num_ranks),
-            max_ranks=num_ranks + rng.randint(0, 2),
-            spares=rng.randint(0, 2),
-            restarts=rng.randint(0, 6),
-        )
-        run = _Run(rng, limits, num_ranks, changes_slots=changes_slots, saves=saves)
-        for _ in range(120):
-            run.step(kills=True)
-        for _ in range(200):
-            run.step(kills=False)
-        if run.is_over:
-            continue
-        members = run.epochs[-1].members
-        if run.lost.issuperset(members):
-            assert saves, "no member can be lost if none is left"
-            continue  # the processes that are left are too few
-        assert not run.lost.intersection(members), "the run goes on"
-        assert {run.processes[rank].epoch for rank in members} == {len(run.epochs) - 1}
+        _simulated(random.Random(40 * seed + number), changes_slots=changes_slots, saves=saves)
+
+
+def test_simulated_runs_have_late_and_doubled_events_of_all_kinds():
+    seen = Counter[str]()
+    for seed in range(100):
+        seen += _simulated(random.Random(seed), changes_slots=seed % 2 == 0, saves=seed % 4 < 2)
+    assert set(seen) == {
+        "ready doubled",
+        "lost doubled",
+        "finished doubled",
+        "ready of a lost one",
+        "ready of an earlier epoch",
+        "loss after all were ready",
+        "dismissed",
+        "stayed",
+        "finished",
+        "ended",
+    }
 
 
 def test_no_process_replaces_a_lost_one_when_the_work_is_done():

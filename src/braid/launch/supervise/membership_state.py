@@ -26,15 +26,22 @@ Safety, whatever the order of events, also when they are delayed or doubled:
 
 * One history: an epoch begins once, with one list of members, and after every member of the epoch
   before it is ready, lost or finished. So a minority never goes on by itself.
-* No step is lost: some member of an epoch has the state of the most steps that any member of an
-  earlier epoch has reported. If all that have it are lost, the run is over, or the members begin
-  with the last checkpoint of the training.
-* A process is a member of consecutive epochs only, and never after it was lost.
+* No step is lost: some member of an epoch has the newest state of all members of the epoch before
+  it that are not lost. If none of them has the state, the run is over, or the members begin with
+  the last checkpoint of the training. It is not over while a member has the state, unless
+  `can_lose` was false for a loss.
+* A process that was lost or dismissed is never a member again. All others stay members, unless
+  they lose their slot. Then the newest ones go, or those on a host with fewer slots, and wait for a
+  slot or are dismissed.
 * There are between `min_ranks` and `max_ranks` members, unless some have finished. Slots that a
   run loses do not make it smaller than `min_ranks`: members without a slot stay until others come.
 * If no member with the state has a slot, one without a slot stays for an epoch more, with those
   that come (also beside a single slot, unless `max_ranks` is 1). So the state moves from hosts that
   go away to hosts that come.
+* Once a member has finished, no process becomes a member or replaces a lost one. Once all members
+  have finished, the processes that wait are dismissed.
+* When all events have arrived, all members are in the last epoch, and other processes without a
+  slot are dismissed.
 
 Ranks with roles, such as servers and workers, never report ready: there is no epoch, and a loss
 gives a Replace, until the ranks that no process can replace have finished.
