@@ -3,8 +3,8 @@
 Arguments: a file for the results, then deaths as NUMBER:BATCH, numbers of ranks at the launcher and
 of batches over all epochs. A rank dies before its backward of that batch, with NUMBER:start before
 the training, or with NUMBER:reset when members have changed; NUMBER:BATCH:host kills its parent,
-the agent of its host. `wait` waits for three members at batch 8, and `grow:FILE=HOSTS` writes a list
-of hosts then. `pair` adds a process set of ranks 0 and 1.
+the agent of its host. `wait` waits for three members at batch 8, `move` for another process beside
+the first, and `grow:FILE=HOSTS` writes a list of hosts then. `pair` adds a process set of ranks 0 and 1.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class Numbered(torch.utils.data.Dataset):
 
 
 def wait_for_members(state: hvd.elastic.TorchState) -> None:
-    """List hosts if a file is named for it, and wait until there are three members."""
+    """List hosts if a file is named for it, and wait for three members, or another process."""
     for word in sys.argv[2:]:
         if word.startswith("grow:") and hvd.rank() == 0:
             path, _, hosts = word.removeprefix("grow:").partition("=")
             Path(path).write_text(hosts.replace(",", "\n"))
-    while hvd.size() < 3:
+    num_members = 2 - int(NUMBER) if "move" in sys.argv else 3
+    while hvd.size() < num_members:
         time.sleep(0.1)
         state.check_host_updates()
 
@@ -80,7 +81,7 @@ def main() -> None:
     def train(state) -> None:
         while state.epoch < NUM_EPOCHS:
             for number, (indices, x) in enumerate(loader):
-                if "wait" in deaths and state.total >= 8:
+                if deaths.intersection({"wait", "move"}) and state.total >= 8:
                     wait_for_members(state)
                 optimizer.zero_grad()
                 loss = functional.mse_loss(model(x), x.sum(1, keepdim=True))
@@ -111,6 +112,7 @@ def main() -> None:
     same = all(hvd.allreduce(weights, op=hvd.Min, name="least").eq(weights).tolist())
     lr = optimizer.param_groups[0]["lr"]
     found = {"seen": state.seen, "place": (hvd.rank(), hvd.size()), "sizes": log, "lr": lr}
+    found["group"] = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
     torch.save({**found, "same": same}, f"{path}.{NUMBER}")
 
 

@@ -33,11 +33,12 @@ Safety, whatever the order of events, also when they are delayed or doubled:
 * A process that was lost or dismissed is never a member again. All others stay members, unless
   they lose their slot. Then the newest ones go, or those on a host with fewer slots, and wait for a
   slot or are dismissed.
-* There are between `min_ranks` and `max_ranks` members, unless some have finished. Slots that a
-  run loses do not make it smaller than `min_ranks`: members without a slot stay until others come.
+* There are between `min_ranks` and `max_ranks` members, unless some have finished; two while the
+  state moves from one slot to another. Slots that a run loses do not make it smaller than
+  `min_ranks`: members without a slot stay until others come.
 * If no member with the state has a slot, one without a slot stays for an epoch more, with those
-  that come (also beside a single slot, unless `max_ranks` is 1). So the state moves from hosts that
-  go away to hosts that come.
+  that come, also beside a single slot. So the state moves from hosts that go away to hosts that
+  come.
 * Once a member has finished, no process becomes a member or replaces a lost one. Once all members
   have finished, the processes that wait are dismissed.
 * When all events have arrived, all members are in the last epoch, and other processes without a
@@ -344,8 +345,7 @@ class MembershipState:
         count = max(len(ready) - len(leaving), self._limits.min_ranks)
         chosen = slots[: min(count, self._num_places)]
         if holders and not set(holders).intersection(chosen):
-            room = max(self._num_places - 1, min(1, self._limits.max_ranks - 1))
-            chosen = [*chosen[:room], holders[0]]
+            chosen = [*chosen[: max(self._num_places - 1, 1)], holders[0]]
         return tuple(rank for rank in ready if rank in chosen)
 
     def _dismiss(self, waiting: Sequence[int]) -> list[Order]:
