@@ -51,7 +51,7 @@ def reports(tmp_path, ranks: list[Waiting], changes: MemberChanges, seconds: int
     by_number: dict[int, Any] = {rank.rank: rank for rank in ranks}
     monitor = HangMonitor(
         10.0, by_number, changes,
-        clock=clock, log_dir=tmp_path, notice=lambda _: None, keep=keep, hosts={},
+        clock=clock, log_dir=tmp_path, notice=lambda _: None, keep=keep, hosts=dict,
     )  # fmt: skip
     while (due_ns := monitor.deadline_ns) is not None and due_ns <= seconds * S:
         clock.advance(max(0, due_ns - clock.now_ns()))

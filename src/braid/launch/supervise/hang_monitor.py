@@ -52,7 +52,7 @@ class HangMonitor:
         log_dir: Directory for the reports, `hang-<n>.txt`.
         notice: Shows a text to the user.
         keep: Calls a function that writes a file; an error of the file does not end the run.
-        hosts: Names of the hosts by address.
+        hosts: Returns the names of the hosts by address; further hosts may come.
 
     Attributes:
         reports: Texts of all reports so far.
@@ -69,7 +69,7 @@ class HangMonitor:
         log_dir: Path,
         notice: Callable[[str], None],
         keep: Callable[[Callable[[], object]], None],
-        hosts: Mapping[str, str],
+        hosts: Callable[[], Mapping[str, str]],
     ) -> None:
         self.reports: list[str] = []
         self.links: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class HangMonitor:
                 list(self._views()),
                 now_ns=now_ns,
                 limit_ns=self._limit_ns,
-                hosts=self._hosts,
+                hosts=self._hosts(),
             )
             self._state.reported(report.waiting_ranks if report else (), now_ns)
             if report is not None:

@@ -138,7 +138,7 @@ class _Run(AbstractContextManager["_Run"]):
             log_dir=Path(self.journal.log_dir),
             notice=console.notice,
             keep=self.journal.keep,
-            hosts={host.address: host.name for host in backend.hosts},
+            hosts=lambda: {host.address: host.name for host in backend.hosts},
         )
         with ExitStack() as stack:
             stack.enter_context(self.journal)
