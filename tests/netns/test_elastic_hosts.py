@@ -87,14 +87,21 @@ exec {rsh} sh -c "$*"
 """
 
 
-def _horovodrun(hosts: Lab, tmp_path: Path, names: Path, *words: str) -> Done:
+def _horovodrun(hosts: Lab, tmp_path: Path, names: Path, *words: str, most: int = 3) -> Done:
     """`horovodrun` on host a, with `names` as the list of hosts, to its end."""
     (tmp_path / "ssh").write_text(FAKE_SSH.format(rsh=hosts.rsh.replace("{host}", "$host")))
     (tmp_path / "discover.sh").write_text(f"#!/bin/sh\ncat {names}\n")
     for name in ("ssh", "discover.sh"):
         (tmp_path / name).chmod(0o700)
-    command = (sys.executable, "-m", "braid.compat.horovod.run", "-np", "3", "--min-np", "1")
-    command += ("--max-np", "3", "--host-discovery-script", str(tmp_path / "discover.sh"))
+    command = (sys.executable, "-m", "braid.compat.horovod.run", "-np", str(most))
+    command += (
+        "--min-np",
+        "1",
+        "--max-np",
+        str(most),
+        "--host-discovery-script",
+        str(tmp_path / "discover.sh"),
+    )
     command += (sys.executable, HOROVOD_JOB, str(tmp_path / "out"), *words)
     path = f"{tmp_path}:{os.environ['PATH']}"
     return done(hosts.popen("a", *command, cwd=tmp_path, PATH=path))
@@ -132,3 +139,48 @@ def test_horovodrun_moves_with_its_state_to_hosts_that_come_later(lab, tmp_path)
     results = {path.suffix: torch.load(path) for path in tmp_path.glob("out.*")}
     assert results.keys() == {".1", ".2", ".3"}
     assert all(result["same"] for result in results.values())
+
+
+def test_horovodrun_moves_its_only_process_to_a_host_that_comes_later(lab, tmp_path):
+    hosts, names = lab(3), tmp_path / "names"
+    names.write_text("b:1\n")
+    found = _horovodrun(hosts, tmp_path, names, "move", f"grow:{names}=c:1", most=1)
+    assert found.code == 0, found.text
+    for text in ("host c has joined the run", "host b has left the run"):
+        assert text in found.text
+    assert [path.suffix for path in tmp_path.glob("out.*")] == [".1"]
+    assert torch.load(tmp_path / "out.1")["place"] == (0, 1)
+
+
+def _separate(hosts: Lab, first: str, second: str) -> None:
+    """Make two hosts unreachable for each other only."""
+    for here, there in ((first, second), (second, first)):
+        address = f"10.77.0.{1 + hosts.names.index(there)}"
+        subprocess.run(hosts.on(here, ("ip", "route", "add", "unreachable", address)), check=True)
+
+
+def test_horovodrun_begins_without_a_host_that_does_not_reach_another(lab, tmp_path):
+    hosts, names = lab(3), tmp_path / "names"
+    _separate(hosts, "b", "c")
+    names.write_text("a:1\nb:1\nc:1\n")
+    found = _horovodrun(hosts, tmp_path, names)
+    assert found.code == 0, found.text
+    assert "host c has no connection with b; the run begins without this host" in found.text
+    results = [torch.load(path) for path in tmp_path.glob("out.*")]
+    assert sorted(result["place"] for result in results) == [(0, 2), (1, 2)]
+
+
+@pytest.mark.proof
+def test_horovodrun_names_a_late_host_that_does_not_reach_another(lab, tmp_path):
+    hosts, names = lab(4), tmp_path / "names"
+    _separate(hosts, "b", "c")
+    names.write_text("a:1\nb:1\n")
+    found = _horovodrun(hosts, tmp_path, names, "wait", f"grow:{names}=a:1,b:1,c:1,d:1")
+    assert found.code == 0, found.text
+    text = "host c cannot reach b at 10.77.0.2 (no route); the run goes on without host c"
+    assert text in found.text
+    results = [torch.load(path) for path in tmp_path.glob("out.*")]
+    assert sorted(result["place"] for result in results) == [(0, 3), (1, 3), (2, 3)]
+    groups = sorted(result["group"] for result in results)
+    assert [rank for rank, _ in groups] == [0, 1, 2]
+    assert all(rank < size for rank, size in groups)

@@ -12,6 +12,7 @@ from braid.launch.cluster.host_rendezvous_state import (
     HostRendezvousState,
     PrepareHost,
     ProbeTargets,
+    RunningHost,
 )
 from braid.launch.cluster.reachability import (
     LAUNCHER,
@@ -20,6 +21,7 @@ from braid.launch.cluster.reachability import (
     decide,
     eligible,
     matrix_text,
+    without_unreachable,
 )
 
 S = 1_000_000_000
@@ -102,12 +104,13 @@ def test_a_host_that_each_sees_elsewhere_has_no_address():
     assert "b has no address that all other hosts can reach: it is reached at" in problem
 
 
-def state(num_nodes=2, names=None, **limits):
+def state(num_nodes=2, names=None, first_node=0, **limits):
     return HostRendezvousState(
         {0: "a", 1: "b"} if names is None else names,
         num_nodes,
         own_addresses=HostAddresses("m", (LAN[0],)),
         version="1",
+        first_node=first_node,
         limits=HostRendezvousLimits(30 * S, **limits),
         now_ns=0,
     )
@@ -214,3 +217,46 @@ def test_a_node_that_left_may_come_again():
     rendezvous.on_addresses(1, HostAddresses("m1", (LAN[2],)), 0)
     rendezvous.forget(1)
     assert (rendezvous.missing, rendezvous.on_hello(1, ready(), 0)) == ([0, 1], [Greet(1)])
+
+
+def test_the_fewest_hosts_are_left_out_and_never_the_launcher():
+    names = {**NAMES, 2: "c"}
+    lan = [*LAN, eth(2, "10.0.0.4")]
+
+    def left_out(*pairs):
+        """Return the hosts to leave out if these pairs do not reach each other."""
+        failed = {*pairs, *((b, a) for a, b in pairs)}
+        attempts = [
+            Attempt(source, e.node, e.ip, "no route" if (source, e.node) in failed else "")
+            for source in names
+            for e in lan
+            if e.node != source
+        ]
+        return without_unreachable(names, lan, attempts)
+
+    assert left_out() == {}
+    assert left_out((0, 2)) == {2: "has no connection with a"}
+    assert left_out((0, 2), (0, 1)) == {0: "has no connection with b, c"}
+    assert left_out((LAUNCHER, 0)) == {0: "has no connection with launcher"}
+    assert left_out((LAUNCHER, 0), (1, 2)) == {
+        2: "has no connection with b",
+        0: "has no connection with launcher",
+    }
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_host_that_comes_later_must_reach_the_hosts_that_run(is_gone):
+    rendezvous = state(1, {1: "b"}, first_node=1)
+    rendezvous.peers = {0: RunningHost("a", LAN[1])}
+    rendezvous.on_hello(1, ready(), 0)
+    probes = rendezvous.on_addresses(1, HostAddresses("m1", (LAN[2],)), 0)
+    assert probes == [ProbeTargets(LAUNCHER, (LAN[2],)), ProbeTargets(1, (LAN[0], LAN[1]))]
+    rendezvous.on_probe_result(LAUNCHER, (Attempt(LAUNCHER, 1, LAN[2].ip),), 1)
+    if is_gone:
+        rendezvous.peers = {}
+    attempts = (Attempt(1, LAUNCHER, LAN[0].ip), Attempt(1, 0, LAN[1].ip, "no route"))
+    told = rendezvous.on_probe_result(1, attempts, 1)
+    if is_gone:
+        assert told == [PrepareHost(1, LAN[2].ip)]
+    else:
+        assert rendezvous.problems == {1: f"cannot reach a at {LAN[1].ip} (no route)"}

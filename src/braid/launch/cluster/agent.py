@@ -304,7 +304,7 @@ class _Agent(AbstractContextManager["_Agent"]):
         self._channel.send(HostAddresses(machine(), tuple(self._probe_listener.endpoints), problem))
 
     def _prepare(self, wanted: Prepare, secret: Secret) -> Prepared:
-        if self._probe_listener is not None:
+        if self._probe_listener is not None and not wanted.may_grow:
             self._probe_listener.close()
             self._probe_listener = None
         try:

@@ -157,6 +157,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
         master_addr: Address on which to reserve a port for torch.distributed; empty on hosts
             without rank 0.
         port: Number of the port to reserve; 0 for any.
+        may_grow: Whether hosts may join later, whose probes the agent answers.
     """
 
     command: tuple[str, ...]
@@ -169,6 +170,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
     save_s: float
     master_addr: str = ""
     port: int = 0
+    may_grow: bool = False
 
 
 class Prepared(msgspec.Struct, tag=True, frozen=True):

@@ -113,7 +113,7 @@ class ChangingHosts(AbstractContextManager["ChangingHosts"]):
                 None,
                 self._clock,
                 self._notice,
-                run=self._backend.hosts_ready,
+                run=self._backend,
                 first_node=self._num_nodes,
             )
         except OSError as error:

@@ -74,7 +74,7 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
         inbox: Signals of this process; None if another object polls them.
         clock: Time source.
         notice: Shows a text to the user.
-        run: Hosts of the run that these hosts join; None for a new run.
+        run: Backend of the run that these hosts join; None for a new run.
         first_node: Number of the first host.
         may_grow: Whether further hosts may join the run.
     """
@@ -87,7 +87,7 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
         clock: Clock,
         notice: Callable[[str], None],
         *,
-        run: HostsReady | None = None,
+        run: RemoteBackend | None = None,
         first_node: int = 0,
         may_grow: bool = False,
     ) -> None:
@@ -96,6 +96,8 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
         self._inbox = inbox
         self._clock = clock
         self._notice = notice
+        self._run = run
+        self._may_grow = may_grow or run is not None
         self._run_id = run.run_id if run is not None else secrets.token_hex(8)
         self._first_node = first_node
         self._agents: dict[int, AgentHandle] = {}
@@ -125,7 +127,8 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
             self._selector = stack.enter_context(selectors.DefaultSelector())
             if inbox is not None:
                 self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
-            usable = [i for i in interfaces() if run is None or i.ip == run.addresses[LAUNCHER]]
+            address = run.hosts_ready.addresses[LAUNCHER] if run is not None else ""
+            usable = [i for i in interfaces() if run is None or i.ip == address]
             self._probe_listener = ProbeListener(
                 LAUNCHER, usable, self._run_id, self._secret, clock
             )
@@ -224,6 +227,7 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
             self._registry,
             self._agents,
             self._state.reach.addresses,
+            self._state.endpoints,
             self._places,
             max(prepared.port for prepared in self._prepared.values()),
             self._threads(),
@@ -349,6 +353,7 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
         return max(0.0, (min(due) - self._clock.now_ns()) / 1e9)
 
     def _poll(self) -> None:
+        self._state.peers = {} if self._run is None else self._run.running
         self._probe_listener.poll()
         if self._join_listener is not None:
             self._join_listener.poll()
@@ -462,6 +467,7 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
                 self._job.interrupt_limit_s if self._job.elastic is not None else 0.0,
                 address if node == 0 else "",  # of rank 0
                 self._job.port or 0,
+                self._may_grow,
             )
         )
 

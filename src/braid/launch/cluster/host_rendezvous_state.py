@@ -21,8 +21,9 @@ problems are reported too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from braid.launch.cluster.agent_messages import AgentHello, HostAddresses, Prepared
@@ -33,6 +34,7 @@ from braid.launch.cluster.reachability import (
     Reachability,
     decide,
     eligible,
+    without_unreachable,
 )
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "HostRendezvousState",
     "PrepareHost",
     "ProbeTargets",
+    "RunningHost",
 ]
 
 
@@ -83,6 +86,13 @@ class PrepareHost(NamedTuple):
     address: str
 
 
+class RunningHost(NamedTuple):
+    """A host on which ranks already run: its name, and the endpoint that others must reach."""
+
+    name: str
+    endpoint: Endpoint
+
+
 Instruction: TypeAlias = Greet | ProbeTargets | PrepareHost
 
 
@@ -104,7 +114,10 @@ class HostRendezvousState:
         phase: Phase of the rendezvous.
         reach: Chosen addresses of all hosts; empty until PREPARING.
         deadline_ns: Time at which the current phase ends.
+        peers: Hosts of the run that these hosts join, by number; hosts may leave meanwhile.
     """
+
+    peers: Mapping[int, RunningHost] = MappingProxyType({})
 
     def __init__(
         self,
@@ -149,6 +162,15 @@ class HostRendezvousState:
     def problem(self) -> str:
         """Reason why the job cannot start; empty unless FAILED."""
         return self._text
+
+    @property
+    def endpoints(self) -> Mapping[int, Endpoint]:
+        """Endpoint that answers probes at the chosen address of each host, without the launcher."""
+        return {
+            endpoint.node: endpoint
+            for endpoint in self._endpoints
+            if endpoint.ip == self.reach.addresses[endpoint.node] and endpoint.node != LAUNCHER
+        }
 
     @property
     def problems(self) -> Mapping[int, str]:
@@ -266,8 +288,15 @@ class HostRendezvousState:
             self._fail()
             return []
         self.phase, self.deadline_ns = HostRendezvousPhase.PROBING, now_ns + self._limits.probe_ns
+        peers = [peer.endpoint for peer in self.peers.values()]
         return [
-            ProbeTargets(node, tuple(e for e in self._endpoints if e.node != node))
+            ProbeTargets(
+                node,
+                (
+                    *(e for e in self._endpoints if e.node != node),
+                    *(peers if node != LAUNCHER else ()),
+                ),
+            )
             for node in self._addresses
         ]
 
@@ -279,12 +308,29 @@ class HostRendezvousState:
         self.reach = decide(names, self._endpoints, attempts)
         if self.reach.problem:
             self.phase, self._text = HostRendezvousPhase.FAILED, self.reach.problem
+            self._problems = without_unreachable(names, self._endpoints, attempts)
+            return []
+        self._problems = self._without_peers(attempts)
+        if self._problems:
+            self._fail()
             return []
         self.phase, self.deadline_ns = (
             HostRendezvousPhase.PREPARING,
             now_ns + self._limits.prepare_ns,
         )
         return [PrepareHost(node, self.reach.addresses[node]) for node in self._nodes]
+
+    def _without_peers(self, attempts: Sequence[Attempt]) -> dict[int, str]:
+        """Return the hosts that cannot reach a host of the run that they join, with clauses."""
+        failed = {
+            node: [
+                f"{self.peers[a.target].name} at {a.ip} ({a.reason})"
+                for a in attempts
+                if a.source == node and a.reason and a.target in self.peers
+            ]
+            for node in self._nodes
+        }
+        return {node: f"cannot reach {', '.join(to)}" for node, to in failed.items() if to}
 
     def _fail(self) -> None:
         self.phase = HostRendezvousPhase.FAILED

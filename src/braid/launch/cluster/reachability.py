@@ -20,7 +20,16 @@ from typing import NamedTuple
 
 from braid.runtime.diagnose.reach_table import reach_table
 
-__all__ = ["LAUNCHER", "Attempt", "Endpoint", "Reachability", "decide", "eligible", "matrix_text"]
+__all__ = [
+    "LAUNCHER",
+    "Attempt",
+    "Endpoint",
+    "Reachability",
+    "decide",
+    "eligible",
+    "matrix_text",
+    "without_unreachable",
+]
 
 LAUNCHER = -1  # number of the launcher among the hosts
 # reasons for the table, the most informative first
@@ -130,6 +139,44 @@ def decide(
         {node: e.ip for node, e in chosen.items()},
         {node: e.interface for node, e in chosen.items()},
     )
+
+
+def without_unreachable(
+    names: Mapping[int, str], endpoints: Sequence[Endpoint], attempts: Sequence[Attempt]
+) -> dict[int, str]:
+    """Return hosts without which all other hosts reach each other, with clauses on why.
+
+    Of the remaining hosts, the host with the most failed connections to others is left out first,
+    and of several such hosts the one with the largest number. The launcher is never left out.
+
+    Args:
+        names: See `decide`.
+        endpoints: See `decide`.
+        attempts: See `decide`.
+    """
+    clauses: dict[int, str] = {}
+    remaining = dict(names)
+    while decide(remaining, endpoints, attempts).problem and set(remaining) != {LAUNCHER}:
+        failed = {
+            node: [
+                peer
+                for peer in remaining
+                if peer != node
+                and {"ok"}
+                != {_cell(a, b, endpoints, attempts) for a, b in ((node, peer), (peer, node))}
+            ]
+            for node in remaining
+            if node != LAUNCHER
+        }
+        worst = max(failed, key=lambda node: (len(failed[node]), node))
+        peers = ", ".join(names[peer] for peer in failed[worst])
+        clauses[worst] = (
+            f"has no connection with {peers}"
+            if peers
+            else "has no address that all other hosts can reach"
+        )
+        del remaining[worst]
+    return clauses
 
 
 def matrix_text(

@@ -22,10 +22,11 @@ from braid.launch.cluster.agent_messages import (
     Start,
 )
 from braid.launch.cluster.agent_registry import AgentRegistry
+from braid.launch.cluster.host_rendezvous_state import RunningHost
 from braid.launch.cluster.join_listener import JoinListener
 from braid.launch.cluster.options import AgentStarter
 from braid.launch.cluster.rank_assignment import RankPlace
-from braid.launch.cluster.reachability import LAUNCHER
+from braid.launch.cluster.reachability import LAUNCHER, Endpoint
 from braid.launch.cluster.remote_rank import RemoteRank
 from braid.launch.supervise.backend import OnChange, OnSignal, RankPlacement, RankSpec
 from braid.launch.supervise.rank import Rank
@@ -49,6 +50,7 @@ class HostsReady(NamedTuple):
         registry: Registry of the agents.
         agents: Agents of all hosts, by number.
         addresses: Address on which each host and the launcher listen.
+        endpoints: Endpoint on which the agent of each host answers probes, if hosts may come later.
         places: Hosts of all ranks.
         master_port: Port that the agent of rank 0's host has reserved.
         threads: OMP_NUM_THREADS of the ranks, with the reason for the choice.
@@ -64,6 +66,7 @@ class HostsReady(NamedTuple):
     registry: AgentRegistry
     agents: Mapping[int, AgentHandle]
     addresses: Mapping[int, str]
+    endpoints: Mapping[int, Endpoint]
     places: Sequence[RankPlace]
     master_port: int
     threads: str
@@ -112,6 +115,7 @@ class RemoteBackend:
         self.hosts_ready = run._replace(
             agents=self._agents,
             addresses={**hosts_ready.addresses, **run.addresses},
+            endpoints={**run.endpoints, **hosts_ready.endpoints},
             places=(*run.places, *hosts_ready.places),
         )
         self._adopt(hosts_ready.agents)
@@ -137,11 +141,24 @@ class RemoteBackend:
         for agent in agents.values():
             agent.on_message, agent.on_lost = self._on_message, self._on_lost
 
+    @property
+    def running(self) -> dict[int, RunningHost]:
+        """Hosts with a live agent that was not asked to end, by number."""
+        unusable = self._released | self._leaving
+        return {
+            node: RunningHost(agent.name, self.hosts_ready.endpoints[node])
+            for node, agent in self._agents.items()
+            if agent.alive and node not in unusable
+        }
+
     def _node_of(self, host: str) -> int | None:
         """Return the number of a host with a live agent; None without one."""
-        unusable = self._released | self._leaving
-        nodes = (n for n, a in self._agents.items() if a.alive and a.name == host)
-        return next((node for node in nodes if node not in unusable), None)
+        return next((node for node, at in self.running.items() if at.name == host), None)
+
+    @property
+    def _nodes(self) -> list[int]:
+        """Numbers of all hosts so far by their order; a host that has failed to join has none."""
+        return list(dict.fromkeys(place.node for place in self.hosts_ready.places))
 
     @property
     def is_on_engine(self) -> bool:
@@ -228,8 +245,8 @@ class RemoteBackend:
         return RankPlacement(
             local_rank=local_rank,
             local_world_size=max(chosen.local_world_size, local_rank + 1),
-            node_rank=chosen.node,
-            num_nodes=len({p.node for p in places}),
+            node_rank=self._nodes.index(chosen.node),
+            num_nodes=len(self._nodes),
             master_addr=addresses[places[0].node],
             master_port=self.hosts_ready.master_port,
             listen=addresses[chosen.node],
@@ -237,7 +254,7 @@ class RemoteBackend:
 
     def start(self, spec: RankSpec) -> Rank:
         """Ask the agent of the rank's host to start the rank."""
-        agent = self._agents[spec.environment.node_rank]
+        agent = self._agents[self._nodes[spec.environment.node_rank]]
         rank = self._ranks[spec.environment.rank] = RemoteRank(spec, agent)
         self._by_node[agent.node].append(rank)
         agent.send(Start(spec.environment))

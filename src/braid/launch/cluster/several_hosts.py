@@ -79,7 +79,7 @@ class HostsSupervisor:
                     if is_signal or usable == hosts.hosts or num_slots < job.elastic.min_ranks:
                         raise
                     for name, why in problems.items():
-                        console.notice(f"host {name} {why}; the run begins without it")
+                        console.notice(f"host {name} {why}; the run begins without this host")
                         slots.lost(name, is_gone=True)
                     num_ranks = min(num_slots, hosts.num_ranks or num_slots)
                     hosts = replace(hosts, hosts=usable, num_ranks=num_ranks)
