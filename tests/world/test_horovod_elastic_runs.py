@@ -69,7 +69,9 @@ def test_rank_0_dies_and_the_oldest_rank_takes_its_place(tmp_path):
     assert found[1]["sizes"][-1] == 1
 
 
-def horovodrun(tmp_path: Path, options: str, words: str) -> subprocess.CompletedProcess[str]:
+def horovodrun(
+    tmp_path: Path, options: str, words: str, job: str = ""
+) -> subprocess.CompletedProcess[str]:
     run = [sys.executable, "-m", "braid.compat.horovod.run", *options.split()]
     return subprocess.run(
         [
@@ -77,8 +79,7 @@ def horovodrun(tmp_path: Path, options: str, words: str) -> subprocess.Completed
             "--output-filename",
             tmp_path / "run",
             sys.executable,
-            JOB,
-            tmp_path / "out",
+            *((job,) if job else (JOB, tmp_path / "out")),
             *words.split(),
         ],
         capture_output=True,
@@ -105,6 +106,39 @@ def test_horovodrun_takes_a_rank_in_when_a_slot_has_rested_or_is_discovered(tmp_
     found = found_in(tmp_path)
     assert len(found) == 3
     check(found, [0, *sorted(found)[1:]], num_repeats=2)
+
+
+ELASTIC_JOB = """
+import os, sys, time, torch, braid
+from pathlib import Path
+from torch.utils.data import DataLoader, TensorDataset
+braid.init()
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(torch.randn(12, 8)), batch_size=4)
+with braid.elastic(model, optimizer, shards=3) as training:
+    for epoch in training.epochs(4):
+        for (x,) in training.batches(loader):
+            with training.step():
+                model(x).square().mean().backward()
+        if epoch == 1:
+            Path(sys.argv[1]).write_text("localhost:1")
+            while braid.world().size > 1 and not training._members.pauses:
+                time.sleep(0.05)  # until the launcher has seen it
+print("rank", os.environ["RANK"], "ends")
+"""
+
+
+def test_a_rank_of_an_elastic_training_ends_with_its_slot(tmp_path):
+    slots, job = tmp_path / "slots", tmp_path / "job.py"
+    slots.write_text("localhost:2\n")
+    job.write_text(ELASTIC_JOB)
+    script = discovery(tmp_path, slots)
+    options = f"-np 2 --min-np 1 --max-np 2 --host-discovery-script {script}"
+    ended = horovodrun(tmp_path, options, str(slots), job=str(job))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split("] ")[-1] == "rank 0 ends\n"
+    assert "Error" not in ended.stderr
 
 
 FAKE_SSH = """#!/bin/sh

@@ -143,6 +143,9 @@ class Members(Protocol):
 
         Returns:
             `num_steps` of each member of the next epoch.
+
+        Raises:
+            SystemExit: The run continues without this process.
         """
         ...
 
@@ -264,7 +267,6 @@ class JobMembers:
     """Members that are the ranks of the job of `braid.init()`."""
 
     leaves = False
-    _offers = False  # to leave with the end of the epoch
 
     def __init__(self) -> None:
         member = context.membership()
@@ -340,15 +342,8 @@ class JobMembers:
     def offer_to_leave(self, num_steps: int, reason: str) -> None:
         """Ask the launcher to continue without this process; see `Members.offer_to_leave`."""
         context.membership().leave_epochs(num_steps, reason, is_offer=True)
-        self._offers = True
 
     def next_epoch(self, num_steps: int, directory: str = "") -> list[int]:
         """Join the next epoch (period with the same members); see `Members.next_epoch`."""
-        offers, self._offers = self._offers, False
-        try:
-            _, epoch = context.next_epoch(num_steps, directory=directory)
-        except PeerLostError:
-            if offers and context.membership().stop_reason:
-                raise SystemExit(0) from None
-            raise
+        _, epoch = context.next_epoch(num_steps, directory=directory)
         return list(epoch.num_steps)

@@ -29,7 +29,7 @@ from braid.launch.supervise.membership_state import (
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.slots import SlotSource
 from braid.runtime.clock import Clock
-from braid.runtime.rendezvous import NewEpoch, PauseTraining, Ready, Resumable, Stop
+from braid.runtime.rendezvous import DISMISSED, NewEpoch, PauseTraining, Ready, Resumable, Stop
 
 __all__ = ["ElasticRun", "MemberDriver"]
 
@@ -190,7 +190,7 @@ class MemberDriver:
             self._run.journal.note("left", rank=process.rank, text=message.leaves)
             self._free_place(process.rank)
             if message.is_offer:
-                process.send(Stop(message.leaves))
+                process.send(Stop(DISMISSED))
             self._execute(self.state.lost(process.rank))
             if not self.state.members and not self.state.is_over:
                 self._run.interrupt()  # all members were asked to end
@@ -241,6 +241,7 @@ class MemberDriver:
             elif isinstance(order, Dismiss):
                 for rank in order.ranks:
                     self._run.dismiss(rank)
+                    ranks[rank].send(Stop(DISMISSED))  # a training takes the signal for a request
             elif self._run.is_running:
                 self._run.start_another()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from braid.runtime.rendezvous.control import (
+    DISMISSED,
     ControlClient,
     Exiting,
     FromLauncher,
@@ -23,6 +24,7 @@ from braid.runtime.rendezvous.control import (
 from braid.runtime.rendezvous.environment import JobEnvironment, wants_frame_codes, wants_portable
 
 __all__ = [
+    "DISMISSED",
     "ControlClient",
     "Exiting",
     "FromLauncher",

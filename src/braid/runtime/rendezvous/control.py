@@ -23,6 +23,7 @@ from braid.runtime.wire import Connection, Identity, Secret, connect
 
 __all__ = [
     "CONTROL_ROLE",
+    "DISMISSED",
     "ControlClient",
     "Exiting",
     "FromLauncher",
@@ -133,6 +134,9 @@ class RankLost(msgspec.Struct, tag_field="kind", tag="rank_lost", frozen=True):
     departed: bool = False
 
 
+DISMISSED = "the run continues without this process"  # for a process that waits for an epoch
+
+
 class Stop(msgspec.Struct, tag_field="kind", tag="stop", frozen=True):
     """Request of the launcher to a rank to save its state and end."""
 
@@ -147,7 +151,7 @@ class Ready(msgspec.Struct, tag_field="kind", tag="ready", frozen=True):
         num_steps: Number of training steps in the process's state; -1 without state.
         leaves: Reason why the process ends instead of waiting; empty if it waits.
         is_offer: Whether the process ends only if the run can continue without it; then the
-            launcher answers with `Stop`, else with the next epoch.
+            launcher answers `Stop(DISMISSED)`, else with the next epoch.
     """
 
     epoch: int

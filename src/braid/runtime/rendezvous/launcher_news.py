@@ -8,6 +8,7 @@ import select
 from braid.errors import CommTimeout, PeerLostError
 from braid.runtime.clock import Clock
 from braid.runtime.rendezvous.control import (
+    DISMISSED,
     ControlClient,
     NewEpoch,
     PauseTraining,
@@ -86,12 +87,20 @@ class LauncherNews:
         self._control.send(Ready(epoch, num_steps, leaves, is_offer))
 
     def wait(self, epoch: int, clock: Clock, limit_s: float | None = None) -> NewEpoch:
-        """Wait for the epoch after `epoch`, and return it."""
+        """Wait for the epoch after `epoch`, and return it.
+
+        Raises:
+            SystemExit: The launcher has dismissed this process.
+            PeerLostError: The run ends, or the launcher is gone.
+            CommTimeout: No epoch has begun within `limit_s`.
+        """
         end_ns = math.inf if limit_s is None else clock.after_ns(limit_s)
         while True:
             self.poll()
             if self.epoch.epoch > epoch:
                 return self.epoch
+            if self.stop_reason == DISMISSED:
+                raise SystemExit(0)
             if self.stop_reason or not self._control.connected:
                 reason = self.stop_reason or "the launcher is gone"
                 msg = f"no new set of ranks follows epoch {epoch} of this run: {reason}"

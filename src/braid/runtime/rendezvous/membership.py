@@ -181,6 +181,7 @@ class Membership:
             The epoch; this process is one of its members.
 
         Raises:
+            SystemExit: The launcher has dismissed this process.
             ConfigError: The run is not elastic, or no file can be opened in `directory`.
             PeerLostError: The launcher ends the run, or is gone and there is no `directory`, or the
                 other members continue without this process.
@@ -240,7 +241,7 @@ class Membership:
             num_steps: Number of steps that the state of this process includes.
             reason: Clause for the message to the user: "was asked to end".
             is_offer: Whether the launcher removes it only if the run can continue without it; then
-                `next_epoch` raises PeerLostError, with a `stop_reason`.
+                `next_epoch` raises SystemExit.
         """
         assert self._launcher is not None
         self._launcher.ready(self.epoch, num_steps, reason, is_offer=is_offer)
