@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from braid.comm import Group
-from braid.errors import CommError, StaleError
+from braid.errors import CommError, ConfigError, MismatchError, StaleError
 
 
 def _is_interrupted(group: Group) -> list[str]:
@@ -149,3 +150,100 @@ def _calls_back(group: Group) -> list[str]:
 def test_an_error_of_a_callback_does_not_reach_the_sender(procs):
     seen = procs(2, _calls_back)[0]
     assert seen == ["Work(send(float32[4], to rank 1), done)", "division by zero"]
+
+
+LIKE = {
+    "plain": lambda: torch.arange(6.0).view(2, 3),
+    "strided": lambda: torch.arange(6.0).view(3, 2).T,
+    "of one that requires grad": lambda: torch.arange(6.0).view(2, 3).requires_grad_(),
+    "a parameter": lambda: torch.nn.Parameter(torch.arange(6.0).view(2, 3)),
+    "negative view": lambda: torch.view_as_complex(torch.arange(12.0).view(2, 3, 2)).conj().imag,
+    "an array": lambda: torch.arange(6.0).view(2, 3).numpy(),
+    "expanded": lambda: torch.arange(3.0).expand(2, 3),
+    "other shape": lambda: torch.arange(6.0).view(3, 2),
+    "bytes": lambda: torch.arange(24, dtype=torch.uint8),
+    "number": lambda: torch.tensor(3.0),
+    "empty": lambda: torch.empty(2, 0, 3),
+}
+
+
+def _repeats_all(group: Group) -> list[str]:
+    """Messages like earlier ones, in every order of two, with tags; the kinds that arrived wrong."""
+    wrong = []
+    for first, second in itertools.product(LIKE, LIKE):
+        for tag, name in ((0, first), (5, second), (-3, first), (0, second)):
+            x = LIKE[name]()
+            if group.rank == 0:
+                group.send(x, 1, tag=tag)
+                continue
+            y = torch.as_tensor(x).detach().contiguous() * 0 - 1
+            y = {"strided": y.T.contiguous().T, "an array": y.numpy()}.get(name, y)
+            group.recv(y, 0, tag=tag)
+            if not torch.equal(torch.as_tensor(y), torch.as_tensor(x).detach()):
+                wrong.append(f"{name} after {first}")
+    return wrong
+
+
+def test_repeated_messages_of_any_kind_arrive(procs):
+    assert procs(2, _repeats_all) == [[], []]
+
+
+def _is_refused_again(group: Group) -> list[str]:
+    """What a call of each wrong kind raises after a message with the same shape has passed."""
+    x, peer, seen = torch.ones(4), 1 - group.rank, []
+    for _ in range(3):
+        for act in (group.send, group.recv) if group.rank else (group.recv, group.send):
+            act(x, peer)
+    wrong = {
+        "rank": lambda: group.send(x, float(peer)),
+        "itself": lambda: group.send(x, group.rank),
+        "tag": lambda: group.send(x, peer, tag=1 << 61),
+        "kind of tag": lambda: group.send(x, peer, tag=1.0),
+        "seconds": lambda: group.send(x, peer, timeout_s=-1.0),
+        "sparse": lambda: group.send(x.to_sparse(), peer),
+        "overlapping": lambda: group.recv(torch.ones(1).expand(4), peer),
+    }
+    for name, act in wrong.items():
+        try:
+            act()
+        except (ConfigError, StaleError):
+            seen.append(name)
+    part = group.split(0)
+    for act in (part.send, part.recv) if group.rank else (part.recv, part.send):
+        act(x, peer)
+    part.close()
+    try:
+        part.send(x, peer)
+    except StaleError:
+        seen.append("closed")
+    return [name for name in [*wrong, "closed"] if name not in seen]
+
+
+def test_wrong_messages_are_refused_also_after_right_ones(procs):
+    assert procs(2, _is_refused_again) == [[], []]
+
+
+def _mismatch_again(group: Group) -> str:
+    x, y = torch.ones(4), torch.ones(2, 2)
+    for like in (x, y, x, y):
+        if group.rank == 0:
+            group.send(like, 1)
+        else:
+            group.recv(like, 0)
+    group.barrier()
+    try:
+        if group.rank == 0:
+            group.send(x, 1)
+            group.barrier()
+        else:
+            group.recv(y, 0)
+    except MismatchError as exc:
+        return str(exc)
+    return "no error"
+
+
+def test_a_known_message_of_another_shape_is_a_mismatch(procs):
+    sender, receiver = procs(2, _mismatch_again)
+    for text in (sender, receiver):
+        assert "float32[4]" in text, text
+        assert "float32[2, 2]" in text, text

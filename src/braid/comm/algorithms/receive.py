@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from braid.comm.algorithms.send import first_part, read_envelope
+from braid.comm.algorithms.send import MessageForm, first_part, read_envelope
 from braid.comm.channel.channel import Disagreement
 from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.peer_tensor import remote_at
@@ -148,21 +148,37 @@ class Mailbox:
                 line = self._line(source)
         return line
 
-    def take(self, line: _Line, out: torch.Tensor, tag: int, digest: int) -> bool:
-        """Receive the next message of `line` without a posted receive, if that is allowed.
+    def take(self, form: MessageForm, words: memoryview, out: torch.Tensor, tag: int) -> bool:
+        """Receive a message of one step, which has arrived, without a posted receive.
 
         Args:
-            line: Line of the source.
-            out: Flat destination.
+            form: Form of the message.
+            words: Line on which the source publishes its steps.
+            out: Destination.
             tag: Tag of the message.
-            digest: Digest of the message's description.
 
         Returns:
             Whether the message was received; otherwise nothing has changed. Another message may be
             due before it, or its tag, description or size may need a receipt.
         """
         with self._lock:
-            return line.take(out, tag, digest)
+            line = self._lines[form.peer]
+            if line.posted or line.early or line.coming or line.error:
+                return False
+            ch = line.channel
+            value = ch.value + 1
+            at = 2 + 3 * (value & 1)
+            if words[0] < value or words[at] != form.digest:
+                return False
+            try:
+                if not form.read(words[at + 1], out, tag):
+                    return False
+                ch.value = value
+                line.acks.publish()
+            except BaseException as exc:
+                line.fail(exc)
+                raise
+        return True
 
     def position(self, source: int | None) -> int:
         """Return the number of the last step that this rank has received from rank `source`.
@@ -194,10 +210,10 @@ class _Line:
         self.channel = pages.incoming()
         self.posted: list[Receipt] = []  # receives without a message, in order
         self._pages = pages
-        self._acks = pages.channel(pages.acknowledging_index(source))
-        self._early: list[_Message] = []  # messages without a receive, in order
-        self._coming: _Message | None = None  # partly received message
-        self._error: Exception | None = None
+        self.acks = pages.channel(pages.acknowledging_index(source))
+        self.early: list[_Message] = []  # messages without a receive, in order
+        self.coming: _Message | None = None  # partly received message
+        self.error: Exception | None = None
 
     def next_wait(self) -> Wait:
         """Return a wait that completes when the source publishes its next step."""
@@ -208,9 +224,9 @@ class _Line:
 
         Returns whether there was such a message.
         """
-        for message in self._early:
+        for message in self.early:
             if message.tag == receipt.tag:
-                self._early.remove(message)
+                self.early.remove(message)
                 self._match(receipt, message)
                 if message.digest != receipt.digest:
                     receipt.error = MismatchError(self._other_message(receipt, message))
@@ -223,8 +239,8 @@ class _Line:
         Raises:
             Disagreement: A message has another description than its receive.
         """
-        if self._error is not None:
-            raise self._error.with_traceback(None)
+        if self.error is not None:
+            raise self.error.with_traceback(None)
         ch = self.channel
         try:
             while self in receipt.lines and ch.has_published(self.source, ch.value + 1):
@@ -232,38 +248,17 @@ class _Line:
                 if receipt.message is not None and not receipt.message.missing:
                     break
         except BaseException as exc:
-            self._fail(exc)
+            self.fail(exc)
             raise
 
-    def _fail(self, exc: BaseException) -> None:
+    def fail(self, exc: BaseException) -> None:
         """Make later receives on this line raise `exc`, too."""
         rank, kind = self.channel.ranks[self.channel.rank], type(exc).__name__
         text = f"rank {rank} was interrupted while receiving a message ({kind})"
-        self._error = exc if isinstance(exc, Exception) else CommError(text)
-
-    def take(self, out: torch.Tensor, tag: int, digest: int) -> bool:
-        """Receive a message of one step without a posted receive; see `Mailbox.take`."""
-        ch, source = self.channel, self.source
-        value = ch.value + 1
-        if self.posted or self._early or self._coming or self._error:
-            return False
-        entry = ch.entry(source, value)
-        if entry.digest != digest:
-            return False
-        envelope = read_envelope(ch, source, entry.block)
-        if envelope.tag != tag or envelope.address or envelope.nbytes > CHUNK_BYTES:
-            return False
-        try:
-            out.copy_(first_part(ch, source, entry.block, out))
-            ch.value = value
-            self._acks.publish()
-        except BaseException as exc:
-            self._fail(exc)
-            raise
-        return True
+        self.error = exc if isinstance(exc, Exception) else CommError(text)
 
     def _step(self, value: int) -> None:
-        ch, message = self.channel, self._coming
+        ch, message = self.channel, self.coming
         if message is None:
             message = self._open(value)
             ch.value = value
@@ -271,8 +266,8 @@ class _Line:
             ch.value = value
             part = message.missing.pop()
             part.copy_(ch.peek(self.source, part.numel(), torch.uint8))
-        self._acks.publish()
-        self._coming = message if message.missing else None
+        self.acks.publish()
+        self.coming = message if message.missing else None
 
     def _open(self, value: int) -> _Message:
         """Take the first step of a message, and match it to a posted receive."""
@@ -293,7 +288,7 @@ class _Line:
             if data.numel() > CHUNK_BYTES:
                 message.missing = pieces(data[CHUNK_BYTES:], CHUNK_BYTES)[::-1]
         if receipt is None:
-            self._early.append(message)
+            self.early.append(message)
         else:
             self._match(receipt, message)
         return message

@@ -24,13 +24,14 @@ from braid.comm.channel.channel import Channel
 from braid.comm.channel.staging import CHUNK_BYTES, pieces
 from braid.runtime.transport import Steps
 
-__all__ = ["EAGER_BYTES", "Envelope", "first_part", "read_envelope", "send", "stage"]
+__all__ = ["EAGER_BYTES", "Envelope", "MessageForm", "first_part", "read_envelope", "send"]
 
 EAGER_BYTES = 256 << 10  # messages up to this size are not offered for reading in place
 ENVELOPE_LINES = 1  # addresses count lines of 64 bytes
 ENVELOPE_BYTES = 64 * ENVELOPE_LINES
 _TAG, _NBYTES, _ADDRESS = 0, 1, 2
 TAG_BIAS = 1 << 62  # tags may be negative, words may not
+MAX_PLACES = 8  # addresses of the two slots, and of those that they replaced when they grew
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -62,7 +63,7 @@ def send(
     """
     yield from acks.await_step(to, ch.value - 1)  # the slot of two steps ago has been read
     address = ch.own.locate(x, private=private) if x.numel() > EAGER_BYTES else 0
-    stage(ch, x[:0] if address else x[:CHUNK_BYTES], tag, x.numel(), address)
+    _stage(ch, x[:0] if address else x[:CHUNK_BYTES], tag, x.numel(), address)
     value = ch.publish()
     if address:
         yield from acks.await_step(to, value)  # the receiver has read it
@@ -73,7 +74,69 @@ def send(
         ch.publish()
 
 
-def stage(ch: Channel, first: torch.Tensor, tag: int, nbytes: int, address: int = 0) -> None:
+class MessageForm:
+    """Common properties of the messages to or from a member, of one shape and dtype.
+
+    Args:
+        channel: Channel on which the messages arrive, or are sent.
+        peer: Group rank of the other member.
+        like: Flat tensor with the dtype.
+        shape: Shape.
+        text: Description for users.
+        digest: Digest of the description, equal on both ends.
+    """
+
+    __slots__ = (
+        *("channel", "digest", "nbytes", "peer", "text"),
+        *("_dtype", "_numel", "_places", "_shape"),
+    )
+
+    def __init__(
+        self,
+        channel: Channel,
+        peer: int,
+        like: torch.Tensor,
+        shape: tuple[int, ...],
+        text: str,
+        digest: int,
+    ) -> None:
+        self.channel = channel
+        self.peer = peer
+        self.nbytes = like.nbytes
+        self.text = text
+        self.digest = digest
+        self._dtype, self._numel, self._shape = like.dtype, like.numel(), shape
+        self._places: dict[int, tuple[memoryview, torch.Tensor]] = {}
+
+    def write(self, x: torch.Tensor, tag: int) -> None:
+        """Write a message into memory of the next step."""
+        ch, nbytes = self.channel, self.nbytes
+        ch.own.slot(ENVELOPE_BYTES + nbytes, torch.uint8)
+        words, data = self._at(ch.rank, ch.own.address)
+        words[_TAG], words[_NBYTES], words[_ADDRESS] = tag + TAG_BIAS, nbytes, 0
+        data.copy_(x)
+
+    def read(self, block: int, x: torch.Tensor, tag: int) -> bool:
+        """Copy the peer's message at address `block` to `x`, if it is complete and has this tag."""
+        words, data = self._at(self.peer, block)
+        if words[_TAG] != tag + TAG_BIAS or words[_NBYTES] != self.nbytes or words[_ADDRESS]:
+            return False
+        x.copy_(data)
+        return True
+
+    def _at(self, member: int, block: int) -> tuple[memoryview, torch.Tensor]:
+        """Return the envelope (header) and the data of a message at an address of a member."""
+        place = self._places.get(block)
+        if place is None:
+            if len(self._places) >= MAX_PLACES:
+                self._places.clear()
+            ch = self.channel
+            x = ch.view(member, block + ENVELOPE_LINES, self._numel, self._dtype)
+            place = self._places[block] = ch.words(member, block), x.view(self._shape)
+        return place
+
+
+def _stage(ch: Channel, first: torch.Tensor, tag: int, nbytes: int, address: int = 0) -> None:
     """Write a message's envelope (header) and first elements into memory of the next step."""
     ch.own.slot(ENVELOPE_BYTES + first.nbytes, torch.uint8)
     words = ch.words(ch.rank, ch.own.address)

@@ -8,7 +8,7 @@ without waiting.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Face(ABC):
     rank: int
     size: int
     devices: frozenset[str]
+    # sends or receives a message like an earlier one, by (kind, x, peer, tag), if this is possible
+    _repeat: Callable[[str, Any, int | None, int], bool] | None = None
 
     @abstractmethod
     def _submit(self, collective: Collective) -> Any:

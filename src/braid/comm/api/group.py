@@ -90,6 +90,8 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         self._by_device: dict[str, Engine] = {}
         self._names = names
         self._describer = Describer(names, context.events, ranks)
+        if isinstance(engine, SharedMemoryEngine):
+            self._repeat = partial(engine.eager.repeat, self._describer.call_site)
         self._deadline_s, self._later_deadline_s = FIRST_DEADLINE_S, DEADLINE_S
         self._name_prefix = name_prefix
         self._successor: Group | None = None
@@ -141,6 +143,8 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         """
         self._by_device.update(dict.fromkeys(engine.device_types, engine))
         self.devices |= engine.device_types
+        if "cpu" in engine.device_types:
+            self._repeat = None
 
     def set_deadline(self, timeout_s: float) -> None:
         """Set the deadline of operations that do not pass `timeout_s`.
@@ -430,8 +434,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         return self._prepare(collective).start(collective, steps_by)
 
     def _launch(self, collectives: Sequence[Collective], *, steps_by: StepsBy) -> list[Work]:
-        # checked before any is started
-        engines = [self._prepare(collective) for collective in collectives]
+        engines = [self._prepare(c) for c in collectives]  # checked before any is started
         return [engine.start(c, steps_by) for engine, c in zip(engines, collectives, strict=True)]
 
     def _prepare(self, collective: Collective) -> Engine:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, overload
 from braid.comm.api.face import Face
 from braid.comm.engines.collective import Collective
 from braid.comm.engines.work import Work
-from braid.comm.tensors.arguments import Data, as_tensor, check_peer, dense, is_number
+from braid.comm.tensors.arguments import MOST_TAG, Data, as_tensor, check_peer, dense, is_number
 from braid.errors import ConfigError
 
 __all__ = ["PointToPoint"]
@@ -65,7 +65,7 @@ class PointToPoint(Face):
 
         Cost: ceil(l / chunk) a + l b seconds: a per step, b per byte, l bytes.
         """
-        return self._message("send", x, to, tag, async_op=async_op, timeout_s=timeout_s)
+        return self._message("send", x, to, tag, async_op, timeout_s)
 
     @overload
     def recv(
@@ -105,18 +105,18 @@ class PointToPoint(Face):
             async_op: Whether to return a Work without waiting.
             timeout_s: Seconds until CommTimeout.
         """
-        return self._message("recv", x, source, tag, async_op=async_op, timeout_s=timeout_s)
+        return self._message("recv", x, source, tag, async_op, timeout_s)
 
     def _message(
-        self,
-        kind: str,
-        x: Any,
-        peer: int | None,
-        tag: int,
-        *,
-        async_op: bool,
-        timeout_s: float | None,
+        self, kind: str, x: Any, peer: int | None, tag: int, async_op: bool, timeout_s: float | None
     ) -> Any:
+        if (
+            self._repeat is not None
+            and not async_op
+            and (timeout_s is None or (type(timeout_s) is float and timeout_s > 0))
+            and self._repeat(kind, x, peer, tag)
+        ):
+            return x
         number = -1 if peer is None else peer
         if peer is not None:
             check_peer(peer, self.size, "destination" if kind == "send" else "source")
@@ -127,7 +127,7 @@ class PointToPoint(Face):
             )
             raise ConfigError(msg)
         is_int = type(tag) is int or is_number(tag)
-        if not is_int or not -(1 << 61) < tag < 1 << 61:
+        if not is_int or not -MOST_TAG < tag < MOST_TAG:
             msg = f"tag {tag!r} is invalid: pass a whole number from 0 to 2^61 - 1"
             raise ConfigError(msg)
         flat = dense(x, self.devices)

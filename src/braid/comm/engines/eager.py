@@ -10,6 +10,10 @@ which has every check and every error. Both use the same lines and slots (see `s
 decides alone. As with an operation, an exception (such as KeyboardInterrupt) ends the group, since
 a message may be half sent or half received.
 
+A program sends the same kinds of messages again and again. The first one of a peer, shape and dtype
+is checked and described as a `Collective`; its `MessageForm` is kept, and the next ones need
+neither (`repeat`).
+
 Cost: one copy on each end; no system call if the message has arrived.
 
 Source: the eager protocol of MPI implementations; see `send`.
@@ -18,17 +22,18 @@ Source: the eager protocol of MPI implementations; see `send`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from braid.comm.algorithms.receive import Mailbox
-from braid.comm.algorithms.send import EAGER_BYTES, stage
-from braid.comm.channel.channel import Channel
+from braid.comm.algorithms.send import EAGER_BYTES, MessageForm
 from braid.comm.channel.control_pages import ABANDONED, ControlPages
 from braid.comm.engines.collective import Collective
 from braid.comm.engines.engine import GroupStatistics
 from braid.comm.engines.operation import call_back, stop_reason
 from braid.comm.engines.progress import Progress
+from braid.comm.tensors.arguments import MOST_TAG
 from braid.runtime.events import Recorder
 
 __all__ = ["EagerMessages", "SentMessage"]
@@ -40,6 +45,7 @@ COPIED_BYTE_BY_BYTE = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
     }
 )
+MAX_FORMS = 4096  # a job with more shapes makes some of them again
 
 
 class SentMessage:
@@ -93,87 +99,129 @@ class EagerMessages:
         self._events = events
         self._statistics = statistics
         self._acks = pages.channel(pages.acknowledging_index(pages.rank))
+        self._transport = pages.transport
         self._now_ns = pages.transport.clock.now_ns
         self._possible = pages.shares and pages.size > 1
-        self._channels: dict[int, Channel] = {}  # on which this rank sends, by receiver
+        self._forms: dict[tuple[Any, ...], MessageForm] = {}
 
-    def send(self, c: Collective) -> bool:
-        """Send a message if a slot is free; return whether it was sent."""
-        if not self._is_simple(c):
+    def repeat(
+        self, call_site: Callable[[], int], kind: str, x: Any, peer: int | None, tag: int
+    ) -> bool:
+        """Send or receive a message like an earlier one; return whether this was done.
+
+        Args:
+            call_site: Returns the digest of the call site.
+            kind: send or recv.
+            x: Value that the user passed, of any type.
+            peer: Group rank of the other member.
+            tag: Tag of the message.
+        """
+        if not isinstance(x, torch.Tensor) or type(peer) is not int or type(tag) is not int:
             return False
+        form = self._forms.get((kind, peer, x.dtype, x.shape))
+        if (
+            form is None
+            or not x.is_cpu
+            or x.layout is not torch.strided
+            or not x.is_contiguous()
+            or x.requires_grad
+            or x.is_inference()
+            or x.is_neg()
+            or not -MOST_TAG < tag < MOST_TAG
+            or self._is_hindered()
+        ):
+            return False
+        return (self._send if kind == "send" else self._recv)(form, x, tag, call_site())
+
+    def run(self, c: Collective) -> bool:
+        """Send or receive a message, if that is possible at once; return whether it was."""
+        if (
+            not self._possible
+            or c.peer < 0
+            or c.nbytes > EAGER_BYTES
+            or c.dtype not in COPIED_BYTE_BY_BYTE
+            or c.shape is None
+            or (c.copies is not None and c.copies.needed)
+            or self._is_hindered()
+        ):
+            return False
+        key, sends = (c.kind, c.peer, c.dtype, c.shape), c.kind == "send"
+        form = self._forms.get(key)
+        if form is None:
+            if len(self._forms) >= MAX_FORMS:
+                self._forms.clear()
+            pages = self._pages
+            if sends:
+                channel = pages.channel(pages.sending_index(c.peer))
+            else:
+                channel = self._mailbox.line(c.peer).channel
+            form = MessageForm(channel, c.peer, c.ins[0], c.shape, c.text, c.digest)
+            self._forms[key] = form
+        return (self._send if sends else self._recv)(form, c.ins[0].view(c.shape), c.tag, c.site)
+
+    def _send(self, form: MessageForm, x: torch.Tensor, tag: int, site: int) -> bool:
+        """Send a message if a slot is free; return whether it was sent."""
+        pages, progress, channel = self._pages, self._progress, form.channel
         start_ns = self._now_ns()
-        pages, progress = self._pages, self._progress
-        channel = self._channels.get(c.peer)
-        if channel is None:
-            channel = pages.channel(pages.sending_index(c.peer))
-            self._channels[c.peer] = channel
         with progress.ordering:
-            if not progress.is_free(channel) or self._acks.counter(c.peer) < channel.value - 1:
+            if (
+                not (progress.idle or progress.is_free(channel))
+                or self._acks.counter(form.peer) < channel.value - 1
+            ):
                 return False
             try:
-                channel.digest = c.digest
-                channel.site = c.site
-                stage(channel, c.ins[0], c.tag, c.nbytes)
+                channel.digest = form.digest
+                channel.site = site
+                form.write(x, tag)
                 value = channel.publish()
             except BaseException as exc:
-                pages.stop(ABANDONED, reason=stop_reason(c.text, exc))
+                pages.stop(ABANDONED, reason=stop_reason(form.text, exc))
                 raise
-        self._note(c, start_ns, channel.index, value)
+        self._note(form, start_ns, channel.index, value, site)
         return True
 
-    def recv(self, c: Collective) -> bool:
+    def _recv(self, form: MessageForm, x: torch.Tensor, tag: int, site: int) -> bool:
         """Receive a message if it arrives soon; return whether it was received."""
-        if c.peer < 0 or not (self._progress.idle and self._is_simple(c)):
+        pages = self._pages
+        if not self._progress.idle:
             return False
         start_ns = self._now_ns()
-        line = self._mailbox.line(c.peer)
-        words, value = line.channel.line(c.peer), line.channel.value + 1
+        channel, waited_ns = form.channel, 0
+        words, value = channel.line(form.peer), channel.value + 1
         if words is None:
             return False
-        waited_ns, pages = 0, self._pages
         try:
             if words[0] < value:
-                waited_ns = pages.transport.waiter.spin(
+                waited_ns = self._transport.waiter.spin(
                     lambda: words[0] >= value or bool(pages.end_reason)
                 )
             if (
                 waited_ns < 0
                 or pages.end_reason  # another thread has closed the group
-                or not self._mailbox.take(line, c.outs[0], c.tag, c.digest)
+                or not self._mailbox.take(form, words, x, tag)
             ):
                 return False
         except BaseException as exc:
-            pages.stop(ABANDONED, reason=stop_reason(c.text, exc))
+            pages.stop(ABANDONED, reason=stop_reason(form.text, exc))
             raise
         self._statistics.waited_ns += waited_ns
-        self._note(c, start_ns, line.channel.index, value)
+        self._note(form, start_ns, channel.index, value, site)
         return True
 
-    def _is_simple(self, c: Collective) -> bool:
+    def _is_hindered(self) -> bool:
         return (
-            self._possible
-            and c.nbytes <= EAGER_BYTES
-            and c.dtype in COPIED_BYTE_BY_BYTE
-            and (c.copies is None or not c.copies.needed)
-            and not self._pages.end_reason
-            and self._events.listener is None
-            and not self._pages.transport.forked
-            and not torch.is_inference_mode_enabled()
+            bool(self._pages.end_reason)
+            or self._events.listener is not None
+            or self._transport.forked
+            or torch.is_inference_mode_enabled()
         )
 
-    def _note(self, c: Collective, start_ns: int, channel: int, value: int) -> None:
+    def _note(self, form: MessageForm, start_ns: int, channel: int, value: int, site: int) -> None:
         spent_ns = self._now_ns() - start_ns
         statistics = self._statistics
         statistics.num_operations += 1
-        statistics.nbytes += c.nbytes
+        statistics.nbytes += form.nbytes
         statistics.spent_ns += spent_ns
         self._events.complete(
-            c.text,
-            start_ns,
-            spent_ns,
-            group=self._pages.number,
-            channel=channel,
-            seq=value,
-            nbytes=c.nbytes,
-            site=c.site,
+            form.text, start_ns, spent_ns, self._pages.number, channel, value, form.nbytes, site
         )

@@ -119,8 +119,8 @@ class Progress:
 
     @property
     def idle(self) -> bool:
-        """Whether no operation of this rank is in progress."""
-        return not (self._started or self._queues)
+        """Whether no operation of this rank is in progress, and no thread takes steps."""
+        return not (self._started or self._queues or self._thread)
 
     def is_free(self, channel: Channel) -> bool:
         """Return whether no operation is in progress on `channel`; needs the lock `ordering`."""

@@ -89,7 +89,7 @@ class SharedMemoryEngine:
         self._owns_progress = owns_progress
         self._collectives = pages.channel(0)
         self._mailbox = Mailbox(pages)
-        self._eager = EagerMessages(pages, progress, self._mailbox, events, self.statistics)
+        self.eager = EagerMessages(pages, progress, self._mailbox, events, self.statistics)
         self._views: deque[Channel] = deque()  # of the incoming line, one per receive in progress
         self._ordering = threading.Lock()  # orders the threads that enter a channel
         self._first_pages: dict[int, Block] = {}
@@ -203,15 +203,14 @@ class SharedMemoryEngine:
         if collective.kind in {"send", "recv"}:
             # first: a receive, once posted, takes a message even if it is refused
             self.progress.check_caller(collective.text)
-            eager = self._eager.send if collective.kind == "send" else self._eager.recv
-            if eager(collective):
+            if self.eager.run(collective):
                 return
         self.progress.execute(self._operation(collective))
 
     def start(self, collective: Collective, steps_by: StepsBy) -> Work:
         """Start a collective after the operations started on its channel."""
         progress, result, source = self.progress, collective.result, collective.source
-        if collective.kind == "send" and self._eager.send(collective):
+        if collective.kind == "send" and self.eager.run(collective):
             if steps_by is StepsBy.CALLER and not progress.idle:
                 progress.advance_started()
             sent = SentMessage(collective.text)

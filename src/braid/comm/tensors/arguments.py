@@ -23,7 +23,9 @@ import torch
 
 from braid.errors import ConfigError
 
-__all__ = ["Buffer", "Data", "Parts", "as_tensor", "dense"]
+__all__ = ["MOST_TAG", "Buffer", "Data", "Parts", "as_tensor", "dense"]
+
+MOST_TAG = 1 << 61  # tags of messages are smaller
 
 
 @dataclass(frozen=True, slots=True)
