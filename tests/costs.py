@@ -44,6 +44,7 @@ BUDGETS_S = {
     "world/test_elastic_launchers": 70,
     "world/test_elastic_runs": 75,
     "world/test_train_elastic": 40,
+    "world/test_engine_habits": 25,
     "world/test_engine_oracle": 100,
     "world/test_fork_server": 10,
     "world/test_fusion": 15,

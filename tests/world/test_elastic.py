@@ -6,6 +6,7 @@ import copy
 import itertools
 import re
 import threading
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -570,12 +571,15 @@ def test_a_newcomer_ends_with_those_that_have_left_their_loop(victim):
 
 
 def _training(
-    members: Group | ThreadMembers, model: nn.Module, shards: int | None = None
+    members: Group | ThreadMembers,
+    model: nn.Module,
+    shards: int | None = None,
+    update: Callable[[], None] | None = None,
 ) -> ElasticTraining:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = WholeModel(TrainingState(model, optimizer, {}))
     members = FixedMembers(members) if isinstance(members, Group) else members
-    return ElasticTraining(members, state, num_shards=shards, seed=0, update=None)
+    return ElasticTraining(members, state, num_shards=shards, seed=0, update=update)
 
 
 class FixedMembers:
@@ -636,6 +640,30 @@ def test_a_step_of_the_optimizer_in_the_loop_is_refused():
                     training.optimizer.step()
 
     assert "optimizer.step() was called by the loop: training.step() calls it" in _refusal(run)
+
+
+def test_torchs_clipping_in_the_loop_is_refused_and_allowed_in_an_update():
+    def run(group: Group, *, in_loop: bool) -> float:
+        model = nn.Linear(2, 1)
+
+        def update() -> None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            norms.append(norm.item())
+            training.optimizer.step()
+
+        norms: list[float] = []
+        with _training(group, model, update=update) as training:
+            for (x,) in training.batches(_loader()):
+                with training.step():
+                    model(x).sum().backward()
+                    if in_loop:
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # the model is the program's again
+        return min(norms)
+
+    text = _refusal(partial(run, in_loop=True))
+    assert "gradients are of one micro-batch: call it in the function update=" in text
+    assert run_in_process(partial(run, in_loop=False)) > 0
 
 
 def test_a_scheduler_that_the_loop_calls_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -209,9 +210,15 @@ def _divided(group: Group) -> list[Any]:
         (model.router.grad - whole.router.grad).abs().max() / whole.router.grad.abs().max(),
     ]
     norm = torch.stack([param.grad.norm() for param in whole.parameters()]).norm()
+    if group.size > 1:
+        act = partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
+        assert "expert_parallel.clip_grad_norm_(model, max_norm, group)" in said_by(
+            act, ConfigError
+        )
     gaps.append(abs(clip_grad_norm_(model, 1.0, group) - norm) / norm)
     marked = [is_of_experts(param) for param in model.parameters()]
     undivide_experts(model, group)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the model is whole again
     x = tokens(0, 6, torch.float64)
     same = torch.equal(model(x), whole(x)) and model.experts.num_experts == EXPERTS
     return [names, again, max(gap.item() for gap in gaps) < 1e-12, marked, same]

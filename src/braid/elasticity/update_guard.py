@@ -9,15 +9,20 @@ from typing import Any
 from torch.optim import Optimizer
 
 from braid.errors import ConfigError
+from braid.parallel.gradients.incomplete import Use, forget_incomplete, note_incomplete
 
 __all__ = ["UpdateGuard"]
 
 
 class UpdateGuard:
-    """Raises if the loop steps the optimizer itself; scales its learning rate in each step."""
+    """Raises if the loop steps the optimizer itself; scales its learning rate in each step.
+
+    Attributes:
+        is_updating: Whether the gradients are those of a whole step.
+    """
 
     def __init__(self) -> None:
-        self._is_updating = False
+        self.is_updating = False
         self._hooks = ExitStack()
         self._factor = 1.0
         self._rates: list[Any] = []
@@ -31,6 +36,9 @@ class UpdateGuard:
         """
         self.close()
         self._factor = rate_factor
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        note_incomplete(params, _refusal, self)
+        self._hooks.callback(forget_incomplete, params, self)
         before = optimizer.register_step_pre_hook(self._before_step)
         self._hooks.callback(before.remove)
         if rate_factor != 1.0:
@@ -45,14 +53,14 @@ class UpdateGuard:
     @contextmanager
     def update(self) -> Iterator[None]:
         """Allow steps of the optimizer inside the block."""
-        self._is_updating = True
+        self.is_updating = True
         try:
             yield
         finally:
-            self._is_updating = False
+            self.is_updating = False
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        if not self._is_updating:
+        if not self.is_updating:
             msg = (
                 "optimizer.step() was called by the loop: training.step() calls it after the "
                 "last micro-batch of a step; pass other changes of the model as the function "
@@ -67,3 +75,13 @@ class UpdateGuard:
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
+
+
+def _refusal(guard: UpdateGuard, _: object, use: Use) -> str:
+    """Return why a function of torch cannot be used on gradients of one micro-batch."""
+    if guard.is_updating:
+        return ""
+    return (
+        f"torch's {use} was called by the loop, where gradients are of one micro-batch: call it in "
+        "the function update=, which gets the mean gradients, or pass clip= to braid.elastic_mesh"
+    )

@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 
 from braid.errors import ConfigError
 from braid.parallel.gradients import FlatBuffer
+from braid.parallel.gradients.incomplete import Use, note_incomplete
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
 from braid.ps.node import Node
@@ -222,6 +223,7 @@ class ParameterServer(nn.Module):
                 sizes=() if on_workers else [p.numel() for p in params],
             )
             if node.is_worker:
+                note_incomplete(params, _refusal, self)
                 self._add(table, params, flat, make if on_workers else None)
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -291,6 +293,11 @@ class ParameterServer(nn.Module):
         """Number of tables that the parameters are divided into."""
         return len(self._partitions)
 
+    @property
+    def has_pushed(self) -> bool:
+        """Whether gradients of this clock have been pushed."""
+        return any(partition.is_pushed for partition in self._partitions)
+
     def _add(
         self,
         table: DenseTable,
@@ -316,6 +323,16 @@ class ParameterServer(nn.Module):
             for layer in self.module.modules():
                 if members & set(layer.parameters(recurse=False)):
                     layer.register_forward_pre_hook(lambda *_: partition.arrive())
+
+
+def _refusal(model: ParameterServer, _: object, use: Use) -> str:
+    """Return why a function of torch cannot be used on gradients that have been pushed."""
+    if not model.has_pushed:
+        return ""
+    return (
+        f"torch's {use} was called after gradients had been pushed during backward: run backward "
+        "inside of `with model.accumulate():`, then call it before model.step()"
+    )
 
 
 def _ready(

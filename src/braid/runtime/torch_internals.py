@@ -11,9 +11,10 @@ error with the name, the version of torch, and the versions that have it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from importlib import import_module
 from operator import attrgetter, methodcaller
 from types import CodeType
@@ -56,6 +57,8 @@ __all__ = [
     "backend_options",
     "backward_class",
     "backward_hooks",
+    "before_clipping",
+    "before_unscaling",
     "call_replaced",
     "call_with_hooks",
     "changes_arguments",
@@ -313,6 +316,55 @@ def num_results(node: Node) -> int:
 
 active_ddp: Callable[[], nn.parallel.DistributedDataParallel | None]  # during its forward
 active_ddp = _value("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")
+
+
+# Gradients.
+
+_clip_by_norm = _value("torch.nn.utils.clip_grad._clip_grads_with_norm_")
+
+
+def before_clipping(check: Callable[[Sequence[torch.Tensor], Any], None]) -> None:
+    """Call `check` before torch clips gradients, from now on.
+
+    Args:
+        check: Gets the parameters, and the function's name: clip_grad_norm_ or clip_grad_value_.
+    """
+    module = import_module("torch.nn.utils.clip_grad")
+    clip_value: Any = nn.utils.clip_grad_value_
+
+    def checked(clip: Callable[..., None], name: str) -> Callable[..., None]:
+        @wraps(clip)
+        def checked_clip(
+            parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
+        ) -> None:
+            is_one = isinstance(parameters, torch.Tensor)
+            params: list[Any] = [parameters] if is_one else list(parameters)
+            check(params, name)
+            clip(params, *args, **kwargs)
+
+        return checked_clip
+
+    # called by clip_grad_norm_, which a program may have imported before
+    vars(module)["_clip_grads_with_norm_"] = checked(_clip_by_norm, "clip_grad_norm_")
+    nn.utils.clip_grads_with_norm_ = vars(module)["_clip_grads_with_norm_"]
+    vars(module)["clip_grad_value_"] = checked(clip_value, "clip_grad_value_")
+    nn.utils.clip_grad_value_ = vars(module)["clip_grad_value_"]
+
+
+def before_unscaling(check: Callable[[Any, torch.optim.Optimizer], None]) -> None:
+    """Call `check` with scaler and optimizer before torch unscales gradients, from now on."""
+    kind: Any = torch.amp.GradScaler
+    for name in ("step", "unscale_"):
+        setattr(kind, name, _checked(getattr(kind, name), check))
+
+
+def _checked(method: Callable[..., Any], check: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    @wraps(method)
+    def checked(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self, optimizer)
+        return method(self, optimizer, *args, **kwargs)
+
+    return checked
 
 
 # Functions and operators.

@@ -28,9 +28,15 @@ from braid.comm import Group
 from braid.errors import ConfigError, raise_all
 from braid.parallel.expert_parallel.dispatch import Dispatch
 from braid.parallel.expert_parallel.routing import load_balance_loss, route, router_z_loss
+from braid.parallel.gradients.incomplete import PartOfModel, forget_incomplete, note_incomplete
 from braid.types import text_digest
 
 __all__ = ["MixtureOfExperts", "auxiliary_loss", "check_experts", "mark_experts"]
+
+CALLS = PartOfModel(
+    "braid.parallel.expert_parallel.clip_grad_norm_(model, max_norm, group)",
+    "braid.parallel.gradients.AgreedGradScaler([group])",
+)
 
 
 class MixtureOfExperts(nn.Module):
@@ -225,6 +231,10 @@ def mark_experts(group: Group, *params: nn.Parameter) -> None:
     """Mark parameters that hold different experts on the ranks of a group."""
     for param in params:
         param.__dict__["braid_experts"] = group.ranks
+        if group.size > 1:
+            note_incomplete([param], CALLS.refusal, param)
+        else:
+            forget_incomplete([param], param)
 
 
 def _drawn(name: str, rows: int, columns: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from braid.parallel.gradients.bucket_layout import BucketLayout, Caps, plan_buck
 from braid.parallel.gradients.buckets import Buckets
 from braid.parallel.gradients.flat import FlatBuffer, allocator
 from braid.parallel.gradients.grad_bucket import GradBucket, Hook
+from braid.parallel.gradients.grad_scaler import AgreedGradScaler
 from braid.parallel.gradients.gradient_hooks import GradientHooks
 from braid.parallel.gradients.hook_schedule import StateHook
 from braid.parallel.gradients.missing_gradients import fill_missing_gradients
@@ -19,6 +20,7 @@ from braid.parallel.gradients.status import RankState, Status, StatusLayout
 from braid.parallel.gradients.table import ParamRecord, ParamTable
 
 __all__ = [
+    "AgreedGradScaler",
     "AveragingOutcome",
     "Bucket",
     "BucketLayout",

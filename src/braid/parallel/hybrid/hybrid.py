@@ -55,6 +55,7 @@ from braid.parallel.gradients.exact_norm import clip_counted_
 from braid.parallel.graph import CapturedGraph
 from braid.parallel.hybrid.sharded_stages import ShardedStages
 from braid.parallel.hybrid.snapshot import HybridSnapshot
+from braid.parallel.hybrid.torch_functions import guard, release
 from braid.parallel.pipeline import Pipeline
 from braid.parallel.sharding import Sharding
 from braid.parallel.tensor_parallel import divide_states, parallelize, slicing_of, undivide
@@ -182,6 +183,7 @@ class HybridParallel:
         self.pipeline.fail_with(self._tensor, self._sequence)
         self._params = dict(model.named_parameters())
         self._owners = self._owners_of()
+        self._guard = guard(self)
 
     def named_pieces(self) -> dict[str, nn.Parameter]:
         """Return the tensors that an attached optimizer updates on this rank, by parameter name."""
@@ -392,6 +394,7 @@ class HybridParallel:
             undivide_experts(self.model, self._experts)
         if self._tensor.size > 1:
             undivide(self.model, self._tensor)
+        release(self, self._guard)
         if self.groups["pp"].size > 1:
             for name, tensor in self._named().items():
                 self.groups["pp"].broadcast(tensor.detach(), self._owners[name])

@@ -30,6 +30,7 @@ from braid.comm.autograd.nested import tensors_in
 from braid.comm.autograd.recompute_policy import RecomputePolicy
 from braid.errors import CommError, ConfigError, raise_all
 from braid.parallel.gradients.exact_norm import clip_counted_
+from braid.parallel.gradients.incomplete import PartOfModel, note_incomplete
 from braid.parallel.graph import CapturedGraph
 from braid.parallel.pipeline.cutting import (
     check_target,
@@ -66,6 +67,11 @@ __all__ = ["Pipeline"]
 Schedule = Callable[[int, int], Program]
 Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+CALLS = PartOfModel(
+    "clip_grad_norm_(max_norm) of the pipeline",
+    "braid.parallel.gradients.AgreedGradScaler([pipeline.group])",
+    has_whole=True,
+)
 
 
 class Pipeline(nn.Module):
@@ -180,6 +186,8 @@ class Pipeline(nn.Module):
         for local_stage in self.stages.values():
             for layer in local_stage.layers:
                 register(self, layer)
+        if group.size > 1:
+            note_incomplete(self.parameters(), CALLS.refusal, self)
         self._executor(num_microbatches, trains=True)  # raises for unsupported programs
 
     def step_in_program(self, make: MakeOptimizer) -> list[Optimizer]:

@@ -41,6 +41,7 @@ from braid.parallel.sharding.policies import DiskOffloadPolicy
 from braid.parallel.sharding.reducer import ShardReducer
 from braid.parallel.sharding.residency import Residency, Unit
 from braid.parallel.sharding.slots import Slot, plan_slots
+from braid.parallel.sharding.torch_functions import guard, release
 from braid.parallel.sharding.units import (
     MARK,
     UnitSpec,
@@ -150,6 +151,7 @@ class Sharding:
         setattr(model, MARK, self)
         for record in self.table:
             setattr(record.param, MARK, True)
+        self._guard = guard(self)
 
     @property
     def flats(self) -> Sequence[FlatShard]:
@@ -328,6 +330,7 @@ class Sharding:
         delattr(self.model, MARK)
         for record in self.table:
             delattr(record.param, MARK)
+        release(self, self._guard)
 
     def _compare(self, units: Sequence[str]) -> None:
         """Compare parameters and options across ranks, and copy the values of the first rank."""

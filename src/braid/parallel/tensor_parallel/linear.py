@@ -31,6 +31,7 @@ from braid.comm.autograd import (
     split_forward_all_gather_backward,
 )
 from braid.errors import ConfigError
+from braid.parallel.gradients.incomplete import PartOfModel, note_incomplete
 from braid.parallel.tensor_parallel.slices import Slicing
 from braid.runtime.torch_internals import version_of
 
@@ -41,6 +42,11 @@ __all__ = [
     "column_linear",
     "slice_param",
 ]
+
+CALLS = PartOfModel(
+    "braid.parallel.tensor_parallel.clip_grad_norm_(model, max_norm, group)",
+    "braid.parallel.gradients.AgreedGradScaler([group])",
+)
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -263,6 +269,8 @@ def slice_param(param: torch.Tensor, slicing: Slicing, group: Group) -> None:
     if grad is not None:
         param.grad = slicing.part_of(grad, group.rank, group.size)
     param.__dict__["braid_slicing"] = slicing
+    if group.size > 1:
+        note_incomplete([param], CALLS.refusal, param)
 
 
 class _Column(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from braid.comm import Group
 from braid.errors import ConfigError
+from braid.parallel.gradients.incomplete import forget_incomplete
 from braid.parallel.tensor_parallel.slices import Slicing
 
 __all__ = ["ModuleChange", "changes_of", "divide_states", "note_change", "slicing_of", "undivide"]
@@ -101,6 +102,7 @@ def undivide(model: nn.Module, group: Group) -> None:
         param.grad = None
         param.data = slicing.whole_of([part.view(param.shape) for part in parts])
         del param.__dict__["braid_slicing"]
+        forget_incomplete([param], param)
     model.__dict__.pop("forward", None)  # forward of a graph
     for change in reversed(model.__dict__.pop(CHANGES, [])):
         setattr(change.module, change.name, change.before)

@@ -30,6 +30,7 @@ from braid.compat.horovod.torch.shared_grads import SharedGrad, SharedGrads
 from braid.errors import CommError, StaleError, below, raise_all
 from braid.parallel.gradients import GradientHooks, ParamTable
 from braid.parallel.gradients.gradient_hooks import GradientListener
+from braid.parallel.gradients.incomplete import Use, note_incomplete
 
 __all__ = ["TOO_EARLY", "GradientReduction"]
 
@@ -37,6 +38,11 @@ COLLECTED_BYTES = 1 << 20  # gradients that are submitted together
 TOO_EARLY = (
     "zero_grad() was called between backward and step, while gradients are in flight: call it "
     "before backward, or after step() or synchronize()"
+)
+IN_FLIGHT = (
+    "torch's {} was called between backward and step, while gradients are added over the ranks: "
+    "call optimizer.synchronize() before it, and then optimizer.step() inside of `with "
+    "optimizer.skip_synchronize():`"
 )
 IS_SPARSE = "the gradient is sparse on this rank"
 Points = dict[nn.Parameter, torch.cuda.Event | None]  # see `mark`
@@ -107,6 +113,7 @@ class GradientReduction(GradientListener):
         self._nbytes = 0
         self._records = ParamTable.named((name, param) for param, name in names.items()).records
         self._hooks = GradientHooks(self._records, self)
+        note_incomplete(names, _refusal, self)
         if process_set.included():
             self._use_engine(process_set.member.engine)
             self._hooks.attach(p for p, r in enumerate(self._records) if r.param.requires_grad)
@@ -352,6 +359,11 @@ class GradientReduction(GradientListener):
             return loss
 
         return reduced
+
+
+def _refusal(reduction: GradientReduction, _: object, use: Use) -> str:
+    """Return why torch's functions cannot be used while gradients are in flight."""
+    return IN_FLIGHT.format(use) if reduction.has_begun else ""
 
 
 def _empty_sparse(param: nn.Parameter) -> torch.Tensor:
