@@ -201,8 +201,62 @@ def _freeze(loop: Loop, step: int) -> None:
                 param.requires_grad_(requires_grad=False)
 
 
+def _zero_by(zero: Callable[[Loop], object], loop: Loop) -> None:
+    loop.zero = partial(zero, loop)
+    _plain(loop)
+
+
+def _drop(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = None
+
+
+def _in_groups(loop: Loop) -> list[nn.Parameter]:
+    return [param for group in loop.optimizer.param_groups for param in group["params"]]
+
+
+def _renew(params: Callable[[Loop], Iterable[nn.Parameter]], loop: Loop, step: int) -> None:
+    """Go on with a new optimizer, as programs do after they have found a learning rate."""
+    if step == 1:
+        optimizer = loop.optimizer = _optimizer(params(loop))
+        loop.step, loop.zero = optimizer.step, optimizer.zero_grad
+
+
+def _add_group(loop: Loop) -> None:
+    """Train the last layer from step 2 on."""
+    late = [p for n, p in loop.model.named_parameters() if n.endswith("3.down.weight")]
+    for group in loop.optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if not getattr(p, "is_late", False)]
+    zero = loop.zero
+
+    def drop() -> None:
+        zero()
+        _drop(late)
+
+    def act(loop: Loop, step: int) -> None:
+        if step == 1 and late:
+            loop.optimizer.add_param_group({"params": late})
+
+    loop.zero = drop
+    _plain(loop, after_step=act)
+
+
+def _assign(loop: Loop, step: int) -> None:
+    if step == 1:
+        state = {name: x.detach().clone() for name, x in loop.model.state_dict().items()}
+        loop.model.load_state_dict(state, assign=True)
+
+
 HABITS: dict[str, Habit] = {
     "plain": _plain,
+    "drops by the model": partial(_zero_by, lambda loop: loop.model.zero_grad()),
+    "drops by the optimizer": partial(_zero_by, lambda loop: loop.optimizer.zero_grad()),
+    "drops by parameter": partial(_zero_by, lambda loop: _drop(loop.params())),
+    "drops by group": partial(_zero_by, lambda loop: _drop(_in_groups(loop))),
+    "makes a new optimizer": after(partial(_renew, lambda loop: loop.params())),
+    "makes a new optimizer of the groups": after(partial(_renew, _in_groups)),
+    "adds a group": _add_group,
+    "assigns a state": after(_assign),
     "torch clips by norm": between(lambda loop, _: nn.utils.clip_grad_norm_(loop.params(), 0.1)),
     "torch clips by value": between(lambda loop, _: nn.utils.clip_grad_value_(loop.params(), 0.05)),
     "the engine clips": _clip_by_engine,
@@ -262,15 +316,17 @@ def _zero(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _mark(model: nn.Module) -> None:
-    """Mark the parameter whose gradient overflows; engines keep parameters as objects, or name them."""
-    next(p for n, p in model.named_parameters() if n.endswith("0.up.bias")).is_marked = True  # type: ignore[attr-defined]
+def _mark(named: Iterable[tuple[str, Any]]) -> None:
+    """Mark the parameter whose gradient overflows, and the one that is trained late."""
+    for name, param in named:
+        param.is_marked = name.endswith("0.up.bias")
+        param.is_late = name.endswith("3.down.weight")
 
 
 def reference(habit: str, num_shards: int) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Train in one process; return the weights and what was seen."""
     model = Net()
-    _mark(model)
+    _mark(model.named_parameters())
     loop = _loop(model, model, _optimizer(model.parameters()), range(num_shards))
     HABITS[habit](loop)
     return {name: p.detach().clone() for name, p in model.named_parameters()}, loop.seen
@@ -285,7 +341,7 @@ def _weights(model: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
 
 def run_ddp(act: Habit, group: Group) -> Outcome:
     model = Net()
-    _mark(model)
+    _mark(model.named_parameters())
     wrapper = braid.DistributedDataParallel(model, process_group=group)
     loop = _loop(model, wrapper, _optimizer(model.parameters()), [group.rank])
     act(loop)
@@ -294,7 +350,7 @@ def run_ddp(act: Habit, group: Group) -> Outcome:
 
 def run_averaging(act: Habit, group: Group) -> Outcome:
     model = Net()
-    _mark(model)
+    _mark(model.named_parameters())
     optimizer = data_parallel.AveragingOptimizer(
         _optimizer(model.parameters()), model.named_parameters(), process_group=group
     )
@@ -307,8 +363,7 @@ def run_sharded(act: Habit, group: Group, *, stage: int) -> Outcome:
     model = Net()
     optimizer = _optimizer(model.parameters())
     engine = sharding.shard_optimizer(optimizer, model, process_group=group, stage=stage)
-    for record, owned in engine.owned():
-        owned.is_marked = record.name == "blocks.0.up.bias"  # type: ignore[attr-defined]
+    _mark((record.name, owned) for record, owned in engine.owned())
     loop = _loop(
         *(model, model, optimizer, [group.rank]),
         clip=engine.clip_grad_norm_,
@@ -324,8 +379,7 @@ def run_fsdp(act: Habit, group: Group) -> Outcome:
     model = Net()
     wrapper = braid.FullyShardedDataParallel(model, group, units=list(model.blocks))
     optimizer = _optimizer(wrapper.parameters())
-    for record, owned in wrapper.sharding.owned():
-        owned.is_marked = record.name == "blocks.0.up.bias"  # type: ignore[attr-defined]
+    _mark((record.name, owned) for record, owned in wrapper.sharding.owned())
     loop = _loop(
         *(model, wrapper, optimizer, [group.rank]),
         clip=wrapper.clip_grad_norm_,
@@ -358,7 +412,7 @@ def _by_engine(engine: Any, model: Any, optimizer: Any, groups: list[Group], sha
 
 def run_pipeline(act: Habit, group: Group) -> Outcome:
     model = Net()
-    _mark(model)
+    _mark(model.named_parameters())
     pipeline = braid.Pipeline(nn.Sequential(*model.blocks), num_microbatches=2, group=group)
     optimizer = _optimizer(pipeline.parameters())
     loop = _by_engine(pipeline, pipeline, optimizer, [group], 0)
@@ -372,8 +426,7 @@ PLAN = {r"up$": "column", r"down$": "row"}
 def run_tensor_parallel(act: Habit, group: Group) -> Outcome:
     model = Net()
     braid.parallelize(model, group, PLAN)
-    if group.rank == 0:
-        _mark(model)
+    _mark(model.named_parameters())
     loop = _loop(
         *(model, model, _optimizer(model.parameters()), [0]),
         clip=lambda norm: tensor_parallel.clip_grad_norm_(model, norm, group),
@@ -396,9 +449,7 @@ def run_hybrid(act: Habit, group: Group, *, mesh: str, shard: int = 0) -> Outcom
         shard=shard,
     )
     hybrid.attach(optimizer)
-    for name, piece in hybrid.named_pieces().items():
-        first = hybrid.groups["tp"].rank == 0
-        piece.is_marked = first and name == "blocks.0.up.bias"  # type: ignore[attr-defined]
+    _mark([*model.named_parameters(), *hybrid.named_pieces().items()])
     loop = _by_engine(
         *(hybrid, model, optimizer, list(hybrid.groups.values())), hybrid.groups["dp"].rank
     )
@@ -411,7 +462,7 @@ def run_horovod(act: Habit, group: Group) -> Outcome:
     session.start(group, HorovodEnvironment(cycle_time_ms=1.0))
     try:
         model = Net()
-        _mark(model)
+        _mark(model.named_parameters())
         optimizer = hvd.DistributedOptimizer(
             _optimizer(model.parameters()), model.named_parameters()
         )
@@ -477,6 +528,18 @@ DIVIDED = "stage|fsdp|pipeline$|tensor|pp=2|tp=2"
 PIECES = r"stage [12]( alone)?$"
 # (habit, engines, what an error or a warning says); everything else must give the same numbers
 SAID = [
+    ("drops by parameter", PIECES, "gradients of the last step have not been dropped"),
+    ("makes a new optimizer.*", PIECES, "gradients are stored in its shards"),
+    ("makes a new optimizer.*", "horovod", "got a gradient in more than 1 backward passes"),
+    (
+        "adds a group",
+        "averaging|horovod",
+        "parameter groups added to a wrapped optimizer would not",
+    ),
+    ("assigns a state", r"stage \d( alone)?$|fsdp", "moved, converted or replaced after"),
+    ("assigns a state", "ddp", "have been replaced or added since"),
+    ("assigns a state", "tp=2|tensor", "replace the shards of parameters"),
+    ("assigns a state", "pp=2", "old values for all others"),
     ("torch clips by norm", rf"{DIVIDED}", "call .*clip_grad_norm_.* instead"),
     ("torch clips by norm", "stage 1 alone", "call clip_grad_norm_.* instead"),
     (
@@ -488,7 +551,7 @@ SAID = [
     ("torch clips by value", PIECES, "pass the optimizer's parameters to clip_grad_value_"),
     ("torch scales( early)?", DIVIDED, "use braid.parallel.*GradScaler.* instead"),
     ("adds noise", PIECES, "a program sees at least one gradient"),  # see `shard_optimizer`
-    ("replaces data", r"stage \d( alone)?$|fsdp", "moved or converted after the model was sharded"),
+    ("replaces data", r"stage \d( alone)?$|fsdp", "moved, converted or replaced after"),
     ("restores weights", "stage 3$|fsdp", "has only this rank's flat pieces"),
     ("restores weights", "pp=2", "old values for all others"),
 ]
@@ -521,7 +584,7 @@ def run_all(group: Group, engine: str) -> dict[str, tuple[Outcome | None, str]]:
             warnings.simplefilter("always")
             try:
                 outcome = ENGINES[engine].run(HABITS[habit], own)
-            except (ConfigError, AssertionError) as exc:
+            except (ConfigError, AssertionError, RuntimeError) as exc:
                 own.abort(f"{type(exc).__name__}: {exc}")
                 error = str(exc)
             except CommError as exc:  # of a rank that was refused

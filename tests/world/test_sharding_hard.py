@@ -343,8 +343,8 @@ def test_changes_that_sharding_cannot_follow_are_named(world):
         "this sharded model cannot be copied or pickled",
         "this sharded model cannot be copied or pickled",
         "were frozen when the model was sharded",
-        "were moved or converted after the model was sharded",
-        "were moved or converted after the model was sharded",
+        "were moved, converted or replaced after sharding",
+        "were moved, converted or replaced after sharding",
     ]
     for said in world(2, _changes):
         assert [part in text for part, text in zip(parts, said, strict=True)] == [True] * 6, said

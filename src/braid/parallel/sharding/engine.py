@@ -279,6 +279,7 @@ class Sharding:
         No-op at stage 3, because parameters are gathered before use.
         """
         self._has_shared = False
+        self._reducer.has_stepped = True
         if not self.shares_late:
             self.share()
 
@@ -434,7 +435,7 @@ class Sharding:
         If the last backward raised, the other ranks are notified first.
 
         Raises:
-            ConfigError: Parameters have been moved or converted, or frozen ones are unfrozen.
+            ConfigError: Parameters were moved, converted, replaced or unfrozen.
         """
         if self._reducer.is_in_backward:
             for unit in self._residency.shadow_backward():
@@ -443,8 +444,8 @@ class Sharding:
         problems = []
         if moved := [name for flat in self._flats for name in flat.moved()]:
             problems.append(
-                f"{first_few(moved)} were moved or converted after the model was sharded: call "
-                "model.to(...) and model.half() before sharding"
+                f"{first_few(moved)} were moved, converted or replaced after sharding: call "
+                "model.to(...) and model.half() before, and load_state_dict without assign=True"
             )
         trained = {id(gradients.flat) for gradients in self._gradients}
         frozen = [flat for flat in self._flats if id(flat) not in trained]

@@ -152,16 +152,20 @@ class FlatShard:
         return self._full
 
     def moved(self) -> list[str]:
-        """Return the names of parameters that are no longer in this vector's memory."""
+        """Return the names of parameters that are replaced, or no longer in this memory."""
         memory, params = self._master, self.owned
         if self._slot is None:
             assert self._full is not None
             memory, params = self._full, self.leaves
         begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.element_size()
+        registered = self.owned if self.stage == 3 and not self.is_entered else self.leaves
         return [
             record.name
-            for record, param in zip(self.records, params, strict=True)
-            if param.numel() and not begin <= param.data_ptr() < end
+            for record, param, kept, sites in zip(
+                self.records, params, registered, self.sites, strict=True
+            )
+            if (param.numel() and not begin <= param.data_ptr() < end)
+            or any(own_parameters(module).get(name) is not kept for module, name in sites)
         ]
 
     def zeros(self, numel: int) -> torch.Tensor:

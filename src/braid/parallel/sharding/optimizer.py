@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,9 +20,8 @@ from braid.errors import ConfigError, raise_all
 from braid.parallel.gradients.optimizer_in_place import refuse_copy
 from braid.parallel.gradients.optimizer_kinds import kind_of_optimizer, refusal_of_optimizer
 from braid.parallel.gradients.process_groups import group_of
-from braid.parallel.sharding.engine import Sharding
+from braid.parallel.sharding.engine import Sharding, sharding_of
 from braid.parallel.sharding.options import ShardingOptions
-from braid.parallel.sharding.units import MARK
 
 __all__ = ["attach", "has_pieces", "needs_whole", "refuse_wrong_rules", "shard_optimizer"]
 
@@ -144,7 +144,8 @@ def refuse_wrong_rules(sharding: Sharding) -> None:
     Without this check LBFGS, or optimizers that use norms, would step on pieces as if they were
     parameters. At stages 1 and 2 any optimizer would find no gradients, and change nothing.
     """
-    ids, reference = [id(record.param) for record in sharding.table], weakref.ref(sharding)
+    ids = [id(param) for record, owned in sharding.owned() for param in (record.param, owned)]
+    reference = weakref.ref(sharding)
     ENGINES.update(dict.fromkeys(ids, reference))
 
     def forget() -> None:
@@ -163,8 +164,8 @@ def has_pieces(optimizer: torch.optim.Optimizer) -> bool:
 def _engine_of(optimizer: torch.optim.Optimizer) -> Sharding | None:
     """Return the engine of the first sharded parameter, unless sharding was undone."""
     params = (p for group in optimizer.param_groups for p in group["params"])
-    references = (ENGINES[id(p)] for p in params if id(p) in ENGINES and MARK in vars(p))
-    return next((engine for one in references if (engine := one()) is not None), None)
+    engines = (ENGINES[id(param)]() for param in params if id(param) in ENGINES)
+    return next((e for e in engines if e is not None and sharding_of(e.model) is e), None)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -207,6 +208,23 @@ class _Attached:
         if engine is not None:
             engine.drop_local_gradients()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the sharded model, of which this rank's pieces are added.
+
+        Raises:
+            ConfigError: The model does not have all of them, so they would not be averaged.
+        """
+        engine = type(self).braid_sharding()
+        if engine is not None:
+            params = param_group["params"]
+            items = [params] if isinstance(params, torch.Tensor) else list(params)
+            named = [x if isinstance(x, tuple) else ("", x) for x in items]
+            raise_all(_strangers(engine, [param for _, param in named]))
+            piece = _piece_by_id(engine)
+            pieces = [(name, piece[id(x)]) if name else piece[id(x)] for name, x in named]
+            param_group = {**param_group, "params": pieces}
+        super().add_param_group(param_group)  # type: ignore[misc]  # of the optimizer
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise, since a copy or pickle would share this rank's pieces.
 
@@ -227,17 +245,27 @@ def _check_known(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(msg)
 
 
+def _piece_by_id(sharding: Sharding) -> dict[int, nn.Parameter]:
+    """Return this rank's pieces, by the ids of pieces and of the model's parameters."""
+    return {id(x): owned for record, owned in sharding.owned() for x in (record.param, owned)}
+
+
+def _strangers(sharding: Sharding, params: Sequence[torch.Tensor]) -> list[str]:
+    """Return the problem of parameters that are not the model's; an empty list if all are."""
+    known = _piece_by_id(sharding)
+    strangers = [param for param in params if id(param) not in known]
+    if not strangers:
+        return []
+    text = (
+        f"the optimizer has {len(strangers)} parameters that are not the model's, the first of "
+        f"shape {list(strangers[0].shape)}: make it from model.parameters()"
+    )
+    return [text]
+
+
 def _check(sharding: Sharding, optimizer: torch.optim.Optimizer, whole: bool | None) -> None:
-    problems = []
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    known = {id(record.param) for record in sharding.table}
-    known |= {id(owned) for _, owned in sharding.owned()}
-    strangers = [p for p in params if id(p) not in known]
-    if strangers:
-        problems.append(
-            f"the optimizer has {len(strangers)} parameters that are not the model's, the first "
-            f"of shape {list(strangers[0].shape)}: make it from model.parameters()"
-        )
+    problems = _strangers(sharding, params)
     _check_known(optimizer)
     if whole is None and not sharding.options.whole and needs_whole(optimizer):
         problems.append(

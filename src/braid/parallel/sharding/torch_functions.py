@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the engine calls these functions
 
 __all__ = ["guard", "release"]
 
+STAGE_OF_PARAMETERS = 3
 CALLS = PartOfModel(
     "clip_grad_norm_(max_norm) of the wrapped model, or of the result of shard_optimizer,",
     "braid.parallel.sharding.ShardedGradScaler",
@@ -34,7 +35,7 @@ PIECES = (
 
 
 def guard(engine: Sharding) -> RemovableHandle:
-    """Refuse torch's clipping and loss scaling, and warn of pieces in `state_dict`."""
+    """Refuse torch's clipping and scaling, warn of pieces in `state_dict`, let `zero_grad` work."""
     note_incomplete(_objects(engine), _refusal, engine)
     reference = weakref.ref(engine)
 
@@ -45,6 +46,13 @@ def guard(engine: Sharding) -> RemovableHandle:
         if any(record.param.shape != record.spec.shape for record in sharding.table):
             warnings.warn(PIECES, UserWarning, stacklevel=3)
 
+    def zero_grad(set_to_none: bool = True) -> None:  # noqa: ARG001 - torch's signature
+        sharding = reference()
+        if sharding is not None:
+            sharding.zero_grad()
+
+    if engine.options.stage != STAGE_OF_PARAMETERS:  # else pieces are the model's parameters
+        vars(engine.model)["zero_grad"] = zero_grad
     model: Any = engine.model  # torch's method has no types
     handle: RemovableHandle = model.register_state_dict_pre_hook(warn)
     return handle
@@ -53,6 +61,7 @@ def guard(engine: Sharding) -> RemovableHandle:
 def release(engine: Sharding, handle: RemovableHandle) -> None:
     """Allow torch's functions, since the engine has been closed."""
     forget_incomplete(_objects(engine), engine)
+    vars(engine.model).pop("zero_grad", None)
     handle.remove()
 
 

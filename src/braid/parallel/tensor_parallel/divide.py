@@ -45,7 +45,7 @@ from braid.parallel.tensor_parallel.insertion import (
 )
 from braid.parallel.tensor_parallel.resolve import LayerKind, resolve
 from braid.parallel.tensor_parallel.slices import Slicing
-from braid.parallel.tensor_parallel.whole import slicing_of
+from braid.parallel.tensor_parallel.whole import refuse_assigning, slicing_of
 from braid.programs.layout import Layout
 from braid.runtime.torch_internals import pytree
 
@@ -94,6 +94,8 @@ def parallelize(
     """
     options = InsertionOptions(sequence_parallel, strict, gather_outputs)
     _check_call(model, group, plan, inputs, options)
+    if group.size > 1:
+        refuse_assigning(model)
     if inputs is None:
         kinds = resolve(model, plan, group.size, by_graph=False)
         divide_by_modules(model, group, kinds)

@@ -14,9 +14,18 @@ from braid.errors import ConfigError
 from braid.parallel.gradients.incomplete import forget_incomplete
 from braid.parallel.tensor_parallel.slices import Slicing
 
-__all__ = ["ModuleChange", "changes_of", "divide_states", "note_change", "slicing_of", "undivide"]
+__all__ = [
+    "ModuleChange",
+    "changes_of",
+    "divide_states",
+    "note_change",
+    "refuse_assigning",
+    "slicing_of",
+    "undivide",
+]
 
 CHANGES = "braid_changes"  # attribute of a sharded model
+ASSIGNING = "braid_assigning"  # another one
 
 
 class ModuleChange(NamedTuple):
@@ -82,6 +91,22 @@ def divide_states(
                 state[name] = slicing.part_of(value, group.rank, group.size)
 
 
+def refuse_assigning(model: nn.Module) -> None:
+    """Make `load_state_dict(assign=True)` raise: new parameters would not be known as shards."""
+    if ASSIGNING not in vars(model):
+        hooked: Any = model  # torch's method has no types
+        vars(model)[ASSIGNING] = hooked.register_load_state_dict_pre_hook(_before_load)
+
+
+def _before_load(_module: nn.Module, _state: object, _prefix: str, data: Any, *_: Any) -> None:
+    if data.get("assign_to_params_buffers"):
+        msg = (
+            "load_state_dict(assign=True) would replace the shards of parameters by others, which "
+            "are not known as shards: call it without assign=True, or before parallelize"
+        )
+        raise ConfigError(msg)
+
+
 @torch.no_grad()
 def undivide(model: nn.Module, group: Group) -> None:
     """Restore the whole model on all ranks, in place; a collective.
@@ -103,6 +128,8 @@ def undivide(model: nn.Module, group: Group) -> None:
         param.data = slicing.whole_of([part.view(param.shape) for part in parts])
         del param.__dict__["braid_slicing"]
         forget_incomplete([param], param)
+    if (handle := model.__dict__.pop(ASSIGNING, None)) is not None:
+        handle.remove()
     model.__dict__.pop("forward", None)  # forward of a graph
     for change in reversed(model.__dict__.pop(CHANGES, [])):
         setattr(change.module, change.name, change.before)
