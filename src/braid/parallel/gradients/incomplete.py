@@ -70,10 +70,16 @@ _NOTES: Any = WeakTensorKeyDictionary()  # parameter -> list of _NotedEngine
 
 
 def note_incomplete(params: Iterable[torch.Tensor], refusal: Refusal, engine: object) -> None:
-    """Ask `refusal` before torch's functions use gradients of `params`, while `engine` exists."""
+    """Ask `refusal` first before torch's functions use gradients of `params`.
+
+    Args:
+        params: Parameters.
+        refusal: Function that says why a function of torch cannot be used.
+        engine: Engine that noted them; the note ends with it.
+    """
     note = _NotedEngine(refusal, weakref.ref(engine))
     for param in params:
-        _NOTES[param] = [*_others(param, engine), note]
+        _NOTES[param] = [note, *_others(param, engine)]
 
 
 def rename_calls(params: Iterable[torch.Tensor], calls: PartOfModel, engine: object) -> None:
