@@ -38,7 +38,7 @@ class UpdateGuard:
         self._factor = rate_factor
         params = [param for group in optimizer.param_groups for param in group["params"]]
         note_incomplete(params, _refusal, self)
-        self._hooks.callback(forget_incomplete, params, self)
+        self._hooks.callback(forget_incomplete, self)
         before = optimizer.register_step_pre_hook(self._before_step)
         self._hooks.callback(before.remove)
         if rate_factor != 1.0:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import wraps
 from importlib import import_module
 from operator import attrgetter, methodcaller
-from types import CodeType
+from types import CodeType, GeneratorType
 from typing import Any, NoReturn
 
 import torch
@@ -320,35 +320,41 @@ active_ddp = _value("torch.nn.parallel.DistributedDataParallel._get_active_ddp_m
 
 # Gradients.
 
-_clip_by_norm = _value("torch.nn.utils.clip_grad._clip_grads_with_norm_")
-
 
 def before_clipping(check: Callable[[Sequence[torch.Tensor], Any], None]) -> None:
     """Call `check` before torch clips gradients, from now on.
 
+    The functions are changed inside, since programs may have imported them before.
+
     Args:
         check: Gets the parameters, and the function's name: clip_grad_norm_ or clip_grad_value_.
     """
-    module = import_module("torch.nn.utils.clip_grad")
-    clip_value: Any = nn.utils.clip_grad_value_
+    for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        wrapper: Any = function
+        clip = wrapper.__wrapped__  # without the decorator, which refers to it
+        cell = next(cell for cell in wrapper.__closure__ if cell.cell_contents is clip)
+        cell.cell_contents = _checked_clip(clip, check)
 
-    def checked(clip: Callable[..., None], name: str) -> Callable[..., None]:
-        @wraps(clip)
-        def checked_clip(
-            parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
-        ) -> None:
-            is_one = isinstance(parameters, torch.Tensor)
-            params: list[Any] = [parameters] if is_one else list(parameters)
-            check(params, name)
-            clip(params, *args, **kwargs)
 
-        return checked_clip
+def _checked_clip(
+    clip: Callable[..., Any], check: Callable[[Sequence[torch.Tensor], Any], None]
+) -> Callable[..., Any]:
+    @wraps(clip)
+    def checked(
+        parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        if torch.compiler.is_compiling():  # the check cannot be compiled
+            return clip(parameters, *args, **kwargs)
+        if isinstance(parameters, torch.Tensor):
+            params: list[Any] = [parameters]
+        else:
+            params = list(parameters)
+            if params or not isinstance(parameters, GeneratorType):  # torch warns of an empty one
+                parameters = params
+        check(params, clip.__name__)
+        return clip(parameters, *args, **kwargs)
 
-    # called by clip_grad_norm_, which a program may have imported before
-    vars(module)["_clip_grads_with_norm_"] = checked(_clip_by_norm, "clip_grad_norm_")
-    nn.utils.clip_grads_with_norm_ = vars(module)["_clip_grads_with_norm_"]
-    vars(module)["clip_grad_value_"] = checked(clip_value, "clip_grad_value_")
-    nn.utils.clip_grad_value_ = vars(module)["clip_grad_value_"]
+    return checked
 
 
 def before_unscaling(check: Callable[[Any, torch.optim.Optimizer], None]) -> None:

@@ -40,6 +40,7 @@ class Progress:
 
     Attributes:
         ordering: Lock that is held while an operation enters or leaves a channel.
+        thread: Progress thread; None while no operation needs it.
 
     Args:
         transport: This rank's end of the transport.
@@ -54,14 +55,14 @@ class Progress:
         self._num_started = 0  # number of operations that did not end in `start`
         self._queues: dict[Channel, deque[Operation]] = {}
         self._handed_over: list[Operation] = []  # for the progress thread while no thread waits
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._fresh = False
         self._closing = False
         self._waiting: set[int] = set()  # threads in `wait`
 
     def execute(self, operation: Operation) -> None:
         """Run a new operation in this thread, after the operations queued on its channel."""
-        if self._transport.forked or self._thread is not None:
+        if self._transport.forked or self.thread is not None:
             self.check_caller(operation.text)
         with self.ordering:
             queued = operation.channel in self._queues
@@ -120,7 +121,7 @@ class Progress:
     @property
     def idle(self) -> bool:
         """Whether no operation of this rank is in progress, and no thread takes steps."""
-        return not (self._started or self._queues or self._thread)
+        return not (self._started or self._queues or self.thread)
 
     def is_free(self, channel: Channel) -> bool:
         """Return whether no operation is in progress on `channel`; needs the lock `ordering`."""
@@ -195,7 +196,7 @@ class Progress:
             CommTimeout: `timeout_s` passed; the operation continues.
             CommError: The operation failed.
         """
-        if not operation.done and (self._transport.forked or self._thread is not None):
+        if not operation.done and (self._transport.forked or self.thread is not None):
             self.check_caller(operation.text)
         if operation.submitted is not None:
             self._join(operation, timeout_s)
@@ -283,7 +284,7 @@ class Progress:
         """
         if self._transport.forked:
             self.refuse_fork()
-        thread = self._thread
+        thread = self.thread
         if thread is not None and thread.ident == threading.get_ident():
             msg = (
                 f"a callback waits for {text}, which would block the thread that completes it: "
@@ -310,11 +311,11 @@ class Progress:
         """Wake the progress thread to check its queues; start the thread if there is none."""
         with self._lock:
             self._fresh = True
-            if self._thread is None:
-                self._thread = threading.Thread(
+            if self.thread is None:
+                self.thread = threading.Thread(
                     target=self._run, name=f"braid-comm-{self._transport.rank}", daemon=True
                 )
-                self._thread.start()
+                self.thread.start()
         self._transport.bells.ring_own()
 
     def abandon(self, pages: ControlPages | None = None) -> None:
@@ -338,7 +339,7 @@ class Progress:
         Args:
             grace_s: Seconds for the operations in progress. After that, they fail with StaleError.
         """
-        thread = self._thread
+        thread = self.thread
         if thread is None:
             return
         thread.join(grace_s)
@@ -417,7 +418,7 @@ class Progress:
             channels = {o.channel for o in self._handed_over}
             self._fresh = False
             if not (heads or channels):
-                self._thread = None
+                self.thread = None
         if closing:
             for operation in handed_over:  # without the lock: callbacks may start operations
                 operation.fail(_closed(operation))

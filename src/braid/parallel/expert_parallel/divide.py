@@ -25,7 +25,7 @@ from braid.comm import Group
 from braid.errors import raise_all
 from braid.parallel.expert_parallel.dispatch import Dispatch
 from braid.parallel.expert_parallel.mixture import MixtureOfExperts, check_experts, mark_experts
-from braid.parallel.gradients.incomplete import forget_incomplete
+from braid.parallel.gradients.incomplete import unmark_part
 
 __all__ = ["divide_experts", "expert_modules", "expert_params", "undivide_experts"]
 
@@ -89,7 +89,7 @@ def undivide_experts(model: nn.Module, group: Group) -> None:
                 param.data = group.all_gather(param.detach().contiguous())
                 param.grad = None
                 param.__dict__.pop("braid_experts")
-                forget_incomplete([param], param)
+                unmark_part(param)
             cast("Any", module).num_experts = _number(module) * group.size
             del module.__dict__["forward"]
 

@@ -28,14 +28,14 @@ from braid.comm import Group
 from braid.errors import ConfigError, raise_all
 from braid.parallel.expert_parallel.dispatch import Dispatch
 from braid.parallel.expert_parallel.routing import load_balance_loss, route, router_z_loss
-from braid.parallel.gradients.incomplete import PartOfModel, forget_incomplete, note_incomplete
+from braid.parallel.gradients.incomplete import PartOfModel, mark_part, unmark_part
 from braid.types import text_digest
 
 __all__ = ["MixtureOfExperts", "auxiliary_loss", "check_experts", "mark_experts"]
 
 CALLS = PartOfModel(
     "braid.parallel.expert_parallel.clip_grad_norm_(model, max_norm, group)",
-    "braid.parallel.gradients.AgreedGradScaler([group])",
+    "braid.parallel.gradients.AgreedGradScaler([group], device)",
 )
 
 
@@ -232,9 +232,9 @@ def mark_experts(group: Group, *params: nn.Parameter) -> None:
     for param in params:
         param.__dict__["braid_experts"] = group.ranks
         if group.size > 1:
-            note_incomplete([param], CALLS.refusal, param)
+            mark_part(param, CALLS)
         else:
-            forget_incomplete([param], param)
+            unmark_part(param)
 
 
 def _drawn(name: str, rows: int, columns: int) -> torch.Tensor:

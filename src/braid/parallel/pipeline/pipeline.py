@@ -69,7 +69,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 CALLS = PartOfModel(
     "clip_grad_norm_(max_norm) of the pipeline",
-    "braid.parallel.gradients.AgreedGradScaler([pipeline.group])",
+    "braid.parallel.gradients.AgreedGradScaler([pipeline.group], device)",
     has_whole=True,
 )
 

@@ -279,7 +279,7 @@ class Sharding:
         No-op at stage 3, because parameters are gathered before use.
         """
         self._has_shared = False
-        self._reducer.has_stepped = True
+        self._reducer.note_step()
         if not self.shares_late:
             self.share()
 

@@ -22,6 +22,8 @@ from braid.parallel.sharding.slots import Slot
 
 __all__ = ["FlatGradients", "sums_in_dtype_of_pieces"]
 
+STAGE_OF_PARAMETERS = 3  # at which pieces are the parameters that programs see
+
 
 class FlatGradients:
     """Gradients of the parameters that share one flat vector.
@@ -74,6 +76,7 @@ class FlatGradients:
         self._work: Work | None = None
         self._earlier: list[tuple[int, torch.Tensor]] = []
         self._local: dict[int, torch.Tensor] = {}  # local sums in another dtype
+        self._has_stepped = self._remains = False  # since the last sum; gradients of a step before
 
     def busy(self) -> list[FlatGradients]:
         """Return the flat gradients that now use the temporary memory (slots) of this vector."""
@@ -127,6 +130,9 @@ class FlatGradients:
             for i, owned in enumerate(self.flat.owned)
             if owned.grad is not None
         ]
+        if self._has_stepped:
+            self._remains = any(grad.count_nonzero() for _, grad in self._earlier)
+            self._has_stepped = False
         for i, (leaf, view) in enumerate(zip(self.flat.leaves, self._views, strict=True)):
             first, *others = self._grads_of(i) or [view.new_zeros(())]
             view.copy_(first)
@@ -135,6 +141,12 @@ class FlatGradients:
             leaf.grad = None
         self._local.clear()
         self._work = self._request.start(steps_by=StepsBy.WAITER)
+
+    def note_step(self) -> bool:
+        """Record a step; return whether gradients of the step before it were in its gradients."""
+        remains, self._remains = self._remains, False
+        self._has_stepped = self.flat.stage != STAGE_OF_PARAMETERS
+        return remains
 
     def finish(self) -> None:
         """Wait for the averages, and release the temporary memory (slots)."""

@@ -165,7 +165,7 @@ class FlatShard:
                 self.records, params, registered, self.sites, strict=True
             )
             if (param.numel() and not begin <= param.data_ptr() < end)
-            or any(own_parameters(module).get(name) is not kept for module, name in sites)
+            or any(_is_replaced(module, name, kept) for module, name in sites)
         ]
 
     def zeros(self, numel: int) -> torch.Tensor:
@@ -386,6 +386,12 @@ def _views(
 def _hole(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of NaN without memory, which exposes use of a freed parameter."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+
+
+def _is_replaced(module: nn.Module, name: str, kept: nn.Parameter) -> bool:
+    """Return whether another parameter is registered; `functional_call` registers tensors."""
+    current = own_parameters(module).get(name)
+    return isinstance(current, nn.Parameter) and current is not kept
 
 
 def _register(

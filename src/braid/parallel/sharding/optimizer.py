@@ -215,8 +215,8 @@ class _Attached:
             ConfigError: The model does not have all of them, so they would not be averaged.
         """
         engine = type(self).braid_sharding()
-        if engine is not None:
-            params = param_group["params"]
+        params = param_group["params"]
+        if engine is not None and not isinstance(params, set):  # which torch refuses
             items = [params] if isinstance(params, torch.Tensor) else list(params)
             named = [x if isinstance(x, tuple) else ("", x) for x in items]
             raise_all(_strangers(engine, [param for _, param in named]))

@@ -29,7 +29,7 @@ from braid.parallel.sharding.flat_shard import FlatShard
 __all__ = ["ShardReducer"]
 
 REMAINING = (
-    "gradients of the last step have not been dropped, and the next ones are added to them: call "
+    "gradients of the last step were not dropped, and the next ones were added to them: call "
     "zero_grad() of the optimizer, the model, or the result of shard_optimizer, since at stages 1 "
     "and 2 gradients belong to this rank's pieces, and not to the model's parameters"
 )
@@ -48,7 +48,6 @@ class ShardReducer(GradientListener):
     Attributes:
         synchronizes: False while gradients stay local and accumulate; read when backward begins.
         order: Vectors in the order in which their sums are started.
-        has_stepped: Whether the optimizer has stepped since the last backward.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class ShardReducer(GradientListener):
         on_end: Callable[[], None],
     ) -> None:
         self.synchronizes = True
-        self.has_stepped = False
         self.order = list(gradients)
         self._gradients = list(gradients)
         self._before_end = before_end
@@ -98,20 +96,17 @@ class ShardReducer(GradientListener):
         self._sums = self.synchronizes
         self._next = 0
         self._seen.clear()
-        if self.has_stepped:
-            self.has_stepped = False
-            self._check_dropped()
         for gradients in self._gradients:
             gradients.reset()
             needed = [leaf for leaf in gradients.flat.leaves if leaf.requires_grad]
             self._missing[id(gradients)] = len(needed)
         at_end_of_backward(self._backward_ended)
 
-    def _check_dropped(self) -> None:
-        """Warn if gradients of the last step remain in pieces that the model does not show."""
-        pieces = [x for g in self._gradients if g.flat.stage != 3 for x in g.flat.owned]
-        if any(x.grad is not None and x.grad.count_nonzero() for x in pieces):
-            warnings.warn(REMAINING, UserWarning, stacklevel=2)
+    def note_step(self) -> None:
+        """Warn if the optimizer has stepped with gradients that include those of its last step."""
+        remain = [gradients.note_step() for gradients in self._gradients]
+        if any(remain):
+            warnings.warn(REMAINING, UserWarning, stacklevel=4)
 
     def on_gradient(self, position: int, /) -> None:
         """Record that gradient number `position` is ready; start the sums of complete vectors.

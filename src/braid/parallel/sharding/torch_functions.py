@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,27 +17,42 @@ from braid.parallel.gradients.incomplete import (
     forget_incomplete,
     note_incomplete,
 )
+from braid.parallel.sharding.flat_gradients import STAGE_OF_PARAMETERS
 
 if TYPE_CHECKING:  # the engine calls these functions
     from braid.parallel.sharding.engine import Sharding
 
 __all__ = ["guard", "release"]
 
-STAGE_OF_PARAMETERS = 3
 CALLS = PartOfModel(
     "clip_grad_norm_(max_norm) of the wrapped model, or of the result of shard_optimizer,",
-    "braid.parallel.sharding.ShardedGradScaler",
+    "braid.parallel.sharding.ShardedGradScaler(sharding), with the result of shard_optimizer or "
+    "`sharding` of the wrapped model,",
 )
 PIECES = (
     "state_dict() of a model that is sharded at stage 3 has only this rank's flat pieces: call it "
-    "inside of `with sharding.gathered():` on all ranks, or save a checkpoint by braid.save"
+    "on all ranks inside of `with sharding.gathered():`, with the result of shard_optimizer or "
+    "`sharding` of the wrapped model or HybridParallel, or save a checkpoint by braid.save"
 )
 
 
-def guard(engine: Sharding) -> RemovableHandle:
-    """Refuse torch's clipping and scaling, warn of pieces in `state_dict`, let `zero_grad` work."""
+class GuardedModel(NamedTuple):
+    """Changes that `guard` has made to a model.
+
+    Attributes:
+        hook: Hook before `state_dict`.
+        zero_grad: Attribute of the model before, if it had one.
+    """
+
+    hook: RemovableHandle
+    zero_grad: Callable[..., object] | None
+
+
+def guard(engine: Sharding) -> GuardedModel:
+    """Refuse torch's clipping and scaling, warn of pieces in `state_dict`, extend `zero_grad`."""
     note_incomplete(_objects(engine), _refusal, engine)
-    reference = weakref.ref(engine)
+    reference, model_reference = weakref.ref(engine), weakref.ref(engine.model)
+    before = vars(engine.model).get("zero_grad")
 
     def warn(_module: nn.Module, _prefix: str, keep_vars: bool) -> None:
         sharding = reference()
@@ -46,23 +61,28 @@ def guard(engine: Sharding) -> RemovableHandle:
         if any(record.param.shape != record.spec.shape for record in sharding.table):
             warnings.warn(PIECES, UserWarning, stacklevel=3)
 
-    def zero_grad(set_to_none: bool = True) -> None:  # noqa: ARG001 - torch's signature
-        sharding = reference()
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        sharding, model = reference(), model_reference()
+        if before is not None:
+            before(*args, **kwargs)
+        elif model is not None:
+            type(model).zero_grad(model, *args, **kwargs)
         if sharding is not None:
             sharding.zero_grad()
 
     if engine.options.stage != STAGE_OF_PARAMETERS:  # else pieces are the model's parameters
         vars(engine.model)["zero_grad"] = zero_grad
     model: Any = engine.model  # torch's method has no types
-    handle: RemovableHandle = model.register_state_dict_pre_hook(warn)
-    return handle
+    return GuardedModel(model.register_state_dict_pre_hook(warn), before)
 
 
-def release(engine: Sharding, handle: RemovableHandle) -> None:
+def release(engine: Sharding, changed: GuardedModel) -> None:
     """Allow torch's functions, since the engine has been closed."""
-    forget_incomplete(_objects(engine), engine)
+    forget_incomplete(engine)
     vars(engine.model).pop("zero_grad", None)
-    handle.remove()
+    if changed.zero_grad is not None:
+        vars(engine.model)["zero_grad"] = changed.zero_grad
+    changed.hook.remove()
 
 
 def _objects(engine: Sharding) -> Iterator[torch.Tensor]:
@@ -73,12 +93,14 @@ def _objects(engine: Sharding) -> Iterator[torch.Tensor]:
 
 
 def _refusal(engine: Sharding, params: Sequence[torch.Tensor], use: Use) -> str:
+    """Return why a function of torch cannot be used; see `PartOfModel`."""
     moved = {id(record.param) for record, owned in engine.owned() if owned is not record.param}
-    has_no_grad = any(id(param) in moved for param in params)
-    if has_no_grad and use == "clip_grad_value_":
+    has_moved = any(param.requires_grad and id(param) in moved for param in params)
+    if has_moved and use == "clip_grad_value_":
         return (
             f"at stage {engine.options.stage}, gradients belong to this rank's pieces and not to "
             "the model's parameters: pass the optimizer's parameters to clip_grad_value_"
         )
-    is_alone = engine.places.group.size == 1
-    return "" if is_alone and not has_no_grad else CALLS.refusal(engine, params, use)
+    if has_moved and use == "clip_grad_norm_":
+        return CALLS.text(use)
+    return "" if engine.places.group.size == 1 else CALLS.refusal(engine, params, use)

@@ -94,8 +94,19 @@ def parallelize(
     """
     options = InsertionOptions(sequence_parallel, strict, gather_outputs)
     _check_call(model, group, plan, inputs, options)
+    division = _divide(model, group, plan, inputs, options)
     if group.size > 1:
         refuse_assigning(model)
+    return division
+
+
+def _divide(
+    model: nn.Module,
+    group: Group,
+    plan: Mapping[str, str | Layout | Strategy] | None,
+    inputs: Any,
+    options: InsertionOptions,
+) -> Division:
     if inputs is None:
         kinds = resolve(model, plan, group.size, by_graph=False)
         divide_by_modules(model, group, kinds)

@@ -31,7 +31,7 @@ from braid.comm.autograd import (
     split_forward_all_gather_backward,
 )
 from braid.errors import ConfigError
-from braid.parallel.gradients.incomplete import PartOfModel, note_incomplete
+from braid.parallel.gradients.incomplete import PartOfModel, mark_part
 from braid.parallel.tensor_parallel.slices import Slicing
 from braid.runtime.torch_internals import version_of
 
@@ -45,7 +45,7 @@ __all__ = [
 
 CALLS = PartOfModel(
     "braid.parallel.tensor_parallel.clip_grad_norm_(model, max_norm, group)",
-    "braid.parallel.gradients.AgreedGradScaler([group])",
+    "braid.parallel.gradients.AgreedGradScaler([group], device)",
 )
 
 
@@ -270,7 +270,7 @@ def slice_param(param: torch.Tensor, slicing: Slicing, group: Group) -> None:
         param.grad = slicing.part_of(grad, group.rank, group.size)
     param.__dict__["braid_slicing"] = slicing
     if group.size > 1:
-        note_incomplete([param], CALLS.refusal, param)
+        mark_part(param, CALLS)
 
 
 class _Column(torch.autograd.Function):

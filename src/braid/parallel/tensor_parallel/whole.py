@@ -8,11 +8,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.parallel.gradients.incomplete import forget_incomplete
+from braid.parallel.gradients.incomplete import unmark_part
 from braid.parallel.tensor_parallel.slices import Slicing
+from braid.runtime.torch_internals import own_parameters
 
 __all__ = [
     "ModuleChange",
@@ -93,9 +95,12 @@ def divide_states(
 
 def refuse_assigning(model: nn.Module) -> None:
     """Make `load_state_dict(assign=True)` raise: new parameters would not be known as shards."""
-    if ASSIGNING not in vars(model):
-        hooked: Any = model  # torch's method has no types
-        vars(model)[ASSIGNING] = hooked.register_load_state_dict_pre_hook(_before_load)
+    handles: list[RemovableHandle] = vars(model).setdefault(ASSIGNING, [])
+    for module in [] if handles else model.modules():
+        params = [param for param in own_parameters(module).values() if param is not None]
+        if any(slicing_of(param) is not None for param in params):
+            hooked: Any = module  # torch's method has no types
+            handles.append(hooked.register_load_state_dict_pre_hook(_before_load))
 
 
 def _before_load(_module: nn.Module, _state: object, _prefix: str, data: Any, *_: Any) -> None:
@@ -127,8 +132,8 @@ def undivide(model: nn.Module, group: Group) -> None:
         param.grad = None
         param.data = slicing.whole_of([part.view(param.shape) for part in parts])
         del param.__dict__["braid_slicing"]
-        forget_incomplete([param], param)
-    if (handle := model.__dict__.pop(ASSIGNING, None)) is not None:
+        unmark_part(param)
+    for handle in model.__dict__.pop(ASSIGNING, []):
         handle.remove()
     model.__dict__.pop("forward", None)  # forward of a graph
     for change in reversed(model.__dict__.pop(CHANGES, [])):

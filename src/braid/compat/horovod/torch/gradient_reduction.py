@@ -363,7 +363,8 @@ class GradientReduction(GradientListener):
 
 def _refusal(reduction: GradientReduction, _: object, use: Use) -> str:
     """Return why torch's functions cannot be used while gradients are in flight."""
-    return IN_FLIGHT.format(use) if reduction.has_begun else ""
+    is_alone = not reduction.process_set.included() or reduction.process_set.size() == 1
+    return IN_FLIGHT.format(use) if reduction.has_begun and not is_alone else ""
 
 
 def _empty_sparse(param: nn.Parameter) -> torch.Tensor:
