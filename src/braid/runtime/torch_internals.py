@@ -329,11 +329,15 @@ def before_clipping(check: Callable[[Sequence[torch.Tensor], Any], None]) -> Non
     Args:
         check: Gets the parameters, and the function's name: clip_grad_norm_ or clip_grad_value_.
     """
-    for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
-        wrapper: Any = function
-        clip = wrapper.__wrapped__  # without the decorator, which refers to it
-        cell = next(cell for cell in wrapper.__closure__ if cell.cell_contents is clip)
-        cell.cell_contents = _checked_clip(clip, check)
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        decorated: Any = getattr(nn.utils, name)
+        clip = getattr(decorated, "__wrapped__", decorated)
+        checked = _checked_clip(clip, check)
+        cells = [cell for cell in decorated.__closure__ or () if cell.cell_contents is clip]
+        for cell in cells:
+            cell.cell_contents = checked
+        if not cells:  # a torch that decorates it in another way
+            setattr(nn.utils, name, checked)
 
 
 def _checked_clip(

@@ -127,7 +127,7 @@ def is_part(param: torch.Tensor) -> bool:
 def _check(params: Sequence[torch.Tensor], use: Use) -> None:
     """Raise if a function of torch cannot be used on these parameters now."""
     ids = set(map(id, params))
-    for noted in reversed(tuple(_NOTED.values())):
+    for noted in reversed(_NOTED.copy().values()):  # the garbage collector may remove some
         engine = noted.engine()
         if engine is not None and not ids.isdisjoint(noted.ids):
             _raise_if(noted.refusal(engine, params, use))

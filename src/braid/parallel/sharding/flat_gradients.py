@@ -131,7 +131,8 @@ class FlatGradients:
             if owned.grad is not None
         ]
         if self._has_stepped:
-            self._remains = any(grad.count_nonzero() for _, grad in self._earlier)
+            counts = [grad.count_nonzero() for _, grad in self._earlier]
+            self._remains = bool(counts) and bool(torch.stack(counts).any())
             self._has_stepped = False
         for i, (leaf, view) in enumerate(zip(self.flat.leaves, self._views, strict=True)):
             first, *others = self._grads_of(i) or [view.new_zeros(())]
