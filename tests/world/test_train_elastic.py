@@ -85,9 +85,9 @@ def test_a_killed_rank_costs_no_step_and_no_bit(tmp_path, victim, options):
 @pytest.mark.proof
 def test_a_part_without_a_copy_is_trained_again_from_the_checkpoint(tmp_path):
     alone, killed = tmp_path / "alone", tmp_path / "killed"
-    options = {"mesh": "pp=3", "copies": False, "checkpoint_every": 50}
+    options = {"mesh": "pp=3", "copies": False, "checkpoint_every": 20}
     assert _train(alone, 0, 0, **options).ok
-    assert _train(killed, 1, 55, **options).ok
+    assert _train(killed, 1, 25, **options).ok
     last = f"checkpoints/step-{STEPS:08}"
     assert not compare(alone / last, killed / last, prefix="model/").differing
     assert "ranks keep no copies: the training goes back from step" in "".join(
