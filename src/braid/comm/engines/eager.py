@@ -136,6 +136,16 @@ class EagerMessages:
 
     def run(self, c: Collective) -> bool:
         """Send or receive a message, if that is possible at once; return whether it was."""
+        key, sends = (c.kind, c.peer, c.dtype, c.shape), c.kind == "send"
+        form = self._forms.get(key) or self._new(key, c)
+        if form is None or (c.copies is not None and c.copies.needed) or self._is_hindered():
+            return False
+        flat, shape = c.ins[0], c.shape
+        x = flat if shape is None or len(shape) == 1 else flat.view(shape)
+        return (self._send if sends else self._recv)(form, x, c.tag, c.site)
+
+    def _new(self, key: tuple[Any, ...], c: Collective) -> MessageForm | None:
+        """Return the form of messages like `c`; None if they need an operation."""
         if (
             not self._possible
             or c.peer < 0
@@ -143,22 +153,18 @@ class EagerMessages:
             or c.dtype not in COPIED_BYTE_BY_BYTE
             or c.shape is None
             or (c.copies is not None and c.copies.needed)
-            or self._is_hindered()
         ):
-            return False
-        key, sends = (c.kind, c.peer, c.dtype, c.shape), c.kind == "send"
-        form = self._forms.get(key)
-        if form is None:
-            if len(self._forms) >= MAX_FORMS:
-                self._forms.clear()
-            pages = self._pages
-            if sends:
-                channel = pages.channel(pages.sending_index(c.peer))
-            else:
-                channel = self._mailbox.line(c.peer).channel
-            form = MessageForm(channel, c.peer, c.ins[0], c.shape, c.text, c.digest)
-            self._forms[key] = form
-        return (self._send if sends else self._recv)(form, c.ins[0].view(c.shape), c.tag, c.site)
+            return None
+        if len(self._forms) >= MAX_FORMS:
+            self._forms.clear()
+        pages = self._pages
+        if c.kind == "send":
+            channel = pages.channel(pages.sending_index(c.peer))
+        else:
+            channel = self._mailbox.line(c.peer).channel
+        form = MessageForm(channel, c.peer, c.ins[0], c.shape, c.text, c.digest)
+        self._forms[key] = form
+        return form
 
     def _send(self, form: MessageForm, x: torch.Tensor, tag: int, site: int) -> bool:
         """Send a message if a slot is free; return whether it was sent."""
