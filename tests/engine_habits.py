@@ -78,7 +78,7 @@ class Loop:
         evaluate: Returns the loss of a batch.
         clip: The engine's own clipping; torch's if gradients are whole.
         scaler: Makes the engine's own gradient scaler.
-        synchronize: Ends what is in flight, for engines whose programs do that.
+        synchronize: Waits for gradients in flight, for programs of Horovod.
         seen: Numbers that the program has read.
     """
 
@@ -328,7 +328,7 @@ def _mark(named: Iterable[tuple[str, Any]]) -> None:
 
 
 def reference(habit: str, num_shards: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Train in one process; return the weights and what was seen."""
+    """Train in one process; return the weights and the numbers that were seen."""
     model = Net()
     _mark(model.named_parameters())
     loop = _loop(model, model, _optimizer(model.parameters()), range(num_shards))
@@ -531,7 +531,7 @@ ENGINES = {
 OF_SERVERS = ("plain", "torch clips by norm", "torch clips by value", "evaluates")
 DIVIDED = "stage|fsdp|pipeline$|tensor|pp=2|tp=2"
 PIECES = r"stage [12]( alone)?$"
-# (habit, engines, what an error or a warning says); everything else must give the same numbers
+# (habit, engines, text of an error or a warning); everything else must give the same numbers
 SAID = [
     ("torch scales early", "horovod alone", "zero_grad.. was called between backward and step"),
     ("drops by parameter", PIECES, "gradients of the last step were not dropped"),
@@ -584,7 +584,7 @@ def habits_of(engine: str) -> tuple[str, ...]:
 
 
 def run_all(group: Group, engine: str) -> dict[str, tuple[Outcome | None, str]]:
-    """Train with each habit; return weights and what was seen, and the text of errors and warnings."""
+    """Train with each habit; return weights, seen numbers, and the text of errors and warnings."""
     found = {}
     torch.set_num_threads(1)
     for habit in habits_of(engine):
@@ -619,7 +619,7 @@ def problems(engine: str, ranks: list[dict[str, tuple[Outcome | None, str]]]) ->
         texts = [rank[habit][1] for rank in ranks]
         outcomes = [rank[habit][0] for rank in ranks]
         if wanted is not None:
-            # a rank may be stopped by the refusal of another, and one without the layer says nothing
+            # a rank may be stopped by the refusal of another, and a rank without the layer has no error
             silent = [text for text in texts if text and not re.search(f"{wanted}|abandoned", text)]
             if silent or not any(re.search(wanted, text) for text in texts):
                 found.append(f"{habit}: {texts} does not say {wanted!r}")

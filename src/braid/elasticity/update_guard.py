@@ -18,7 +18,7 @@ class UpdateGuard:
     """Raises if the loop steps the optimizer itself; scales its learning rate in each step.
 
     Attributes:
-        is_updating: Whether the gradients are those of a whole step.
+        is_updating: Whether the gradients belong to a whole step.
     """
 
     def __init__(self) -> None:

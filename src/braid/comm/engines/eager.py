@@ -128,7 +128,7 @@ class EagerMessages:
             or x.is_inference()
             or x.is_neg()
             or not -MOST_TAG < tag < MOST_TAG
-            or self._progress.thread is not None  # whose callbacks may not wait
+            or self._progress.thread is not None  # its callbacks may not wait
             or self._is_hindered()
         ):
             return False

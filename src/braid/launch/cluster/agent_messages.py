@@ -157,7 +157,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
         master_addr: Address on which to reserve a port for torch.distributed; empty on hosts
             without rank 0.
         port: Number of the port to reserve; 0 for any.
-        may_grow: Whether hosts may join later, whose probes the agent answers.
+        may_grow: Whether hosts may join later; then the agent answers their probes.
     """
 
     command: tuple[str, ...]

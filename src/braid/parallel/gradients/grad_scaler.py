@@ -21,8 +21,8 @@ class AgreedGradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` for a model that is divided over the ranks of groups.
 
     Args:
-        groups: Groups with other parts of the model, such as that of a pipeline, or one for each
-            axis of a mesh.
+        groups: Groups with other parts of the model, such as the group of a pipeline, or one group
+            for each axis of a mesh.
         device: Device of the gradients.
         options: Arguments of torch's scaler, such as `init_scale`.
 

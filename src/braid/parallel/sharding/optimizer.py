@@ -209,7 +209,7 @@ class _Attached:
             engine.drop_local_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the sharded model, of which this rank's pieces are added.
+        """Add this rank's pieces of parameters of the sharded model.
 
         Raises:
             ConfigError: The model does not have all of them, so they would not be averaged.

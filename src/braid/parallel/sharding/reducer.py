@@ -103,7 +103,7 @@ class ShardReducer(GradientListener):
         at_end_of_backward(self._backward_ended)
 
     def note_step(self) -> None:
-        """Warn if the optimizer has stepped with gradients that include those of its last step."""
+        """Warn if the optimizer has stepped with gradients that it has already used once."""
         remain = [gradients.note_step() for gradients in self._gradients]
         if any(remain):
             warnings.warn(REMAINING, UserWarning, stacklevel=4)
