@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import random
 import warnings
 from typing import Any
 
@@ -613,3 +614,48 @@ def _undefined(group: Group, wraps: bool) -> tuple[list[str], list[float], int]:
 @pytest.mark.parametrize("wraps", [False, True])
 def test_a_gradient_that_a_function_leaves_undefined_stays_none(world, wraps):
     assert world(2, _undefined, wraps) == [(["weight"], [1.0, 1.0], 4)] * 2
+
+
+def _train_frozen(
+    seed: int, module: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int]
+) -> None:
+    """Freeze and unfreeze parameters in any place of a loop; drop gradients in it sometimes."""
+    rng = random.Random(seed)
+    for step in range(8):
+        for param in module.parameters():
+            if rng.random() < 0.4:
+                param.requires_grad_(not param.requires_grad)
+        if not any(param.requires_grad for param in module.parameters()):
+            next(module.parameters()).requires_grad_()
+        losses = [loss_of(module, rank, step) / len(ranks) for rank in ranks]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        if rng.random() < 0.8:
+            optimizer.zero_grad()
+
+
+def _frozen(group: Group, seeds: list[int]) -> list[list[torch.Tensor]]:
+    found = []
+    for seed in seeds:
+        module = net()
+        params = list(module.parameters())
+        params[seed % 4].requires_grad_(requires_grad=False)
+        optimizer = AveragingOptimizer(torch.optim.SGD(params, lr=0.1), process_group=group)
+        _train_frozen(seed, module, optimizer, [group.rank])
+        optimizer.close()
+        found.append(values(module))
+    return found
+
+
+def test_parameters_may_be_frozen_and_unfrozen_in_any_place(world):
+    """Hooks on frozen parameters, since a program may unfreeze them after the last call before a backward."""
+    seeds = list(range(30))
+    ranks = world(2, _frozen, seeds)
+    for seed in seeds:
+        module = net()
+        params = list(module.parameters())
+        params[seed % 4].requires_grad_(requires_grad=False)
+        _train_frozen(seed, module, torch.optim.SGD(params, lr=0.1), [0, 1])
+        for found in ranks:
+            torch.testing.assert_close(found[seed], values(module))

@@ -9,8 +9,9 @@ Idea: hooks hold their listener weakly, and do nothing when it is gone.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -88,7 +89,8 @@ class GradientHooks:
             if position not in self._handles:
                 param = self._records[position].param
                 hook = partial(_on_gradient, self._listener, position)
-                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                with _unfrozen(param):
+                    handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles[position] = handle
         self._remove_partial()
         self.refresh()
@@ -99,13 +101,13 @@ class GradientHooks:
         self.refresh()
 
     def refresh(self) -> None:
-        """Register partial gradient hooks on unfrozen parameters; frozen ones cannot have them."""
+        """Register partial gradient hooks on all parameters with hooks."""
         if not self._partial_grads:
             return
         for position in self._handles.keys() - self._partial_handles.keys():
             param = self._records[position].param
-            if param.requires_grad:
-                hook = partial(_on_partial_grad, self._listener, position)
+            hook = partial(_on_partial_grad, self._listener, position)
+            with _unfrozen(param):
                 self._partial_handles[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_outputs(self, outputs: Iterable[torch.Tensor], forward: ForwardPass) -> bool:
@@ -133,6 +135,17 @@ class GradientHooks:
         for handle in self._partial_handles.values():
             handle.remove()
         self._partial_handles.clear()
+
+
+@contextlib.contextmanager
+def _unfrozen(param: torch.Tensor) -> Iterator[None]:
+    """Allow hooks on a frozen parameter inside the context, which are called once it is trained."""
+    before = param.requires_grad
+    param.requires_grad_()
+    try:
+        yield
+    finally:
+        param.requires_grad_(before)
 
 
 def _on_gradient(

@@ -232,10 +232,15 @@ class GradientReducer(GradientListener):
             self._abandon_backward()
         if self._state.num_accumulated and all(r.param.grad is None for r in self._records):
             self.restart()
+        self._note_frozen()
+
+    def _note_frozen(self) -> None:
+        """Record which parameters are frozen now."""
         if not self.is_set_up:
             self._hooks.attach(self._positions())
         elif self._averager.refresh():
-            self._hooks.attach(self.buckets.positions)
+            followed = self.buckets.positions if self._registers_outputs else self._positions()
+            self._hooks.attach(followed)
         else:
             self._hooks.refresh()
 
@@ -310,6 +315,8 @@ class GradientReducer(GradientListener):
         """Return the partial gradient `grad` multiplied by the loss weight of its forward."""
         state = self._state
         if state.phase is BackwardPhase.IDLE:
+            if not self._registers_outputs:
+                self._note_frozen()  # since the last step
             if self._registers_outputs:
                 if is_returned(self._records[position].param):
                     return None
@@ -400,4 +407,12 @@ class GradientReducer(GradientListener):
         return ConfigError(self._state.failure)
 
     def _positions(self) -> list[int]:
-        return [p for p, record in enumerate(self._records) if record.param.requires_grad]
+        """Return the parameters that need hooks: those that require a gradient.
+
+        Without calls before a backward also those that may be unfrozen before it.
+        """
+        params = [record.param for record in self._records]
+        if self._registers_outputs:
+            return [position for position, param in enumerate(params) if param.requires_grad]
+        can_train = [param.is_floating_point() or param.is_complex() for param in params]
+        return [position for position, can in enumerate(can_train) if can]
