@@ -242,6 +242,110 @@ def _add_group(loop: Loop) -> None:
     _plain(loop, after_step=act)
 
 
+def _penalize(loop: Loop) -> None:
+    for step in range(STEPS):
+        penalty = partial(_with_penalty, list(loop.model.parameters()))
+        loop.backward(step, penalty)
+        loop.step()
+        loop.zero()
+
+
+def _with_penalty(params: list[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+    return loss + 0.01 * sum(param.square().sum() for param in params)
+
+
+def _accumulate(loop: Loop) -> None:
+    for step in range(STEPS):
+        for half in (step, step + 10):
+            loop.backward(half, lambda loss: loss / 2)
+        loop.step()
+        loop.zero()
+
+
+def _unfreeze(loop: Loop, step: int) -> None:
+    """Train a layer in the first step and from the fourth on."""
+    for name, param in loop.model.named_parameters():
+        if step in (0, 2) and name.removeprefix("blocks.").startswith("1."):
+            param.requires_grad_(step == 2)
+
+
+def _replace_grads(loop: Loop, _step: int) -> None:
+    for param in loop.params():
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+
+
+def _set_grads(loop: Loop) -> None:
+    """Step by gradients that the program has made itself."""
+    for step in range(STEPS):
+        loop.backward(step, lambda loss: loss)
+        loop.zero()
+        for param in loop.model.parameters():
+            param.grad = torch.full_like(param, 0.1)
+        loop.step()
+        loop.zero()
+
+
+def _hook_gradients(loop: Loop) -> None:
+    for param in loop.model.parameters():
+        param.register_hook(lambda grad: grad * 0.5)
+    _plain(loop)
+
+
+def _step_in_backward(loop: Loop) -> None:
+    optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in loop.model.parameters()}
+
+    def step(param: torch.Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    with contextlib.ExitStack() as stack:  # hooks that refer to parameters would never be freed
+        for param in optimizers:
+            stack.callback(param.register_post_accumulate_grad_hook(step).remove)
+        for number in range(STEPS):
+            loop.backward(number, lambda loss: loss)
+
+
+def _average_weights(loop: Loop) -> None:
+    averages = copy.deepcopy(loop.model)
+
+    @torch.no_grad()
+    def update(loop: Loop, _step: int) -> None:
+        for average, param in zip(averages.parameters(), loop.model.parameters(), strict=True):
+            average.lerp_(param, 0.5)
+
+    _plain(loop, after_step=update)
+    with torch.no_grad():
+        loop.seen.append(loss_of(averages(batch(90, 0))).item())
+
+
+def _call_the_model(loop: Loop, step: int) -> None:
+    with torch.no_grad():
+        loop.seen.append(loss_of(loop.model(batch(90 + step, 0))).item())
+
+
+def _clip_by_total_norm(loop: Loop, _step: int) -> None:
+    norm = nn.utils.get_total_norm([p.grad for p in loop.params() if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(loop.params(), 0.1, norm)
+
+
+def _optimize_by(make: Callable[[Any], torch.optim.Optimizer], loop: Loop, step: int) -> None:
+    """Go on with an optimizer that needs more than elements."""
+    if step == 1:
+        optimizer = loop.optimizer = make(list(loop.params()))
+        loop.zero = optimizer.zero_grad
+        loss = torch.zeros((), dtype=torch.float64)
+        loop.step = partial(optimizer.step, lambda: loss)
+
+
+def _lbfgs(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, lr=0.05, max_iter=1)
+
+
+def _adafactor(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params, lr=0.05)
+
+
 def _assign(loop: Loop, step: int) -> None:
     if step == 1:
         state = {name: x.detach().clone() for name, x in loop.model.state_dict().items()}
@@ -275,6 +379,18 @@ HABITS: dict[str, Habit] = {
     "reloads the optimizer": after(_reload_optimizer),
     "schedules the rate": _schedule,
     "freezes a layer": after(_freeze),
+    "freezes and unfreezes a layer": after(_unfreeze),
+    "penalizes weights": _penalize,
+    "accumulates": _accumulate,
+    "replaces gradients": between(_replace_grads),
+    "sets gradients": _set_grads,
+    "hooks gradients": _hook_gradients,
+    "steps in backward": _step_in_backward,
+    "averages weights": _average_weights,
+    "calls the model": after(_call_the_model),
+    "clips by the total norm": between(_clip_by_total_norm),
+    "optimizes by L-BFGS": after(partial(_optimize_by, _lbfgs)),
+    "optimizes by Adafactor": after(partial(_optimize_by, _adafactor)),
 }
 
 
@@ -294,7 +410,7 @@ def _loop(
 
     def backward(step: int, scale: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for shard in shards:
-            scale(loss_of(call(batch(step, shard))) / len(shards)).backward()
+            (scale(loss_of(call(batch(step, shard)))) / len(shards)).backward()
 
     def evaluate(x: torch.Tensor) -> float:
         model.eval()
@@ -484,6 +600,16 @@ def run_horovod(act: Habit, group: Group) -> Outcome:
         hvd.shutdown()
 
 
+def run_replicas(act: Habit, _group: Group) -> Outcome:
+    model = Net()
+    _mark(model.named_parameters())
+    loop = _loop(
+        *(model, braid.DataParallel(model, ["cpu"] * 2), _optimizer(model.parameters()), [0])
+    )
+    act(loop)
+    return _weights(model), loop.seen
+
+
 def run_servers(act: Habit, group: Group) -> Outcome:
     """One server, one worker, and the scheduler."""
     with ps.join(group, 1) as node:
@@ -527,14 +653,20 @@ ENGINES = {
     "horovod": Engine(run_horovod, 2),
     "horovod alone": Engine(run_horovod, 1, 1),
     "servers": Engine(run_servers, size=3),
+    "replicas": Engine(run_replicas, size=1),
 }
-OF_SERVERS = ("plain", "torch clips by norm", "torch clips by value", "evaluates")
+OF_SERVERS = (
+    *("plain", "torch clips by norm", "torch clips by value", "clips by the total norm"),
+    *("clamps weights", "replaces data", "restores weights", "freezes and unfreezes a layer"),
+    *("penalizes weights", "accumulates", "hooks gradients", "steps in backward"),
+    *("averages weights", "calls the model", "adds noise", "replaces gradients"),
+    *("sets gradients", "drops by parameter", "evaluates"),
+)
 DIVIDED = "stage|fsdp|pipeline$|tensor|pp=2|tp=2"
 PIECES = r"stage [12]( alone)?$"
 # (habit, engines, text of an error or a warning); everything else must give the same numbers
 SAID = [
     ("torch scales early", "horovod alone", "zero_grad.. was called between backward and step"),
-    ("drops by parameter", PIECES, "gradients of the last step were not dropped"),
     ("makes a new optimizer.*", PIECES, "gradients are stored in its shards"),
     (
         "makes a new optimizer.*",
@@ -557,12 +689,50 @@ SAID = [
         "horovod",
         r"call optimizer.synchronize\(\) before",
     ),
-    ("torch clips by (norm|value)", "servers", r"inside of `with model.accumulate\(\):`"),
+    (
+        "(torch )?clips by .*|adds noise|(replaces|sets) gradients|accumulates|steps in backward",
+        "servers",
+        r"`with model.accumulate\(\):`",
+    ),
+    ("clamps weights|replaces data|restores weights", "servers", "has been changed on this worker"),
     ("torch clips by value", PIECES, "pass the optimizer's parameters to clip_grad_value_"),
     ("torch scales( early)?", DIVIDED, "use braid.parallel.*GradScaler.* instead"),
-    # known: the model's parameters have no `.grad` at these stages, so such a loop does nothing; the
-    # text is of this file
-    ("adds noise", PIECES, "a program sees at least one gradient"),
+    ("adds noise|replaces gradients", PIECES, "is stored in pieces, one on each rank"),
+    ("sets gradients", PIECES, "has a gradient that this step would not use"),
+    ("sets gradients", "horovod( alone)?$", "zero_grad.. was called between backward and step"),
+    ("accumulates", "horovod( alone)?$", "got a gradient in more than 1 backward passes"),
+    ("steps in backward", "ddp|averaging", "were set to None inside of backward"),
+    ("steps in backward", PIECES, "gradients are stored in its shards"),
+    ("steps in backward", "stage 3( alone)?$|fsdp", "post-accumulate hooks of .* would never run"),
+    (
+        "steps in backward",
+        "horovod( alone)?$",
+        "got a gradient in more than 1 backward passes",
+    ),
+    (
+        "steps in backward",
+        "pipeline( alone)?$|mesh [a-z]*=2$",
+        "a hook has changed a parameter|modified by an inplace operation",
+    ),
+    ("averages weights", r"stage \d( alone)?$|fsdp", "sharded model cannot be copied"),
+    ("averages weights", "tensor|tp=2", "a sharded model cannot be copied"),
+    ("averages weights|calls the model", "pipeline( alone)?$", "a Pipeline cannot be called"),
+    ("averages weights|calls the model", "pp=2", "has old values on this rank"),
+    ("clips by the total norm", f"{DIVIDED}", "call .*clip_grad_norm_.* instead, which returns"),
+    ("clips by the total norm", "stage 1 alone", "call .*clip_grad_norm_.* instead, which returns"),
+    ("clips by the total norm", "horovod", r"call optimizer.synchronize\(\) before"),
+    ("optimizes by L-BFGS", DIVIDED, "LBFGS (takes|cannot)"),
+    ("optimizes by L-BFGS", "stage [13] alone", "LBFGS cannot"),
+    ("optimizes by L-BFGS", "horovod$", r"call optimizer.synchronize\(\) before"),
+    (
+        "optimizes by .*",
+        "horovod( alone)?$",
+        "got a gradient in more than 1 backward passes",
+    ),
+    ("optimizes by Adafactor", PIECES, "gradients are stored in its shards"),
+    ("optimizes by Adafactor", "stage 3( alone)?$|fsdp", "uses shapes or norms of whole"),
+    ("optimizes by Adafactor", "tensor|tp=2", "uses the shapes or norms of whole parameters"),
+    ("penalizes weights", "pipeline$|pp=2", "like a penalty on weights"),
     ("replaces data", r"stage \d( alone)?$|fsdp", "moved, converted or replaced after"),
     ("restores weights", "stage 3$|fsdp", "has only this rank's flat pieces"),
     ("restores weights", "pp=2", "old values for all others"),

@@ -56,6 +56,7 @@ TIERS: dict[str, Tier] = {
     "unit/test_ps_storage_resharding.py::test_training": VALUES,
     "unit/test_schedule_pipelines.py::test_v_half_and_v_min": ALL,
     "unit/test_schedule_simulate.py::test_the_simulator_gives": VALUES,
+    "world/test_sharding_moved_gradients.py::test_a_compiled": ALL,
     "world/test_comm_c10d.py::test_claim_holds_over_gloo": ALL,
     "world/test_comm_device_waits.py::test_claim_holds": ALL,
     "world/test_comm_explorer.py::test_collectives_that_follow_each_other_do_not_race[3": ALL,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
+import warnings
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from training import linear, said_by
 import braid
 from braid.comm import Group
 from braid.errors import CommError, ConfigError, PeerLostError
+from braid.parallel.hybrid import HybridParallel
 from braid.parallel.pipeline import DevicePipeline, Pipeline
 from braid.parallel.pipeline.skip import pop, skippable, stash
 from braid.parallel.tensor_parallel import parallelize
@@ -282,3 +285,48 @@ def test_an_exit_in_a_thread_of_a_device_ends_the_others():
         pipeline(batch_of()[0])
     del pipeline
     gc.collect()  # ends its threads
+
+
+def _old_layers(group: Group) -> list[str]:
+    model = nn.Sequential(*(linear(WIDTH, WIDTH) for _ in range(4)))
+    x, y = batch_of()
+    hybrid = HybridParallel(model, "pp=2", group, num_microbatches=2)
+    average = copy.deepcopy(model)
+    said = [said_by(lambda: model(x))]
+    hybrid.step(x, y, loss=mse)
+    said += [said_by(lambda: model(x)), said_by(lambda: average(x))]
+    said.append(said_by(lambda: model[2 * group.rank](x)))  # of this rank
+    hybrid.make_whole()
+    said.append(said_by(lambda: model(x)))
+    hybrid = HybridParallel(model, "pp=2", group, num_microbatches=2)
+    hybrid.step(x, y, loss=mse)
+    Pipeline(list(model), num_microbatches=1, group=group)  # takes the layers
+    said.append(said_by(lambda: model(x)))
+    return said
+
+
+def test_layers_that_other_ranks_have_trained_cannot_be_called(world):
+    for rank, (before, *used, own, whole, taken) in enumerate(world(2, _old_layers)):
+        assert {before, own, whole, taken} == {"nothing happened"}
+        for text in used:
+            assert f"is trained by rank {1 - rank} of the pipeline, and has old values" in text
+
+
+def _penalties(group: Group) -> list[int]:
+    model = nn.Sequential(*(linear(WIDTH, WIDTH) for _ in range(4)))
+    counts = []
+    for num_penalized in (0, 1, 4):
+        pipeline = make(group, model)
+        params = list(pipeline.parameters())[:num_penalized]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pipeline.step(
+                *batch_of(),
+                loss=lambda y, t, ps=params: mse(y, t) + sum(p.square().sum() for p in ps),
+            )
+        counts.append(sum("like a penalty on weights" in str(w.message) for w in caught))
+    return counts
+
+
+def test_a_penalty_on_the_weights_of_the_last_stage_alone_is_a_warning(procs):
+    assert procs(2, _penalties) == [[0, 0, 0], [0, 0, 1]]

@@ -37,7 +37,7 @@ class UpdateGuard:
         self.close()
         self._factor = rate_factor
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        note_incomplete(params, _refusal, self)
+        note_incomplete(self, lambda _: params, _refusal)
         self._hooks.callback(forget_incomplete, self)
         before = optimizer.register_step_pre_hook(self._before_step)
         self._hooks.callback(before.remove)

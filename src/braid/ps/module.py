@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -47,6 +47,8 @@ from braid.ps.node import Node
 from braid.ps.storage import Rule
 from braid.ps.storage.steppers import MakeOptimizer
 from braid.runtime.message import NUM_PRIORITIES
+from braid.runtime.torch_internals import version_of
+from braid.types import first_few
 
 __all__ = ["ParamGroup", "ParameterServer"]
 
@@ -82,6 +84,8 @@ class _ParamPartition:
         self._missing = set(params)
         self._pull: int | None = None
         self._is_first = True
+        self._arrived: list[tuple[int, int]] = []  # address and version of each parameter
+        self._pushed: list[tuple[torch.Tensor | None, int]] = []  # gradients with their versions
 
     def ready(self, param: nn.Parameter) -> None:
         """Record that a parameter's gradient is ready; push when the last one is."""
@@ -107,13 +111,39 @@ class _ParamPartition:
         else:  # the sum of flags is the number of workers with a gradient of the parameter
             flags = torch.tensor(has, dtype=parts[0].dtype)
             self.table.push_async(torch.cat([*parts, flags]), priority=self.priority)
+        self._pushed = [_state_of(param.grad) for param in self.params]
         self.is_pushed = True
+
+    def check(self, names: Mapping[nn.Parameter, str]) -> None:
+        """Raise if the program has changed parameters or pushed gradients since the last step.
+
+        Raises:
+            ConfigError: A parameter or gradient of this worker differs from that of the servers.
+        """
+        for param, arrived in zip(self.params, self._arrived, strict=False):
+            if arrived != (param.data_ptr(), version_of(param)):
+                msg = (
+                    f"{names[param]!r} has been changed on this worker since the last step, but "
+                    "servers have its value, and would overwrite it: load states before "
+                    "ParameterServer is made, and change values by the optimizer, or train with "
+                    "where='workers'"
+                )
+                raise ConfigError(msg)
+        for param, (grad, version) in zip(self.params, self._pushed, strict=False):
+            if param.grad is not grad or _state_of(param.grad)[1] != version:
+                msg = (
+                    f"the gradient of {names[param]!r} has been changed after it had been pushed "
+                    "during backward: run backward inside of `with model.accumulate():`, then "
+                    "change it before model.step()"
+                )
+                raise ConfigError(msg)
 
     def pull(self) -> None:
         """Begin to receive the values of the next clock."""
         self._pull = self.table.pull_async(self._flat.tensor, priority=self.priority)
         self._missing = set(self.params)
         self.is_pushed = False
+        self._arrived, self._pushed = [], []
 
     @torch.no_grad()
     def arrive(self) -> None:
@@ -140,6 +170,8 @@ class _ParamPartition:
         self._is_first = False
         for param in self.params:
             param.grad = None
+        if self.optimizer is None:
+            self._arrived = [(param.data_ptr(), version_of(param)) for param in self.params]
 
 
 class ParameterServer(nn.Module):
@@ -223,8 +255,9 @@ class ParameterServer(nn.Module):
                 sizes=() if on_workers else [p.numel() for p in params],
             )
             if node.is_worker:
-                note_incomplete(params, _refusal, self)
                 self._add(table, params, flat, make if on_workers else None)
+        if node.is_worker:
+            note_incomplete(self, ParameterServer.parameters, _refusal)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module, once its parameters have arrived."""
@@ -239,13 +272,29 @@ class ParameterServer(nn.Module):
             CommError: A server refuses.
             PeerLostError: A server was lost with all copies of a shard.
             CommTimeout: Other workers did not push in time.
+            ConfigError: Parameters or pushed gradients have been changed on this worker, or
+                parameters unfrozen that have no place on servers.
         """
+        self._check_changes()
         for partition in self._partitions:
             partition.push()
         for partition in reversed(self._partitions):  # the forward uses these first
             partition.pull()
         if not self._cross_barrier:
             self.wait()
+
+    def _check_changes(self) -> None:
+        names = {param: name for name, param in self.module.named_parameters()}
+        for partition in self._partitions:
+            partition.check(names)
+        known = {param for partition in self._partitions for param in partition.params}
+        new = [name for param, name in names.items() if param.requires_grad and param not in known]
+        if new and self._partitions:
+            msg = (
+                f"{first_few(new)} have been unfrozen or added since ParameterServer was made, so "
+                "servers do not train them: make it of a module in which they require a gradient"
+            )
+            raise ConfigError(msg)
 
     def wait(self) -> None:
         """Wait until all parameters have arrived."""
@@ -333,6 +382,11 @@ def _refusal(model: ParameterServer, _: object, use: Use) -> str:
         f"torch's {use} was called after gradients had been pushed during backward: run backward "
         "inside of `with model.accumulate():`, then call it before model.step()"
     )
+
+
+def _state_of(grad: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """Return a gradient with the number of its changes."""
+    return grad, 0 if grad is None else version_of(grad)
 
 
 def _ready(

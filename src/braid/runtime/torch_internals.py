@@ -101,12 +101,14 @@ __all__ = [
     "set_timeout_option",
     "set_unwrap_function",
     "share_descriptor",
+    "share_gradient_hooks",
     "shared_storage",
     "source_rank",
     "sparse_indices",
     "sparse_values",
     "start_coalescing",
     "storage_id",
+    "tracing_context",
     "transient_buffers",
     "version_of",
     "will_execute",
@@ -267,6 +269,15 @@ accumulate_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], No
 accumulate_hooks = _attribute("torch.Tensor._post_accumulate_grad_hooks")
 gradient_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], Any]] | None]
 gradient_hooks = _attribute("torch.Tensor._backward_hooks")
+
+
+def share_gradient_hooks(param: torch.Tensor, leaf: torch.Tensor) -> None:
+    """Make `leaf` call the gradient hooks of `param`, also those that are registered later."""
+    hooks = gradient_hooks(param)
+    if gradient_hooks(leaf) is not hooks:
+        leaf._backward_hooks = hooks  # noqa: SLF001
+
+
 # of sparse tensors, without coalescing them
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = _method("torch.Tensor._values")
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = _method("torch.Tensor._indices")
@@ -290,6 +301,7 @@ def version_of(x: torch.Tensor) -> int:
 
 current_graph_task: Callable[[], int] = _value("torch._C._current_graph_task_id")  # -1 outside
 current_node: Callable[[], Node | None] = _value("torch._C._current_autograd_node")
+tracing_context: Callable[[], object] = _value("torch._guards.TracingContext.try_get")
 is_profiling: Callable[[], bool] = _value("torch._C._autograd._profiler_enabled")
 end_with_future: Callable[[Any, Any], object]
 end_with_future = _value("torch.autograd.profiler.record_function._call_end_callbacks_on_future")
@@ -322,17 +334,18 @@ active_ddp = _value("torch.nn.parallel.DistributedDataParallel._get_active_ddp_m
 
 
 def before_clipping(check: Callable[[Sequence[torch.Tensor], Any], None]) -> None:
-    """Call `check` before torch clips gradients, from now on.
+    """Call `check` before torch clips gradients or computes their norm, from now on.
 
     The functions are changed inside, since programs may have imported them before.
 
     Args:
-        check: Gets the parameters, and the function's name: clip_grad_norm_ or clip_grad_value_.
+        check: Gets the parameters, and the function's name: clip_grad_norm_ or clip_grad_value_;
+            or gradients and get_total_norm.
     """
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
+    for name in ("clip_grad_norm_", "clip_grad_value_", "get_total_norm"):
         decorated: Any = getattr(nn.utils, name)
         clip = getattr(decorated, "__wrapped__", decorated)
-        checked = _checked_clip(clip, check)
+        checked = _checked_clip(name, clip, check)
         cells = [cell for cell in decorated.__closure__ or () if cell.cell_contents is clip]
         for cell in cells:
             cell.cell_contents = checked
@@ -341,7 +354,7 @@ def before_clipping(check: Callable[[Sequence[torch.Tensor], Any], None]) -> Non
 
 
 def _checked_clip(
-    clip: Callable[..., Any], check: Callable[[Sequence[torch.Tensor], Any], None]
+    name: str, clip: Callable[..., Any], check: Callable[[Sequence[torch.Tensor], Any], None]
 ) -> Callable[..., Any]:
     @wraps(clip)
     def checked(
@@ -355,7 +368,7 @@ def _checked_clip(
             params = list(parameters)
             if params or not isinstance(parameters, GeneratorType):  # torch warns of an empty one
                 parameters = params
-        check(params, clip.__name__)
+        check(params, name)
         return clip(parameters, *args, **kwargs)
 
     return checked

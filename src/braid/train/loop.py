@@ -29,6 +29,7 @@ from braid.comm import Group
 from braid.comm.autograd import recompute_layers
 from braid.comm.autograd.streams import current_stream, synchronize
 from braid.errors import BraidError, CheckpointError, ConfigError
+from braid.parallel.sharding import sharding_of
 from braid.programs.sampling import OrderedSampler, SampleOrder
 from braid.runtime.metrics import memory_bytes
 from braid.train.asynchronous import AsynchronousStages
@@ -236,9 +237,9 @@ class Trainer:
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         trained = [p for p in params if p in states]
         kept = [v for p in trained for v in states[p].values() if isinstance(v, torch.Tensor)]
-        grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         # with ZeRO, the optimizer has shards of parameters besides the model's parameters
         whole = list(self._model.parameters()) if self._config.shard else []
+        grads = [] if whole else [p.grad for p in params if p.grad is not None]
         memory = self._shards.memory() if isinstance(self._shards, ParallelShards) else []
         return [*trained, *grads, *kept, *whole, *memory]
 
@@ -337,10 +338,12 @@ class Trainer:
     def _refuse_gradient(self, norm: float, num_steps: int) -> None:
         if math.isfinite(norm):
             return
+        engine = sharding_of(self._model)
+        pieces = [] if engine is None else [(r.name, piece) for r, piece in engine.owned()]
         name = next(
             (
                 name
-                for name, param in self._model.named_parameters()
+                for name, param in pieces or self._model.named_parameters()
                 if param.grad is not None and not param.grad.isfinite().all()
             ),
             "(all parameters together)",

@@ -25,7 +25,7 @@ from braid.comm import Group
 from braid.errors import raise_all
 from braid.parallel.expert_parallel.dispatch import Dispatch
 from braid.parallel.expert_parallel.mixture import MixtureOfExperts, check_experts, mark_experts
-from braid.parallel.gradients.incomplete import unmark_part
+from braid.parallel.gradients.incomplete import note_parts, unmark_part
 
 __all__ = ["divide_experts", "expert_modules", "expert_params", "undivide_experts"]
 
@@ -68,6 +68,7 @@ def divide_experts(model: nn.Module, group: Group) -> list[str]:
     raise_all(problems)
     for name in names:
         _divide(model.get_submodule(name), group)
+    note_parts(model)
     return names
 
 

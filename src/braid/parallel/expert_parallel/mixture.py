@@ -28,7 +28,7 @@ from braid.comm import Group
 from braid.errors import ConfigError, raise_all
 from braid.parallel.expert_parallel.dispatch import Dispatch
 from braid.parallel.expert_parallel.routing import load_balance_loss, route, router_z_loss
-from braid.parallel.gradients.incomplete import PartOfModel, mark_part, unmark_part
+from braid.parallel.gradients.incomplete import PartOfModel, mark_part, note_parts, unmark_part
 from braid.types import text_digest
 
 __all__ = ["MixtureOfExperts", "auxiliary_loss", "check_experts", "mark_experts"]
@@ -104,6 +104,7 @@ class MixtureOfExperts(nn.Module):
             torch.stack([_drawn(f"{seed}/{e}/down", dim, hidden) for e in local_experts])
         )
         mark_experts(group, self.up, self.down)
+        note_parts(self)
         self._whole_group: Group | None = None  # group before divide()
         self._counts = self._kept = torch.zeros(group.size, num_experts, dtype=torch.int64)
 

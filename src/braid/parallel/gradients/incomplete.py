@@ -1,10 +1,11 @@
-"""Refusal of torch's clipping and loss scaling while gradients are incomplete on a rank.
+"""Refusal of torch's clipping, loss scaling and some optimizers while a rank has only a part.
 
 Problem: `torch.nn.utils.clip_grad_norm_` computes the norm of the gradients of one rank. If other
 ranks have other layers or other shards, each rank scales by a different factor; if gradients are
 still being added over ranks, it scales terms of sums. `torch.amp.GradScaler` skips a step only on
-the ranks that find infinite gradients. Most programs call one of them, and without an error their
-results would be wrong.
+the ranks that find infinite gradients. Muon and Adafactor use the norm of each parameter, and LBFGS
+inner products of all parameters together. Most programs call one of them, and without an error
+their results would be wrong.
 
 Idea: engines note their parameters, with a function that returns why torch's functions cannot be
 used now, and which call is right. Parameters that are shards by themselves carry the right calls as
@@ -19,8 +20,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from braid.errors import ConfigError
+from braid.parallel.gradients.optimizer_kinds import kind_of_optimizer
 from braid.runtime.torch_internals import before_clipping, before_unscaling
 
 __all__ = [
@@ -30,10 +34,13 @@ __all__ = [
     "is_part",
     "mark_part",
     "note_incomplete",
+    "note_parts",
     "unmark_part",
 ]
 
-Use: TypeAlias = Literal["clip_grad_norm_", "clip_grad_value_", "GradScaler"]
+Use: TypeAlias = Literal[
+    "clip_grad_norm_", "clip_grad_value_", "get_total_norm", "GradScaler", "LBFGS"
+]
 # (engine, parameters, function of torch) -> why the function cannot be used, or nothing
 Refusal: TypeAlias = Callable[[Any, Sequence[torch.Tensor], Use], str]
 PART = "braid_part"  # attribute of parameters that are shards
@@ -56,11 +63,11 @@ class PartOfModel(NamedTuple):
 
     def refusal(self, _engine: object, params: Sequence[torch.Tensor], use: Use) -> str:
         """Return why a function of torch cannot be used on parameters of a part; else nothing."""
+        if use in ("GradScaler", "LBFGS"):
+            return self.text(use)
         has_grads = any(param.grad is not None for param in params)
         is_whole = self.has_whole and len(params) == 1
-        if use == "clip_grad_value_" or (use == "clip_grad_norm_" and (is_whole or not has_grads)):
-            return ""
-        return self.text(use)
+        return "" if use == "clip_grad_value_" or is_whole or not has_grads else self.text(use)
 
     def text(self, use: Use) -> str:
         """Return why a function of torch cannot be used, and what to call instead."""
@@ -70,38 +77,47 @@ class PartOfModel(NamedTuple):
                 "model is divided over ranks, and the others would still step: use "
                 f"{self.scaler} instead"
             )
+        if use == "LBFGS":
+            return (
+                "LBFGS takes inner products of all parameters together, but the model is divided "
+                "over ranks, and each would step along its own direction: use AdamW, or another "
+                "optimizer that updates each element"
+            )
         alone = ", or pass one parameter at a time" if self.has_whole else ""
+        result = ", which returns the norm over all ranks" if use == "get_total_norm" else ""
         return (
-            "torch's clip_grad_norm_ computes the norm of this rank's gradients only, but the "
-            "model is divided over ranks, which would scale by different factors: call "
-            f"{self.clip} instead{alone}"
+            f"torch's {use} computes the norm of this rank's gradients only, but the model is "
+            f"divided over ranks, which would scale by different factors: call {self.clip} "
+            f"instead{result}{alone}"
         )
 
 
 class _Noted(NamedTuple):
-    """Parameters of an engine, by id: a weak reference would forbid `torch.utils.swap_tensors`."""
+    """Parameters of an engine by a function, since weak references would forbid `swap_tensors`."""
 
-    ids: frozenset[int]
-    refusal: Refusal
     engine: weakref.ref[Any]
+    params: Callable[[Any], Iterable[torch.Tensor]]
+    refusal: Refusal
 
 
 _NOTED: dict[int, _Noted] = {}  # by the engine's id, in the order of notes
 
 
-def note_incomplete(params: Iterable[torch.Tensor], refusal: Refusal, engine: object) -> None:
-    """Ask `refusal` before torch's functions use gradients of `params`.
+def note_incomplete(
+    engine: object, params: Callable[[Any], Iterable[torch.Tensor]], refusal: Refusal
+) -> None:
+    """Ask `refusal` before torch's functions use gradients of an engine's parameters.
 
     Args:
-        params: Parameters, which live as long as the engine.
+        engine: The engine; the note ends with it. Its latest note counts, and of several engines
+            the latest one is asked first.
+        params: Function that returns the parameters of the engine.
         refusal: Function that returns why a function of torch cannot be used.
-        engine: Engine with these parameters; the note ends with it. Its latest note counts, and of
-            several engines the latest one is asked first.
     """
     key = id(engine)
     if _NOTED.pop(key, None) is None:
         weakref.finalize(engine, _NOTED.pop, key, None).atexit = False
-    _NOTED[key] = _Noted(frozenset(map(id, params)), refusal, weakref.ref(engine))
+    _NOTED[key] = _Noted(weakref.ref(engine), params, refusal)
 
 
 def forget_incomplete(engine: object) -> None:
@@ -124,16 +140,35 @@ def is_part(param: torch.Tensor) -> bool:
     return PART in param.__dict__
 
 
-def _check(params: Sequence[torch.Tensor], use: Use) -> None:
-    """Raise if a function of torch cannot be used on these parameters now."""
-    ids = set(map(id, params))
+def note_parts(module: nn.Module) -> None:
+    """Refuse torch's functions that get gradients of a module's shards without the parameters."""
+    note_incomplete(module, _parts, _refusal_of_part)
+
+
+def _parts(module: nn.Module) -> list[nn.Parameter]:
+    return [param for param in module.parameters() if is_part(param)]
+
+
+def _refusal_of_part(_module: nn.Module, params: Sequence[torch.Tensor], use: Use) -> str:
+    calls: PartOfModel = next(param.__dict__[PART] for param in params if is_part(param))
+    return calls.refusal(None, params, use)
+
+
+def _check(tensors: Sequence[torch.Tensor], use: Use) -> None:
+    """Raise if a function of torch cannot be used on these parameters, or gradients, now."""
+    ids = set(map(id, tensors))
     for noted in reversed(_NOTED.copy().values()):  # the garbage collector may remove some
         engine = noted.engine()
-        if engine is not None and not ids.isdisjoint(noted.ids):
+        if engine is None:
+            continue
+        of_gradients = use == "get_total_norm"
+        known = {id(p.grad if of_gradients else p): p for p in noted.params(engine)}
+        if not ids.isdisjoint(known):
+            params = [known.get(id(tensor), tensor) for tensor in tensors]
             _raise_if(noted.refusal(engine, params, use))
-    for param in params:
-        if is_part(param) and (param.grad is not None or use == "GradScaler"):
-            _raise_if(param.__dict__[PART].refusal(None, params, use))
+    for param in tensors:
+        if is_part(param) and (param.grad is not None or use in ("GradScaler", "LBFGS")):
+            _raise_if(param.__dict__[PART].refusal(None, tensors, use))
 
 
 def _raise_if(text: str) -> None:
@@ -144,9 +179,31 @@ def _raise_if(text: str) -> None:
 def _check_scaler(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise if a scaler of torch cannot be used on the parameters of an optimizer."""
     if scaler.is_enabled() and type(scaler).__module__ in LOCAL_SCALERS:
-        groups = getattr(optimizer, "param_groups", ())
-        _check([param for group in groups for param in group["params"]], "GradScaler")
+        _check(_params_of(optimizer), "GradScaler")
+
+
+def _check_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    """Raise if an optimizer needs more than the parts of parameters that it has."""
+    kind = kind_of_optimizer(optimizer)
+    if kind == "together":
+        _check(_params_of(optimizer), "LBFGS")
+    if kind == "whole":
+        parts = [param for param in _params_of(optimizer) if is_part(param)]
+        if parts:
+            msg = (
+                f"{type(optimizer).__name__} uses the shapes or norms of whole parameters, but "
+                f"{len(parts)} of its parameters, the first of shape {list(parts[0].shape)}, are "
+                "parts of layers that are divided over ranks: use AdamW, or another optimizer "
+                "that updates each element"
+            )
+            raise ConfigError(msg)
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    groups = getattr(optimizer, "param_groups", ())
+    return [param for group in groups for param in group["params"]]
 
 
 before_clipping(_check)
 before_unscaling(_check_scaler)
+register_optimizer_step_pre_hook(_check_step)

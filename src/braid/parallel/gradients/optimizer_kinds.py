@@ -2,7 +2,7 @@
 
 by elements   each element changes by its own gradient and state: bits do not depend on the sharding
 whole         updates use the shape or the norm of a parameter, so parameters must not be sharded
-refused       LBFGS takes inner products of all parameters; SparseAdam takes sparse gradients
+together      updates use all parameters together, as LBFGS does, so the model must not be divided
 unknown       anything else, such as an optimizer of the user
 
 Classes are identified by name, so that their packages need not be imported.
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 __all__ = ["OptimizerKind", "kind_of_optimizer", "refusal_of_optimizer"]
 
-OptimizerKind: TypeAlias = Literal["by elements", "whole", "unknown"]
+OptimizerKind: TypeAlias = Literal["by elements", "whole", "together", "unknown"]
 
 BY_ELEMENTS = frozenset(
     [
@@ -58,11 +58,13 @@ REFUSED = {
 
 
 def kind_of_optimizer(optimizer: Optimizer) -> OptimizerKind:
-    """Return whether an optimizer updates by elements or needs whole parameters.
+    """Return whether an optimizer updates by elements or needs whole parameters, or all of them.
 
     The name of its class decides; other names are `unknown`.
     """
     name = type(optimizer).__name__
+    if any(kind.__name__ == "LBFGS" for kind in type(optimizer).__mro__):
+        return "together"
     if name in BY_ELEMENTS:
         return "by elements"
     return "whole" if name in WHOLE else "unknown"

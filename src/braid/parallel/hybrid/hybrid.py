@@ -183,7 +183,7 @@ class HybridParallel:
         self.pipeline.fail_with(self._tensor, self._sequence)
         self._params = dict(model.named_parameters())
         self._owners = self._owners_of()
-        self._guard = guard(self)
+        guard(self)
 
     def named_pieces(self) -> dict[str, nn.Parameter]:
         """Return the tensors that an attached optimizer updates on this rank, by parameter name."""
@@ -394,7 +394,7 @@ class HybridParallel:
             undivide_experts(self.model, self._experts)
         if self._tensor.size > 1:
             undivide(self.model, self._tensor)
-        release(self, self._guard)
+        release(self)
         if self.groups["pp"].size > 1:
             for name, tensor in self._named().items():
                 self.groups["pp"].broadcast(tensor.detach(), self._owners[name])

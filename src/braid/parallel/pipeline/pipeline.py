@@ -45,6 +45,7 @@ from braid.parallel.pipeline.deferred_batch_norm import commit_batch_norms
 from braid.parallel.pipeline.executor import Executor
 from braid.parallel.pipeline.messages import Messages
 from braid.parallel.pipeline.microbatches import gather, num_rows, scatter, sizes_of
+from braid.parallel.pipeline.other_layers import OtherLayers, warn_of_penalty
 from braid.parallel.pipeline.recomputing import check_recompute_policy
 from braid.parallel.pipeline.replicas import Replicas
 from braid.parallel.pipeline.stage import Stage
@@ -61,6 +62,7 @@ from braid.programs.schedule.pipeline import (
     with_steps,
 )
 from braid.runtime.seeding import Draws
+from braid.runtime.torch_internals import accumulate_hooks, version_of
 
 __all__ = ["Pipeline"]
 
@@ -186,8 +188,10 @@ class Pipeline(nn.Module):
         for local_stage in self.stages.values():
             for layer in local_stage.layers:
                 register(self, layer)
+        homes = [(self._homes[stage],) for stage in range(len(parts))]
+        self.other_layers = OtherLayers(parts, homes, group.rank)
         if group.size > 1:
-            note_incomplete(self.parameters(), CALLS.refusal, self)
+            note_incomplete(self, Pipeline.parameters, CALLS.refusal)
         self._executor(num_microbatches, trains=True)  # raises for unsupported programs
 
     def step_in_program(self, make: MakeOptimizer) -> list[Optimizer]:
@@ -271,6 +275,7 @@ class Pipeline(nn.Module):
         earlier = {p: p.grad for p in added if p.grad is not None}
         for param in earlier:
             param.grad = None
+        hooked = {p: version_of(p) for p in self.parameters() if accumulate_hooks(p)}
         self._replicas.begin()
         try:
             with self._tied.separate_uses(self.stages):
@@ -280,11 +285,20 @@ class Pipeline(nn.Module):
         finally:
             for param, grad in earlier.items():
                 param.grad = grad if param.grad is None else grad.add_(param.grad)
+        is_summed = self._num_microbatches > 1 or bool(self._replicas.params)
+        if is_summed and any(version_of(p) != version for p, version in hooked.items()):
+            msg = (
+                "a hook has changed a parameter as soon as its gradient came, which is a part of "
+                "the batch's gradient: call optimizer.step() after pipeline.step, or use "
+                "step_in_program"
+            )
+            raise ConfigError(msg)
         commit_batch_norms(self)
         if self._shared_optimizer is not None:
             self._shared_optimizer.step()
             self._shared_optimizer.zero_grad()
         self.num_steps += 1
+        self.other_layers.are_old = True
         return self._replicas.sum_of(self._sum_of(losses))
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -368,7 +382,10 @@ class Pipeline(nn.Module):
                 check_target(target, rows)
                 targets.extend(scatter(target, sizes))
             assert loss is not None
-            return checked_loss(loss(output, targets[i])) * (sizes[i] / all_rows)
+            value = checked_loss(loss(output, targets[i]))
+            if trains and not self.num_steps and not i and self.group.size > 1:
+                warn_of_penalty(value, output, self.parameters())
+            return value * (sizes[i] / all_rows)
 
         microbatches = scatter(batch, sizes) if 0 in self.stages else []
         executor = self._executor(len(sizes), trains=trains)

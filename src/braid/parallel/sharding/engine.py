@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.errors import raise_all
 from braid.parallel.gradients import ParamRecord, ParamTable
 from braid.parallel.gradients.exact_norm import clip_pieces_, exact_norm
 from braid.parallel.gradients.lost_requests import reclaim_lost_requests
@@ -41,7 +40,7 @@ from braid.parallel.sharding.policies import DiskOffloadPolicy
 from braid.parallel.sharding.reducer import ShardReducer
 from braid.parallel.sharding.residency import Residency, Unit
 from braid.parallel.sharding.slots import Slot, plan_slots
-from braid.parallel.sharding.torch_functions import guard, release
+from braid.parallel.sharding.torch_functions import check_unchanged, guard, release
 from braid.parallel.sharding.units import (
     MARK,
     UnitSpec,
@@ -52,7 +51,7 @@ from braid.parallel.sharding.units import (
 )
 from braid.programs.layout import Mesh
 from braid.runtime.torch_internals import own_parameters
-from braid.types import dtype_name, first_few
+from braid.types import dtype_name
 
 __all__ = ["Sharding", "sharding_of"]
 
@@ -264,6 +263,7 @@ class Sharding:
         A forward of the model calls this method; engines that run parts of the model must call it.
         """
         self.share()
+        self._reducer.hide_moved()
         self._residency.begin()
 
     def average(self) -> None:
@@ -272,6 +272,10 @@ class Sharding:
         For engines that run several backwards per step, such as pipelines.
         """
         self._reducer.average()
+
+    def check_step(self) -> None:
+        """Raise if the program has set gradients that an optimizer's step would not use."""
+        self._reducer.check_step()
 
     def share_step(self) -> None:
         """Gather the parameters that an optimizer's step has changed on all ranks; a collective.
@@ -327,6 +331,7 @@ class Sharding:
         if sharding_of(self.model) is not self:
             return
         self._residency.close()
+        self._reducer.hide_moved()
         self._reducer.close()
         delattr(self.model, MARK)
         for record in self.table:
@@ -435,27 +440,13 @@ class Sharding:
         If the last backward raised, the other ranks are notified first.
 
         Raises:
-            ConfigError: Parameters were moved, converted, replaced or unfrozen.
+            ConfigError: See `check_unchanged`.
         """
         if self._reducer.is_in_backward:
             for unit in self._residency.shadow_backward():
                 self._reducer.complete(unit.flats)
             self._reducer.abandon()
-        problems = []
-        if moved := [name for flat in self._flats for name in flat.moved()]:
-            problems.append(
-                f"{first_few(moved)} were moved, converted or replaced after sharding: call "
-                "model.to(...) and model.half() before, and load_state_dict without assign=True"
-            )
-        trained = {id(gradients.flat) for gradients in self._gradients}
-        frozen = [flat for flat in self._flats if id(flat) not in trained]
-        if any(record.param.requires_grad for flat in frozen for record in flat.records):
-            names = [r.name for f in frozen for r in f.records if r.param.requires_grad]
-            problems.append(
-                f"{first_few(names)} were frozen when the model was sharded, but now require a "
-                "gradient: unfreeze them before sharding"
-            )
-        raise_all(problems)
+        check_unchanged(self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise, since a copy or pickle would share the ranks' memory and channels.

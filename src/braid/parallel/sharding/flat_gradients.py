@@ -17,7 +17,9 @@ from collections.abc import Sequence
 import torch
 
 from braid.comm import Request, StepsBy, Work
+from braid.errors import ConfigError
 from braid.parallel.sharding.flat_shard import FlatShard
+from braid.parallel.sharding.moved_gradient import MovedGradient, moved_gradient
 from braid.parallel.sharding.slots import Slot
 
 __all__ = ["FlatGradients", "sums_in_dtype_of_pieces"]
@@ -77,6 +79,8 @@ class FlatGradients:
         self._earlier: list[tuple[int, torch.Tensor]] = []
         self._local: dict[int, torch.Tensor] = {}  # local sums in another dtype
         self._has_stepped = self._remains = False  # since the last sum; gradients of a step before
+        self._moved: dict[int, MovedGradient] = {}  # by the index of the whole parameter
+        self._shown: set[int] = set()  # whole parameters with a stand-in as gradient
 
     def busy(self) -> list[FlatGradients]:
         """Return the flat gradients that now use the temporary memory (slots) of this vector."""
@@ -106,7 +110,7 @@ class FlatGradients:
     def _grads_of(self, index: int) -> list[torch.Tensor]:
         """Return the local sum of a leaf's gradients, and the gradient not added to it yet."""
         grads = self._local.get(index), self.flat.leaves[index].grad
-        return [grad.detach() for grad in grads if grad is not None]
+        return [g.detach() for g in grads if g is not None and not isinstance(g, MovedGradient)]
 
     def accumulate(self, index: int) -> None:
         """Add gradient number `index` to a local sum, if sums have another dtype than gradients."""
@@ -122,6 +126,7 @@ class FlatGradients:
     def launch(self) -> None:
         """Copy gradients to temporary memory (two slots, which must be free); start their sum."""
         self.is_launched = True
+        self.hide_moved()
         self.slot.holder = self
         if self._part_slot is not None:
             self._part_slot.holder = self
@@ -181,6 +186,54 @@ class FlatGradients:
                 self._grads[i].copy_(earlier)
                 self.flat.owned[i].grad = self._grads[i]
         self._earlier = []
+        if self.flat.stage != STAGE_OF_PARAMETERS:
+            self._show_moved(has)
+
+    def _show_moved(self, has: Sequence[bool]) -> None:
+        for i, (record, leaf) in enumerate(zip(self.flat.records, self.flat.leaves, strict=True)):
+            if has[i]:
+                if i not in self._moved:
+                    self._moved[i] = moved_gradient(record.name, leaf)
+                leaf.grad = self._moved[i]
+                self._shown.add(i)
+
+    def hide_moved(self, index: int | None = None) -> None:
+        """Remove stand-ins, so that gradients can accumulate; drop gradients of dropped stand-ins.
+
+        Args:
+            index: Number of the whole parameter; None for all.
+        """
+        for i in list(self._shown) if index is None else self._shown & {index}:
+            leaf = self.flat.leaves[i]
+            if leaf.grad is None:  # dropped by the program
+                self.flat.owned[i].grad = None
+            elif leaf.grad is self._moved[i]:
+                leaf.grad = None
+            self._shown.remove(i)
+
+    def check_step(self) -> None:
+        """Raise if an optimizer is about to step without gradients that the program has set.
+
+        Raises:
+            ConfigError: A whole parameter has a gradient that is not in this rank's piece.
+        """
+        if self.flat.stage == STAGE_OF_PARAMETERS:
+            return
+        for i, (leaf, owned) in enumerate(zip(self.flat.leaves, self.flat.owned, strict=True)):
+            grad = leaf.grad
+            if grad is None and i in self._shown:
+                owned.grad = None  # dropped by the program
+                continue
+            is_known = grad is None or grad is self._moved.get(i)
+            if not is_known and (i in self._shown or owned.grad is None):
+                name = self.flat.records[i].name
+                msg = (
+                    f"{name!r} has a gradient that this step would not use, since at stage "
+                    f"{self.flat.stage} gradients belong to pieces: set .grad of the parameters "
+                    "in optimizer.param_groups, or run the last backward of a step outside of "
+                    "no_sync()"
+                )
+                raise ConfigError(msg)
 
     def reset(self) -> None:
         """Reset the state for a new backward."""
@@ -190,6 +243,7 @@ class FlatGradients:
         """Drop the gradients of whole parameters, and discard a sum that was not waited for."""
         for leaf in self.flat.leaves:
             leaf.grad = None
+        self._shown.clear()
         self._local.clear()
         self.is_launched = False
 

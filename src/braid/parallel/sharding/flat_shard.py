@@ -23,7 +23,7 @@ from braid.comm import Group, Request, Work
 from braid.parallel.gradients import ParamRecord, allocator
 from braid.parallel.sharding.partition import FlatPartition
 from braid.parallel.sharding.slots import Slot
-from braid.runtime.torch_internals import own_parameters
+from braid.runtime.torch_internals import own_parameters, share_gradient_hooks
 
 __all__ = ["Dtypes", "FlatShard", "Places"]
 
@@ -269,6 +269,8 @@ class FlatShard:
         self.is_entered = True
         if self.stage == 3:
             _register(self.sites, self.leaves)
+            for owned, leaf in zip(self.owned, self.leaves, strict=True):
+                share_gradient_hooks(owned, leaf)  # which programs register on the model's pieces
 
     def leave(self) -> None:
         """Register this rank's pieces as parameters of the modules."""

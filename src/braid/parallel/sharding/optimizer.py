@@ -170,9 +170,12 @@ def _engine_of(optimizer: torch.optim.Optimizer) -> Sharding | None:
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """Raise if an unattached optimizer cannot use the pieces of its parameters."""
-    if not ENGINES or isinstance(optimizer, _Attached):
+    if isinstance(optimizer, _Attached):
+        attached = type(optimizer).braid_sharding()
+        if attached is not None:
+            attached.check_step()
         return
-    engine = _engine_of(optimizer)
+    engine = _engine_of(optimizer) if ENGINES else None
     if engine is None:
         return
     _check_known(optimizer)

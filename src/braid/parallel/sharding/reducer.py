@@ -23,7 +23,7 @@ from braid.errors import CommError, ConfigError
 from braid.parallel.gradients import GradientHooks, ParamRecord
 from braid.parallel.gradients.autograd_grad import at_end_of_backward
 from braid.parallel.gradients.gradient_hooks import GradientListener
-from braid.parallel.sharding.flat_gradients import FlatGradients
+from braid.parallel.sharding.flat_gradients import STAGE_OF_PARAMETERS, FlatGradients
 from braid.parallel.sharding.flat_shard import FlatShard
 
 __all__ = ["ShardReducer"]
@@ -85,7 +85,8 @@ class ShardReducer(GradientListener):
         self._is_in_backward = False
         self._sums = True
         self._next = 0
-        self._hooks = GradientHooks(records, self)
+        moves = any(g.flat.stage != STAGE_OF_PARAMETERS for g in gradients)
+        self._hooks = GradientHooks(records, self, partial_grads=moves)
         self._hooks.attach(range(len(records)))
 
     def backward_begins(self) -> None:
@@ -107,6 +108,21 @@ class ShardReducer(GradientListener):
         remain = [gradients.note_step() for gradients in self._gradients]
         if any(remain):
             warnings.warn(REMAINING, UserWarning, stacklevel=4)
+
+    def hide_moved(self) -> None:
+        """Remove the stand-ins for gradients that belong to pieces."""
+        for gradients in self._gradients:
+            gradients.hide_moved()
+
+    def check_step(self) -> None:
+        """Raise if the program has set gradients that a step would not use."""
+        for gradients in self._gradients:
+            gradients.check_step()
+
+    def on_partial_grad(self, position: int, _grad: torch.Tensor, /) -> None:
+        """Let the gradient accumulate, although a stand-in shows that the last one has moved."""
+        gradients = self._owner[position]
+        gradients.hide_moved(position - self._firsts[id(gradients)])
 
     def on_gradient(self, position: int, /) -> None:
         """Record that gradient number `position` is ready; start the sums of complete vectors.

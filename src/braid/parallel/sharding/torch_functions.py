@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from braid.errors import raise_all
 from braid.parallel.gradients.incomplete import (
     PartOfModel,
     Use,
@@ -18,14 +19,16 @@ from braid.parallel.gradients.incomplete import (
     note_incomplete,
 )
 from braid.parallel.sharding.flat_gradients import STAGE_OF_PARAMETERS
+from braid.runtime.torch_internals import accumulate_hooks
+from braid.types import first_few
 
 if TYPE_CHECKING:  # the engine calls these functions
     from braid.parallel.sharding.engine import Sharding
 
-__all__ = ["guard", "release"]
+__all__ = ["check_unchanged", "guard", "release"]
 
 CALLS = PartOfModel(
-    "clip_grad_norm_(max_norm) of the wrapped model, or of the result of shard_optimizer,",
+    "clip_grad_norm_(max_norm) of the wrapped model, or of the result of shard_optimizer",
     "braid.parallel.sharding.ShardedGradScaler(sharding), with the result of shard_optimizer or "
     "`sharding` of the wrapped model,",
 )
@@ -50,7 +53,7 @@ class GuardedModel(NamedTuple):
 
 def guard(engine: Sharding) -> GuardedModel:
     """Refuse torch's clipping and scaling, warn of pieces in `state_dict`, extend `zero_grad`."""
-    note_incomplete(_objects(engine), _refusal, engine)
+    note_incomplete(engine, _objects, _refusal)
     reference, model_reference = weakref.ref(engine), weakref.ref(engine.model)
     before = vars(engine.model).get("zero_grad")
 
@@ -85,6 +88,37 @@ def release(engine: Sharding, changed: GuardedModel) -> None:
     changed.hook.remove()
 
 
+def check_unchanged(engine: Sharding) -> None:
+    """Check that the parameters are as the engine has sharded them.
+
+    Raises:
+        ConfigError: Parameters were moved, converted, replaced or unfrozen, or have hooks that
+            would never run.
+    """
+    problems = []
+    if moved := [name for flat in engine.flats for name in flat.moved()]:
+        problems.append(
+            f"{first_few(moved)} were moved, converted or replaced after sharding: call "
+            "model.to(...) and model.half() before, and load_state_dict without assign=True"
+        )
+    trained = {id(gradients.flat) for gradients in engine.gradients}
+    frozen = [flat for flat in engine.flats if id(flat) not in trained]
+    if names := [r.name for f in frozen for r in f.records if r.param.requires_grad]:
+        problems.append(
+            f"{first_few(names)} were frozen when the model was sharded, but now require a "
+            "gradient: unfreeze them before sharding"
+        )
+    if engine.options.stage == STAGE_OF_PARAMETERS and (
+        names := [record.name for record, owned in engine.owned() if accumulate_hooks(owned)]
+    ):
+        problems.append(
+            f"post-accumulate hooks of {first_few(names)} would never run, since gradients are "
+            "averaged and stored in pieces: use register_hook, which gets this rank's gradient, "
+            "or change the gradients of the pieces after backward"
+        )
+    raise_all(problems)
+
+
 def _objects(engine: Sharding) -> Iterator[torch.Tensor]:
     """Yield all objects that a program may take for the model's parameters."""
     for flat in engine.flats:
@@ -101,6 +135,6 @@ def _refusal(engine: Sharding, params: Sequence[torch.Tensor], use: Use) -> str:
             f"at stage {engine.options.stage}, gradients belong to this rank's pieces and not to "
             "the model's parameters: pass the optimizer's parameters to clip_grad_value_"
         )
-    if has_moved and use == "clip_grad_norm_":
+    if has_moved and use in ("clip_grad_norm_", "get_total_norm"):
         return CALLS.text(use)
     return "" if engine.places.group.size == 1 else CALLS.refusal(engine, params, use)

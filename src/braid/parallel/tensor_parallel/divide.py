@@ -35,6 +35,7 @@ from braid.errors import ConfigError, raise_all
 from braid.parallel.gradients import ParamTable
 from braid.parallel.gradients.exact_norm import clip_counted_
 from braid.parallel.gradients.hashing import compare_values
+from braid.parallel.gradients.incomplete import note_parts
 from braid.parallel.tensor_parallel.by_modules import divide_by_modules
 from braid.parallel.tensor_parallel.insertion import (
     Division,
@@ -97,6 +98,7 @@ def parallelize(
     division = _divide(model, group, plan, inputs, options)
     if group.size > 1:
         refuse_assigning(model)
+        note_parts(model)
     return division
 
 

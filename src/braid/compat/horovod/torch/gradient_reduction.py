@@ -113,7 +113,7 @@ class GradientReduction(GradientListener):
         self._nbytes = 0
         self._records = ParamTable.named((name, param) for param, name in names.items()).records
         self._hooks = GradientHooks(self._records, self)
-        note_incomplete(names, _refusal, self)
+        note_incomplete(self, lambda reduction: reduction.names, _refusal)
         if process_set.included():
             self._use_engine(process_set.member.engine)
             self._hooks.attach(p for p, r in enumerate(self._records) if r.param.requires_grad)

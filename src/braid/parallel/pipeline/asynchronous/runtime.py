@@ -49,6 +49,7 @@ from braid.parallel.pipeline.cutting import (
 from braid.parallel.pipeline.executor import Executor
 from braid.parallel.pipeline.messages import Messages
 from braid.parallel.pipeline.microbatches import num_rows, scatter, sizes_of
+from braid.parallel.pipeline.other_layers import OtherLayers
 from braid.parallel.pipeline.recomputing import check_recompute_policy
 from braid.parallel.pipeline.replicas import Replicas
 from braid.parallel.pipeline.stage import Stage
@@ -183,6 +184,7 @@ class AsynchronousPipeline(nn.Module):
         else:
             self._replicas = Replicas(self._stages, None)
         self.optimizer = make_optimizer(self._params)
+        self._other_layers = OtherLayers(parts, self._placement, group.rank)
         for layer in own_layers:
             register(self, layer)
 
@@ -303,6 +305,7 @@ class AsynchronousPipeline(nn.Module):
         ages = self._versions.step(self._step_in_place)
         self.optimizer.zero_grad()
         self.num_steps += 1
+        self._other_layers.are_old = True
         self._record(ages)
 
     def _step_in_place(self) -> None:
