@@ -1,8 +1,7 @@
-"""Types shared by several packages: descriptions of tensors and collectives, and time shares.
+"""Types shared by several packages: descriptions of tensors, and time shares.
 
 They are plain tuples that do not import torch, so state machines, planners and error reports can
-use them. Ranks compare the 64-bit digests of their `OpDesc` to check that they run the same
-operation: the digest fits into a cache line, and no message is needed.
+use them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["OpDesc", "Shares", "TensorSpec", "dtype_name", "first_few", "text_digest"]
+__all__ = ["Shares", "TensorSpec", "dtype_name", "first_few", "text_digest"]
 
 
 def dtype_name(dtype: object) -> str:
@@ -36,40 +35,6 @@ class TensorSpec(NamedTuple):
     def __str__(self) -> str:
         """`float32[4, 8]`, as error messages and traces print it."""
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
-
-
-class OpDesc(NamedTuple):
-    """Description of a collective, which must be equal on all ranks of the group.
-
-    Attributes:
-        kind: Name of the operation, such as `all_reduce`.
-        spec: Shape and dtype of the tensor; equal on all ranks.
-        reduce: Reduction, one of sum avg min max product; ignored by operations that do not reduce.
-        root: Group rank of the root; -1 when the operation does not have a root.
-        wire: Number format of sent data; `same` for the tensor's dtype.
-    """
-
-    kind: str
-    spec: TensorSpec
-    reduce: str = "sum"
-    root: int = -1
-    wire: str = "same"
-
-    @property
-    def digest(self) -> int:
-        """Hash of this description with 63 bits; never 0."""
-        return text_digest(str(self))
-
-    def __str__(self) -> str:
-        """`all_reduce(float32[1024], sum)`."""
-        parts = [str(self.spec)]
-        if "reduce" in self.kind:
-            parts.append(self.reduce)
-        if self.root >= 0:
-            parts.append(f"root={self.root}")
-        if self.wire != "same":
-            parts.append(f"wire={self.wire}")
-        return f"{self.kind}({', '.join(parts)})"
 
 
 class Shares(NamedTuple):

@@ -1,11 +1,10 @@
-"""Plans for recomputation: formulas, the best choice within a budget, and where graphs may be cut."""
+"""Plans for recomputation: formulas, and the best choice within a budget."""
 
 from __future__ import annotations
 
 import itertools
 import math
 
-import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +13,6 @@ from braid.comm.autograd.recompute_plan import (
     LayerCost,
     RecomputePlan,
     Segment,
-    articulation_points,
-    blocks,
     by_budget,
     equal_segments,
     least_budget,
@@ -134,46 +131,6 @@ def test_impossible_plans_are_refused():
         gap.check(3)
     with pytest.raises(ConfigError, match="need at least 3"):
         by_budget([LayerCost(3, 1, 1.0)], 2)
-
-
-@st.composite
-def graphs(draw: st.DrawFn) -> dict[int, list[int]]:
-    size = draw(st.integers(1, 7))
-    edges = draw(
-        st.sets(st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)), max_size=12)
-    )
-    names = draw(st.permutations(range(size)))
-    return {names[a]: [names[c] for b, c in edges if b == a and c > a] for a in range(size)}
-
-
-@given(graphs())
-def test_articulation_points_are_the_nodes_on_every_path(graph):
-    whole = nx.DiGraph(graph)
-    for node in graph:
-        if not list(whole.predecessors(node)):
-            whole.add_edge("source", node)
-        if not graph[node]:
-            whole.add_edge(node, "sink")
-    expected = {
-        node
-        for node in graph
-        if not nx.has_path(nx.restricted_view(whole, [node], []), "source", "sink")
-    }
-    points = articulation_points(graph)
-    assert set(points) == expected
-    assert len(points) == len(expected)
-    assert all(nx.has_path(whole, a, b) for a, b in itertools.pairwise(points))
-    assert articulation_points(nx.DiGraph(graph)) == points
-
-
-def test_a_residual_network_is_a_chain_of_blocks():
-    graph = nx.DiGraph(
-        [("x", "a"), ("a", "b"), ("x", "sum"), ("b", "sum"), ("sum", "head"), ("sum", "aux")]
-    )
-    assert articulation_points(graph) == ["x", "sum"]
-    assert blocks(graph) == [["x"], ["a", "b", "sum"], ["head", "aux"]]
-    with pytest.raises(ConfigError, match="a -> b -> a"):
-        articulation_points({"a": ["b"], "b": ["a"]})
 
 
 def test_the_peak_of_equal_layers_is_never_below_the_root_bound():

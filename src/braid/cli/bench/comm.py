@@ -57,10 +57,7 @@ OPERATIONS = (
     "barrier",
 )
 SIZES_BYTES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
-COMPLETE_SIZES_BYTES = (*SIZES_BYTES, 64 << 20, 256 << 20)
 DTYPES = ("float32",)
-COMPLETE_DTYPES = ("float32", "bfloat16", "int64")
-COMPLETE_RANKS = (2, 4)
 STYLES = {"gloo": "o--", "mpi": "x--", "torch": "v-", "braid": "s-", "registered": "^-"}
 HEADINGS = {
     "braid": "Group",

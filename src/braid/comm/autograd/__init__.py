@@ -12,36 +12,30 @@ from braid.comm.autograd.messages import exchange, recv, send
 from braid.comm.autograd.parts import all_gather, all_to_all, reduce_scatter
 from braid.comm.autograd.phony import phony
 from braid.comm.autograd.recompute import RecomputeError, checkpoint
-from braid.comm.autograd.recompute_layers import RecomputedLayers, recompute_layers
+from braid.comm.autograd.recompute_layers import recompute_layers
 from braid.comm.autograd.recompute_plan import (
     LayerCost,
     RecomputePlan,
     Segment,
-    articulation_points,
-    blocks,
     by_budget,
     equal_segments,
     least_budget,
     sqrt_segments,
 )
-from braid.comm.autograd.recompute_policy import MATMULS, CheckpointPolicy, RecomputePolicy
+from braid.comm.autograd.recompute_policy import MATMULS, CheckpointPolicy
 from braid.comm.autograd.reductions import all_reduce, scan
 from braid.comm.autograd.rooted import broadcast, gather, reduce, scatter
 from braid.comm.autograd.sequential import checkpoint_sequential
-from braid.comm.autograd.streams import CPU_STREAM, CPUStream, Stream
+from braid.comm.autograd.streams import Stream
 from braid.comm.autograd.transfer import copy, wait
 
 __all__ = [
-    "CPU_STREAM",
     "MATMULS",
-    "CPUStream",
     "CheckpointPolicy",
     "LayerCost",
     "LiveTensors",
     "RecomputeError",
     "RecomputePlan",
-    "RecomputePolicy",
-    "RecomputedLayers",
     "Segment",
     "Stream",
     "all_gather",
@@ -49,8 +43,6 @@ __all__ = [
     "all_reduce",
     "all_reduce_forward_identity_backward",
     "all_to_all",
-    "articulation_points",
-    "blocks",
     "broadcast",
     "by_budget",
     "checkpoint",

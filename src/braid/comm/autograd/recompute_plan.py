@@ -15,9 +15,8 @@ kept bytes of earlier segments are alive:
 With n equal layers in k segments, the last one kept, the peak is (k - 1) + n / k outputs: 2 sqrt(n)
 - 1 for k = sqrt(n). Gradients, parameters and temporaries are extra, and are equal for all plans.
 
-A model that is not a chain is cut at tensors on which all later layers depend alone: see
-`articulation_points`. Plans have one level. Checkpoints may also be nested, for less memory and
-more time: see the sources.
+Plans have one level. Checkpoints may also be nested, for less memory and more time: see the
+sources.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost" (2016), sections
 3 and 4; Griewank and Walther, "Algorithm 799: revolve" (2000), for the optimal nesting of equal
@@ -27,10 +26,9 @@ steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from braid.errors import ConfigError
 
@@ -38,15 +36,11 @@ __all__ = [
     "LayerCost",
     "RecomputePlan",
     "Segment",
-    "articulation_points",
-    "blocks",
     "by_budget",
     "equal_segments",
     "least_budget",
     "sqrt_segments",
 ]
-
-Node = TypeVar("Node", bound=Hashable)
 
 
 class LayerCost(NamedTuple):
@@ -305,65 +299,3 @@ def _suffices(layers: Sequence[LayerCost], budget: int) -> bool:
             kept = least[i] + layers[j].output_bytes
             least[j + 1] = min(least[j + 1], needed if j == i else kept, kept)
     return least[n] < math.inf
-
-
-def articulation_points(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
-    """Return the nodes that all paths from a source of the graph to a sink pass.
-
-    Later nodes depend on earlier nodes through the output of such a node only. So the parts between
-    these nodes form a chain, for a model of any shape.
-
-    Args:
-        graph: For every node the nodes that use its output; acyclic. A networkx.DiGraph works.
-
-    Returns:
-        Nodes in the order of computation.
-
-    Raises:
-        ConfigError: The graph has a cycle.
-
-    Cost: O(nodes + edges): in any order of computation, the nodes that no edge skips.
-    Source: Chen et al. (2016), section 4.2, where they are called splitting points of the
-    memory-optimal path.
-    """
-    order = _order(graph)
-    position = {node: i for i, node in enumerate(order)}
-    users = {node: tuple(graph[node]) for node in graph}  # a DiGraph has no get
-    ends = [[position[user] for user in users.get(node, ())] for node in order]
-    sources = set(range(len(order))).difference(*ends)
-    points = []
-    # imagine an edge from before the first node to every source, and from every sink past the last
-    furthest = max(sources, default=0)
-    for i, node in enumerate(order):
-        if furthest <= i:
-            points.append(node)
-        furthest = max([furthest, *ends[i]] if ends[i] else [len(order)])
-    return points
-
-
-def blocks(graph: Mapping[Node, Iterable[Node]]) -> list[list[Node]]:
-    """Return the graph as a chain: nodes in order of computation, cut after articulation points.
-
-    Nodes after the last point form one more block, unless that point is a sink.
-    """
-    points = set(articulation_points(graph))
-    chain: list[list[Node]] = [[]]
-    for node in _order(graph):
-        chain[-1].append(node)
-        if node in points:
-            chain.append([])
-    return [block for block in chain if block]
-
-
-def _order(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
-    sorter: TopologicalSorter[Node] = TopologicalSorter()
-    for node in graph:
-        sorter.add(node)
-        for user in graph[node]:
-            sorter.add(user, node)
-    try:
-        return list(sorter.static_order())
-    except CycleError as exc:
-        cycle = " -> ".join(map(str, exc.args[1]))
-        msg = f"graph has a cycle: {cycle}: remove one of its edges"
-        raise ConfigError(msg) from exc
