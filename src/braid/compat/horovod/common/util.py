@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,46 +43,24 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
 
 
-def mpi_built(verbose: bool = False) -> bool:
-    """Return False: MPI is not used."""
-    del verbose
-    return basics.mpi_built()
+def _with_verbose(built: Callable[[], object]) -> Callable[..., bool]:
+    """Return a check of the build that accepts `verbose`, which has no effect."""
+
+    @functools.wraps(built)
+    def check(verbose: bool = False) -> bool:
+        del verbose
+        return bool(built())
+
+    return check
 
 
-def gloo_built(verbose: bool = False) -> bool:
-    """Return True: ranks communicate without MPI."""
-    del verbose
-    return basics.gloo_built()
-
-
-def nccl_built(verbose: bool = False) -> bool:
-    """Return whether torch has NCCL."""
-    del verbose
-    return bool(basics.nccl_built())
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """Return False: DDL is not used."""
-    del verbose
-    return basics.ddl_built()
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """Return False: oneCCL is not used."""
-    del verbose
-    return basics.ccl_built()
-
-
-def cuda_built(verbose: bool = False) -> bool:
-    """Return whether torch was built for CUDA."""
-    del verbose
-    return basics.cuda_built()
-
-
-def rocm_built(verbose: bool = False) -> bool:
-    """Return whether torch was built for ROCm."""
-    del verbose
-    return basics.rocm_built()
+mpi_built = _with_verbose(basics.mpi_built)
+gloo_built = _with_verbose(basics.gloo_built)
+nccl_built = _with_verbose(basics.nccl_built)
+ddl_built = _with_verbose(basics.ddl_built)
+ccl_built = _with_verbose(basics.ccl_built)
+cuda_built = _with_verbose(basics.cuda_built)
+rocm_built = _with_verbose(basics.rocm_built)
 
 
 @contextlib.contextmanager
