@@ -6,7 +6,7 @@ Read `wire_format.py` (the interface), then `floats.py`, `integers.py`, `sparse.
 
 from braid.comm.formats.catalogue import NAMES, by_name
 from braid.comm.formats.feedback import ErrorFeedback
-from braid.comm.formats.floats import BF16, FLOAT16, FLOAT32, FloatFormat
+from braid.comm.formats.floats import BF16, FLOAT16, FLOAT32
 from braid.comm.formats.integers import Int8
 from braid.comm.formats.low_rank import LowRank
 from braid.comm.formats.sparse import TopKFormat
@@ -18,7 +18,6 @@ __all__ = [
     "FLOAT32",
     "NAMES",
     "ErrorFeedback",
-    "FloatFormat",
     "Int8",
     "LowRank",
     "TopKFormat",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from braid.comm.redistribute.collectives import carry_out, move, redistribute
 from braid.comm.redistribute.planner import plan
-from braid.comm.redistribute.steps import AxisCost, RedistributionPlan, RedistributionStep
+from braid.comm.redistribute.steps import AxisCost
 
 __all__ = [
     "AxisCost",
-    "RedistributionPlan",
-    "RedistributionStep",
     "carry_out",
     "move",
     "plan",

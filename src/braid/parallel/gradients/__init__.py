@@ -1,13 +1,12 @@
 """A table of parameters and buckets of gradients, for engines that split training over ranks."""
 
 from braid.parallel.gradients.bucket import Bucket, CheckedNumbers
-from braid.parallel.gradients.bucket_layout import BucketLayout, Caps, plan_buckets
+from braid.parallel.gradients.bucket_layout import BucketLayout, Caps
 from braid.parallel.gradients.buckets import Buckets
 from braid.parallel.gradients.flat import FlatBuffer, allocator
 from braid.parallel.gradients.grad_bucket import GradBucket, Hook
 from braid.parallel.gradients.grad_scaler import AgreedGradScaler
 from braid.parallel.gradients.gradient_hooks import GradientHooks
-from braid.parallel.gradients.hook_schedule import StateHook
 from braid.parallel.gradients.missing_gradients import fill_missing_gradients
 from braid.parallel.gradients.reducer import GradientReducer
 from braid.parallel.gradients.reducer_options import (
@@ -38,10 +37,8 @@ __all__ = [
     "ReducerListener",
     "ReducerOptions",
     "ReducerPolicy",
-    "StateHook",
     "Status",
     "StatusLayout",
     "allocator",
     "fill_missing_gradients",
-    "plan_buckets",
 ]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from braid.parallel.hybrid.hybrid import AXES, HybridParallel
+from braid.parallel.hybrid.hybrid import HybridParallel
 
-__all__ = ["AXES", "HybridParallel"]
+__all__ = ["HybridParallel"]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from braid.plan.described.machines import DescribedMachines
 from braid.plan.described.model import DescribedModel
-from braid.plan.described.operations import DescribedOperation, LayerOperations, count_operations
+from braid.plan.described.operations import LayerOperations, count_operations
 
 __all__ = [
     "DescribedMachines",
     "DescribedModel",
-    "DescribedOperation",
     "LayerOperations",
     "count_operations",
 ]

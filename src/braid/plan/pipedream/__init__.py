@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from braid.plan.pipedream.antichains import States, states_of
+from braid.plan.pipedream.antichains import states_of
 from braid.plan.pipedream.graph_text import (
     ProfiledGraph,
     ProfiledNode,
@@ -13,8 +13,6 @@ from braid.plan.pipedream.memory import MemoryLimit
 from braid.plan.pipedream.plan_file import PipeDreamPlan
 from braid.plan.pipedream.recurrences import (
     MachineLevel,
-    Partition,
-    Recurrence,
     StagePlan,
     partition,
 )
@@ -22,13 +20,10 @@ from braid.plan.pipedream.recurrences import (
 __all__ = [
     "MachineLevel",
     "MemoryLimit",
-    "Partition",
     "PipeDreamPlan",
     "ProfiledGraph",
     "ProfiledNode",
-    "Recurrence",
     "StagePlan",
-    "States",
     "format_graph",
     "parse_graph",
     "partition",

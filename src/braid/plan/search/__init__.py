@@ -6,26 +6,18 @@ from braid.plan.costs import Training
 from braid.plan.search.elastic import fastest_mesh
 from braid.plan.search.estimate import (
     Estimator,
-    MemoryEstimate,
-    SplitEstimate,
-    StepTimeEstimate,
 )
 from braid.plan.search.planner import Ranking, find_splits
-from braid.plan.search.rescoring import action_s, program_of, rescore, timeline_of
-from braid.plan.search.sensitivity import PART_NAMES, Flip, flips, reasons
+from braid.plan.search.rescoring import program_of, rescore, timeline_of
+from braid.plan.search.sensitivity import PART_NAMES, flips, reasons
 from braid.plan.search.split import Split, splits
 
 __all__ = [
     "PART_NAMES",
     "Estimator",
-    "Flip",
-    "MemoryEstimate",
     "Ranking",
     "Split",
-    "SplitEstimate",
-    "StepTimeEstimate",
     "Training",
-    "action_s",
     "fastest_mesh",
     "find_splits",
     "flips",

@@ -5,13 +5,12 @@ from braid.programs.schedule.program import Action, Header, Kind, Program, Vocab
 from braid.programs.schedule.simulate import (
     Costs,
     Interval,
-    NetworkModel,
     Route,
     Timeline,
     simulate,
 )
 from braid.programs.schedule.text import from_text, to_text
-from braid.programs.schedule.validate import Rules, Violation, validate
+from braid.programs.schedule.validate import Rules, validate
 
 __all__ = [
     "Action",
@@ -19,12 +18,10 @@ __all__ = [
     "Header",
     "Interval",
     "Kind",
-    "NetworkModel",
     "Program",
     "Route",
     "Rules",
     "Timeline",
-    "Violation",
     "Vocabulary",
     "from_text",
     "match",

@@ -11,13 +11,11 @@ from braid.runtime.message.protocol.schema import Failed, Message, PeerLost, Sch
 from braid.runtime.message.protocol.send_queue import Sending
 from braid.runtime.message.protocol.vocabulary import (
     NUM_PRIORITIES,
-    Allocate,
     Delivery,
     VanConfig,
-    VanStatistics,
     split_node,
 )
-from braid.runtime.message.services import Handler, Reply, Service
+from braid.runtime.message.services import Reply, Service
 from braid.runtime.message.van import Van
 from braid.runtime.message.vans.local_van import LocalNetwork, LocalVan
 from braid.runtime.message.vans.pipe_van import PipeStream, PipeVan
@@ -26,11 +24,9 @@ from braid.runtime.message.vans.stream import FrameStream
 
 __all__ = [
     "NUM_PRIORITIES",
-    "Allocate",
     "Delivery",
     "Failed",
     "FrameStream",
-    "Handler",
     "LocalNetwork",
     "LocalVan",
     "Message",
@@ -44,6 +40,5 @@ __all__ = [
     "SocketVan",
     "Van",
     "VanConfig",
-    "VanStatistics",
     "split_node",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from braid.runtime.metrics.backlog import Backlog
 from braid.runtime.metrics.files import FOLDER, MetricsFiles, has_writer
 from braid.runtime.metrics.reading import MetricRows, MetricsReader, average_rows, read_metrics
-from braid.runtime.metrics.rows import DIGESTS, MEASURED, Row, row_of
+from braid.runtime.metrics.rows import DIGESTS, MEASURED, row_of
 from braid.runtime.metrics.run_metrics import RunMetrics, memory_bytes
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "MetricRows",
     "MetricsFiles",
     "MetricsReader",
-    "Row",
     "RunMetrics",
     "average_rows",
     "has_writer",

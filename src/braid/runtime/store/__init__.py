@@ -7,7 +7,6 @@ from braid.runtime.store.exchange import (
     RanksMissingError,
     exchange,
     exchange_numbers,
-    wait_for_ranks,
 )
 from braid.runtime.store.file_store import FileStore
 from braid.runtime.store.hash_store import HashStore
@@ -27,5 +26,4 @@ __all__ = [
     "StoreServer",
     "exchange",
     "exchange_numbers",
-    "wait_for_ranks",
 ]

@@ -8,11 +8,11 @@ can read), `Wait`, `WaitAny`, `DeviceWait`, `Steps` and `Waiter` (how to wait), 
 from braid.runtime.transport.arena import Arena, Block, adoptable
 from braid.runtime.transport.base import MemoryTransport
 from braid.runtime.transport.context import RankContext
-from braid.runtime.transport.health import Health, Loss, Witness
+from braid.runtime.transport.health import Health, Loss
 from braid.runtime.transport.inproc import Fabric
 from braid.runtime.transport.join import connect
 from braid.runtime.transport.peer_connections import Network
-from braid.runtime.transport.wait import DeviceWait, Steps, Wait, WaitAny, Waiter
+from braid.runtime.transport.wait import DeviceWait, Steps, Wait, WaitAny
 
 __all__ = [
     "Arena",
@@ -27,8 +27,6 @@ __all__ = [
     "Steps",
     "Wait",
     "WaitAny",
-    "Waiter",
-    "Witness",
     "adoptable",
     "connect",
 ]

@@ -15,7 +15,6 @@ from braid.runtime.wire.frames import (
     encode,
 )
 from braid.runtime.wire.handshake import (
-    PROTOCOL_VERSION,
     Established,
     Handshake,
     Identity,
@@ -29,7 +28,6 @@ from braid.runtime.wire.unsent import Unsent
 __all__ = [
     "DEFAULT_TIMEOUT_S",
     "MAX_META_BYTES",
-    "PROTOCOL_VERSION",
     "SECRET_BYTES",
     "Address",
     "Allocate",

@@ -37,10 +37,7 @@ from braid.programs.schedule.pipeline.versions import ASYNCHRONOUS, ASYNCHRONOUS
 from braid.programs.schedule.pipeline.vocabulary import (
     PIPELINE,
     PIPELINE_RULES,
-    check_data,
-    check_work,
     stage_ranks,
-    work_ranks,
 )
 from braid.programs.schedule.pipeline.zero_bubble import zb_h1, zb_h2, zbv
 
@@ -61,8 +58,6 @@ __all__ = [
     "asynchronous",
     "breadth_first",
     "bubble",
-    "check_data",
-    "check_work",
     "find_schedule",
     "forward_only",
     "from_csv",
@@ -87,7 +82,6 @@ __all__ = [
     "vee",
     "with_recompute",
     "with_steps",
-    "work_ranks",
     "zb_h1",
     "zb_h2",
     "zbv",
