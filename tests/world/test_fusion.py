@@ -28,9 +28,6 @@ from braid.errors import CommError, ConfigError, PeerLostError
 from braid.types import dtype_name
 from support.pool import RankDiedError
 
-FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-INTEGERS = [torch.int32, torch.int64, torch.uint8, torch.int8]
-
 
 def engine(group: Group, **options: float) -> Fusion:
     part = group.split(0)
@@ -47,63 +44,6 @@ def reduce(
     fusion: Fusion, name: str, x: torch.Tensor, op: str = "sum", **fields: object
 ) -> FusionHandle:
     return fusion.submit(asked(name, "all_reduce", x, op=op, **fields), x, torch.empty_like(x))
-
-
-def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, 9, shape, generator=generator).to(dtype)
-
-
-# Every kind, dtype and number of dims.
-
-
-def _all_kinds(group: Group, dtype: torch.dtype) -> list[str]:
-    wrong = []
-    size = group.size
-
-    def compare(what: str, found: object, expected: torch.Tensor) -> None:
-        if not isinstance(found, torch.Tensor) or not torch.equal(found, expected):
-            wrong.append(f"{what} {dtype}: {found} instead of {expected}")
-
-    with engine(group) as fusion:
-        for num_dims in range(1, 5):
-            shape = (3, 2, 4, 1)[:num_dims]
-            each = [numbers(rank, shape, dtype) for rank in range(size)]
-            own, name = each[group.rank], f"{num_dims}"
-            total = torch.stack([x.double() for x in each]).sum(0).to(dtype)
-            compare("sum", reduce(fusion, name, own).wait(), total)
-            biggest = torch.stack(each).amax(0)
-            compare("max", reduce(fusion, name, own, "max").wait(), biggest)
-            root = num_dims % size
-            handle = fusion.submit(asked(f"b{name}", "broadcast", own, root=root), own, own.clone())
-            compare("broadcast", handle.wait(), each[root])
-            ragged = [numbers(rank, (rank, *shape), dtype) for rank in range(size)]
-            mine = ragged[group.rank]
-            handle = fusion.submit(asked(f"g{name}", "all_gather", mine), mine)
-            compare("all_gather", handle.wait(), torch.cat(ragged))
-            splits = [[(rank + to) % 3 for to in range(size)] for rank in range(size)]
-            sent = [numbers(rank, (sum(splits[rank]), *shape), dtype) for rank in range(size)]
-            mine = sent[group.rank]
-            wanted = asked(f"a{name}", "all_to_all", mine, splits=tuple(splits[group.rank]))
-            found = fusion.submit(wanted, mine).wait()
-            assert isinstance(found, tuple)
-            parts = [x.split(split)[group.rank] for x, split in zip(sent, splits, strict=True)]
-            compare("all_to_all", found[0], torch.cat(parts))
-            assert found[1].tolist() == [split[group.rank] for split in splits]
-            handle = fusion.submit(asked(f"r{name}", "reduce_scatter", own, op="sum"), own)
-            rows = [3 // size + (rank < 3 % size) for rank in range(size)]
-            compare("reduce_scatter", handle.wait(), total.split(rows)[group.rank])
-    return wrong
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_kind_of_operation_is_right_in_one_to_four_dims(world, size):
-    assert sum(world(size, _all_kinds, torch.float32), []) == []  # noqa: RUF017 - a few lists
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS[1:], *INTEGERS])
-def test_every_kind_of_operation_is_right_in_every_dtype(world, dtype):
-    assert sum(world(2, _all_kinds, dtype), []) == []  # noqa: RUF017 - a few lists
 
 
 def _factors(group: Group) -> list[torch.Tensor]:
@@ -234,65 +174,6 @@ def test_nothing_is_collected_while_a_thread_waits(world):
     assert world(2, _collecting) == [2.0, 2.0]
 
 
-def _mistakes(group: Group) -> list[str]:
-    said = []
-    with engine(group) as fusion:
-        x = torch.ones(2 + group.rank)
-        handle = reduce(fusion, "x", x)
-        try:
-            reduce(fusion, "x", x)
-        except ConfigError as error:
-            said.append(str(error))
-        for handle_ in (handle, reduce(fusion, "y", torch.ones(2).to(FLOATS[group.rank]))):
-            try:
-                handle_.wait()
-            except CommError as error:
-                said.append(str(error))
-        said.append(str(reduce(fusion, "x", torch.ones(1)).wait()))
-    return said
-
-
-def test_mismatches_are_the_same_on_all_ranks_and_the_engine_goes_on(world):
-    for rank, (twice, shape, dtype, after) in enumerate(world(3, _mistakes)):
-        assert f"'x' is already in progress on rank {rank}" in twice
-        assert (
-            shape
-            == "ranks disagree on the shape of 'x': (2,) on rank 0; (3,) on rank 1; (4,) on rank 2. "
-            "Submit the same on all ranks"
-        )
-        assert "ranks disagree on the dtype of 'y': float32 on rank 0; float64 on rank 1" in dtype
-        assert after == "tensor([3.])"
-
-
-def _joins(group: Group) -> tuple[list[float], str, int]:
-    with engine(group) as fusion:
-        found, said = [], ""
-        for step in range(group.rank + 1):
-            handle = reduce(fusion, f"x{step % 2}", torch.ones(1), "avg")
-            found.append(float(handle.wait()))  # type: ignore[arg-type]
-        if group.rank == 2:
-            x = torch.ones(1)
-            try:
-                fusion.submit(asked("g", "all_gather", x), x).wait()
-            except CommError as error:
-                said = str(error)
-        last = fusion.join().wait()
-        reduce(fusion, "after", torch.ones(1)).wait()
-        return found, said, last  # type: ignore[return-value]
-
-
-def test_ranks_without_input_are_stood_in_for_until_all_have_joined(world):
-    found = world(3, _joins)
-    third = 1.0 / 3
-    assert [averages for averages, _, _ in found] == [
-        [1.0],
-        pytest.approx([1.0, 2 * third]),
-        pytest.approx([1.0, 2 * third, third]),
-    ]
-    assert "called join()" in found[2][1]
-    assert [last for _, _, last in found] == [2, 2, 2]
-
-
 def _stalls(group: Group) -> tuple[list[str], str]:
     part = group.split(0)
     assert part is not None
@@ -315,26 +196,6 @@ def test_a_rank_that_never_submits_is_named_and_ends_it_in_the_end(world):
     assert first == second
     assert "submitted by rank 0, not by rank 1" in first[0]
     assert "'lonely' was not carried out: stalled for more than 0.3 s" in said
-
-
-def _shuts_down(group: Group) -> list[str]:
-    fusion = engine(group)
-    if group.rank == 1:
-        fusion.close()
-        return []
-    said = []
-    for name in ("waiting", "late"):
-        with pytest.raises(CommError) as caught:
-            reduce(fusion, name, torch.ones(1)).wait()
-        said.append(str(caught.value))
-    fusion.close()
-    return said
-
-
-def test_one_rank_that_shuts_down_ends_it_for_all(world):
-    first, late = world(2, _shuts_down)[0]
-    assert "rank 1 has shut down" in first
-    assert "rank 1 has shut down" in late
 
 
 class Breaks:

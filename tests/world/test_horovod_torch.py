@@ -91,7 +91,7 @@ def _values_of(checks: Checks, dtype: torch.dtype, shape: tuple[int, ...]) -> No
     )
     for root in range(size):
         checks.same(f"broadcast {what}", hvd.broadcast(own, root), each[root])
-    ragged = [numbers(r, (r + 1, *shape[1:]), dtype) for r in range(size)]
+    ragged = [numbers(r, (r, *shape[1:]), dtype) for r in range(size)]
     checks.same(f"allgather {what}", hvd.allgather(ragged[rank]), torch.cat(ragged))
     gathered = hvd.grouped_allgather([own, ragged[rank]])
     checks.same(f"grouped allgather {what}", gathered[1], torch.cat(ragged))
@@ -448,10 +448,10 @@ def test_ranks_are_those_of_the_group_that_it_was_started_with(procs):
 def _joins(group: Group) -> list[Any]:
     with horovod(group):
         found: list[Any] = [
-            hvd.allreduce(torch.ones(2), name=f"step{n % 2}").tolist()
+            hvd.allreduce(torch.ones(1), name=f"step{n % 2}").tolist()
             for n in range(hvd.rank() + 1)
         ]
-        if hvd.rank() == 1:
+        if hvd.rank() == 2:
             found.append("called join()" in said(lambda: hvd.allgather(torch.ones(1))))
         found.append(hvd.join())
         found.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
@@ -459,9 +459,11 @@ def _joins(group: Group) -> list[Any]:
 
 
 def test_join_lets_ranks_run_out_of_input(procs):
-    zero, one = procs(2, _joins)
-    assert zero == [[1.0, 1.0], 1, 2.0]
-    assert one == [[1.0, 1.0], [0.5, 0.5], True, 1, 2.0]
+    averages = [1.0], pytest.approx([2 / 3]), pytest.approx([1 / 3])
+    zero, one, two = procs(3, _joins)
+    assert zero == [*averages[:1], 2, 3.0]
+    assert one == [*averages[:2], 2, 3.0]
+    assert two == [*averages, True, 2, 3.0]
 
 
 # The optimizer.
