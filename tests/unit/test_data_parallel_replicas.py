@@ -23,6 +23,7 @@ from braid.parallel.data_parallel.replicas.data_parallel import DataParallel, da
 from braid.parallel.data_parallel.replicas.parallel_apply import parallel_apply
 from braid.parallel.data_parallel.replicas.replicate import replicate, write_back
 from braid.parallel.data_parallel.replicas.scatter import share_sizes
+from support.seeded import filled
 
 WIDTH = 6
 
@@ -30,14 +31,6 @@ needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 needs_two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two CUDA devices to copy between"
 )
-
-
-def _filled(module: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.4)
-    return module
 
 
 def _x(num_rows: int, *others: int) -> torch.Tensor:
@@ -140,7 +133,7 @@ def _same(ours, theirs) -> bool:
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize(("count", "num_rows"), [(1, 4), (2, 6), (3, 8), (4, 2)])
 def test_outputs_and_gradients_are_those_of_a_loop_over_shares(make, count, num_rows):
-    module = _filled(make())
+    module = filled(make())
     dtype = next(module.parameters()).dtype
     x, upstream = _x(num_rows, WIDTH).to(dtype), _x(num_rows + 1, WIDTH)[1:].to(dtype)
     expected, gradients = _loop(copy.deepcopy(module), x, upstream, count)
@@ -163,7 +156,7 @@ def test_a_forward_without_a_wrapper_is_that_of_a_wrapper(inputs):
 
 
 def test_training_is_that_of_one_process():
-    ours, theirs = _filled(Branching()), _filled(Branching())
+    ours, theirs = filled(Branching()), filled(Branching())
     wrapped = DataParallel(ours, ["cpu"] * 2)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (wrapped, theirs)]
     for step in range(3):
@@ -256,7 +249,7 @@ def test_buffers_with_gradients_are_replicated_like_parameters():
 
 
 def test_gradients_can_be_differentiated():
-    module = _filled(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))).double()
+    module = filled(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))).double()
     x = _x(5, 2).double()
 
     def penalty(call: nn.Module) -> list[torch.Tensor]:
@@ -282,7 +275,7 @@ class Recomputed(nn.Module):
 
 def test_replicas_can_be_recomputed():
     found = []
-    for module in (_filled(Branching()), _filled(Recomputed())):
+    for module in (filled(Branching()), filled(Recomputed())):
         y = DataParallel(module, ["cpu"] * 2)(_x(5, WIDTH))
         y.sum().backward()
         found.append([y.detach(), *(p.grad for p in module.parameters())])
@@ -331,7 +324,7 @@ CRITERIA = {
 @pytest.mark.parametrize(("criterion", "reduction"), CRITERIA.values(), ids=CRITERIA)
 @pytest.mark.parametrize("num_rows", [1, 5, 6])
 def test_the_loss_of_shares_is_the_loss_of_the_batch(criterion, reduction, num_rows):
-    module = _filled(nn.Linear(WIDTH, 3)).double()
+    module = filled(nn.Linear(WIDTH, 3)).double()
     x, target = _x(num_rows, WIDTH).double(), torch.arange(num_rows) % 3
     expected = criterion(module(x), target)
     expected.sum().backward()
@@ -559,7 +552,7 @@ def test_a_criterion_goes_where_the_module_goes():
 
 @needs_a_gpu
 def test_replicas_on_one_gpu_equal_a_loop_over_shares():
-    module = _filled(Branching()).cuda()
+    module = filled(Branching()).cuda()
     x = _x(8, WIDTH).cuda()
     expected, gradients = _loop(copy.deepcopy(module), x, torch.ones_like(x), 3)
     y = DataParallel(module, [0, "cuda:0", torch.device("cuda", 0)])(x.cpu())
@@ -571,7 +564,7 @@ def test_replicas_on_one_gpu_equal_a_loop_over_shares():
 @needs_two_gpus
 def test_replicas_on_several_gpus_equal_a_loop_over_shares():
     count = torch.cuda.device_count()
-    module = _filled(Branching())
+    module = filled(Branching())
     x = _x(4 * count, WIDTH).cuda()
     expected, gradients = _loop(copy.deepcopy(module).cuda(), x, torch.ones_like(x), count)
     y = DataParallel(module)(x)

@@ -19,6 +19,7 @@ from braid.parallel.pipeline import DevicePipeline
 from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from braid.parallel.pipeline.recomputing import is_checkpointing, is_recomputing
 from braid.parallel.pipeline.skip import Namespace, pop, skippable, stash
+from support.seeded import filled
 
 
 @skippable(stash=["early"])
@@ -36,7 +37,6 @@ class Leaves(nn.Module):
 
 
 def layers() -> nn.Sequential:
-    generator = torch.Generator().manual_seed(3)
     outer, inner = Namespace(), Namespace()
     model = nn.Sequential(
         nn.Linear(4, 6),
@@ -49,10 +49,7 @@ def layers() -> nn.Sequential:
         Leaves().isolate(outer),
         nn.Linear(6, 2),
     )
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.randn(param.shape, generator=generator) / 2)
-    return model
+    return filled(model, 3)
 
 
 def batch(rows: int = 10) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from braid.parallel.data_parallel.ddp.reference import accumulate
 from braid.parallel.gradients.exact_norm import clip_pieces_
+from support.seeded import filled
 
 WIDTH, VOCABULARY, LAYERS = 24, 20, 4
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -78,10 +79,7 @@ class Model(nn.Module):
         self.spare = nn.Sequential(*(Block() for _ in range(2 if unused else 0)))
         self.skips = False
         self.register_buffer("steps", torch.zeros(()))
-        with torch.no_grad():
-            for index, param in enumerate(self.parameters()):
-                generator = torch.Generator().manual_seed(index)
-                param.copy_(torch.randn(param.shape, generator=generator) / 4)
+        filled(self)
         self.to(dtype)
         if frozen:
             self.blocks[1].requires_grad_(False)

@@ -27,18 +27,14 @@ from braid.parallel.data_parallel import (
     clip_grad_norm_,
     grad_norm,
 )
+from support.seeded import filled
 
 STEPS = 3
 
 
 def net(width: int = 5) -> nn.Sequential:
-    generator = torch.Generator().manual_seed(width)
     layers = [nn.utils.skip_init(nn.Linear, 3, width), nn.utils.skip_init(nn.Linear, width, 2)]
-    with torch.no_grad():
-        for layer in layers:
-            for param in layer.parameters():
-                param.copy_(torch.randn(param.shape, generator=generator))
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1])
+    return filled(nn.Sequential(layers[0], nn.Tanh(), layers[1]), width)
 
 
 def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:

@@ -38,6 +38,7 @@ from braid.checkpoint.agreement import RankReport, exchange
 from braid.checkpoint.manifest import encode_manifest
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
+from support.seeded import filled
 from support.worlds import run_threads
 
 
@@ -338,11 +339,7 @@ def test_bad_arguments_are_refused(tmp_path):
 
 def _net(width: int = 4) -> nn.Module:
     net = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2), nn.BatchNorm1d(2))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for param in net.parameters():
-            param.copy_(torch.randn(param.shape, generator=generator))
-    return net
+    return filled(net, 1)
 
 
 def _groups(net: nn.Module, *, swapped: bool = False) -> torch.optim.Optimizer:

@@ -21,6 +21,7 @@ from braid.parallel.context_parallel import (
     shifted_labels,
     split_sequence,
 )
+from support.seeded import filled
 
 WIDTH, VOCABULARY, LENGTH = 16, 13, 24
 
@@ -50,10 +51,7 @@ class Model(nn.Module):
         self.token = nn.utils.skip_init(nn.Embedding, VOCABULARY, WIDTH)
         self.position = nn.utils.skip_init(nn.Embedding, LENGTH, WIDTH)
         self.layers = nn.ModuleList(nn.Sequential(Wrapped()) for _ in range(2))
-        for index, param in enumerate(self.parameters()):
-            generator = torch.Generator().manual_seed(index)
-            with torch.no_grad():
-                param.copy_(torch.randn(param.shape, generator=generator) / 3)
+        filled(self)
         self.double()
 
     def forward(

@@ -13,16 +13,12 @@ from torch import nn
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.data_parallel import AveragingOptimizer, DistributedDataParallel, accumulate
+from support.seeded import filled
 
 
 def net() -> nn.Sequential:
     layers = [nn.utils.skip_init(nn.Conv2d, 2, 3, 2), nn.utils.skip_init(nn.Linear, 4, 2)]
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for layer in layers:
-            for param in layer.parameters():
-                param.copy_(torch.randn(param.shape, generator=generator))
-    return nn.Sequential(layers[0], nn.Flatten(2), layers[1])
+    return filled(nn.Sequential(layers[0], nn.Flatten(2), layers[1]), 5)
 
 
 def loss_of(module: nn.Module, rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:

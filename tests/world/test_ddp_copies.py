@@ -21,17 +21,12 @@ from braid.comm import Group
 from braid.errors import ConfigError, MismatchError
 from braid.parallel.data_parallel import DistributedDataParallel, SyncBatchNorm, accumulate
 from support.pool import ProcessPool
+from support.seeded import filled
 
 
 def net() -> nn.Sequential:
-    module = nn.Sequential(
-        nn.utils.skip_init(nn.Linear, 3, 4), nn.BatchNorm1d(4), nn.utils.skip_init(nn.Linear, 4, 2)
-    )
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for param in module.parameters():
-            param.copy_(torch.randn(param.shape, generator=generator))
-    return module
+    layers = [nn.utils.skip_init(nn.Linear, 3, 4), nn.utils.skip_init(nn.Linear, 4, 2)]
+    return filled(nn.Sequential(layers[0], nn.BatchNorm1d(4), layers[1]), 5)
 
 
 def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:

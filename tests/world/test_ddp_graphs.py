@@ -11,6 +11,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.parallel.data_parallel import DistributedDataParallel, accumulate
+from support.seeded import filled
 from support.worlds import run_threads
 
 WIDTH = 3
@@ -53,15 +54,11 @@ def graphs(draw: st.DrawFn) -> Graph:
 class Net(nn.Module):
     def __init__(self, graph: Graph) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(graph.layers)
         self.inner = nn.ModuleDict()
         self.outer = nn.ModuleDict()
         self.layers: list[nn.Module] = []
         for number in range(graph.layers):
-            layer = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH)
-            with torch.no_grad():
-                for param in layer.parameters():
-                    param.copy_(torch.randn(param.shape, generator=generator))
+            layer = filled(nn.utils.skip_init(nn.Linear, WIDTH, WIDTH), number)
             layer.requires_grad_(number not in graph.frozen)
             home = self.inner if number in graph.nested else self.outer
             home[f"layer{number}"] = layer

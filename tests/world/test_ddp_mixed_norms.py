@@ -10,6 +10,7 @@ from torch.nn import functional
 from braid.comm import Group
 from braid.parallel.data_parallel import DistributedDataParallel, MixedPrecision
 from braid.parallel.data_parallel.sync_batch_norm import SyncBatchNorm
+from support.seeded import filled
 
 LOW = torch.bfloat16
 RANKS = 2
@@ -20,18 +21,10 @@ NORMS = {
 }
 
 
-def _filled(net: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.5)
-    return net
-
-
 def _net(norm: str) -> nn.Sequential:
     conv = nn.utils.skip_init(nn.Conv2d, 1, 3, 3)  # draws no random numbers
     head = nn.utils.skip_init(nn.Linear, 3 * 4, 2)
-    return _filled(nn.Sequential(conv, NORMS[norm](3), nn.ReLU(), nn.Flatten(), head))
+    return filled(nn.Sequential(conv, NORMS[norm](3), nn.ReLU(), nn.Flatten(), head))
 
 
 def _x(rank: int) -> torch.Tensor:
@@ -126,7 +119,7 @@ class _Own(nn.BatchNorm1d):
 
 
 def _own_forward(group: Group) -> torch.dtype:
-    net = _filled(nn.Sequential(_Own(3), nn.utils.skip_init(nn.Linear, 3, 2)))
+    net = filled(nn.Sequential(_Own(3), nn.utils.skip_init(nn.Linear, 3, 2)))
     precision = MixedPrecision(param_dtype=LOW)
     wrapped = DistributedDataParallel(net, process_group=group, mixed_precision=precision)
     y = wrapped(torch.ones(4, 3))
@@ -160,7 +153,7 @@ def _shared(group: Group) -> list[torch.dtype]:
     """A module under two names, and replicas on several devices."""
     norm = nn.BatchNorm1d(3)
     first, second = (nn.utils.skip_init(nn.Linear, width, 3) for width in (4, 3))
-    net = _filled(nn.Sequential(first, norm, second, norm))
+    net = filled(nn.Sequential(first, norm, second, norm))
     wrapped = DistributedDataParallel(
         net,
         device_ids=["cpu", "cpu"],

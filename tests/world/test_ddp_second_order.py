@@ -10,6 +10,7 @@ from training import said_by
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.data_parallel import DistributedDataParallel
+from support.seeded import filled
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 SMALL = 1e-5  # a bucket for each parameter
@@ -17,12 +18,7 @@ SMALL = 1e-5  # a bucket for each parameter
 
 def net() -> nn.Sequential:
     layers = [nn.utils.skip_init(nn.Linear, 3, 4), nn.utils.skip_init(nn.Linear, 4, 2)]
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for layer in layers:
-            for param in layer.parameters():
-                param.copy_(torch.randn(param.shape, generator=generator))
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1])
+    return filled(nn.Sequential(layers[0], nn.Tanh(), layers[1]), 5)
 
 
 def batch(rank: int, step: int) -> torch.Tensor:

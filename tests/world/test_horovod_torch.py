@@ -18,6 +18,7 @@ from braid.comm import Group
 from braid.compat.horovod import session
 from braid.compat.horovod.environment import HorovodEnvironment
 from braid.errors import BraidError
+from support.seeded import filled
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int32, torch.int64]
@@ -474,13 +475,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
         self.first = nn.utils.skip_init(nn.Linear, 4, 6)
         self.second = nn.utils.skip_init(nn.Linear, 6, 2)
         self.unused = nn.Parameter(torch.empty(2))
-        with torch.no_grad():
-            for param in self.parameters():
-                param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
+        filled(self)
 
     def forward(self, x: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
         found = self.second(torch.tanh(self.first(x)))

@@ -17,6 +17,7 @@ from braid.parallel.tensor_parallel import Shard, clip_grad_norm_, parallelize, 
 from braid.parallel.tensor_parallel.insertion.explain import totals
 from braid.programs.layout import Layout, Mesh
 from braid.runtime.seeding import Draws
+from support import seeded
 
 WIDTH, HEADS, VOCABULARY = 16, 4, 24
 BATCH = torch.randint(VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(5))
@@ -24,12 +25,7 @@ BATCH = torch.randint(VOCABULARY, (3, 6), generator=torch.Generator().manual_see
 
 def filled(module: nn.Module) -> nn.Module:
     """The module in float64 with values that every rank draws alike."""
-    module.double()
-    for index, param in enumerate(module.parameters()):
-        generator = torch.Generator().manual_seed(index)
-        with torch.no_grad():
-            param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64) / 4)
-    return module
+    return seeded.filled(module.double())
 
 
 def empty(make: type[nn.Module], *args: Any, **options: Any) -> nn.Module:

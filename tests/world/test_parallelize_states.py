@@ -16,6 +16,7 @@ from training import said_by
 
 from braid.comm import Group
 from braid.parallel.tensor_parallel import parallelize, slicing_of
+from support import seeded
 
 WIDTH = 8
 PLAN = {"^(up|gate)$": "column", "^down$": "row"}
@@ -44,12 +45,7 @@ def filled(code: Callable[[Layers, torch.Tensor], torch.Tensor]) -> Layers:
 
 
 def drawn(model: Any) -> Any:
-    model.double()
-    for index, param in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(index)
-        with torch.no_grad():
-            param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64) / 4)
-    return model
+    return seeded.filled(model.double())
 
 
 def batch(*shape: int) -> torch.Tensor:

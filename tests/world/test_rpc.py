@@ -39,6 +39,7 @@ from braid.runtime.store import HashStore
 from braid.runtime.transport import Network
 from example_runs import run_example
 from rpc_nodes import SECRET, everywhere, first_of, nodes
+from support.seeded import filled
 
 RELEASED = threading.Event()
 
@@ -577,12 +578,7 @@ def _nested() -> None:
 
 
 def linear(seed: int) -> torch.nn.Linear:
-    generator = torch.Generator().manual_seed(seed)
-    layer = torch.nn.utils.skip_init(torch.nn.Linear, 3, 3)
-    with torch.no_grad():
-        for each in layer.parameters():
-            each.copy_(torch.randn(each.shape, generator=generator))
-    return layer
+    return filled(torch.nn.utils.skip_init(torch.nn.Linear, 3, 3), seed)
 
 
 def references(layer: rpc.RRef) -> list[rpc.RRef]:

@@ -30,16 +30,9 @@ from braid.parallel.sharding import (
 from braid.parallel.sharding.gathered_state import load_state_dict, state_dict
 from braid.parallel.sharding.optimizer import refuse_wrong_rules
 from support.delegated_world import delegated_world
+from support.seeded import filled
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)
-
-
-def seeded(module: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for index, param in enumerate(module.parameters()):
-            generator = torch.Generator().manual_seed(index)
-            param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
-    return module
 
 
 class Recurrent(nn.Module):
@@ -47,7 +40,7 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(seeded(nn.LSTM(8, 8, batch_first=True)) for _ in range(2))
+        self.layers = nn.ModuleList(filled(nn.LSTM(8, 8, batch_first=True)) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -162,8 +155,8 @@ class Skipping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(seeded(Skipped()) for _ in range(8))
-        self.inner = nn.ModuleList(seeded(Skipped()) for _ in range(2))
+        self.layers = nn.ModuleList(filled(Skipped()) for _ in range(8))
+        self.inner = nn.ModuleList(filled(Skipped()) for _ in range(2))
         self.scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: torch.Tensor, rng: random.Random) -> torch.Tensor:

@@ -16,6 +16,7 @@ from braid.comm import Group
 from braid.parallel.data_parallel.ddp.reference import accumulate
 from braid.parallel.gradients.exact_norm import clip_pieces_
 from braid.parallel.sharding import Sharding, ShardingOptions, attach
+from support.seeded import filled
 from support.worlds import run_threads
 
 
@@ -48,10 +49,7 @@ class Random(nn.Module):
             if recipe.widths[a] == recipe.widths[b]:
                 self.layers[b].bias = self.layers[a].bias
         self.scale = nn.Parameter(torch.ones(3))
-        with torch.no_grad():
-            for index, param in enumerate(self.parameters()):
-                generator = torch.Generator().manual_seed(index)
-                param.copy_(torch.randn(param.shape, generator=generator) / 2)
+        filled(self)
         for index in recipe.frozen:
             self.layers[index].requires_grad_(False)
 

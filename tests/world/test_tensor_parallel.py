@@ -26,18 +26,9 @@ from braid.parallel.tensor_parallel import (
     undivide,
     vocab_parallel_cross_entropy,
 )
+from support.seeded import filled
 
 WIDTH, HEADS, KV_HEADS, VOCABULARY = 16, 4, 4, 24
-
-
-def filled(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The module with values that every rank draws alike."""
-    module.to(dtype)
-    for index, param in enumerate(module.parameters()):
-        generator = torch.Generator().manual_seed(index)
-        with torch.no_grad():
-            param.copy_(torch.randn(param.shape, generator=generator, dtype=dtype) / 4)
-    return module
 
 
 def empty(make: type[nn.Module], *args: Any, **options: Any) -> nn.Module:
@@ -113,7 +104,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 
 
 def _train(group: Group, dtype: torch.dtype) -> Any:
-    model = filled(Model(), dtype)
+    model = filled(Model().to(dtype))
     kinds = parallelize(model, group, PLAN)
     before = group.statistics()
     loss = loss_of(model)
@@ -135,7 +126,7 @@ def _train(group: Group, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
 def test_a_model_has_the_loss_and_gradients_of_one_process(world, size, dtype, tolerance):
-    model = filled(Model(), dtype)
+    model = filled(Model().to(dtype))
     loss = loss_of(model)
     loss.backward()
     expected = {name: param.grad for name, param in model.named_parameters()}

@@ -17,6 +17,7 @@ from braid.compat.torch_pipe.skip import pop, skippable, stash
 from braid.compat.torch_pipe.utils import partition_model
 from braid.compat.torch_rpc import dist_autograd
 from rpc_nodes import first_of
+from support.seeded import filled
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +27,9 @@ def node():
 
 
 def layers() -> nn.Sequential:
-    generator = torch.Generator().manual_seed(3)
     inner = nn.Sequential(nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6))
     model = nn.Sequential(nn.Linear(4, 6), inner, WithDevice(nn.ReLU(), "cpu"), nn.Linear(6, 2))
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.randn(param.shape, generator=generator) / 2)
-    return model
+    return filled(model, 3)
 
 
 def batch(rows: int = 10) -> torch.Tensor:

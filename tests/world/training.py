@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from braid.errors import BraidError
+from support.seeded import filled
 
 PAIRS = 32 / (1 << 20)  # MiB: two parameters of 4 numbers in a bucket
 SMALL = 1e-5  # MiB: every parameter in a bucket of its own
@@ -16,12 +17,7 @@ Gradients = list["torch.Tensor | None"]
 
 
 def linear(width: int, out: int) -> nn.Linear:
-    layer = nn.utils.skip_init(nn.Linear, width, out)
-    generator = torch.Generator().manual_seed(width * out)
-    with torch.no_grad():
-        for param in layer.parameters():
-            param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
-    return layer
+    return filled(nn.utils.skip_init(nn.Linear, width, out), width * out)
 
 
 class Net(nn.Module):
