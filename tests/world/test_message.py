@@ -304,61 +304,6 @@ def test_wrong_secret_is_refused_at_both_ends():
         assert (still_works(van), van.peers) == (True, ())
 
 
-def test_another_run_is_refused():
-    with open_van("server:0") as van, open_van("worker:1", listen=False, run_id="b") as stranger:
-        with pytest.raises(RendezvousError, match="run"):
-            stranger.connect("server:0", van.address, timeout_s=10)
-        assert still_works(van)
-
-
-class Tap(threading.Thread):
-    """Stands between a client and a van for one connection, and keeps what the client said."""
-
-    def __init__(self, address):
-        super().__init__(name="tap")
-        self.address = address
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.heard = b""
-
-    def run(self):
-        client, _ = self.listener.accept()
-        with client, raw_socket(self.address) as van:
-            van.settimeout(None)
-
-            def back():
-                with contextlib.suppress(OSError):
-                    while data := van.recv(4096):
-                        client.sendall(data)
-                with contextlib.suppress(OSError):
-                    client.shutdown(socket.SHUT_WR)
-
-            answers = threading.Thread(target=back)
-            answers.start()
-            while data := client.recv(4096):
-                self.heard += data
-                van.sendall(data)
-            van.shutdown(socket.SHUT_WR)
-            answers.join()
-        self.listener.close()
-
-
-def test_replayed_handshake_is_refused():
-    with open_van("server:0", kind="tcp") as van:
-        tap = Tap(van.address)
-        tap.start()
-        port = tap.listener.getsockname()[1]
-        with open_van("worker:1", listen=False) as client:
-            client.connect("server:0", f"tcp://127.0.0.1:{port}", timeout_s=10)
-            client.send("server:0", Note(1)).wait(10)
-            assert van.recv(10).message == Note(1)
-        tap.join()
-        assert isinstance(van.recv(10).message, PeerLost)
-        with raw_socket(van.address) as sock:
-            sock.sendall(tap.heard)
-            read_to_end(sock)
-        assert (still_works(van), len(van.refusals)) == (True, 1)
-
-
 @pytest.mark.parametrize(
     ("raw", "words"),
     [

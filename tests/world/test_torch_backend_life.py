@@ -14,13 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch_jobs import process_group, run
 
-from braid.comm import Group
-from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError, StaleError
-from support.pool import ProcessPool, RankDiedError
+from braid.errors import CommTimeout, StaleError
+from support.pool import ProcessPool
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BRAID_RUN = [sys.executable, "-m", "braid", "run", "-n", "2"]
@@ -134,13 +131,6 @@ def test_explicit_store_and_a_second_time(tmp_path: Path) -> None:
         assert x.tolist() == [1.0, 1.0]
 
 
-def test_ended_group_is_refused(tmp_path: Path) -> None:
-    with process_group("braid", 0, 1, str(tmp_path / "store")):
-        group = dist.group.WORLD
-    with pytest.raises(StaleError, match="has been destroyed"):
-        group.allreduce([torch.ones(1)])
-
-
 def test_many_groups_cost_neither_threads_nor_mappings(tmp_path: Path) -> None:
     with process_group("braid", 0, 1, str(tmp_path / "store")):
         before = threading.active_count(), _mappings()
@@ -179,40 +169,6 @@ def test_groups_of_some_ranks_and_of_one(pool: ProcessPool, tmp_path: Path) -> N
         [[3.0, 3.0], [5.0, 5.0], [2.0, 2.0]],
         [[3.0, 3.0], [5.0, 5.0], [3.0, 3.0]],
     ]
-
-
-def _mismatch() -> str:
-    try:
-        dist.all_reduce(torch.ones(2 + dist.get_rank()))
-    except MismatchError as exc:
-        return str(exc)
-    return "nothing was raised"
-
-
-def test_mismatch_names_the_line_of_each_rank(pool: ProcessPool, tmp_path: Path) -> None:
-    tables = run(pool, tmp_path, 2, _mismatch)
-    assert tables[0] == tables[1]
-    assert "all_reduce(float32[2], sum)" in tables[0]
-    assert "all_reduce(float32[3], sum)" in tables[0]
-    assert tables[0].count("test_torch_backend_life.py") == 2
-
-
-def _mismatch_in_the_background() -> list[str]:
-    work = dist.all_reduce(torch.ones(2 + dist.get_rank()), async_op=True)
-    future = work.get_future()
-    seen = []
-    for act in (work.wait, future.wait):
-        try:
-            act()
-        except MismatchError as exc:
-            seen.append(type(exc).__name__)
-    return [*seen, type(work.exception()).__name__, str(work.is_success())]
-
-
-@pytest.mark.held_by_torch
-def test_works_and_futures_carry_the_error(pool: ProcessPool, tmp_path: Path) -> None:
-    expected = ["MismatchError", "MismatchError", "MismatchError", "False"]
-    assert run(pool, tmp_path, 2, _mismatch_in_the_background) == [expected] * 2
 
 
 def _future_of_an_ended_group(end: str) -> list[float]:
@@ -269,28 +225,6 @@ def test_timeout_names_who_has_not_come(pool: ProcessPool, tmp_path: Path) -> No
     text, _ = run(pool, tmp_path, 2, _alone_in_a_barrier)
     assert "within 0.2 s" in text
     assert "rank 1" in text
-
-
-def _dies_in_backward(group: Group, path: str) -> str:
-    # the group of the pool and torch's are independent of each other
-    with process_group("braid", group.rank, group.size, path):
-        model = DistributedDataParallel(nn.Linear(4, 4))
-        model(torch.ones(2, 4)).sum().backward()
-        if group.rank == 1:
-            os._exit(3)
-        try:
-            model(torch.ones(2, 4)).sum().backward()
-        except CommError as exc:
-            return f"{type(exc).__name__} {getattr(exc, 'rank', '')}"
-    return "nothing was raised"
-
-
-def test_lost_rank_is_raised_out_of_backward(pool: ProcessPool, tmp_path: Path) -> None:
-    with pytest.raises(RankDiedError) as caught:
-        pool.run(2, _dies_in_backward, str(tmp_path / "store"))
-    answers = caught.value.__dict__["answers"]
-    assert caught.value.codes == {1: 3}
-    assert answers[0].result == f"{PeerLostError.__name__} 1"
 
 
 @pytest.mark.launcher
