@@ -84,7 +84,8 @@ def test_a_member_that_dies_in_it_is_named_by_all_others(pool, kind):
     assert sorted(caught.value.answers) == [0, 2]
     for rank, answer in caught.value.answers.items():
         assert answer.error is None, answer.error
-        assert "rank 1 " in answer.result, (rank, answer)
+        assert answer.result.startswith("rank 1 (pid "), (rank, answer)
+        assert "died, while rank" in answer.result
 
 
 def _stopped(group: Group) -> str:

@@ -187,33 +187,6 @@ def test_a_thread_world_may_not_use_the_default_generator():
         run_threads(2, _draw)
 
 
-def _kill_one(group: Group) -> str:
-    import os
-    import signal
-
-    group.barrier()
-    if group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        while True:
-            group.all_reduce(torch.ones(1000))
-    except PeerLostError as error:
-        return str(error)
-
-
-@pytest.mark.procs
-def test_a_killed_process_is_named_by_the_survivors(pool):
-    from support.pool import RankDiedError
-
-    with pytest.raises(RankDiedError) as caught:
-        pool.run(3, _kill_one)
-    assert caught.value.codes == {1: -9}
-    for rank, answer in caught.value.answers.items():
-        assert answer.error is None
-        assert answer.result.startswith("rank 1 (pid "), (rank, answer)
-        assert "died, while rank" in answer.result
-
-
 def _fork(group: Group) -> int:
     import os
 

@@ -202,19 +202,6 @@ def test_ranks_that_disagree_on_the_mode_all_name_the_odd_one():
     assert lines[4] == "set BRAID_PORTABLE=1 for all ranks or for none"
 
 
-def test_a_rank_with_another_secret_is_refused():
-    secret, other = Secret.generate(), Secret.generate()
-    zero, one = _join_all(
-        [{"secret": secret, "timeout_s": 2.0}, {"secret": other, "timeout_s": 2.0}]
-    )
-    assert isinstance(zero, RendezvousError)
-    assert isinstance(one, RendezvousError)
-    assert "ranks [1] did not connect to rank 0" in str(zero)
-    assert "refused ('127.0.0.1', " in str(zero)
-    assert "has another secret" in str(zero)
-    assert "handshake with tcp://127.0.0.1:" in str(one)
-
-
 class _Remembering(HashStore):
     """A store that remembers every key and value that was ever set."""
 
