@@ -418,7 +418,7 @@ def test_an_interval_has_a_unit_or_is_in_seconds(text, seconds):
 def test_an_interval_that_is_not_a_duration_is_refused(text, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["chaos", "--every", text, "run", "x.py"])
-    assert "expected a duration such as 30, 30s, 2m or 1h" in capsys.readouterr().err
+    assert "is not a duration" in capsys.readouterr().err
 
 
 def test_a_large_disk_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -177,7 +177,7 @@ def test_a_message_cut_short_or_too_long_is_refused(name):
     form = form_of(name)
     whole = sent(form, noise(300))
     for wrong in (whole[:-1], whole[:0], torch.cat([whole, whole[:4]])):
-        with pytest.raises(CommError, match="found"):
+        with pytest.raises(CommError, match="were sent"):
             form.decode(wrong, torch.empty(300))
 
 

@@ -244,7 +244,7 @@ def test_what_is_torn_is_named_and_the_rest_is_shown(tmp_path):
         file.write('{"step": 7, "lo')
     run = read_run(path)
     assert run.notices == (
-        "rank1.ring is left out: expected 528,384 bytes for 4,096 records, got 5,000: the file is incomplete",
+        "rank1.ring is left out: 4,096 records have 528,384 bytes, but the file only 5,000: the file is incomplete",
         "rank2.ring is left out: 5 bytes are less than the header of an event ring",
         "rank3.ring is left out: 9000 bytes of memory are not a braid event ring, its mark is missing: open a ring that a launcher or Recorder wrote",
     )

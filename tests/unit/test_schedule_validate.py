@@ -378,7 +378,7 @@ MISTAKEN = {
         ),
         (
             "x gather units 7 indices 1 root 0",
-            "header: expected 1 blocks for gather on 1 ranks, got",
+            "header: gather on 1 ranks needs 1 blocks, got",
         ),
         (
             "x all_reduce units 999999999 indices 0",

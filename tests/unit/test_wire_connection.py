@@ -511,10 +511,10 @@ def test_other_users_are_refused_at_unix_sockets_by_both_ends(tmp_path, monkeypa
     with Listener(f"unix:{tmp_path}/s", SECRET, SERVER) as listener:
         me = os.geteuid()
         monkeypatch.setattr("os.geteuid", lambda: me + 1)
-        with pytest.raises(RendezvousError, match=f"of user {me + 1}, got one of user {me}"):
+        with pytest.raises(RendezvousError, match=f"of user {me}, this one of user {me + 1}"):
             connect(listener.address, SECRET, WORKER, timeout_s=10)
         assert listener.accept_ready() == []
-        assert f"of user {me + 1}, got one of user {me}" in listener.refusals[-1]
+        assert f"of user {me}, this one of user {me + 1}" in listener.refusals[-1]
 
 
 def test_a_port_in_use_is_named(tcp_listener):

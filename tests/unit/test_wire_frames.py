@@ -80,7 +80,9 @@ def test_a_frame_of_four_gibibytes_is_refused():
 
 
 def test_bytes_that_are_no_head_are_shown():
-    with pytest.raises(CommError, match="got b'GET / HT': close the connection"):
+    with pytest.raises(
+        CommError, match="b'GET / HT' is not the head of a frame: close the connection"
+    ):
         FrameDecoder().feed(b"GET / HTTP/1.1")
 
 

@@ -117,7 +117,7 @@ def test_two_clients_refuse_each_other():
 
 def test_another_run_is_refused_and_named():
     one, other = converse(client(), server(identity=SERVER._replace(run_id="run-2")))
-    assert "got one of run 'run-1'" in other.reason
+    assert "belongs to run 'run-1'" in other.reason
     assert "belongs to another run" in one.reason
 
 
@@ -127,7 +127,7 @@ def test_another_version_is_refused_and_named():
     other.start()
     newer = hello.data[: len(MAGIC)] + b"\0\x63" + hello.data[len(MAGIC) + 2 :]
     send, refused = other.feed(newer)
-    assert "expected version 2 of braid's protocol, got 99" in refused.reason
+    assert "the other side has version 99 of braid's protocol, this one 2" in refused.reason
     assert "another version" in one.feed(send.data)[-1].reason
 
 

@@ -86,7 +86,7 @@ def test_benches_that_make_no_sense_are_refused(wrong, word):
 def test_sizes_are_bytes_with_or_without_a_unit():
     assert [read_size(text) for text in ("512", "16KiB", "4 MiB")] == [512, 16 << 10, 4 << 20]
     for wrong in ("4GB", "KiB", "-1", "1.5MiB"):
-        with pytest.raises(ConfigError, match="expected a size"):
+        with pytest.raises(ConfigError, match="is not a size"):
             read_size(wrong)
 
 

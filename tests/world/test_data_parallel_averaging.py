@@ -141,7 +141,7 @@ def _refused(group: Group, case: str) -> str:
         ("period", "got 0"),
         ("warmup", "got -1"),
         ("empty", "no parameter requires a gradient"),
-        ("text", "expected parameters, got str"),
+        ("text", "a str is not a parameter"),
         ("no levels", "must be 2, the size of the group, as in {4: 2}"),
         ("too large", "period_group_size_dict={2: 4} is not a hierarchy"),
         ("shrinks", "must be integers that grow"),

@@ -29,7 +29,7 @@ def test_a_stranger_who_knows_what_is_in_the_store_is_not_called(monkeypatch):
         address = agent.directory.find("w0").address
         assert address.startswith("unix:@")
         monkeypatch.setattr("os.geteuid", lambda: 4711)
-        with pytest.raises(RendezvousError, match="expected a process of user 4711"):
+        with pytest.raises(RendezvousError, match="this one of user 4711"):
             connect(address, seen, Identity("rpc", "worker", 7), timeout_s=5.0)
     finally:
         monkeypatch.undo()

@@ -315,8 +315,8 @@ def _wrong_inputs(group: Group) -> list[str]:
 def test_inputs_that_do_not_fit_are_refused_before_anything_is_sent(world):
     assert world(1, _wrong_inputs) == [
         [
-            "expected an input of shape [N, 3, ...], got [4]",
-            "expected an input of shape [N, 3, ...], got [4, 4]",
+            "the input has shape [4] instead of [N, 3, ...]",
+            "the input has shape [4, 4] instead of [N, 3, ...]",
             "input of SyncBatchNorm must be floating-point, got torch.int64",
         ]
     ]

@@ -116,8 +116,8 @@ def read_piece(
             stored_shape = tuple(stored.get_shape())
             if stored_shape != shape:
                 msg = (
-                    f"expected {key!r} of shape {list(shape)} in {path.name}, got "
-                    f"{list(stored_shape)}: the checkpoint is damaged, use another"
+                    f"{key!r} has shape {list(stored_shape)} in {path.name}, but "
+                    f"{list(shape)} in the manifest: the checkpoint is damaged, use another"
                 )
                 raise CheckpointError(msg)
             tensor: torch.Tensor = stored[box] if box else file.get_tensor(key)
@@ -126,8 +126,8 @@ def read_piece(
         raise CheckpointError(msg) from exc
     if str(tensor.dtype) != f"torch.{dtype}":
         msg = (
-            f"expected {key!r} of {dtype} in {path.name}, got {tensor.dtype}: the checkpoint is "
-            "damaged, use another"
+            f"{key!r} is of {tensor.dtype} in {path.name}, but of {dtype} in the manifest: the "
+            "checkpoint is damaged, use another"
         )
         raise CheckpointError(msg)
     return tensor

@@ -53,8 +53,8 @@ def array_of(content: torch.Tensor, dtype: str, shape: Sequence[int]) -> np.ndar
     size = math.prod(shape) * _dtype_of(dtype).itemsize
     if content.dtype != torch.uint8 or content.dim() != 1 or content.numel() != size:
         msg = (
-            f"expected {size} bytes for an array of {dtype} and shape {tuple(shape)}, got "
-            f"{content.numel()} of {content.dtype}"
+            f"an array of {dtype} and shape {tuple(shape)} has {size} bytes, but "
+            f"{content.numel()} of {content.dtype} were sent"
         )
         raise CommError(msg)
     return content.numpy().view(_DTYPES[dtype]).reshape(tuple(shape))

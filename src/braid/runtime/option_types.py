@@ -32,7 +32,7 @@ def _seconds_in(words: list[str]) -> float:
     """Parse a duration such as `30`, `30s`, `1.5m` or `2h`."""
     parts = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([smh]?)", words[0])
     if parts is None:
-        msg = f"expected a duration such as 30, 30s, 2m or 1h, got {words[0]!r}"
+        msg = f"{words[0]!r} is not a duration: write one such as 30, 30s, 2m or 1h"
         raise ValueError(msg)
     return float(parts[1]) * SECONDS[parts[2]]
 

@@ -78,7 +78,7 @@ def from_buffers(specs: Sequence[TensorSpec], buffers: Sequence[memoryview]) -> 
             raise CommError(msg)
         nbytes = math.prod(spec.shape) * dtype.itemsize
         if nbytes != buffer.nbytes:
-            msg = f"expected {nbytes} bytes for {spec}, got {buffer.nbytes}"
+            msg = f"{spec} has {nbytes} bytes, but its buffer has {buffer.nbytes}"
             raise CommError(msg)
         if nbytes:
             flat = torch.frombuffer(buffer, dtype=dtype)

@@ -150,7 +150,7 @@ def check_length(form: str, nbytes: int, expected: int, numel: int) -> None:
     """
     if nbytes != expected:
         msg = (
-            f"expected {expected} bytes for {numel} numbers in {form}, found {nbytes}: use the "
+            f"{numel} numbers in {form} have {expected} bytes, but {nbytes} were sent: use the "
             "same format and shape on both ranks"
         )
         raise CommError(msg)

@@ -179,8 +179,8 @@ def _read_ring(path: Path) -> EventRing:
     nbytes = EventRing.nbytes_for(ring.capacity)
     if len(raw) < nbytes:
         msg = (
-            f"expected {nbytes:,} bytes for {ring.capacity:,} records, got {len(raw):,}: the file "
-            "is incomplete"
+            f"{ring.capacity:,} records have {nbytes:,} bytes, but the file only {len(raw):,}: the "
+            "file is incomplete"
         )
         raise ConfigError(msg)
     try:

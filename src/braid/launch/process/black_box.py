@@ -112,7 +112,7 @@ class BlackBox(AbstractContextManager["BlackBox"]):
                 raise CommError(msg)
             self._map[at : at + len(data)] = bytes(data)
         if self.ring.header[1] != capacity:
-            msg = f"expected an event ring of {capacity} records, got {self.ring.header[1]}"
+            msg = f"the event ring has {self.ring.header[1]} records instead of {capacity}"
             raise CommError(msg)
         self.ring.clock_offset_ns = offset_ns
         os.ftruncate(self.stacks_fd, 0)

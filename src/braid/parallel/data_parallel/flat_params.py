@@ -117,8 +117,8 @@ def parameters_in(params: Params) -> list[nn.Parameter]:
         strangers = [x for x in members if not isinstance(x, torch.Tensor)]
         if strangers:
             msg = (
-                f"expected parameters, got {type(strangers[0]).__name__}: pass "
-                "model.parameters(), or an optimizer's param_groups"
+                f"a {type(strangers[0]).__name__} is not a parameter: pass model.parameters(), or "
+                "an optimizer's param_groups"
             )
             raise ConfigError(msg)
         required += [param for param in members if param.requires_grad]

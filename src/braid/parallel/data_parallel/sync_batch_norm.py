@@ -210,7 +210,7 @@ class SyncBatchNorm(BatchNorm):
 
     def _check(self, x: torch.Tensor) -> None:
         if x.dim() < 2 or x.shape[1] != self.num_features:
-            msg = f"expected an input of shape [N, {self.num_features}, ...], got {list(x.shape)}"
+            msg = f"the input has shape {list(x.shape)} instead of [N, {self.num_features}, ...]"
             raise ConfigError(msg)
         if not x.is_floating_point():
             msg = f"input of SyncBatchNorm must be floating-point, got {x.dtype}"

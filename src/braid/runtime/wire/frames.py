@@ -236,7 +236,7 @@ class FrameDecoder:
         if mark != _MARK:
             head = bytes(self._scratch[self._begin : self._begin + _HEADER.size])
             msg = (
-                f"expected the head of a frame, got {head!r}: close the connection, because frame "
+                f"{head!r} is not the head of a frame: close the connection, because frame "
                 "boundaries are lost"
             )
             raise CommError(msg)

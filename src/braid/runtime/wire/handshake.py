@@ -249,16 +249,15 @@ class Handshake:
         if not MAGIC.startswith(received[: len(MAGIC)]):
             return self._refuse(
                 None,
-                f"expected braid's handshake, got {received[:16]!r}: another program uses this "
-                "port",
+                f"{received[:16]!r} is not braid's handshake: another program uses this port",
             )
         if len(received) >= _PREFIX.size:
             version = _PREFIX.unpack_from(received)[1]
             if version != PROTOCOL_VERSION:
                 return self._refuse(
                     _Code.VERSION,
-                    f"expected version {PROTOCOL_VERSION} of braid's protocol, got {version}: "
-                    "install the same braid on all hosts",
+                    f"the other side has version {version} of braid's protocol, this one "
+                    f"{PROTOCOL_VERSION}: install the same braid on all hosts",
                 )
         if len(received) < FRAME_BYTES:
             return []
@@ -300,8 +299,8 @@ class Handshake:
         if self._peer.run_id != self._identity.run_id:
             return self._refuse(
                 _Code.RUN,
-                f"expected a process of run {self._identity.run_id!r}, got one of run "
-                f"{self._peer.run_id!r}: is this the right address?",
+                f"the other side belongs to run {self._peer.run_id!r}, this one to "
+                f"{self._identity.run_id!r}: is this the right address?",
             )
         self._seals_frames |= fields.code != 0
         if self._side == "client":

@@ -198,4 +198,4 @@ def same_user_problem(sock: socket.socket) -> str | None:
     _, uid, _ = credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, option, credentials.size))
     if uid == os.geteuid():
         return None
-    return f"expected a process of user {os.geteuid()}, got one of user {uid}: run all as one user"
+    return f"the other side is of user {uid}, this one of user {os.geteuid()}: run all as one user"

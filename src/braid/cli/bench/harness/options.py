@@ -29,7 +29,7 @@ def read_fields(kind: type[T], text: str) -> T:
         fields = dict(zip(names, text.split(":"), strict=True))
         return msgspec.convert(fields, kind, strict=False)
     except (ValueError, msgspec.ValidationError) as exc:
-        msg = f"expected {':'.join(names)}, got {text!r}"
+        msg = f"{text!r} does not have the form {':'.join(names)}"
         raise ConfigError(msg) from exc
 
 
@@ -54,7 +54,7 @@ def read_size(text: str) -> int:
     unit = next((unit for unit in units if text.endswith(unit)), "")
     number = text.removesuffix(unit).strip()
     if not number.isdecimal():
-        msg = f"expected a size such as 16KiB, 4MiB or 512 (bytes), got {text!r}"
+        msg = f"{text!r} is not a size: write one such as 16KiB, 4MiB or 512 (bytes)"
         raise ConfigError(msg)
     return int(number) * units.get(unit, 1)
 

@@ -133,8 +133,8 @@ def header_problems(operation: str, num_ranks: int, num_blocks: int, root: int) 
     by_rank = operation in {"reduce_scatter", "scatter", "all_gather", "gather", "all_to_all"}
     expected = num_slots(operation, num_ranks, num_ranks)
     if by_rank and num_blocks != expected:
-        where = f"{operation} on {num_ranks} ranks"
-        problems.append(f"expected {expected} blocks for {where}, got {num_blocks}")
+        needs = f"{operation} on {num_ranks} ranks needs {expected} blocks"
+        problems.append(f"{needs}, got {num_blocks}")
     return problems
 
 

@@ -99,8 +99,8 @@ class SocketVan(StreamVan):
         if peer != to:
             connection.close()
             msg = (
-                f"expected {to} at {address}, but {peer} answered: connect to the address that "
-                f"{to} listens on"
+                f"{peer} answered at {address}, not {to}: connect to the address that {to} "
+                "listens on"
             )
             raise RendezvousError(msg)
         with self._guard:
