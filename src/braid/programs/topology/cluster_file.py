@@ -129,8 +129,7 @@ def read_cluster(file: str | Path) -> Cluster:
 
 def to_toml(cluster: Cluster) -> str:
     """Convert a cluster to TOML text; `from_toml` converts it back."""
-    levels = [_Level(**asdict(level)) for level in cluster.levels]
-    text = "\n".join(f"[[level]]\n{_table(level)}" for level in levels)
+    text = "\n".join(f"[[level]]\n{_table(level)}" for level in cluster.levels)
     return text if cluster.device is None else f"{text}\n{_device_table(cluster.device)}"
 
 
@@ -146,7 +145,7 @@ def _device_table(device: Device) -> str:
     )
 
 
-def _table(level: _Level) -> str:
+def _table(level: Level) -> str:
     """Write one table; msgspec reads TOML everywhere, but writes it only with a further package."""
     return (
         f"name = {json.dumps(level.name, ensure_ascii=False)}\nsize = {level.size}\n"

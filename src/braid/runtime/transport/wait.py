@@ -32,7 +32,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from braid.runtime.clock import Clock
@@ -283,12 +282,7 @@ class Sleep:
         self._slot = self._bells.acquire()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._bells.release(self._slot)
 
     def poll(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -152,12 +151,7 @@ class Join:
             joinable._join = self if self._enable else None  # noqa: SLF001 - the other half
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for joinable in self._joinables:
             joinable._join = None  # noqa: SLF001 - the other half
         if self._entered() is self:
