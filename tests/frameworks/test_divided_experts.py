@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from braid.launch import JobSpec, QuietConsole, Supervisor
+from launched import last_line
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.proof]
 pytest.importorskip("transformers")
@@ -60,10 +59,4 @@ print("equal")
 def test_experts_of_a_model_of_transformers_are_divided(
     model: str, implementation: str, tmp_path: Path
 ) -> None:
-    script = tmp_path / "divided.py"
-    script.write_text(PROGRAM)
-    command = (str(script), model, implementation)
-    job = JobSpec(command=command, num_ranks=2, log_dir=str(tmp_path / "run"))
-    outcome = Supervisor(QuietConsole()).run(job)
-    assert outcome.ok, outcome
-    assert (tmp_path / "run" / "rank0.log").read_text().splitlines()[-1] == "equal"
+    assert last_line(tmp_path, PROGRAM, model, implementation) == "equal"

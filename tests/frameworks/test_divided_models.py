@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from braid.launch import JobSpec, QuietConsole, Supervisor
+from launched import last_line
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.proof]
 pytest.importorskip("transformers")
@@ -105,20 +104,11 @@ MODELS = ("llama", "llama_tied", "mistral", "qwen2", "gpt2", "bert", "t5", "vit"
 WITHOUT_A_PLAN = ("opt", "bloom", "neox")
 
 
-def _divided(tmp_path: Path, *arguments: str) -> str:
-    script = tmp_path / "divided.py"
-    script.write_text(PROGRAM)
-    job = JobSpec(command=(str(script), *arguments), num_ranks=2, log_dir=str(tmp_path / "run"))
-    outcome = Supervisor(QuietConsole()).run(job)
-    assert outcome.ok, outcome
-    return (tmp_path / "run" / "rank0.log").read_text().splitlines()[-1]
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_of_transformers_is_divided_unmodified(model: str, tmp_path: Path) -> None:
-    assert _divided(tmp_path, model) == "equal"
+    assert last_line(tmp_path, PROGRAM, model) == "equal"
 
 
 @pytest.mark.parametrize("model", [*MODELS, *WITHOUT_A_PLAN])
 def test_a_model_of_transformers_is_divided_by_its_graph(model: str, tmp_path: Path) -> None:
-    assert _divided(tmp_path, model, "graph") == "equal"
+    assert last_line(tmp_path, PROGRAM, model, "graph") == "equal"

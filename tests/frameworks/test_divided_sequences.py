@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from braid.launch import JobSpec, QuietConsole, Supervisor
+from launched import last_line
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.proof]
 pytest.importorskip("transformers")
@@ -81,14 +80,7 @@ print("equal")
 def test_a_model_of_transformers_runs_on_divided_sequences(
     model: str, way: str, size: int, tmp_path: Path
 ) -> None:
-    script = tmp_path / "divided.py"
-    script.write_text(PROGRAM)
-    command = (str(script), model, way)
-    outcome = Supervisor(QuietConsole()).run(
-        JobSpec(command=command, num_ranks=size, log_dir=str(tmp_path / "run"))
-    )
-    assert outcome.ok, outcome
-    assert (tmp_path / "run" / "rank0.log").read_text().splitlines()[-1] == "equal"
+    assert last_line(tmp_path, PROGRAM, model, way, ranks=size) == "equal"
 
 
 REFUSED = """
@@ -132,12 +124,7 @@ print("refused")
 
 
 def test_models_whose_attention_is_not_divided_are_refused(tmp_path: Path) -> None:
-    script = tmp_path / "refused.py"
-    script.write_text(REFUSED)
-    job = JobSpec(command=(str(script),), num_ranks=2, log_dir=str(tmp_path / "run"))
-    outcome = Supervisor(QuietConsole()).run(job)
-    assert outcome.ok, outcome
-    assert (tmp_path / "run" / "rank0.log").read_text().splitlines()[-1] == "refused"
+    assert last_line(tmp_path, REFUSED) == "refused"
 
 
 HYBRID = """
@@ -175,9 +162,4 @@ print("equal")
 
 
 def test_layers_and_sequences_are_divided_at_the_same_time(tmp_path: Path) -> None:
-    script = tmp_path / "hybrid.py"
-    script.write_text(HYBRID)
-    job = JobSpec(command=(str(script),), num_ranks=4, log_dir=str(tmp_path / "run"))
-    outcome = Supervisor(QuietConsole()).run(job)
-    assert outcome.ok, outcome
-    assert (tmp_path / "run" / "rank0.log").read_text().splitlines()[-1] == "equal"
+    assert last_line(tmp_path, HYBRID, ranks=4) == "equal"

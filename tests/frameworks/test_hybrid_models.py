@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from braid.launch import JobSpec, QuietConsole, Supervisor
+from launched import last_line
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.proof]
 pytest.importorskip("transformers")
@@ -75,11 +74,4 @@ print("equal")
 def test_a_model_of_transformers_is_trained_on_a_mesh(
     model: str, mesh: str, shard: str, tmp_path: Path
 ) -> None:
-    script = tmp_path / "hybrid.py"
-    script.write_text(PROGRAM)
-    job = JobSpec(
-        command=(str(script), model, mesh, shard), num_ranks=4, log_dir=str(tmp_path / "run")
-    )
-    outcome = Supervisor(QuietConsole()).run(job)
-    assert outcome.ok, outcome
-    assert (tmp_path / "run" / "rank0.log").read_text().splitlines()[-1] == "equal"
+    assert last_line(tmp_path, PROGRAM, model, mesh, shard, ranks=4) == "equal"

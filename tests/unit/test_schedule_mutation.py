@@ -35,7 +35,7 @@ MADE = [
     ]
 ]
 RUBBISH = 10**9  # in blocks that hold nothing of use; larger than any sum of what does
-WAYS = ("delete", "duplicate", "swap", "retarget", "rename")
+WAYS = ("delete", "duplicate", "swap", "unit", "rename")
 
 
 def worth(rank: int, block: int) -> int:
@@ -129,8 +129,10 @@ def mutated(written: Program, rank: int, position: int, way: str, number: int) -
     elif way == "swap":
         other = number % len(actions)
         actions[position], actions[other] = actions[other], actions[position]
-    elif way == "retarget":
+    elif way == "unit":
         actions[position] = action._replace(unit=number % written.header.num_units)
+    elif way == "index":
+        actions[position] = action._replace(index=number % written.header.num_indices)
     else:
         other_kind = {"recv": "reduce", "reduce": "recv"}.get(action.kind, action.kind)
         actions[position] = action._replace(kind=other_kind)

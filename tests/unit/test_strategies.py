@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,13 +30,6 @@ from braid.strategies import (
 )
 
 WIDTH = 4
-
-
-@pytest.fixture
-def mirrored() -> Iterator[Strategy]:
-    strategy = MirroredStrategy(["cpu", "cpu"])
-    yield strategy
-    strategy.close()
 
 
 def network(*, norm: bool = False) -> nn.Sequential:

@@ -14,15 +14,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from braid.errors import ConfigError
-from braid.strategies import EarlyStop, MirroredStrategy, Strategy, fit, fitting
+from braid.strategies import EarlyStop, fit, fitting
 from braid.strategies.replicas import ThreadReplicas
-
-
-@pytest.fixture
-def mirrored() -> Iterator[Strategy]:
-    strategy = MirroredStrategy(["cpu", "cpu"])
-    yield strategy
-    strategy.close()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from braid.errors import ConfigError
 from braid.strategies import (
-    MirroredStrategy,
     OneDeviceStrategy,
     PerReplica,
     Strategy,
@@ -22,13 +21,6 @@ from braid.strategies import (
 )
 
 WIDTH = 4
-
-
-@pytest.fixture
-def mirrored() -> Iterator[Strategy]:
-    strategy = MirroredStrategy(["cpu", "cpu"])
-    yield strategy
-    strategy.close()
 
 
 def linear() -> nn.Linear:

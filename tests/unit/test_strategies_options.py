@@ -36,13 +36,6 @@ from braid.strategies.replicas import ThreadReplicas
 
 
 @pytest.fixture
-def mirrored() -> Iterator[Strategy]:
-    strategy = MirroredStrategy(["cpu", "cpu"])
-    yield strategy
-    strategy.close()
-
-
-@pytest.fixture
 def alone() -> Iterator[Group]:
     """Return a group of this thread alone."""
     replicas = ThreadReplicas([torch.device("cpu")])

@@ -96,7 +96,7 @@ def test_sums_are_taken_in_the_order_of_ranks_if_that_is_asked_for(hosts, sum_or
     assert hosts(4, _sums_in_order, sum_order=sum_order) == [sum_order == "rank"] * 4
 
 
-def _killed_in_mid_collective(group: Group, victim: int, wire: str | None) -> str:
+def killed_in_mid_collective(group: Group, victim: int, wire: str | None = None) -> str:
     x = torch.ones(4_000_000)
     group.barrier()
     if group.rank == victim:
@@ -111,7 +111,7 @@ def _killed_in_mid_collective(group: Group, victim: int, wire: str | None) -> st
 @pytest.mark.parametrize(("victim", "wire"), [(1, None), (2, None), (3, "bf16")])
 def test_a_rank_that_is_killed_is_named_on_its_own_host_and_on_the_others(hosts, victim, wire):
     with pytest.raises(RankDiedError) as caught:
-        hosts(4, _killed_in_mid_collective, victim, wire)
+        hosts(4, killed_in_mid_collective, victim, wire)
     assert caught.value.codes == {victim: -9}
     for answer in caught.value.answers.values():
         assert answer.error is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_hosts import killed_in_mid_collective
 from torch import nn
 
 from braid.comm import Group
@@ -121,21 +121,9 @@ def test_what_was_sent_arrives_though_its_sender_does_something_else(portable):
     assert portable(2, _sends_and_meets) == [0.0, 20 * 60_000.0]
 
 
-def _killed_in_mid_collective(group: Group) -> str:
-    x = torch.ones(4_000_000)
-    group.barrier()
-    if group.rank == 1:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    try:
-        while True:
-            group.all_reduce(x)
-    except PeerLostError as error:
-        return str(error)
-
-
 def test_a_rank_that_is_killed_in_mid_collective_is_named_by_the_survivors(portable):
     with pytest.raises(RankDiedError) as caught:
-        portable(3, _killed_in_mid_collective)
+        portable(3, killed_in_mid_collective, 1)
     assert caught.value.codes == {1: -9}
     for answer in caught.value.answers.values():
         assert answer.error is None
