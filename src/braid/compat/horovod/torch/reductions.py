@@ -42,14 +42,6 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 ADASUM_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_NAMES = {
-    Average: "avg",
-    Sum: "sum",
-    Adasum: "adasum",
-    Min: "min",
-    Max: "max",
-    Product: "product",
-}
 
 
 def chosen_op(op: Any, average: Any = None) -> ReduceOp:
@@ -92,4 +84,4 @@ def engine_op(op: ReduceOp, tensor: torch.Tensor) -> str:
             "convert it"
         )
         raise ConfigError(msg)
-    return _NAMES[op]
+    return "avg" if op is Average else op.name.lower()
