@@ -294,16 +294,6 @@ def test_another_protocol_on_the_port_is_refused_and_reported(kind):
         assert (still_works(van), len(van.refusals), van.peers) == (True, 1, ())
 
 
-def test_wrong_secret_is_refused_at_both_ends():
-    with (
-        open_van("server:0") as van,
-        open_van("worker:1", listen=False, secret=Secret.generate()) as stranger,
-    ):
-        with pytest.raises(RendezvousError, match="secret"):
-            stranger.connect("server:0", van.address, timeout_s=10)
-        assert (still_works(van), van.peers) == (True, ())
-
-
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
