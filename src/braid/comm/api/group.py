@@ -177,7 +177,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         Args:
             steps_by: Thread that takes the operations' steps; see `coalesce`.
         """
-        return Starter(self, partial(self._start, steps_by=steps_by))
+        return Starter(self, lambda c: self._prepare(c).start(c, steps_by))
 
     def persistent(
         self,
@@ -429,9 +429,6 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         engine.run(collective)
         self._deadline_s = self._later_deadline_s
         return collective.result
-
-    def _start(self, collective: Collective, *, steps_by: StepsBy) -> Work:
-        return self._prepare(collective).start(collective, steps_by)
 
     def _launch(self, collectives: Sequence[Collective], *, steps_by: StepsBy) -> list[Work]:
         engines = [self._prepare(c) for c in collectives]  # checked before any is started
