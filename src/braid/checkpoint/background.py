@@ -17,7 +17,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 from braid.checkpoint.saving import OnSaved, save
 from braid.checkpoint.snapshot import FailedSnapshot, Slice, Snapshot
 from braid.comm import Group
+from braid.runtime.closing import Closing
 
 __all__ = ["BackgroundSaver", "Saving"]
 
@@ -70,7 +70,7 @@ class Saving:
         self._done.set()
 
 
-class BackgroundSaver(AbstractContextManager["BackgroundSaver"]):
+class BackgroundSaver(Closing):
     """Saves checkpoints while ranks train, one at a time; constructing it is a collective.
 
     Args:
@@ -162,9 +162,6 @@ class BackgroundSaver(AbstractContextManager["BackgroundSaver"]):
         """Wait for the last save, and free the copy."""
         self._copies.clear()
         self.wait()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _copied(self, snapshot: Snapshot) -> list[Slice]:
         """Copy the pieces to host memory, reusing the memory of the last copies if sizes match.

@@ -33,6 +33,7 @@ from braid.rpc.functions import async_execution
 from braid.rpc.names import register
 from braid.rpc.references import RRef
 from braid.rpc.workers import To
+from braid.runtime.closing import Closing
 
 __all__ = ["OpenStreams", "Stream", "stream"]
 
@@ -104,7 +105,7 @@ class _Inbox:
             answer.set_result(False)
 
 
-class Stream(Iterator[Any]):
+class Stream(Closing, Iterator[Any]):
     """Iterator over the results of a remote generator; as a context manager, it ends the call.
 
     Made by `stream`.
@@ -121,14 +122,6 @@ class Stream(Iterator[Any]):
         """Return the next result; wait for it."""
         self._reader = threading.get_ident()
         return self._inbox.take(self._timeout_s, self._name)
-
-    def __enter__(self) -> Stream:
-        """Return this object."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the function."""
-        self.close()
 
     def close(self) -> None:
         """End the function at its next result. Idempotent."""

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.closing import Closing
 from braid.train.reports import (
     Checkpointed,
     Evaluated,
@@ -35,7 +36,7 @@ MAX_WAITING = 5000
 CLOSE_LIMIT_S = 2.0
 
 
-class TrainConsole:
+class TrainConsole(Closing):
     """A `braid.launch.Console` that shows a training; a context manager.
 
     Attributes:
@@ -92,12 +93,6 @@ class TrainConsole:
         with suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_LIMIT_S)
             self._thread.join(CLOSE_LIMIT_S)
-
-    def __enter__(self) -> TrainConsole:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _keep(self, report: Report) -> None:
         if isinstance(report, TrainingStarted):

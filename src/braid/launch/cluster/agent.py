@@ -18,7 +18,7 @@ import os
 import selectors
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from signal import SIGCHLD, SIGTERM
 from typing import NamedTuple
 
@@ -59,6 +59,7 @@ from braid.launch.process.processes import (
     subreaper,
 )
 from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.closing import Closing
 from braid.runtime.message import FrameStream, Message, PeerLost, PipeVan
 from braid.runtime.rendezvous.interfaces import interfaces, machine
 from braid.runtime.wire import Secret
@@ -121,7 +122,7 @@ def serve(
         return agent.run()
 
 
-class _Agent(AbstractContextManager["_Agent"]):
+class _Agent(Closing):
     """One agent; closing it ends all processes that it has started."""
 
     def __init__(
@@ -191,9 +192,6 @@ class _Agent(AbstractContextManager["_Agent"]):
             self._probe_listener.close()
         self._end_ranks()
         self._stack.close()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _pause_s(self) -> float | None:
         due = []

@@ -10,7 +10,7 @@ import secrets
 import selectors
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from signal import SIGCHLD, SIGINT
 
@@ -54,6 +54,7 @@ from braid.launch.process.hang_state import LOOKS_PER_LIMIT
 from braid.launch.process.job import JobSpec
 from braid.launch.process.processes import SignalInbox
 from braid.runtime.clock import Clock
+from braid.runtime.closing import Closing
 from braid.runtime.diagnose.verdict import signal_name
 from braid.runtime.message import Message
 from braid.runtime.rendezvous.interfaces import interfaces, machine
@@ -65,7 +66,7 @@ PROBE_LIMIT_S = 4.0  # twice a lost SYN and its repetitions; a report appears wi
 PATIENCE_NS = 10_000_000_000  # until the first notice about missing nodes; then three times longer
 
 
-class HostRendezvous(AbstractContextManager["HostRendezvous"]):
+class HostRendezvous(Closing):
     """Gathers hosts; a context manager that owns their agents, which start the ranks.
 
     Args:
@@ -250,9 +251,6 @@ class HostRendezvous(AbstractContextManager["HostRendezvous"]):
     def close(self) -> None:
         """Close all agents, which then end their ranks. Idempotent."""
         self._stack.close()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     # Agents
 

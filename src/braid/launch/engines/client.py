@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from signal import SIGCHLD, SIGINT, SIGKILL
 from textwrap import shorten
 
@@ -33,6 +33,7 @@ from braid.launch.engines.invitation import Invitation
 from braid.launch.engines.options import CLIENTS, EngineOptions
 from braid.launch.process.job import JobSpec, Outcome, check_command
 from braid.launch.process.processes import SignalInbox
+from braid.runtime.closing import Closing
 from braid.runtime.diagnose.verdict import signal_name
 from braid.runtime.rendezvous.interfaces import machine
 
@@ -81,7 +82,7 @@ class EngineSupervisor(HostsSupervisor):
                 return self._carry_out(job, inbox, rendezvous, listener)
 
 
-class EngineClient(AbstractContextManager["EngineClient"]):
+class EngineClient(Closing):
     """A process that starts agents through an engine; a context manager that ends it.
 
     Args:
@@ -265,9 +266,6 @@ class EngineClient(AbstractContextManager["EngineClient"]):
             assert pipe is not None
             pipe.close()
         self._open.clear()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     @contextmanager
     def _selecting(self) -> Iterator[selectors.BaseSelector]:

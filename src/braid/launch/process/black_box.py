@@ -11,11 +11,11 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from braid.errors import CommError
 from braid.launch.process.open_spans import OpenSpans
+from braid.runtime.closing import Closing
 from braid.runtime.diagnose.last_events import last_events, last_operation_end, last_step
 from braid.runtime.diagnose.tracebacks import parse_stack
 from braid.runtime.events import DEFAULT_CAPACITY, HEADER_BYTES, RECORD, Event, EventRing
@@ -23,7 +23,7 @@ from braid.runtime.events import DEFAULT_CAPACITY, HEADER_BYTES, RECORD, Event, 
 __all__ = ["BlackBox"]
 
 
-class BlackBox(AbstractContextManager["BlackBox"]):
+class BlackBox(Closing):
     """Event ring and stack dumps of one rank, in memory that outlives the rank.
 
     Args:
@@ -140,9 +140,6 @@ class BlackBox(AbstractContextManager["BlackBox"]):
         self._map.close()
         os.close(self.events_fd)
         os.close(self.stacks_fd)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _write_ring(self, path: Path) -> None:
         """Write the ring as a sparse file: most runs use a fraction of its records."""

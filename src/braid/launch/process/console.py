@@ -12,13 +12,13 @@ import os
 import stat
 import threading
 from collections import deque
-from contextlib import AbstractContextManager
 from typing import TextIO
 
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
 from rich.style import Style
 
+from braid.runtime.closing import Closing
 from braid.runtime.diagnose.tracebacks import printable
 
 __all__ = ["QuietConsole", "TerminalConsole"]
@@ -54,7 +54,7 @@ class QuietConsole:
         return self._limited
 
 
-class TerminalConsole(AbstractContextManager["TerminalConsole"]):
+class TerminalConsole(Closing):
     """Console that shows lines on two text streams.
 
     Args:
@@ -103,9 +103,6 @@ class TerminalConsole(AbstractContextManager["TerminalConsole"]):
             self._writers[2].put(self._streams[2], notice, wait=True)
         for writer in set(self._writers.values()):
             writer.close()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _prefix(self, rank: int, stream: int) -> str:
         if not self._prefixed:

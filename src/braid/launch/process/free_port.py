@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import errno
 import socket
-from contextlib import AbstractContextManager
 
 import psutil
 
 from braid.errors import ConfigError
+from braid.runtime.closing import Closing
 
 __all__ = ["PortReservation"]
 
 
-class PortReservation(AbstractContextManager["PortReservation"]):
+class PortReservation(Closing):
     """Keeps a port reserved; a context manager.
 
     Args:
@@ -59,9 +59,6 @@ class PortReservation(AbstractContextManager["PortReservation"]):
     def close(self) -> None:
         """Release the port. Idempotent."""
         self._socket.close()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def _user_of(port: int) -> str:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from braid.errors import ConfigError
+from braid.runtime.closing import Closing
 from braid.runtime.diagnose.verdict import MemoryKill
 
 __all__ = [
@@ -75,7 +76,7 @@ _CHANGES = {
 }
 
 
-class SignalInbox(AbstractContextManager["SignalInbox"]):
+class SignalInbox(Closing):
     """Queues the signals of this process while open; a context manager.
 
     SIGINT and SIGHUP stay ignored where they were ignored before, so that `nohup` works.
@@ -123,9 +124,6 @@ class SignalInbox(AbstractContextManager["SignalInbox"]):
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         self._reader.close()
         self._writer.close()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 @contextmanager

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
+from braid.runtime.closing import Closing
 from braid.runtime.diagnose.run_events import EVENTS_FILE, RunEvent
 
 __all__ = ["EventLog"]
 
 
-class EventLog(AbstractContextManager["EventLog"]):
+class EventLog(Closing):
     """Appends events to a file of the run's directory, on which it holds a shared lock.
 
     The kernel releases the lock however the launcher ends, so readers know whether more can come.
@@ -54,6 +55,3 @@ class EventLog(AbstractContextManager["EventLog"]):
         """Close the file. Idempotent."""
         if self._file is not None:
             self._file.close()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

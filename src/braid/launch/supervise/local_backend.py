@@ -17,7 +17,7 @@ import selectors
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 
 import psutil
@@ -49,6 +49,7 @@ from braid.launch.supervise.rank_process import RankProcess
 from braid.launch.supervise.slots import SlotSource
 from braid.launch.supervise.supervision import carry_out
 from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.closing import Closing
 from braid.runtime.diagnose.run_record import RunHost
 from braid.runtime.diagnose.verdict import MemoryKill
 from braid.runtime.wire import Secret
@@ -97,7 +98,7 @@ class Supervisor:
             return carry_out(job, self._console, self._clock, inbox, backend, slots)
 
 
-class LocalBackend(AbstractContextManager["LocalBackend"]):
+class LocalBackend(Closing):
     """Starts ranks as children of this process; a context manager.
 
     Args:
@@ -239,6 +240,3 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
     def _end_server(self) -> None:
         if self._server is not None:
             self._server.close()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

@@ -14,18 +14,19 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from braid.runtime.closing import Closing
 
 __all__ = ["StatesOnDisk"]
 
 LEAST_BYTES = 4096  # smaller states stay in memory, as a file takes a page at least
 
 
-class StatesOnDisk(AbstractContextManager["StatesOnDisk"]):
+class StatesOnDisk(Closing):
     """Files to which optimizer states are moved; a context manager that removes the files.
 
     Args:
@@ -70,9 +71,6 @@ class StatesOnDisk(AbstractContextManager["StatesOnDisk"]):
     def close(self) -> None:
         """Remove the files; tensors in use keep their memory until they are freed."""
         self._finalizer()
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
 
     def _is_new(self, value: torch.Tensor) -> bool:
         known = self._mapped.get(id(value))

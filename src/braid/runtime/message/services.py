@@ -38,6 +38,7 @@ from braid.errors import (
     below,
     raise_all,
 )
+from braid.runtime.closing import Closing
 from braid.runtime.message.protocol.schema import Failed, Message, PeerLost
 from braid.runtime.message.protocol.send_queue import Sending
 from braid.runtime.message.protocol.vocabulary import Delivery, split_node
@@ -96,7 +97,7 @@ class _CallerMemory:
         self.answers: OrderedDict[int, Reply | None] = OrderedDict()
 
 
-class Service:
+class Service(Closing):
     """Message router: calls handlers by type, sends their results as answers, calls other nodes.
 
     Args:
@@ -238,12 +239,6 @@ class Service:
         self._van.close(linger_s)
         if self._thread is not None:
             self._thread.join()
-
-    def __enter__(self) -> Service:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         names = ", ".join(kind.__name__ for kind in self._handlers)

@@ -36,10 +36,10 @@ import itertools
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from braid.errors import CommTimeout, StaleError
 from braid.runtime.clock import Clock
+from braid.runtime.closing import Closing
 from braid.runtime.message.guard import Guard
 from braid.runtime.message.protocol.heads import Open
 from braid.runtime.message.protocol.link import Carry, Close
@@ -49,13 +49,10 @@ from braid.runtime.message.protocol.van_state import VanState
 from braid.runtime.message.protocol.vocabulary import Allocate, Delivery, VanStatistics
 from braid.runtime.wire import Buffer
 
-if TYPE_CHECKING:
-    from typing_extensions import Self  # typing has it from Python 3.11 on
-
 __all__ = ["Van"]
 
 
-class Van(ABC):
+class Van(Closing, ABC):
     """Typed messages to and from named nodes. Any thread may send and receive.
 
     A concrete van implements `connect`, `_carry`, `_cut`, `_read_again` and `_release`, and may
@@ -308,12 +305,6 @@ class Van(ABC):
                 self._signal.close()
                 self._signal = None
         self._release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self._ended:

@@ -18,6 +18,7 @@ from typing import BinaryIO
 import msgspec
 
 from braid.runtime.clock import Clock
+from braid.runtime.closing import Closing
 from braid.runtime.metrics.backlog import Backlog
 from braid.runtime.metrics.rows import Row
 
@@ -26,7 +27,7 @@ __all__ = ["FOLDER", "MetricsFiles", "has_writer"]
 FOLDER = "metrics"
 
 
-class MetricsFiles:
+class MetricsFiles(Closing):
     """Writer of rows to `metrics/rank<r>.jsonl` in a run's directory; a context manager.
 
     Each row is written immediately, so a file can be read during the run. Rows that a full disk
@@ -76,12 +77,6 @@ class MetricsFiles:
         self._unwritten.clear()
         self._files.clear()
         self._closers.close()
-
-    def __enter__(self) -> MetricsFiles:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def has_writer(path: Path) -> bool:

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import msgspec
 
 from braid.errors import BraidError, CommError
+from braid.runtime.closing import Closing
 from braid.runtime.wire import Connection, Identity, Secret, connect
 
 __all__ = [
@@ -235,7 +236,7 @@ def decode_from_rank(meta: bytes) -> FromRank:
     return message
 
 
-class ControlClient:
+class ControlClient(Closing):
     """Rank's end of the control connection; no method blocks or fails on a lost launcher.
 
     Args:
@@ -300,12 +301,6 @@ class ControlClient:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
-
-    def __enter__(self) -> ControlClient:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def _shorten(text: str) -> str:

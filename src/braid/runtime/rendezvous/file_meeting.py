@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from braid.errors import CommTimeout, ConfigError
+from braid.runtime.closing import Closing
 from braid.runtime.store import FileStore
 
 __all__ = ["FileMeeting"]
@@ -23,7 +24,7 @@ ADDRESSES = "addresses"
 Published = Annotated[list[str], msgspec.Meta(min_length=1)]  # machine identifier, then addresses
 
 
-class FileMeeting:
+class FileMeeting(Closing):
     """File through which launchers find node 0, as one launcher uses it; a context manager.
 
     Args:
@@ -92,9 +93,3 @@ class FileMeeting:
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._store.close()
-
-    def __enter__(self) -> FileMeeting:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

@@ -19,12 +19,14 @@ import faulthandler
 import os
 import threading
 
+from braid.runtime.closing import Closing
+
 __all__ = ["ASK", "StackThread"]
 
 ASK = b"?"  # the byte in the pipe that asks for stacks
 
 
-class StackThread:
+class StackThread(Closing):
     """Thread that receives the launcher's requests for stack dumps; a context manager.
 
     Args:
@@ -62,12 +64,6 @@ class StackThread:
         os.close(self._reader)
         os.close(self._writer)
         self._writer = -1
-
-    def __enter__(self) -> StackThread:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def _receive_signals(reader: int, stacks_fd: int) -> None:

@@ -16,6 +16,7 @@ import threading
 
 from braid.errors import CommError, CommTimeout, PeerLostError
 from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.closing import Closing
 from braid.runtime.store.interface import Store
 from braid.runtime.store.protocol import StoreCall, pack, unpack_result
 from braid.runtime.store.store_state import Reply, Request
@@ -26,7 +27,7 @@ __all__ = ["StoreClient"]
 _ANSWER_LIMIT_S = 30.0  # time after a request's deadline when the server counts as stuck
 
 
-class StoreClient(Store):
+class StoreClient(Closing, Store):
     """Store whose server is in another process.
 
     Args:
@@ -59,12 +60,6 @@ class StoreClient(Store):
     def close(self) -> None:
         """Close the connection; threads that wait get PeerLostError. Idempotent."""
         self._connection.close()
-
-    def __enter__(self) -> StoreClient:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<StoreClient of {self._connection.peer}>"

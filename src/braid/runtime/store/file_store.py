@@ -30,6 +30,7 @@ import msgspec
 
 from braid.errors import CommTimeout, ConfigError
 from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.closing import Closing
 from braid.runtime.store.interface import Store
 from braid.runtime.store.store_state import (
     Add,
@@ -55,7 +56,7 @@ _PAUSE_FIRST_S = 0.0005
 _PAUSE_MOST_S = 0.02  # longest delay before a waiting process notices a key
 
 
-class FileStore(Store):
+class FileStore(Closing, Store):
     """A store in a file; every process opens the same path.
 
     The file stays when all processes have closed it, and grows with every change: use a new path
@@ -105,12 +106,6 @@ class FileStore(Store):
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
-
-    def __enter__(self) -> FileStore:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<FileStore {self._path}>"

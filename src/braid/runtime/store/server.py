@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 from braid.errors import CommError, ConfigError, StaleError
 from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.closing import Closing
 from braid.runtime.store.protocol import STORE_LIMITS, STORE_ROLE, StoreResult, pack, unpack_call
 from braid.runtime.store.store_state import AddressedReply, Refusal, StoreState
 from braid.runtime.wire import Connection, Identity, Listener, Secret
@@ -27,7 +28,7 @@ _MAX_OUTBOX_BYTES = 2 * STORE_LIMITS.max_frame_bytes
 _REQUESTS_PER_TURN = 32  # of one client, before other clients have their turn
 
 
-class StoreServer:
+class StoreServer(Closing):
     """Serves one store to any number of clients, in a separate thread until it is closed.
 
     Args:
@@ -125,12 +126,6 @@ class StoreServer:
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()
-
-    def __enter__(self) -> StoreServer:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = self._state

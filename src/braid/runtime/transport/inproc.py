@@ -14,6 +14,7 @@ import torch
 
 from braid.errors import CommError
 from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.closing import Closing
 from braid.runtime.transport.base import MemoryTransport
 from braid.runtime.transport.health import Health, Loss
 from braid.runtime.transport.memory import MemoryFile, Root
@@ -22,7 +23,7 @@ from braid.runtime.transport.wait import Doorbells
 __all__ = ["Fabric"]
 
 
-class Fabric:
+class Fabric(Closing):
     """The memory of `world_size` ranks of one process; a context manager.
 
     Args:
@@ -62,12 +63,6 @@ class Fabric:
         """Close every rank's memory; tensors in it stay valid until they are deleted."""
         for transport in self.transports:
             transport.close()
-
-    def __enter__(self) -> Fabric:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 class _FabricView:

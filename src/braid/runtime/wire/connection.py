@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 from braid.errors import CommError, CommTimeout, PeerLostError
 from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.closing import Closing
 from braid.runtime.wire.frame_mac import FrameKeys, FrameMac
 from braid.runtime.wire.frames import Allocate, Buffer, Frame, FrameDecoder, FrameLimits, encode
 from braid.runtime.wire.handshake import Identity
@@ -37,7 +38,7 @@ LOST_AFTER_S = 30.0  # silence after which a host counts as lost
 _UNIX_BUFFER_BYTES = 2 << 20
 
 
-class Connection:
+class Connection(Closing):
     """Frames to and from one peer, over a connected stream socket after its handshake.
 
     Any thread may send; one thread at a time receives. With a selector: a readable `fileno()`
@@ -250,12 +251,6 @@ class Connection:
     def close(self) -> None:
         """Close the socket; threads that wait in this connection get PeerLostError. Idempotent."""
         self._end("this process closed the connection")
-
-    def __enter__(self) -> Connection:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Connection to {self._peer}{', ended' if self._ended else ''}>"

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from braid.errors import CommTimeout, ConfigError, StaleError
 from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.closing import Closing
 from braid.runtime.wire.address import Address
 from braid.runtime.wire.connection import Connection, is_inside_host
 from braid.runtime.wire.frames import FrameLimits
@@ -64,7 +65,7 @@ class _HalfOpen(NamedTuple):
     host: str
 
 
-class Listener:
+class Listener(Closing):
     """A listening socket that returns authenticated connections; for one thread at a time.
 
     Args:
@@ -185,12 +186,6 @@ class Listener:
         path = self._address.path
         if path.startswith("/"):
             Path(path).unlink(missing_ok=True)
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Listener {self.address} as {self._identity}, {len(self._half_open)} half open>"

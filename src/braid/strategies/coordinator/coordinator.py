@@ -29,6 +29,7 @@ from typing import Any
 from braid.errors import CommTimeout, ConfigError, PeerLostError
 from braid.ps.messages import NoMoreTasks, TakesTasks, TasksDone
 from braid.ps.snapshots import write_tables
+from braid.runtime.closing import Closing
 from braid.runtime.message import Delivery
 from braid.strategies.coordinator import questions
 from braid.strategies.coordinator.closures import (
@@ -48,7 +49,7 @@ __all__ = ["ClosureCancelledError", "ClusterCoordinator", "RemoteValue"]
 TIMEOUT_S = 300.0  # without any closure that ends
 
 
-class ClusterCoordinator:
+class ClusterCoordinator(Closing):
     """Hands out closures (calls of functions) to the workers of a parameter server strategy.
 
     Args:
@@ -96,12 +97,6 @@ class ClusterCoordinator:
         )
         self._server = threading.Thread(target=self._serve, name="coordinator", daemon=True)
         self._server.start()
-
-    def __enter__(self) -> ClusterCoordinator:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     # -- closures
 

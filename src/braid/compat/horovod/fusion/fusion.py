@@ -46,6 +46,7 @@ from braid.compat.horovod.fusion.request import Request
 from braid.compat.horovod.fusion.stall import Stall
 from braid.compat.horovod.fusion.timeline import Timeline
 from braid.errors import CommError, ConfigError, PeerLostError
+from braid.runtime.closing import Closing
 
 __all__ = ["Fusion"]
 
@@ -59,7 +60,7 @@ LARGE_BYTES = 64 << 20
 BROKEN_LIMIT_S = 2.0  # for all ranks to report that an operation has failed on them
 
 
-class Fusion:
+class Fusion(Closing):
     """Engine that runs Horovod's operations on one rank; a context manager, or call `close`.
 
     Args:
@@ -247,12 +248,6 @@ class Fusion:
                 self._urgent = True
                 self._lock.notify()
         self._thread.join()
-
-    def __enter__(self) -> Fusion:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     @property
     def running(self) -> bool:
