@@ -74,6 +74,9 @@ class Sharding:
         disk: Files of the optimizer's states, if they are offloaded.
         layouts: Layouts of the flat vectors of parameters.
         table: Parameters by name; the same objects as in the model.
+        flats: Flat vectors of parameters, first those of the root unit (the model itself).
+        gradients: Gradients of the flat vectors, in the order of backward.
+        units: Modules with parameters that are gathered together, first the root unit.
         shares_late: Whether the optimizer's step is local: stepped parameters are gathered when
             `share` is called, or the next step begins.
 
@@ -121,21 +124,21 @@ class Sharding:
         for flat in (flat for unit_flats in flats for flat in unit_flats):
             flat.sites = [sites.get(id(p), []) for p in (r.param for r in flat.records)]
             flat.leave()
-        self._flats = [flat for unit_flats in flats for flat in unit_flats]
+        self.flats = [flat for unit_flats in flats for flat in unit_flats]
         self._use_param_slots(specs, flats)
-        self._units = [
+        self.units = [
             Unit(spec.name, spec.module, unit_flats, frees_after_forward=self._frees(spec))
             for spec, unit_flats in zip(specs, flats, strict=True)
         ]
-        self._gradients = self._make_gradients()
+        self.gradients = self._make_gradients()
         self._reducer = ShardReducer(
-            self._gradients,
+            self.gradients,
             self.places.groups,
             self._before_backward_ends,
             self._on_backward_ended,
         )
         self._residency = Residency(
-            self._units,
+            self.units,
             self._reducer.backward_begins,
             self._before_forward,
             lambda unit: self._reducer.complete(unit.flats),
@@ -152,24 +155,9 @@ class Sharding:
             setattr(record.param, MARK, True)
         self._guard = guard(self)
 
-    @property
-    def flats(self) -> Sequence[FlatShard]:
-        """Flat vectors of parameters, first those of the root unit (the model itself)."""
-        return self._flats
-
-    @property
-    def gradients(self) -> Sequence[FlatGradients]:
-        """Gradients of the flat vectors, in the order of backward."""
-        return self._gradients
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        """Modules with parameters that are gathered together, first the model itself (the root)."""
-        return self._units
-
     def owned(self) -> Iterator[tuple[ParamRecord, nn.Parameter]]:
         """Yield each parameter of the model with this rank's shard of it."""
-        for flat in self._flats:
+        for flat in self.flats:
             yield from zip(flat.records, flat.owned, strict=True)
 
     def ignored(self) -> dict[str, nn.Parameter]:
@@ -219,7 +207,7 @@ class Sharding:
         """Return the parameters that modules compute with; `no_sync` leaves gradients on them."""
         return [
             record._replace(param=leaf)
-            for flat in self._flats
+            for flat in self.flats
             for record, leaf in zip(flat.records, flat.leaves, strict=True)
         ]
 
@@ -233,7 +221,7 @@ class Sharding:
             The gradients of the copied pieces by parameter name, without shapes.
         """
         copied: dict[str, torch.Tensor] = {}
-        for flat in self._flats:
+        for flat in self.flats:
             copied |= flat.keep_own_gradients(copied_rank)
         return copied
 
@@ -292,11 +280,11 @@ class Sharding:
         if self._has_shared:
             return
         self._has_shared = True
-        for flat in self._flats:
+        for flat in self.flats:
             if flat.slot is None:
                 flat.refresh()
                 flat.start_gather()
-        for flat in self._flats:
+        for flat in self.flats:
             if flat.slot is None:
                 flat.finish_gather()
 
@@ -317,7 +305,7 @@ class Sharding:
         """
         self._residency.free_all()
         self.close()
-        for flat in self._flats:
+        for flat in self.flats:
             flat.undo()
 
     def close(self) -> None:
@@ -394,7 +382,7 @@ class Sharding:
     def _use_param_slots(self, specs: Sequence[UnitSpec], flats: Sequence[list[FlatShard]]) -> None:
         """Assign slots to vectors; units gathered at the same time have different slots."""
         if self.options.stage != 3:
-            for flat in self._flats:
+            for flat in self.flats:
                 flat.use_slot(None)
             return
         keys = [
@@ -404,16 +392,16 @@ class Sharding:
         ]
         slots: list[Slot[FlatShard]] = plan_slots(
             keys,
-            [flat.partition.length for flat in self._flats],
-            [flat.dtypes.compute for flat in self._flats],
-            [flat.allocate for flat in self._flats],
+            [flat.partition.length for flat in self.flats],
+            [flat.dtypes.compute for flat in self.flats],
+            [flat.allocate for flat in self.flats],
         )
-        for flat, slot in zip(self._flats, slots, strict=True):
+        for flat, slot in zip(self.flats, slots, strict=True):
             flat.use_slot(slot)
 
     def _make_gradients(self) -> list[FlatGradients]:
         """Return the gradients in the order of backward; the root's are last."""
-        flats = [flat for flat in reversed(self._flats) if flat.requires_grad]
+        flats = [flat for flat in reversed(self.flats) if flat.requires_grad]
         lengths = [flat.partition.length for flat in flats]
         dtypes = [flat.dtypes.reduce for flat in flats]
         keeps = self.options.stage == 1
@@ -463,9 +451,9 @@ class Sharding:
         self._residency.end_backward()
 
     def __repr__(self) -> str:
-        numel = sum(flat.numel for flat in self._flats)
+        numel = sum(flat.numel for flat in self.flats)
         return (
-            f"Sharding(stage {self.options.stage}, {len(self._units)} units, {numel} numbers over "
+            f"Sharding(stage {self.options.stage}, {len(self.units)} units, {numel} numbers over "
             f"{self.places.group!r})"
         )
 
