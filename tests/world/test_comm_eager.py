@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 import torch
 
 from braid.comm import Group
-from braid.errors import CommError, ConfigError, MismatchError, StaleError
+from braid.comm.engines.work import StepsBy
+from braid.errors import CommError, ConfigError, MismatchError, PeerLostError, StaleError
+from support.pool import RankDiedError
 
 
 def _is_interrupted(group: Group) -> list[str]:
@@ -167,14 +171,24 @@ LIKE = {
 }
 
 
-def _repeats_all(group: Group) -> list[str]:
+SEND = {  # the same message by a call that waits, and by calls that return a Work
+    "waiting": lambda group, x, tag: group.send(x, 1, tag=tag),
+    "in the background": lambda group, x, tag: group.send(x, 1, tag=tag, async_op=True).wait(),
+    "started": lambda group, x, tag: group.starting().send(x, 1, tag=tag).wait(),
+    "started for later": lambda group, x, tag: (
+        group.starting(steps_by=StepsBy.WAITER).send(x, 1, tag=tag).wait()
+    ),
+}
+
+
+def _repeats_all(group: Group, how: str) -> list[str]:
     """Messages like earlier ones, in every order of two, with tags; the kinds that arrived wrong."""
     wrong = []
     for first, second in itertools.product(LIKE, LIKE):
         for tag, name in ((0, first), (5, second), (-3, first), (0, second)):
             x = LIKE[name]()
             if group.rank == 0:
-                group.send(x, 1, tag=tag)
+                SEND[how](group, x, tag)
                 continue
             y = torch.as_tensor(x).detach().contiguous() * 0 - 1
             y = {"strided": y.T.contiguous().T, "an array": y.numpy()}.get(name, y)
@@ -184,8 +198,152 @@ def _repeats_all(group: Group) -> list[str]:
     return wrong
 
 
-def test_repeated_messages_of_any_kind_arrive(procs):
-    assert procs(2, _repeats_all) == [[], []]
+@pytest.mark.parametrize("how", SEND)
+def test_repeated_messages_of_any_kind_arrive(procs, how):
+    assert procs(2, _repeats_all, how) == [[], []]
+
+
+def _started_again(group: Group) -> list[Any]:
+    """The Work of a message like earlier ones, and the order of such messages among others."""
+    x, large, seen = torch.ones(4), torch.ones(1 << 20), []
+    if group.rank:
+        return [group.recv(torch.zeros_like(like), 0)[0].item() for like in (x, x, large, x)]
+    starter = group.starting()
+    for _ in range(2):
+        work = starter.send(x, 1)
+    works = [starter.send(large.mul_(2), 1), starter.send(x.mul_(3), 1)]
+    seen += [work.result is x, work.done(), work.succeeded, work.source, work.exception()]
+    work.add_done_callback(lambda work: seen.append(str(work)))
+    for work in works:
+        work.wait(20.0)
+    return seen
+
+
+def test_a_started_message_like_an_earlier_one_is_done_and_passes_no_other(procs):
+    sender, receiver = procs(2, _started_again)
+    assert sender == [True, True, True, -1, None, "Work(send(float32[4], to rank 1), done)"]
+    assert receiver == [1.0, 1.0, 2.0, 3.0]
+
+
+def _started_receives(group: Group) -> list[float]:
+    """Receives that are started before and after their message, of a known form."""
+    x, y, starter = torch.zeros(4), torch.zeros(4), group.starting()
+    for _ in range(3):
+        if group.rank == 0:
+            group.send(torch.ones(4), 1)
+            group.barrier()
+            group.send(torch.full((4,), 2.0), 1)
+        else:
+            group.recv(x, 0)
+            work = starter.recv(y, 0)
+            assert not work.done()
+            group.barrier()
+            work.wait(20.0)
+    return [x[0].item(), y[0].item()]
+
+
+def test_a_started_receive_of_a_known_form_does_not_wait(procs):
+    assert procs(2, _started_receives)[1] == [1.0, 2.0]
+
+
+class OtherEngine:
+    """Engine of another kind for tensors on the CPU, which records the messages started on it."""
+
+    device_types = frozenset({"cpu"})
+    forked = False
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def start(self, collective: Any, _steps_by: StepsBy) -> None:
+        self.started.append(collective.text)
+
+    def run(self, collective: Any) -> None:
+        self.started.append(collective.text)
+
+    def close(self) -> None:
+        pass
+
+
+def _gets_another_engine(group: Group) -> list[str]:
+    part, x = group.split(0), torch.ones(4)
+    starter = part.starting()
+    for _ in range(2):
+        if part.rank == 0:
+            starter.send(x, 1)
+            part.send(x, 1)
+        else:
+            part.recv(x, 0)
+            part.recv(x, 0)
+    engine = OtherEngine()
+    part.attach(engine)
+    if part.rank == 0:
+        starter.send(x, 1)
+        part.send(x, 1)
+    else:
+        part.recv(x, 0)
+    group.barrier()
+    part.close()
+    return engine.started
+
+
+def test_known_messages_go_to_an_engine_that_is_attached_later(procs):
+    sender, receiver = procs(2, _gets_another_engine)
+    assert sender == ["send(float32[4], to rank 1)"] * 2
+    assert receiver == ["recv(float32[4], from rank 0)"]
+
+
+def _sends_until_lost(group: Group) -> str:
+    x = torch.ones(4)
+    if group.rank:
+        for _ in range(10):
+            group.recv(x, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    starter = group.starting()
+    try:
+        while True:
+            starter.send(x, 1).wait(20.0)
+    except PeerLostError as exc:
+        return str(exc)
+
+
+def test_a_lost_peer_ends_started_messages_of_a_known_form(pool):
+    with pytest.raises(RankDiedError) as caught:
+        pool.run(2, _sends_until_lost)
+    answer = caught.value.answers[0]
+    assert answer.error is None, answer.error
+    assert "rank 1 " in answer.result
+
+
+def _sends_after_the_end(group: Group) -> list[str]:
+    part, x, seen = group.split(0), torch.ones(4), []
+    starter = part.starting()
+    for _ in range(3):
+        starter.send(x, 1) if part.rank == 0 else part.recv(x, 0)
+    group.barrier()
+    if part.rank:
+        part.abort("enough")
+    group.barrier()
+    for _ in range(4):  # the first ones may still find a free slot
+        try:
+            if part.rank == 0:
+                starter.send(x, 1).wait(20.0)
+        except (CommError, StaleError) as exc:
+            seen.append(str(exc))
+    part.close()
+    try:
+        starter.send(x, 1 - part.rank)
+    except StaleError as exc:
+        seen.append(str(exc))
+    group.barrier()
+    return seen
+
+
+def test_started_messages_of_an_ended_group_are_refused(procs):
+    sender, receiver = procs(2, _sends_after_the_end)
+    assert "enough" in sender[0]
+    for seen in (sender, receiver):
+        assert "cannot be used" in seen[-1]
 
 
 def _is_refused_again(group: Group) -> list[str]:
@@ -194,7 +352,12 @@ def _is_refused_again(group: Group) -> list[str]:
     for _ in range(3):
         for act in (group.send, group.recv) if group.rank else (group.recv, group.send):
             act(x, peer)
+    starter = group.starting()
     wrong = {
+        "started to itself": lambda: starter.send(x, group.rank),
+        "started to a rank": lambda: starter.send(x, float(peer)),
+        "started with a tag": lambda: starter.send(x, peer, tag=1 << 61),
+        "started sparse": lambda: starter.send(x.to_sparse(), peer),
         "rank": lambda: group.send(x, float(peer)),
         "itself": lambda: group.send(x, group.rank),
         "tag": lambda: group.send(x, peer, tag=1 << 61),
@@ -223,17 +386,17 @@ def test_wrong_messages_are_refused_also_after_right_ones(procs):
     assert procs(2, _is_refused_again) == [[], []]
 
 
-def _mismatch_again(group: Group) -> str:
+def _mismatch_again(group: Group, how: str) -> str:
     x, y = torch.ones(4), torch.ones(2, 2)
     for like in (x, y, x, y):
         if group.rank == 0:
-            group.send(like, 1)
+            SEND[how](group, like, 0)
         else:
             group.recv(like, 0)
     group.barrier()
     try:
         if group.rank == 0:
-            group.send(x, 1)
+            SEND[how](group, x, 0)
             group.barrier()
         else:
             group.recv(y, 0)
@@ -242,8 +405,9 @@ def _mismatch_again(group: Group) -> str:
     return "no error"
 
 
-def test_a_known_message_of_another_shape_is_a_mismatch(procs):
-    sender, receiver = procs(2, _mismatch_again)
+@pytest.mark.parametrize("how", SEND)
+def test_a_known_message_of_another_shape_is_a_mismatch(procs, how):
+    sender, receiver = procs(2, _mismatch_again, how)
     for text in (sender, receiver):
         assert "float32[4]" in text, text
         assert "float32[2, 2]" in text, text

@@ -148,12 +148,11 @@ class Mailbox:
                 line = self._line(source)
         return line
 
-    def take(self, form: MessageForm, words: memoryview, out: torch.Tensor, tag: int) -> bool:
+    def take(self, form: MessageForm, out: torch.Tensor, tag: int) -> bool:
         """Receive a message of one step, which has arrived, without a posted receive.
 
         Args:
             form: Form of the message.
-            words: Line on which the source publishes its steps.
             out: Destination.
             tag: Tag of the message.
 
@@ -165,7 +164,7 @@ class Mailbox:
             line = self._lines[form.peer]
             if line.posted or line.early or line.coming or line.error:
                 return False
-            ch = line.channel
+            ch, words = line.channel, form.line
             value = ch.value + 1
             at = 2 + 3 * (value & 1)
             if words[0] < value or words[at] != form.digest:

@@ -79,6 +79,7 @@ class MessageForm:
 
     Args:
         channel: Channel on which the messages arrive, or are sent.
+        line: Words of the peer: of its messages, or of its acknowledgements. See `Channel.line`.
         peer: Group rank of the other member.
         like: Flat tensor with the dtype.
         shape: Shape.
@@ -87,20 +88,23 @@ class MessageForm:
     """
 
     __slots__ = (
-        *("channel", "digest", "nbytes", "peer", "text"),
+        *("channel", "digest", "line", "nbytes", "peer", "text"),
         *("_dtype", "_numel", "_places", "_shape"),
     )
 
     def __init__(
         self,
         channel: Channel,
+        line: memoryview,
         peer: int,
         like: torch.Tensor,
         shape: tuple[int, ...],
+        *,
         text: str,
         digest: int,
     ) -> None:
         self.channel = channel
+        self.line = line
         self.peer = peer
         self.nbytes = like.nbytes
         self.text = text
@@ -112,27 +116,26 @@ class MessageForm:
         """Write a message into memory of the next step."""
         ch, nbytes = self.channel, self.nbytes
         ch.own.slot(ENVELOPE_BYTES + nbytes, torch.uint8)
-        words, data = self._at(ch.rank, ch.own.address)
+        address = ch.own.address
+        words, data = self._places.get(address) or self._at(ch.rank, address)
         words[_TAG], words[_NBYTES], words[_ADDRESS] = tag + TAG_BIAS, nbytes, 0
         data.copy_(x)
 
     def read(self, block: int, x: torch.Tensor, tag: int) -> bool:
         """Copy the peer's message at address `block` to `x`, if it is complete and has this tag."""
-        words, data = self._at(self.peer, block)
+        words, data = self._places.get(block) or self._at(self.peer, block)
         if words[_TAG] != tag + TAG_BIAS or words[_NBYTES] != self.nbytes or words[_ADDRESS]:
             return False
         x.copy_(data)
         return True
 
     def _at(self, member: int, block: int) -> tuple[memoryview, torch.Tensor]:
-        """Return the envelope (header) and the data of a message at an address of a member."""
-        place = self._places.get(block)
-        if place is None:
-            if len(self._places) >= MAX_PLACES:
-                self._places.clear()
-            ch = self.channel
-            x = ch.view(member, block + ENVELOPE_LINES, self._numel, self._dtype)
-            place = self._places[block] = ch.words(member, block), x.view(self._shape)
+        """Return the envelope (header) and the data of a message at a new address of a member."""
+        if len(self._places) >= MAX_PLACES:
+            self._places.clear()
+        ch = self.channel
+        x = ch.view(member, block + ENVELOPE_LINES, self._numel, self._dtype)
+        place = self._places[block] = ch.words(member, block), x.view(self._shape)
         return place
 
 

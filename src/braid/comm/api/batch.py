@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from braid.comm.api.movements import Movements
 from braid.comm.api.point_to_point import PointToPoint
 from braid.comm.api.reductions import Reductions
 from braid.comm.engines.collective import Collective
-from braid.comm.engines.work import Work, Works
+from braid.comm.engines.work import StepsBy, Work, Works
 from braid.comm.tensors.arguments import overlap
 from braid.comm.tensors.copies import Copies
 from braid.errors import ConfigError, StaleError
@@ -52,15 +53,20 @@ class Starter(_FaceOfGroup):
     Args:
         group: The group.
         start: Function that starts a collective and returns its Work.
+        steps_by: Thread that takes the operations' steps.
     """
 
-    def __init__(self, group: Face, start: Callable[[Collective], Work]) -> None:
+    def __init__(
+        self, group: Face, start: Callable[[Collective, StepsBy], Work], steps_by: StepsBy
+    ) -> None:
         super().__init__(group)
-        self._start = start
+        self._start, self._steps_by = start, steps_by
+        if group._repeat is not None:  # noqa: SLF001 - another face of the same group
+            self._repeat = partial(group._repeat, steps_by=steps_by)  # noqa: SLF001
 
     def _submit(self, collective: Collective) -> Any:
         collective.async_op = True
-        return self._start(collective)
+        return self._start(collective, self._steps_by)
 
 
 class Batch(_FaceOfGroup):

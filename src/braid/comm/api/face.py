@@ -33,8 +33,8 @@ class Face(ABC):
     rank: int
     size: int
     devices: frozenset[str]
-    # sends or receives a message like an earlier one, by (kind, x, peer, tag), if this is possible
-    _repeat: Callable[[str, Any, int | None, int], bool] | None = None
+    # `EagerMessages.repeat` of the engine: sends or receives a message like an earlier one
+    _repeat: Callable[..., Any] | None = None
 
     @abstractmethod
     def _submit(self, collective: Collective) -> Any:

@@ -143,8 +143,8 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         """
         self._by_device.update(dict.fromkeys(engine.device_types, engine))
         self.devices |= engine.device_types
-        if "cpu" in engine.device_types:
-            self._repeat = None
+        if "cpu" in engine.device_types and isinstance(self._engine, SharedMemoryEngine):
+            self._engine.eager.disable()
 
     def set_deadline(self, timeout_s: float) -> None:
         """Set the deadline of operations that do not pass `timeout_s`.
@@ -177,7 +177,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         Args:
             steps_by: Thread that takes the operations' steps; see `coalesce`.
         """
-        return Starter(self, lambda c: self._prepare(c).start(c, steps_by))
+        return Starter(self, self._start, steps_by)
 
     def persistent(
         self,
@@ -429,6 +429,9 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         engine.run(collective)
         self._deadline_s = self._later_deadline_s
         return collective.result
+
+    def _start(self, collective: Collective, steps_by: StepsBy) -> Work:
+        return self._prepare(collective).start(collective, steps_by)
 
     def _launch(self, collectives: Sequence[Collective], *, steps_by: StepsBy) -> list[Work]:
         engines = [self._prepare(c) for c in collectives]  # checked before any is started

@@ -110,13 +110,12 @@ class PointToPoint(Face):
     def _message(
         self, kind: str, x: Any, peer: int | None, tag: int, async_op: bool, timeout_s: float | None
     ) -> Any:
-        if (
-            self._repeat is not None
-            and not async_op
-            and (timeout_s is None or (type(timeout_s) is float and timeout_s > 0))
-            and self._repeat(kind, x, peer, tag)
+        if self._repeat is not None and (
+            timeout_s is None or (type(timeout_s) is float and timeout_s > 0)
         ):
-            return x
+            result = self._repeat(kind, x, peer, tag, async_op)
+            if result is not None:
+                return result
         number = -1 if peer is None else peer
         if peer is not None:
             check_peer(peer, self.size, "destination" if kind == "send" else "source")

@@ -12,7 +12,7 @@ a message may be half sent or half received.
 
 A program sends the same kinds of messages again and again. The first one of a peer, shape and dtype
 is checked and described as a `Collective`; its `MessageForm` is kept, and the next ones need
-neither (`repeat`).
+neither (`repeat`). A started receive always needs an operation, because it may not wait.
 
 Cost: one copy on each end; no system call if the message has arrived.
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 
 from braid.comm.algorithms.receive import Mailbox
@@ -33,10 +34,11 @@ from braid.comm.engines.collective import Collective
 from braid.comm.engines.engine import GroupStatistics
 from braid.comm.engines.operation import call_back, stop_reason
 from braid.comm.engines.progress import Progress
+from braid.comm.engines.work import StepsBy, Work
 from braid.comm.tensors.arguments import MOST_TAG
 from braid.runtime.events import Recorder
 
-__all__ = ["EagerMessages", "SentMessage"]
+__all__ = ["EagerMessages"]
 
 # torch changes bytes of other dtypes, or has no copy for them
 COPIED_BYTE_BY_BYTE = frozenset(
@@ -48,18 +50,16 @@ COPIED_BYTE_BY_BYTE = frozenset(
 MAX_FORMS = 4096  # a job with more shapes makes some of them again
 
 
-class SentMessage:
+class SentMessage(msgspec.Struct):
     """Counterpart of `Operation` for a message that was sent without one.
 
-    Args:
+    Attributes:
         text: Description of the message.
+        error: None.
     """
 
-    __slots__ = ("text",)
+    text: str
     error: BaseException | None = None
-
-    def __init__(self, text: str) -> None:
-        self.text = text
 
     @property
     def done(self) -> bool:
@@ -104,10 +104,17 @@ class EagerMessages:
         self._possible = pages.shares and pages.size > 1
         self._forms: dict[tuple[Any, ...], MessageForm] = {}
 
-    def repeat(
-        self, call_site: Callable[[], int], kind: str, x: Any, peer: int | None, tag: int
-    ) -> bool:
-        """Send or receive a message like an earlier one; return whether this was done.
+    def repeat(  # noqa: PLR0917 - the arguments of a message
+        self,
+        call_site: Callable[[], int],
+        kind: str,
+        x: Any,
+        peer: int | None,
+        tag: int,
+        async_op: bool,
+        steps_by: StepsBy | None = None,
+    ) -> Any:
+        """Send or receive a message like an earlier one.
 
         Args:
             call_site: Returns the digest of the call site.
@@ -115,9 +122,15 @@ class EagerMessages:
             x: Value that the user passed, of any type.
             peer: Group rank of the other member.
             tag: Tag of the message.
+            async_op: Whether the call returns a Work.
+            steps_by: Policy of a `Starter`, whose calls always return a Work; otherwise None.
+
+        Returns:
+            Result of the call: `x` or a Work. None if nothing was done.
         """
+        starts = async_op or steps_by is not None
         if not isinstance(x, torch.Tensor) or type(peer) is not int or type(tag) is not int:
-            return False
+            return None
         form = self._forms.get((kind, peer, x.dtype, x.shape))
         if (
             form is None
@@ -128,11 +141,24 @@ class EagerMessages:
             or x.is_inference()
             or x.is_neg()
             or not -MOST_TAG < tag < MOST_TAG
-            or self._progress.thread is not None  # its callbacks may not wait
+            # callbacks of the thread may not wait
+            or (kind == "recv" if starts else self._progress.thread is not None)
             or self._is_hindered()
+            or not (self._send if kind == "send" else self._recv)(form, x, tag, call_site())
         ):
-            return False
-        return (self._send if kind == "send" else self._recv)(form, x, tag, call_site())
+            return None
+        return self.sent(form.text, x, steps_by) if starts else x
+
+    def sent(self, text: str, x: Any, steps_by: StepsBy | None) -> Work:
+        """Return the Work of a message that has been sent; `text` describes the message."""
+        if steps_by is StepsBy.CALLER and not self._progress.idle:
+            self._progress.advance_started()
+        return Work(SentMessage(text), SentMessage.wait, SentMessage.wait, x)
+
+    def disable(self) -> None:
+        """Use an operation for every message from now on."""
+        self._possible = False
+        self._forms.clear()
 
     def run(self, c: Collective) -> bool:
         """Send or receive a message, if that is possible at once; return whether it was."""
@@ -160,9 +186,13 @@ class EagerMessages:
         pages = self._pages
         if c.kind == "send":
             channel = pages.channel(pages.sending_index(c.peer))
+            line = self._acks.line(c.peer)
         else:
             channel = self._mailbox.line(c.peer).channel
-        form = MessageForm(channel, c.peer, c.ins[0], c.shape, c.text, c.digest)
+            line = channel.line(c.peer)
+        if line is None:  # the peer has not made it yet
+            return None
+        form = MessageForm(channel, line, c.peer, c.ins[0], c.shape, text=c.text, digest=c.digest)
         self._forms[key] = form
         return form
 
@@ -171,10 +201,7 @@ class EagerMessages:
         pages, progress, channel = self._pages, self._progress, form.channel
         start_ns = self._now_ns()
         with progress.ordering:
-            if (
-                not (progress.idle or progress.is_free(channel))
-                or self._acks.counter(form.peer) < channel.value - 1
-            ):
+            if not (progress.idle or progress.is_free(channel)) or form.line[0] < channel.value - 1:
                 return False
             try:
                 channel.digest = form.digest
@@ -194,9 +221,7 @@ class EagerMessages:
             return False
         start_ns = self._now_ns()
         channel, waited_ns = form.channel, 0
-        words, value = channel.line(form.peer), channel.value + 1
-        if words is None:
-            return False
+        words, value = form.line, channel.value + 1
         try:
             if words[0] < value:
                 waited_ns = self._transport.waiter.spin(
@@ -205,7 +230,7 @@ class EagerMessages:
             if (
                 waited_ns < 0
                 or pages.end_reason  # another thread has closed the group
-                or not self._mailbox.take(form, words, x, tag)
+                or not self._mailbox.take(form, x, tag)
             ):
                 return False
         except BaseException as exc:

@@ -24,7 +24,7 @@ from braid.comm.channel.channel import Channel
 from braid.comm.channel.control_pages import ABANDONED, CLOSED, ControlPages
 from braid.comm.engines.by_program import by_program
 from braid.comm.engines.collective import Collective
-from braid.comm.engines.eager import EagerMessages, SentMessage
+from braid.comm.engines.eager import EagerMessages
 from braid.comm.engines.engine import Capabilities, GroupStatistics
 from braid.comm.engines.operation import Operation, OperationSteps
 from braid.comm.engines.progress import Progress
@@ -209,15 +209,12 @@ class SharedMemoryEngine:
 
     def start(self, collective: Collective, steps_by: StepsBy) -> Work:
         """Start a collective after the operations started on its channel."""
-        progress, result, source = self.progress, collective.result, collective.source
+        progress, result = self.progress, collective.result
         if collective.kind == "send" and self.eager.run(collective):
-            if steps_by is StepsBy.CALLER and not progress.idle:
-                progress.advance_started()
-            sent = SentMessage(collective.text)
-            return Work(sent, SentMessage.wait, SentMessage.wait, result, source)
+            return self.eager.sent(collective.text, result, steps_by)
         operation = self._operation(collective)
         progress.start(operation, steps_by)
-        return Work(operation, progress.wait, progress.poll, result, source)
+        return Work(operation, progress.wait, progress.poll, result, collective.source)
 
     def request(self, collective: Collective, number: int) -> MemoryRequest:
         """Register a collective on the channel of request `number`."""
