@@ -24,13 +24,13 @@ def arrived(value: object) -> object:
     specs = tuple(map(SentSpec.of, tensors))
     layout = _Layout.of(specs, 1234567890123456789)
     assert layout is not None
-    packed = _Packed.of(layout, specs)
+    packed = _Packed.of(layout)
     packed.fill([torch.ones_like(x) for x in tensors])  # an earlier message
     message = packed.fill(tensors)
     assert (message.nbytes, layout.is_in(message)) == (layout.nbytes, True)
     other = layout.with_digest(_header(3))
     assert (other.nbytes, layout.is_in(other)) == (layout.nbytes, False)
-    return unflatten(tree, layout.tensors_of(message.clone(), specs))
+    return unflatten(tree, layout.tensors_of(message.clone()))
 
 
 @st.composite
@@ -84,7 +84,7 @@ class Marked(torch.Tensor):
 def test_a_message_is_no_instance_of_a_value_s_class():
     x = torch.ones(3).as_subclass(Marked)
     specs = (SentSpec.of(x),)
-    packed = _Packed.of(_Layout.of(specs, 1), specs)
+    packed = _Packed.of(_Layout.of(specs, 1))
     assert {type(y) for y in (packed.fill([x]), *packed.places)} == {torch.Tensor}
 
 

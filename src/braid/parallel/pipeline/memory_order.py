@@ -28,6 +28,8 @@ def order_of(x: torch.Tensor) -> tuple[int, ...] | None:
 
 def as_in_memory(x: torch.Tensor) -> torch.Tensor:
     """Return a contiguous view of a tensor's memory, or a row-major copy if it has gaps."""
+    if x.is_contiguous():
+        return x
     order = order_of(x)
     return x.contiguous() if order is None else x.permute(order).view(-1)
 

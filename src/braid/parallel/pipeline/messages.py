@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from braid.comm import Group, Work
-from braid.comm.autograd.nested import flatten, unflatten
+from braid.comm.autograd.nested import TensorPlace, flatten, unflatten
 from braid.errors import ConfigError
 from braid.parallel.pipeline.memory_order import as_in_memory
 from braid.parallel.pipeline.sent_structure import SentSpec, SentStructure, read_structure
@@ -95,19 +95,22 @@ class _Layout(NamedTuple):
     Attributes:
         nbytes: Size of the message.
         header: First bytes of the message: the digest of the structure.
-        views: Shape, strides and first element of each tensor, in a message of its dtype.
+        views: For each tensor an empty one of its dtype, its first element in a message of its
+            dtype, its shape and strides, and whether it requires a gradient.
     """
 
     nbytes: int
     header: bytearray
-    views: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    views: tuple[tuple[torch.Tensor, int, tuple[int, ...], tuple[int, ...], bool], ...]
 
     @classmethod
     def of(cls, specs: Sequence[SentSpec], digest: int) -> _Layout | None:
         """Return the layout of a message; None if it would be too large."""
         at, views = HEADER_BYTES, []
         for spec in specs:
-            views.append((spec.shape, spec.empty("meta").stride(), at // spec.dtype.itemsize))
+            empty = torch.empty(0, dtype=spec.dtype, device="cpu")
+            first, strides = at // spec.dtype.itemsize, spec.empty("meta").stride()
+            views.append((empty, first, spec.shape, strides, spec.requires_grad))
             nbytes = math.prod(spec.shape) * spec.dtype.itemsize
             at += nbytes + -nbytes % HEADER_BYTES  # which aligns the next one for any dtype
             if not spec.on_cpu or at > PACKED_BYTES:
@@ -127,14 +130,12 @@ class _Layout(NamedTuple):
         """Return whether a message has the digest of this layout's structure."""
         return packed.numpy()[:HEADER_BYTES].tobytes() == self.header
 
-    def tensors_of(self, packed: torch.Tensor, specs: Sequence[SentSpec]) -> list[torch.Tensor]:
+    def tensors_of(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of a message, which share its memory."""
         storage = packed.untyped_storage()
         return [  # not views, which would share a counter of changes in place
-            torch.empty(0, dtype=spec.dtype, device="cpu")
-            .set_(storage, first, shape, strides)
-            .requires_grad_(spec.requires_grad)
-            for spec, (shape, strides, first) in zip(specs, self.views, strict=True)
+            empty.new_empty(0).set_(storage, first, shape, strides).requires_grad_(requires_grad)
+            for empty, first, shape, strides, requires_grad in self.views
         ]
 
 
@@ -149,15 +150,16 @@ class _Packed(NamedTuple):
     places: Sequence[torch.Tensor]
 
     @classmethod
-    def of(cls, layout: _Layout, specs: Sequence[SentSpec]) -> _Packed:
+    def of(cls, layout: _Layout) -> _Packed:
         """Return a message with zeros for the tensors."""
         message = layout.with_digest(layout.header)
-        return cls(message, [x.detach() for x in layout.tensors_of(message, specs)])
+        return cls(message, [x.detach() for x in layout.tensors_of(message)])
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the message with a copy of the tensors, all of its layout."""
         for place, tensor in zip(self.places, tensors, strict=True):
-            place.copy_(tensor.detach().as_subclass(torch.Tensor))
+            x = tensor.detach()
+            place.copy_(x if type(x) is torch.Tensor else x.as_subclass(torch.Tensor))
         return self.message
 
 
@@ -169,17 +171,34 @@ class _Expected(NamedTuple):
         structure: The structure.
         layout: Places of the tensors in a message; None if they are sent separately.
         sent: Messages of this layout that have been sent, to be filled again.
+        is_tensor: Whether the value is a row-major tensor with a layout.
     """
 
     digest: int
     structure: SentStructure
     layout: _Layout | None
     sent: list[_Packed]
+    is_tensor: bool
 
     @classmethod
     def of(cls, digest: int, structure: SentStructure) -> _Expected:
         """Return the structure with its digest and its layout."""
-        return cls(digest, structure, _Layout.of(structure.specs, digest), [])
+        layout = _Layout.of(structure.specs, digest)
+        is_tensor = isinstance(structure.tree, TensorPlace) and structure.specs[0].order is None
+        return cls(digest, structure, layout, [], layout is not None and is_tensor)
+
+    def fits(self, value: Any) -> bool:
+        """Return whether `value` has this structure; False if it is not just a tensor."""
+        if not self.is_tensor or type(value) is not torch.Tensor:
+            return False
+        shape, dtype, requires_grad, *_ = self.structure.specs[0]
+        return (
+            value.shape == shape
+            and value.dtype is dtype
+            and value.requires_grad is requires_grad
+            and value.is_cpu
+            and value.is_contiguous()
+        )
 
 
 class _Sent(NamedTuple):
@@ -224,12 +243,16 @@ class Messages:
         self._structures: dict[tuple[int, int, int], SentStructure] = {}
         self._descriptions: dict[SentStructure, tuple[bytes, int]] = {}
         self._under_way: list[_Sent] = []
-        # last sent and received structure, by peer and edge
-        self._expected_there: dict[tuple[int, int], _Expected] = {}
-        self._expected_here: dict[tuple[int, int], _Expected] = {}
+        # last structure sent to and received from a peer, on edge 0
+        self._expected_there: dict[int, _Expected] = {}
+        self._expected_here: dict[int, _Expected] = {}
 
     def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
         """Send an output to rank `peer`; see `Carrier.send_value`."""
+        expected = None if edge else self._expected_there.get(peer)
+        if expected is not None and expected.fits(value):
+            self._send_packed(expected, [value], peer)
+            return
         tree, tensors = flatten(value)
         specs = tuple(map(SentSpec.of, tensors))
         is_plain = isinstance(value, torch.Tensor) or (
@@ -242,18 +265,12 @@ class Messages:
             self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), peer, edge)
             self.send_tensors(tensors, peer, edge)
             return
-        expected = self._expected_there.get((peer, edge))
-        is_same = expected is not None and expected.digest == digest
-        if not is_same:
-            self._expected_there[peer, edge] = _Expected.of(digest, structure)
         if expected is not None and expected.layout is not None:
-            layout = expected.layout
-            if is_same:
-                sent = expected.sent
-                packed = sent.pop() if sent else _Packed.of(layout, specs)
-                self._send(packed.fill(tensors), peer, edge, partial(sent.append, packed))
+            if expected.digest == digest:
+                self._send_packed(expected, tensors, peer)
                 return
-            self._send(layout.with_digest(_header(digest)), peer, edge)
+            self._send(expected.layout.with_digest(_header(digest)), peer, edge)
+        self._expected_there[peer] = _Expected.of(digest, structure)
         is_new = (peer, edge, digest) not in self._sent
         self._send(torch.tensor([digest, len(raw) if is_new else 0], device="cpu"), peer, edge)
         if is_new:
@@ -263,13 +280,12 @@ class Messages:
 
     def recv_value(self, peer: int, edge: int = 0) -> Any:
         """Receive the output that rank `peer` has sent; see `Carrier.recv_value`."""
-        expected = None if edge else self._expected_here.get((peer, edge))
-        if expected is not None and expected.layout is not None:
-            tree, specs = expected.structure
-            packed = expected.layout.empty()
+        expected = None if edge else self._expected_here.get(peer)
+        if expected is not None and (layout := expected.layout) is not None:
+            packed = layout.empty()
             self._group.recv(packed, peer, tag=edge)
-            if expected.layout.is_in(packed):
-                return unflatten(tree, expected.layout.tensors_of(packed, specs))
+            if layout.is_in(packed):
+                return unflatten(expected.structure.tree, layout.tensors_of(packed))
         announced = torch.empty(2, dtype=torch.int64, device="cpu")
         self._group.recv(announced, peer, tag=edge)
         digest, nbytes = announced.tolist()
@@ -279,7 +295,7 @@ class Messages:
             self._structures[peer, edge, digest] = read_structure(raw.numpy().tobytes())
         structure = self._structures[peer, edge, digest]
         if not edge:
-            self._expected_here[peer, edge] = _Expected.of(digest, structure)
+            self._expected_here[peer] = _Expected.of(digest, structure)
         tensors = [spec.empty("cpu" if spec.on_cpu else self._device) for spec in structure.specs]
         self._recv(tensors, peer, edge)
         for tensor, spec in zip(tensors, structure.specs, strict=True):
@@ -295,7 +311,12 @@ class Messages:
         self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
     ) -> list[torch.Tensor]:
         """Receive tensors with the shapes and dtypes of `like`; see `Carrier.recv_tensors`."""
-        tensors = [SentSpec.of(x).empty(x.device) for x in like]
+        tensors = [
+            torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            if x.is_contiguous()
+            else SentSpec.of(x).empty(x.device)
+            for x in like
+        ]
         self._recv(tensors, peer, edge)
         return tensors
 
@@ -331,6 +352,13 @@ class Messages:
             self._descriptions[structure] = described
         return described
 
+    def _send_packed(self, expected: _Expected, tensors: Sequence[torch.Tensor], peer: int) -> None:
+        """Send tensors of the expected structure in one message, on edge 0."""
+        layout, sent = expected.layout, expected.sent
+        assert layout is not None, "the tensors are small"
+        packed = sent.pop() if sent else _Packed.of(layout)
+        self._send(packed.fill(tensors), peer, 0, partial(sent.append, packed))
+
     def _recv(self, tensors: Sequence[torch.Tensor], peer: int, edge: int) -> None:
         for tensor in tensors:
             self._group.recv(as_in_memory(tensor), peer, tag=edge)
@@ -343,12 +371,12 @@ class Messages:
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         """Start sending a tensor; `on_end` is called after it has been sent."""
-        for sent in [sent for sent in self._under_way if sent.work.done()]:
-            self._under_way.remove(sent)
-            sent.end()
-        version = version_of(tensor)
+        if self._under_way:
+            for sent in [sent for sent in self._under_way if sent.work.done()]:
+                self._under_way.remove(sent)
+                sent.end()
         work = self._starter.send(tensor, peer, tag=edge, async_op=True)
         if work.succeeded:
             on_end()
         else:
-            self._under_way.append(_Sent(work, tensor, version, on_end))
+            self._under_way.append(_Sent(work, tensor, version_of(tensor), on_end))
