@@ -116,7 +116,7 @@ class Customer:
                         lambda: self._missing(timestamp),
                     )
                 except CommTimeout as exc:
-                    with self.postoffice.lock:  # its answer may come now, in another thread
+                    with self.postoffice.lock.lock:  # its answer may come now, in another thread
                         request = self._requests.get(timestamp)
                         asked = {node for node in request.asked.values() if node} if request else {}
                         if request is not None and not request.is_write:
@@ -129,7 +129,7 @@ class Customer:
 
     def _asking(self, timestamp: int) -> contextlib.AbstractContextManager[object]:
         """Return the span of the wait for a request, for reports of hangs."""
-        with self.postoffice.lock:
+        with self.postoffice.lock.lock:
             request = self._requests.get(timestamp)
             if request is None:
                 return contextlib.nullcontext()

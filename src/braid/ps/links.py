@@ -29,23 +29,24 @@ class NodeLinks:
 
     Attributes:
         losses: Last loss of each node.
+        broken: Nodes with a broken link, and when to try each one again.
     """
 
     def __init__(self, van: Van, address_of: Callable[[str], str | None]) -> None:
         self._van = van
         self._address_of = address_of
         self.losses: dict[str, PeerLost] = {}
-        self._broken: dict[str, int] = {}  # when to try again
+        self.broken: dict[str, int] = {}
         self._refused: set[str] = set()  # nodes at whose address no process listens
 
     def works(self, node: str) -> bool:
         """Return whether the link to a node works, as far as this node knows."""
-        return node not in self._broken
+        return node not in self.broken
 
     @property
     def is_left_behind(self) -> bool:
         """Whether all links are broken, and no process listens at the other nodes' addresses."""
-        return SCHEDULER in self._refused and self._refused >= {*self._broken, *self._van.peers}
+        return SCHEDULER in self._refused and self._refused >= {*self.broken, *self._van.peers}
 
     def open(self, node: str, address: str, timeout_s: float | None = None) -> None:
         """Connect to a node.
@@ -55,7 +56,7 @@ class NodeLinks:
             RendezvousError: The node cannot be reached.
         """
         self._van.connect(node, address, timeout_s=timeout_s)
-        self._broken.pop(node, None)
+        self.broken.pop(node, None)
         self._refused.discard(node)
 
     def connect(self, node: str) -> bool:
@@ -64,22 +65,22 @@ class NodeLinks:
 
     def note_broken(self, node: str) -> None:
         """Record that the link to a node is broken."""
-        self._broken[node] = self._van.clock.after_ns(AGAIN_S)
+        self.broken[node] = self._van.clock.after_ns(AGAIN_S)
 
     def drop(self, node: str) -> None:
         """Stop reconnecting to a node whose link is broken."""
-        self._broken.pop(node, None)
+        self.broken.pop(node, None)
 
     def restore(self, now_ns: int) -> Iterator[str]:
         """Try the broken links that are due; yield the nodes that are connected again."""
-        for node in [node for node, due_ns in self._broken.items() if due_ns <= now_ns]:
+        for node in [node for node, due_ns in self.broken.items() if due_ns <= now_ns]:
             if self._van.is_connected(node) or self._try(node):
-                self._broken.pop(node, None)
+                self.broken.pop(node, None)
                 yield node
             elif node.startswith("worker:") or (
                 node.startswith("server:") and self._address_of(node) is None
             ):
-                self._broken.pop(node, None)
+                self.broken.pop(node, None)
 
     def _try(self, node: str) -> bool:
         address = self._address_of(node)

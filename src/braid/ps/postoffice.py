@@ -16,6 +16,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from braid.errors import BraidError, CommTimeout, PeerLostError, RendezvousError, StaleError
@@ -36,6 +37,7 @@ from braid.ps.protocol.directory import SCHEDULER, Directory
 from braid.ps.waits import Waits
 from braid.runtime.events import Recorder
 from braid.runtime.message import Delivery, Message, PeerLost, Van, split_node
+from braid.runtime.message.guard import Guard
 from braid.runtime.wire import Buffer
 
 __all__ = ["Handler", "Postoffice"]
@@ -101,10 +103,11 @@ class Postoffice:
         self._expected: dict[int, Handler] = {}
         self._soon: deque[Callable[[], None]] = deque()
         self._announced = 0  # number of the last NodeJoin that the scheduler has not answered
-        self._resent_ns = van.clock.now_ns()
+        self._now_ns = van.clock.now_ns
+        self._resent_ns = self._now_ns()
         # servers may still hold requests of an earlier life of this node: numbers must differ
         self._ids = itertools.count((van.incarnation % (1 << 30) << 32) + 1)
-        self.lock = threading.Condition(threading.RLock())
+        self.lock = Guard()
         self._is_receiving = False
 
     def register(
@@ -262,17 +265,22 @@ class Postoffice:
         Returns:
             Whether the node could be reached. It may be lost before the message arrives.
         """
+        send = partial(
+            self.van.send,
+            to,
+            message,
+            buffers=buffers,
+            answers=answers,
+            message_id=message_id,
+            priority=priority,
+        )
         try:
-            if not self.van.is_connected(to) and not self.links.connect(to):
-                return False
-            self.van.send(
-                to,
-                message,
-                buffers=buffers,
-                answers=answers,
-                message_id=message_id,
-                priority=priority,
-            )
+            try:
+                send()
+            except PeerLostError:  # nearly always there is a link
+                if not self.links.connect(to):
+                    return False
+                send()
         except (PeerLostError, StaleError):
             self.links.note_broken(to)
             return False
@@ -303,12 +311,12 @@ class Postoffice:
             StaleError: The van is closed.
         """
         seconds = 300.0 if timeout_s is None else timeout_s
-        deadline_ns = self.van.clock.now_ns() + seconds * 1e9
+        deadline_ns = self._now_ns() + seconds * 1e9
         while True:
-            with self.lock:
+            with self.lock.lock:
                 if is_over():
                     return
-                left_s = (deadline_ns - self.van.clock.now_ns()) / 1e9
+                left_s = (deadline_ns - self._now_ns()) / 1e9
                 if left_s <= 0:
                     msg = f"{self.node} timed out after {seconds:g} s: {missing()}"
                     raise CommTimeout(msg)
@@ -346,10 +354,10 @@ class Postoffice:
         """Receive one message and handle it; the lock is released while receiving."""
         self._is_receiving = True
         self.lock.release()
-        delivery = None
         try:
-            with contextlib.suppress(CommTimeout):
-                delivery = self.van.recv(timeout_s)
+            delivery = self.van.recv(timeout_s)
+        except CommTimeout:
+            delivery = None
         finally:
             self.lock.acquire()
             self._is_receiving = False
@@ -371,10 +379,10 @@ class Postoffice:
 
     def tick(self) -> None:
         """Reconnect broken links that are due, and resend unanswered messages every `resend_s`."""
-        now_ns = self.van.clock.now_ns()
+        now_ns = self._now_ns()
         for call in self._on_tick:
             call()
-        for node in self.links.restore(now_ns):
+        for node in self.links.restore(now_ns) if self.links.broken else ():
             if node == SCHEDULER:
                 self.announce()
             for on_linked in self._on_linked:

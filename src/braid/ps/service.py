@@ -74,7 +74,8 @@ def is_over(office: Postoffice, server: Server, has_ended: Callable[[], bool]) -
     directory = office.directory
     if directory is None or not directory.workers or office.failure or server.is_drained:
         return True
-    return server.alone_s >= ALONE_S or (server.alone_s > 0 and has_ended())
+    alone_s = server.alone_s
+    return alone_s >= ALONE_S or (alone_s > 0 and has_ended())
 
 
 def end_if_left_behind(office: Postoffice) -> None:

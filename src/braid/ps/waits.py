@@ -97,7 +97,8 @@ class Waits:
             )
 
     def _ranks_of(self, nodes: Iterable[str]) -> str:
-        known = {self._ranks[node] for node in nodes if node in self._ranks.keys() - self._replaced}
+        ranks, replaced = self._ranks, self._replaced
+        known = {ranks[node] for node in nodes if node in ranks and node not in replaced}
         return f"rank{'s' * (len(known) > 1)} {','.join(map(str, sorted(known)))}" if known else ""
 
 

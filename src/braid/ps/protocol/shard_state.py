@@ -66,6 +66,8 @@ class ShardState:
         decided: Progress of all records that the deciding server has made, confirmed or not.
         confirmed: Number of the last record that all servers with a copy have.
         log: Records that are not confirmed yet.
+        predecessor: Server with the previous copy; None for the first one.
+        successor: Server with the next copy; None for the last one.
         is_installed: Whether the server has the shard's state.
     """
 
@@ -76,6 +78,8 @@ class ShardState:
         self.decided = self.applied.copy()
         self.confirmed = 0
         self.log: dict[int, ShardRecord] = {}
+        self.predecessor: int | None = None
+        self.successor: int | None = None
         self.is_installed = False
         self._early: dict[int, ShardRecord] = {}  # records that arrived before an earlier record
         self._kept = KeptPushes()
@@ -91,23 +95,6 @@ class ShardState:
         """Whether this server is the head, which decides."""
         return self.view.chain[:1] == (self._server,) and self.is_installed
 
-    @property
-    def successor(self) -> int | None:
-        """The server with the next copy; None for the last one."""
-        return self._neighbour(1)
-
-    @property
-    def predecessor(self) -> int | None:
-        """The server with the previous copy; None for the first one."""
-        return self._neighbour(-1)
-
-    def _neighbour(self, step: int) -> int | None:
-        chain = self.view.chain
-        if self._server not in chain:
-            return None
-        place = chain.index(self._server) + step
-        return chain[place] if 0 <= place < len(chain) else None
-
     # -- events
 
     def configure(self, view: View) -> list[Instruction]:
@@ -115,7 +102,10 @@ class ShardState:
         if view.epoch <= self.view.epoch:
             return []
         was_head, is_first = self.is_head, self.view.epoch < 0
-        self.view = view
+        self.view, chain = view, view.chain
+        place = chain.index(self._server) if self._server in chain else len(chain)
+        self.predecessor = chain[place - 1] if 0 < place < len(chain) else None
+        self.successor = chain[place + 1] if place + 1 < len(chain) else None
         self._early.clear()  # perhaps from another head; the predecessor sends its log again
         if self._server not in view.chain:
             return self._discard()

@@ -28,9 +28,9 @@ class Expected(NamedTuple):
 
     def differs(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has another dtype, shape or layout."""
-        fits = tensor.dim() == len(self.shape) and all(
-            length in {None, actual}
-            for length, actual in zip(self.shape, tensor.shape, strict=True)
+        fits = tensor.shape == self.shape or (
+            tensor.dim() == len(self.shape)
+            and all(n in {None, actual} for n, actual in zip(self.shape, tensor.shape, strict=True))
         )
         same = self.dtype in {None, tensor.dtype} and tensor.layout == torch.strided
         return not (fits and same)

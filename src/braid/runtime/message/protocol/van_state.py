@@ -282,7 +282,8 @@ class VanState:
         if entry is None:
             return None
         peer, delivery = entry
-        self._resume_reading(peer, now_ns)
+        if peer.is_paused:
+            self._resume_reading(peer, now_ns)
         return delivery
 
     # -- time and epochs
