@@ -306,14 +306,11 @@ class Outbox:
         outgoing.buffers.clear()
 
 
-class Sending:
+class Sending(msgspec.Struct, frozen=True, eq=False):
     """Handle of a message to send, from `Van.send`."""
 
-    __slots__ = ("_outgoing", "_wait")
-
-    def __init__(self, outgoing: Outgoing, wait: Callable[[Outgoing, float | None], None]) -> None:
-        self._outgoing = outgoing
-        self._wait = wait
+    _outgoing: Outgoing
+    _wait: Callable[[Outgoing, float | None], None]
 
     @property
     def id(self) -> int:
