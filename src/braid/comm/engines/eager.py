@@ -162,9 +162,11 @@ class EagerMessages:
 
     def run(self, c: Collective) -> bool:
         """Send or receive a message, if that is possible at once; return whether it was."""
+        if (c.copies is not None and c.copies.needed) or self._is_hindered():
+            return False
         key, sends = (c.kind, c.peer, c.dtype, c.shape), c.kind == "send"
         form = self._forms.get(key) or self._new(key, c)
-        if form is None or (c.copies is not None and c.copies.needed) or self._is_hindered():
+        if form is None:
             return False
         flat, shape = c.ins[0], c.shape
         x = flat if shape is None or len(shape) == 1 else flat.view(shape)
@@ -178,7 +180,6 @@ class EagerMessages:
             or c.nbytes > EAGER_BYTES
             or c.dtype not in COPIED_BYTE_BY_BYTE
             or c.shape is None
-            or (c.copies is not None and c.copies.needed)
         ):
             return None
         if len(self._forms) >= MAX_FORMS:
