@@ -681,7 +681,7 @@ SAID = [
     ("assigns a state", r"stage \d( alone)?$|fsdp", "moved, converted or replaced after"),
     ("assigns a state", "ddp", "have been replaced or added since"),
     ("assigns a state", "tp=2|tensor", "would replace the shards of parameters"),
-    ("assigns a state", "pp=2", "old values for all others"),
+    ("assigns a state", "pp=2", "uses old values of the layers"),
     ("torch clips by norm", rf"{DIVIDED}", "call .*clip_grad_norm_.* instead"),
     ("torch clips by norm", "stage 1 alone", "call clip_grad_norm_.* instead"),
     (
@@ -702,8 +702,12 @@ SAID = [
     ("sets gradients", "horovod( alone)?$", "zero_grad.. was called between backward and step"),
     ("accumulates", "horovod( alone)?$", "got a gradient in more than 1 backward passes"),
     ("steps in backward", "ddp|averaging", "were set to None inside of backward"),
-    ("steps in backward", PIECES, "gradients are stored in its shards"),
-    ("steps in backward", "stage 3( alone)?$|fsdp", "post-accumulate hooks of .* would never run"),
+    ("steps in backward", PIECES, "post-accumulate hooks of .* would run without a gradient"),
+    (
+        "steps in backward",
+        "stage 3( alone)?$|fsdp",
+        "post-accumulate hooks of .* would run without a gradient",
+    ),
     (
         "steps in backward",
         "horovod( alone)?$",
@@ -717,7 +721,7 @@ SAID = [
     ("averages weights", r"stage \d( alone)?$|fsdp", "sharded model cannot be copied"),
     ("averages weights", "tensor|tp=2", "a sharded model cannot be copied"),
     ("averages weights|calls the model", "pipeline( alone)?$", "a Pipeline cannot be called"),
-    ("averages weights|calls the model", "pp=2", "has old values on this rank"),
+    ("averages weights|calls the model", "pp=2", "uses old values of the layers"),
     ("clips by the total norm", f"{DIVIDED}", "call .*clip_grad_norm_.* instead, which returns"),
     ("clips by the total norm", "stage 1 alone", "call .*clip_grad_norm_.* instead, which returns"),
     ("clips by the total norm", "horovod", r"call optimizer.synchronize\(\) before"),
@@ -735,7 +739,7 @@ SAID = [
     ("penalizes weights", "pipeline$|pp=2", "like a penalty on weights"),
     ("replaces data", r"stage \d( alone)?$|fsdp", "moved, converted or replaced after"),
     ("restores weights", "stage 3$|fsdp", "has only this rank's flat pieces"),
-    ("restores weights", "pp=2", "old values for all others"),
+    ("restores weights", "pp=2", "uses old values of the layers"),
 ]
 
 

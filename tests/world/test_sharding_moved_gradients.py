@@ -32,15 +32,13 @@ def train(seed: int, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: 
     for step in range(STEPS):
         numbers = [10 * step + i for i in range(rng.choice([1, 1, 2]))]
         forwards_first = rng.random() < 0.5
-        uses_half = rng.random() < 0.3  # the first layer alone, so the last has no gradient
+        is_frozen = rng.random() < 0.3  # the last layer has no gradient
+        for param in model.get_submodule("2").parameters():
+            param.requires_grad_(not is_frozen)
         losses: list[torch.Tensor] = []
         for number in numbers:
             for rank in ranks:
-                part: Callable[[torch.Tensor], torch.Tensor] = model
-                output = part(batch_of(rank, number))
-                loss = output.square().mean() / len(ranks)
-                if uses_half:
-                    loss = loss * 0.5
+                loss = model(batch_of(rank, number)).square().mean() / len(ranks)
                 losses.append(loss)
                 if not forwards_first:
                     losses.pop().backward()
@@ -80,6 +78,49 @@ def test_random_programs_train_as_in_one_process(world, stage):
         train(seed, model, optimizer, list(range(SIZE)))
         for found in ranks:
             torch.testing.assert_close(found[seed], [p.detach() for p in model.parameters()])
+
+
+def _in_other_ways(group: Group, stage: int) -> list[str]:
+    """Uses of a model between two steps that need no gradients."""
+    x = batch_of(group.rank, 0)
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = shard_optimizer(optimizer, model, process_group=group, stage=stage)
+    params = list(model.parameters())
+    seen = []
+
+    def step(between: Callable[[], object]) -> None:
+        model(x).square().mean().backward()
+        between()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([param.detach().clone() for param in params])
+
+    step(lambda: model.to("cpu"))
+    step(model.double)
+    step(lambda: model.zero_grad(set_to_none=False))
+    step(lambda: torch.autograd.grad(model(x).sum(), params))
+    step(lambda: torch.no_grad()(model)(x))
+    first, *_ = params
+
+    def drop_after_grad() -> None:
+        torch.autograd.grad(model(x).sum(), params)
+        for param in params:
+            if param.grad is not None:
+                param.grad = None
+
+    before = [param.detach().clone() for param in params]
+    step(drop_after_grad)
+    assert all(map(torch.equal, before, seen[-1]))
+    assert not torch.equal(seen[0][0], seen[1][0])
+    assert all(map(torch.equal, seen[1], seen[2]))  # dropped
+    engine.undo()
+    return [f"{first.grad}"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_moved_gradients_do_not_stop_uses_that_need_no_gradients(world, stage):
+    assert world(SIZE, _in_other_ways, stage) == [["None"]] * SIZE
 
 
 def _uses(group: Group, stage: int) -> list[str]:

@@ -32,6 +32,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 import torch
@@ -53,6 +54,12 @@ from braid.types import first_few
 __all__ = ["ParamGroup", "ParameterServer"]
 
 PARTITION_BYTES = 4 << 20
+SAMPLES = 16  # values of a parameter that are compared, to notice changes by a worker
+OVERWRITTEN = (
+    "{!r} has been changed on this worker since the last step, but servers have its value, and "
+    "would overwrite it: load states before ParameterServer is made, and change values by the "
+    "optimizer, or train with where='workers'"
+)
 ParamGroup: TypeAlias = "tuple[list[nn.Parameter], Rule | MakeOptimizer]"
 
 
@@ -84,7 +91,8 @@ class _ParamPartition:
         self._missing = set(params)
         self._pull: int | None = None
         self._is_first = True
-        self._arrived: list[tuple[int, int]] = []  # address and version of each parameter
+        self._at = _samples(params)
+        self._arrived: torch.Tensor | None = None  # values at these positions
         self._pushed: list[tuple[torch.Tensor | None, int]] = []  # gradients with their versions
 
     def ready(self, param: nn.Parameter) -> None:
@@ -120,15 +128,16 @@ class _ParamPartition:
         Raises:
             ConfigError: A parameter or gradient of this worker differs from that of the servers.
         """
-        for param, arrived in zip(self.params, self._arrived, strict=False):
-            if arrived != (param.data_ptr(), version_of(param)):
-                msg = (
-                    f"{names[param]!r} has been changed on this worker since the last step, but "
-                    "servers have its value, and would overwrite it: load states before "
-                    "ParameterServer is made, and change values by the optimizer, or train with "
-                    "where='workers'"
-                )
-                raise ConfigError(msg)
+        for param, view in zip(self.params, self._flat.views, strict=False):
+            if self._arrived is not None and param.data_ptr() != view.data_ptr():
+                raise ConfigError(OVERWRITTEN.format(names[param]))
+        if self._arrived is not None:
+            same = torch.eq(self._flat.tensor[self._at], self._arrived) | self._arrived.isnan()
+            if not same.all():
+                changed = int(self._at[same.logical_not()][0])
+                ends = accumulate(param.numel() for param in self.params)
+                place = next(place for place, end in enumerate(ends) if changed < end)
+                raise ConfigError(OVERWRITTEN.format(names[self.params[place]]))
         for param, (grad, version) in zip(self.params, self._pushed, strict=False):
             if param.grad is not grad or _state_of(param.grad)[1] != version:
                 msg = (
@@ -143,7 +152,7 @@ class _ParamPartition:
         self._pull = self.table.pull_async(self._flat.tensor, priority=self.priority)
         self._missing = set(self.params)
         self.is_pushed = False
-        self._arrived, self._pushed = [], []
+        self._arrived, self._pushed = None, []
 
     @torch.no_grad()
     def arrive(self) -> None:
@@ -170,8 +179,8 @@ class _ParamPartition:
         self._is_first = False
         for param in self.params:
             param.grad = None
-        if self.optimizer is None:
-            self._arrived = [(param.data_ptr(), version_of(param)) for param in self.params]
+        if self.optimizer is None and self.params[0].device.type == "cpu":
+            self._arrived = self._flat.tensor[self._at]
 
 
 class ParameterServer(nn.Module):
@@ -382,6 +391,17 @@ def _refusal(model: ParameterServer, _: object, use: Use) -> str:
         f"torch's {use} was called after gradients had been pushed during backward: run backward "
         "inside of `with model.accumulate():`, then call it before model.step()"
     )
+
+
+def _evenly(numel: int) -> torch.Tensor:
+    return torch.linspace(0, numel - 1, min(SAMPLES, numel), dtype=torch.float64).long()
+
+
+def _samples(params: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Return positions in a flat vector of parameters, up to `SAMPLES` in each of them."""
+    starts = accumulate((param.numel() for param in params), initial=0)
+    parts = [start + _evenly(param.numel()) for start, param in zip(starts, params, strict=False)]
+    return torch.cat(parts)
 
 
 def _state_of(grad: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:

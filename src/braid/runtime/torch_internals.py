@@ -61,6 +61,7 @@ __all__ = [
     "before_unscaling",
     "call_replaced",
     "call_with_hooks",
+    "can_set_data",
     "changes_arguments",
     "compile_nothing",
     "current_graph_task",
@@ -301,6 +302,8 @@ def version_of(x: torch.Tensor) -> int:
 
 current_graph_task: Callable[[], int] = _value("torch._C._current_graph_task_id")  # -1 outside
 current_node: Callable[[], Node | None] = _value("torch._C._current_autograd_node")
+can_set_data: Callable[[torch.Tensor, torch.Tensor], bool]
+can_set_data = _value("torch._has_compatible_shallow_copy_type")
 tracing_context: Callable[[], object] = _value("torch._guards.TracingContext.try_get")
 is_profiling: Callable[[], bool] = _value("torch._C._autograd._profiler_enabled")
 end_with_future: Callable[[Any, Any], object]

@@ -205,3 +205,5 @@ class AsynchronousStages:
         if self._group.size > 1:
             for name, param in self._model.named_parameters():
                 self._group.broadcast(param.data, self._owners[name])
+        if isinstance(self._pipeline, AsynchronousPipeline):
+            self._pipeline.other_layers.release()

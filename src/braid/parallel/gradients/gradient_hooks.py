@@ -110,6 +110,11 @@ class GradientHooks:
             with _unfrozen(param):
                 self._partial_handles[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
 
+    def are_last(self, position: int) -> bool:
+        """Return whether no hook was registered on a parameter after those of this object."""
+        hooks = accumulate_hooks(self._records[position].param) or {}
+        return not hooks or next(reversed(hooks)) == self._handles[position].id
+
     def register_outputs(self, outputs: Iterable[torch.Tensor], forward: ForwardPass) -> bool:
         """Call `on_output` with `forward` when a backward reaches an output.
 

@@ -166,8 +166,9 @@ def _check(tensors: Sequence[torch.Tensor], use: Use) -> None:
         if not ids.isdisjoint(known):
             params = [known.get(id(tensor), tensor) for tensor in tensors]
             _raise_if(noted.refusal(engine, params, use))
-    for param in tensors:
-        if is_part(param) and (param.grad is not None or use in ("GradScaler", "LBFGS")):
+    for param in () if use == "get_total_norm" else tensors:
+        counts = param.requires_grad if use in ("GradScaler", "LBFGS") else param.grad is not None
+        if is_part(param) and counts:
             _raise_if(param.__dict__[PART].refusal(None, tensors, use))
 
 
@@ -188,7 +189,7 @@ def _check_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object
     if kind == "together":
         _check(_params_of(optimizer), "LBFGS")
     if kind == "whole":
-        parts = [param for param in _params_of(optimizer) if is_part(param)]
+        parts = [p for p in _params_of(optimizer) if is_part(p) and p.requires_grad]
         if parts:
             msg = (
                 f"{type(optimizer).__name__} uses the shapes or norms of whole parameters, but "

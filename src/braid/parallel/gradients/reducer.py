@@ -414,5 +414,8 @@ class GradientReducer(GradientListener):
         params = [record.param for record in self._records]
         if self._registers_outputs:
             return [position for position, param in enumerate(params) if param.requires_grad]
-        can_train = [param.is_floating_point() or param.is_complex() for param in params]
-        return [position for position, can in enumerate(can_train) if can]
+        return [
+            position
+            for position, param in enumerate(params)
+            if (param.is_floating_point() or param.is_complex()) and not param.is_inference()
+        ]

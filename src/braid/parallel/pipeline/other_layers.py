@@ -3,8 +3,8 @@
 Problem: every rank makes the whole model, and trains its stages only. The other layers keep their
 first values, so a call of the whole model, or its `state_dict`, would mix trained and old values.
 
-Idea: after the first step, modules of other stages refuse calls, and warn in `state_dict`. They are
-released if the model becomes whole, or if another pipeline takes it.
+Idea: after the first step, layers of other stages warn of their old values, once. They no longer
+do if the model becomes whole, or if another pipeline takes it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,32 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from braid.comm.autograd.nested import tensors_in
-from braid.errors import ConfigError
 from braid.parallel.pipeline.stage import Layer
 
 __all__ = ["OtherLayers", "warn_of_penalty"]
 
-MARK = "braid_other_layers"
-PENALTY = (
-    "the loss uses all {} parameters of this rank beside the output, like a penalty on weights: "
-    "parameters on other ranks of the pipeline are not in it. Use weight_decay of the optimizer, "
-    "or add the gradient of the penalty to .grad on each rank after pipeline.step"
+OLD = (
+    "{} of a model on pipeline stages uses old values of the layers that other ranks train, such "
+    "as {!r}, unless the program has loaded newer ones: call evaluate() of the engine instead, "
+    "make the model whole by make_whole() of HybridParallel, or save a checkpoint by braid.save"
 )
+PENALTY = (
+    "the loss uses all {} weights of this rank beside the output, like a penalty on weights, but "
+    "cannot use the weights of other ranks of the pipeline: use weight_decay of the optimizer, or "
+    "add the gradient of the penalty to .grad on each rank after pipeline.step"
+)
+_OF_MODULES: WeakKeyDictionary[nn.Module, OtherLayers] = WeakKeyDictionary()
 
 
 class OtherLayers:
-    """Modules that other ranks train, which refuse to be used once their values are old.
+    """Layers that other ranks train, which warn when their old values are used.
 
     Args:
         parts: Layers of each stage.
@@ -55,67 +60,71 @@ class OtherLayers:
         self.are_old = self._has_warned = False
         self._handles: list[RemovableHandle] = []
         ranks: defaultdict[nn.Module, set[int]] = defaultdict(set)
+        names: dict[nn.Module, str] = {}
         for part, of_stage in zip(parts, placement, strict=True):
-            for module in chain.from_iterable(layer.module.modules() for layer in part):
+            for layer, module in chain.from_iterable(
+                ((layer, module) for module in layer.module.modules()) for layer in part
+            ):
                 ranks[module].update(of_stage)
+                names[module] = layer.name
         for module, trainers in ranks.items():
-            earlier = module.__dict__.pop(MARK, None)
+            earlier = _OF_MODULES.pop(module, None)
             if earlier is not None:
                 earlier.release()
             if rank in trainers or not any(True for _ in module.parameters(recurse=False)):
                 continue
-            refuse = partial(_refuse, self, min(trainers))
-            self._handles.append(module.register_forward_pre_hook(refuse, prepend=True))
+            before = partial(_before_forward, self, names[module])
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
             every: Any = module  # torch's method has no types
-            self._handles.append(every.register_state_dict_pre_hook(partial(_warn, self)))
-            module.__dict__[MARK] = self
+            before_state = partial(_before_state_dict, self, names[module])
+            self._handles.append(every.register_state_dict_pre_hook(before_state))
+            _OF_MODULES[module] = self
 
     def __deepcopy__(self, _memo: object) -> OtherLayers:
-        """Return the object itself, since a copy of old layers is old as well."""
+        """Return the object itself, since averages of old weights are old as well."""
         return self
 
     def release(self) -> None:
-        """Allow every use of the modules."""
+        """Allow every use of the layers, also of their copies."""
+        self.are_old = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def is_first_use(self) -> bool:
-        """Return whether old values are about to be read for the first time."""
-        before, self._has_warned = self._has_warned, self._has_warned or self.are_old
-        return self._has_warned and not before
+    def warn(self, name: str, use: str, stacklevel: int) -> None:
+        """Warn once if the layers have old values."""
+        if self.are_old and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(OLD.format(use, name), UserWarning, stacklevel=stacklevel + 1)
 
 
-def _refuse(others: OtherLayers, rank: int, module: nn.Module, _args: object) -> None:
-    if others.are_old:
-        msg = (
-            f"the layer {module} is trained by rank {rank} of the pipeline, and has old values on "
-            "this rank: call evaluate or predict of the engine instead of the model, or make "
-            "the model whole by make_whole() of HybridParallel"
-        )
-        raise ConfigError(msg)
+def _before_forward(others: OtherLayers, name: str, module: nn.Module, _args: object) -> None:
+    if any(param.requires_grad for param in module.parameters(recurse=False)):
+        others.warn(name, "a call", 3)
 
 
-def _warn(others: OtherLayers, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-    if not keep_vars and others.is_first_use():  # braid's own calls need the names only
-        text = (
-            "state_dict() of a model on pipeline stages has trained values only for the layers of "
-            "this rank's stage, and old values for all others: call make_whole() of "
-            "HybridParallel before it, or save a checkpoint by braid.save"
-        )
-        warnings.warn(text, UserWarning, stacklevel=4)
+def _before_state_dict(
+    others: OtherLayers, name: str, _module: nn.Module, _prefix: str, keep_vars: bool
+) -> None:
+    if not keep_vars:  # braid's own calls need the names only
+        others.warn(name, "state_dict()", 3)
 
 
-def warn_of_penalty(loss: torch.Tensor, output: Any, params: Iterable[nn.Parameter]) -> None:
-    """Warn if a loss uses all parameters of this rank, since it cannot use those of other ranks.
+def warn_of_penalty(loss: torch.Tensor, output: Any, params: Iterable[nn.Parameter]) -> bool:
+    """Warn if a loss uses all weights of this rank, since it cannot use those of other ranks.
 
     Args:
         loss: Loss of a micro-batch.
         output: Output of the last stage.
         params: Parameters of this rank.
+
+    Returns:
+        Whether a warning was given.
     """
-    trained = {param for param in params if param.requires_grad}
+    weights = {param for param in params if param.requires_grad and param.dim() > 1}
     ends = {x.grad_fn for x in tensors_in(output)}
+    if len(weights) < 2 or not ends:
+        return False
     nodes, used, seen = [loss.grad_fn], set(), set(ends)
     while nodes:
         node = nodes.pop()
@@ -124,5 +133,7 @@ def warn_of_penalty(loss: torch.Tensor, output: Any, params: Iterable[nn.Paramet
         seen.add(node)
         used.add(getattr(node, "variable", None))
         nodes += [following for following, _ in node.next_functions]
-    if len(trained) > 1 and trained <= used:
-        warnings.warn(PENALTY.format(len(trained)), UserWarning, stacklevel=2)
+    if weights <= used:
+        warnings.warn(PENALTY.format(len(weights)), UserWarning, stacklevel=2)
+        return True
+    return False

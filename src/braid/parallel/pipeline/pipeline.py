@@ -113,6 +113,7 @@ class Pipeline(nn.Module):
         stages: Stages of this rank, by number.
         balance: Number of layers of each stage.
         num_steps: Number of steps so far, which keys random numbers. Set it when a run is resumed.
+        other_layers: Layers of the model that other ranks train.
         on_sent: Called with each tensor that this rank sends in a step to another stage, and with
             its place in the order of computation: s for the forward of stage s of n, and
             2 n - 1 - s for its backward. None for no call.
@@ -183,6 +184,7 @@ class Pipeline(nn.Module):
             )
             table_of(own_layers).make_equal(replicas, arguments)
         self._replicas = Replicas(self.stages, replicas)
+        self._has_penalty = False
         self._optimizers: dict[int, Optimizer] = {}
         self._shared_optimizer: Optimizer | None = None
         for local_stage in self.stages.values():
@@ -275,7 +277,7 @@ class Pipeline(nn.Module):
         earlier = {p: p.grad for p in added if p.grad is not None}
         for param in earlier:
             param.grad = None
-        hooked = {p: version_of(p) for p in self.parameters() if accumulate_hooks(p)}
+        versions = {p: version_of(p) for p in self._hooked_params()}
         self._replicas.begin()
         try:
             with self._tied.separate_uses(self.stages):
@@ -285,8 +287,7 @@ class Pipeline(nn.Module):
         finally:
             for param, grad in earlier.items():
                 param.grad = grad if param.grad is None else grad.add_(param.grad)
-        is_summed = self._num_microbatches > 1 or bool(self._replicas.params)
-        if is_summed and any(version_of(p) != version for p, version in hooked.items()):
+        if any(version_of(p) != version for p, version in versions.items()):
             msg = (
                 "a hook has changed a parameter as soon as its gradient came, which is a part of "
                 "the batch's gradient: call optimizer.step() after pipeline.step, or use "
@@ -300,6 +301,16 @@ class Pipeline(nn.Module):
         self.num_steps += 1
         self.other_layers.are_old = True
         return self._replicas.sum_of(self._sum_of(losses))
+
+    def _hooked_params(self) -> list[nn.Parameter]:
+        """Return the parameters that only a hook of the program could change during a step."""
+        if self._optimizers or (self._num_microbatches == 1 and not self._replicas.params):
+            return []
+        limited = [
+            p for m in self.modules() if getattr(m, "max_norm", None) for p in m.parameters()
+        ]
+        hooked = [param for param in self.parameters() if accumulate_hooks(param)]
+        return [param for param in hooked if all(param is not other for other in limited)]
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their 2-norm over all stages is at most `max_norm`.
@@ -383,8 +394,8 @@ class Pipeline(nn.Module):
                 targets.extend(scatter(target, sizes))
             assert loss is not None
             value = checked_loss(loss(output, targets[i]))
-            if trains and not self.num_steps and not i and self.group.size > 1:
-                warn_of_penalty(value, output, self.parameters())
+            if trains and not i and not self._has_penalty and self.group.size > 1:
+                self._has_penalty = warn_of_penalty(value, output, self.parameters())
             return value * (sizes[i] / all_rows)
 
         microbatches = scatter(batch, sizes) if 0 in self.stages else []

@@ -251,7 +251,6 @@ class Sharding:
         A forward of the model calls this method; engines that run parts of the model must call it.
         """
         self.share()
-        self._reducer.hide_moved()
         self._residency.begin()
 
     def average(self) -> None:
@@ -260,6 +259,10 @@ class Sharding:
         For engines that run several backwards per step, such as pipelines.
         """
         self._reducer.average()
+
+    def later_hooks(self) -> list[str]:
+        """Return the parameters with post-accumulate hooks from after the model was sharded."""
+        return self._reducer.later_hooks()
 
     def check_step(self) -> None:
         """Raise if the program has set gradients that an optimizer's step would not use."""

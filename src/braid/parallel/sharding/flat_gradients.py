@@ -81,6 +81,8 @@ class FlatGradients:
         self._has_stepped = self._remains = False  # since the last sum; gradients of a step before
         self._moved: dict[int, MovedGradient] = {}  # by the index of the whole parameter
         self._shown: set[int] = set()  # whole parameters with a stand-in as gradient
+        self._hidden: set[int] = set()  # of those, the ones without it since a backward has begun
+        self._kept: set[int] = set()  # whole parameters with a local gradient of `no_sync`
 
     def busy(self) -> list[FlatGradients]:
         """Return the flat gradients that now use the temporary memory (slots) of this vector."""
@@ -115,6 +117,7 @@ class FlatGradients:
     def accumulate(self, index: int) -> None:
         """Add gradient number `index` to a local sum, if sums have another dtype than gradients."""
         leaf = self.flat.leaves[index]
+        self._kept.add(index)
         if leaf.grad is None or leaf.dtype == self.flat.dtypes.reduce:
             return
         grad, leaf.grad = leaf.grad.detach(), None
@@ -145,6 +148,7 @@ class FlatGradients:
             for grad in others:
                 view.add_(grad)
             leaf.grad = None
+        self._kept.clear()
         self._local.clear()
         self._work = self._request.start(steps_by=StepsBy.WAITER)
 
@@ -191,47 +195,42 @@ class FlatGradients:
 
     def _show_moved(self, has: Sequence[bool]) -> None:
         for i, (record, leaf) in enumerate(zip(self.flat.records, self.flat.leaves, strict=True)):
-            if has[i]:
+            if has[i] or i in self._hidden:
                 if i not in self._moved:
                     self._moved[i] = moved_gradient(record.name, leaf)
                 leaf.grad = self._moved[i]
                 self._shown.add(i)
+        self._hidden.clear()
 
-    def hide_moved(self, index: int | None = None) -> None:
-        """Remove stand-ins, so that gradients can accumulate; drop gradients of dropped stand-ins.
-
-        Args:
-            index: Number of the whole parameter; None for all.
-        """
-        for i in list(self._shown) if index is None else self._shown & {index}:
+    def hide_moved(self) -> None:
+        """Remove stand-ins, so that gradients can accumulate; drop gradients that have none."""
+        for i in self._shown:
             leaf = self.flat.leaves[i]
             if leaf.grad is None:  # dropped by the program
                 self.flat.owned[i].grad = None
             elif leaf.grad is self._moved[i]:
                 leaf.grad = None
-            self._shown.remove(i)
+                self._hidden.add(i)
+        self._shown.clear()
 
     def check_step(self) -> None:
-        """Raise if an optimizer is about to step without gradients that the program has set.
+        """Prepare a step: drop gradients that the program has dropped, and look for new ones.
 
         Raises:
-            ConfigError: A whole parameter has a gradient that is not in this rank's piece.
+            ConfigError: The program has set the gradient of a whole parameter.
         """
         if self.flat.stage == STAGE_OF_PARAMETERS:
             return
-        for i, (leaf, owned) in enumerate(zip(self.flat.leaves, self.flat.owned, strict=True)):
+        for i, leaf in enumerate(self.flat.leaves):
             grad = leaf.grad
             if grad is None and i in self._shown:
-                owned.grad = None  # dropped by the program
-                continue
-            is_known = grad is None or grad is self._moved.get(i)
-            if not is_known and (i in self._shown or owned.grad is None):
+                self.flat.owned[i].grad = None  # dropped by the program
+            elif grad is not None and grad is not self._moved.get(i) and i not in self._kept:
                 name = self.flat.records[i].name
                 msg = (
                     f"{name!r} has a gradient that this step would not use, since at stage "
                     f"{self.flat.stage} gradients belong to pieces: set .grad of the parameters "
-                    "in optimizer.param_groups, or run the last backward of a step outside of "
-                    "no_sync()"
+                    "in optimizer.param_groups"
                 )
                 raise ConfigError(msg)
 
@@ -243,7 +242,8 @@ class FlatGradients:
         """Drop the gradients of whole parameters, and discard a sum that was not waited for."""
         for leaf in self.flat.leaves:
             leaf.grad = None
-        self._shown.clear()
+        for indices in (self._shown, self._hidden, self._kept):
+            indices.clear()
         self._local.clear()
         self.is_launched = False
 

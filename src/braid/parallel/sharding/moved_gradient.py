@@ -17,15 +17,27 @@ import torch
 from torch import nn
 
 from braid.errors import ConfigError
-from braid.runtime.torch_internals import tracing_context
+from braid.runtime.torch_internals import can_set_data, tracing_context
 
 __all__ = ["MovedGradient", "moved_gradient"]
 
-# what a gradient of another memory may be asked
+# what may be asked of a gradient without its values
 _FORM = {
-    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("is_sparse", "requires_grad", "is_leaf")),
-    *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel")),
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in (
+            *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
+            *("is_sparse", "is_cuda", "is_cpu", "is_meta"),
+        )
+    ),
+    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride),
+    *(torch.Tensor.is_floating_point, torch.Tensor.is_complex),
+}
+# what `to` and such of a model call; if they change parameters, the engine's next forward raises
+_MOVES = {
+    *(torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.share_memory_),
+    *(torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16),
+    getattr(torch.Tensor.data, "__set__"),  # noqa: B009 - a descriptor, unknown to mypy
 }
 
 
@@ -47,6 +59,10 @@ class MovedGradient(torch.Tensor):
         Raises:
             ConfigError: The function needs values.
         """
+        if func in _MOVES:
+            return args[0]
+        if func is can_set_data:
+            return True
         if func in _FORM or tracing_context() is not None:  # torch.compile only looks at forms
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         flat = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else [arg])]
@@ -60,6 +76,9 @@ class MovedGradient(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument
         return f"<gradient of {self.braid_name}, stored in pieces>"
+
+    def __format__(self, _spec: str) -> str:
+        return repr(self)
 
 
 def moved_gradient(name: str, param: nn.Parameter) -> MovedGradient:

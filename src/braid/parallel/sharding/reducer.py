@@ -21,7 +21,7 @@ import torch
 from braid.comm import Group
 from braid.errors import CommError, ConfigError
 from braid.parallel.gradients import GradientHooks, ParamRecord
-from braid.parallel.gradients.autograd_grad import at_end_of_backward
+from braid.parallel.gradients.autograd_grad import at_end_of_backward, is_returned
 from braid.parallel.gradients.gradient_hooks import GradientListener
 from braid.parallel.sharding.flat_gradients import STAGE_OF_PARAMETERS, FlatGradients
 from braid.parallel.sharding.flat_shard import FlatShard
@@ -82,7 +82,7 @@ class ShardReducer(GradientListener):
         length = len(leaves) + context.world_size
         self._has = gradients[0].flat.places.group.empty((length,), torch.uint8).zero_()
         self._requests = [g.persistent("all_reduce", self._has, op="max") for g in groups]
-        self._is_in_backward = False
+        self._is_in_backward = self._are_shown = False
         self._sums = True
         self._next = 0
         moves = any(g.flat.stage != STAGE_OF_PARAMETERS for g in gradients)
@@ -109,8 +109,14 @@ class ShardReducer(GradientListener):
         if any(remain):
             warnings.warn(REMAINING, UserWarning, stacklevel=4)
 
+    def later_hooks(self) -> list[str]:
+        """Return the parameters with hooks that would run when their gradient has moved."""
+        every = enumerate(self._records)
+        return [record.name for position, record in every if not self._hooks.are_last(position)]
+
     def hide_moved(self) -> None:
         """Remove the stand-ins for gradients that belong to pieces."""
+        self._are_shown = False
         for gradients in self._gradients:
             gradients.hide_moved()
 
@@ -120,9 +126,9 @@ class ShardReducer(GradientListener):
             gradients.check_step()
 
     def on_partial_grad(self, position: int, _grad: torch.Tensor, /) -> None:
-        """Let the gradient accumulate, although a stand-in shows that the last one has moved."""
-        gradients = self._owner[position]
-        gradients.hide_moved(position - self._firsts[id(gradients)])
+        """Remove stand-ins before the first gradient of a backward accumulates."""
+        if self._are_shown and not is_returned(self._records[position].param):
+            self.hide_moved()
 
     def on_gradient(self, position: int, /) -> None:
         """Record that gradient number `position` is ready; start the sums of complete vectors.
@@ -239,6 +245,7 @@ class ShardReducer(GradientListener):
         has = self._has.tolist()
         self._has.zero_()
         lost = [rank for rank, flag in enumerate(has[self._num_leaves :]) if flag]
+        self._are_shown = True
         for gradients in self._gradients:
             first = self._firsts[id(gradients)]
             present = has[first : first + len(gradients.flat.leaves)]

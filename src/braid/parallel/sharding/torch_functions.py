@@ -66,12 +66,12 @@ def guard(engine: Sharding) -> GuardedModel:
 
     def zero_grad(*args: Any, **kwargs: Any) -> None:
         sharding, model = reference(), model_reference()
+        if sharding is not None:
+            sharding.zero_grad()  # first, since torch's method may write to gradients
         if before is not None:
             before(*args, **kwargs)
         elif model is not None:
             type(model).zero_grad(model, *args, **kwargs)
-        if sharding is not None:
-            sharding.zero_grad()
 
     if engine.options.stage != STAGE_OF_PARAMETERS:  # else pieces are the model's parameters
         vars(engine.model)["zero_grad"] = zero_grad
@@ -108,13 +108,15 @@ def check_unchanged(engine: Sharding) -> None:
             f"{first_few(names)} were frozen when the model was sharded, but now require a "
             "gradient: unfreeze them before sharding"
         )
-    if engine.options.stage == STAGE_OF_PARAMETERS and (
-        names := [record.name for record, owned in engine.owned() if accumulate_hooks(owned)]
-    ):
+    if engine.options.stage == STAGE_OF_PARAMETERS:
+        hooked = [record.name for record, owned in engine.owned() if accumulate_hooks(owned)]
+    else:
+        hooked = engine.later_hooks()
+    if hooked:
         problems.append(
-            f"post-accumulate hooks of {first_few(names)} would never run, since gradients are "
-            "averaged and stored in pieces: use register_hook, which gets this rank's gradient, "
-            "or change the gradients of the pieces after backward"
+            f"post-accumulate hooks of {first_few(hooked)} would run without a gradient or never, "
+            "since gradients are averaged and stored in pieces: use register_hook, which gets this "
+            "rank's gradient, or change the gradients of the pieces after backward"
         )
     raise_all(problems)
 

@@ -102,6 +102,7 @@ class AsynchronousPipeline(nn.Module):
         optimizer: Optimizer of this rank's stage.
         num_microbatches: Number of micro-batches so far. Set it when a run is resumed.
         num_steps: Number of steps of this rank so far.
+        other_layers: Layers of the model that other ranks train.
         staleness: Number of gradients of this rank, by their measured age: the number of steps
             between a gradient's forward and its own step.
 
@@ -184,7 +185,7 @@ class AsynchronousPipeline(nn.Module):
         else:
             self._replicas = Replicas(self._stages, None)
         self.optimizer = make_optimizer(self._params)
-        self._other_layers = OtherLayers(parts, self._placement, group.rank)
+        self.other_layers = OtherLayers(parts, self._placement, group.rank)
         for layer in own_layers:
             register(self, layer)
 
@@ -305,7 +306,7 @@ class AsynchronousPipeline(nn.Module):
         ages = self._versions.step(self._step_in_place)
         self.optimizer.zero_grad()
         self.num_steps += 1
-        self._other_layers.are_old = True
+        self.other_layers.are_old = True
         self._record(ages)
 
     def _step_in_place(self) -> None:
