@@ -323,13 +323,19 @@ def _old_layers(group: Group) -> list[str]:
     said += [_warned(lambda: model(x)), _warned(lambda: average(x)), _warned(model.state_dict)]
     pickle.dumps(model)
     _, model, _ = _stepped(group)
-    Pipeline(list(model), num_microbatches=1, group=group)  # takes the layers
+    take = partial(Pipeline, list(model), num_microbatches=1, group=group)
+    same = _warned(partial(take, balance=[2, 2]))
     said.append(_warned(lambda: model(x)))
-    return said
+    _, model, _ = _stepped(group)
+    take = partial(Pipeline, list(model), num_microbatches=1, group=group)
+    shifted = [_warned(partial(take, balance=[1, 3])), _warned(partial(take, balance=[1, 3]))]
+    return [*said, same, *shifted]
 
 
 def test_layers_that_other_ranks_have_trained_warn_of_old_values(procs):
-    for called, again, copied, state, *others in procs(2, _old_layers):
+    ranks = procs(2, _old_layers)
+    assert [rank[-2].startswith("a second pipeline of") for rank in ranks] == [False, True]
+    for called, again, copied, state, *others in [[*rank[:-2], rank[-1]] for rank in ranks]:
         for text, use in ((called, "a call"), (copied, "a call"), (state, "state_dict()")):
             assert text.startswith(f"{use} of a model on pipeline stages uses old values")
         assert not again

@@ -61,16 +61,19 @@ class OtherLayers:
         self._handles: list[RemovableHandle] = []
         ranks: defaultdict[nn.Module, set[int]] = defaultdict(set)
         names: dict[nn.Module, str] = {}
+        released: list[OtherLayers] = []
         for part, of_stage in zip(parts, placement, strict=True):
             for layer, module in chain.from_iterable(
                 ((layer, module) for module in layer.module.modules()) for layer in part
             ):
                 ranks[module].update(of_stage)
                 names[module] = layer.name
+        stale = ""
         for module, trainers in ranks.items():
             earlier = _OF_MODULES.pop(module, None)
             if earlier is not None:
-                earlier.release()
+                stale = stale or (names[module] if earlier.are_old and rank in trainers else "")
+                released.append(earlier)
             if rank in trainers or not any(True for _ in module.parameters(recurse=False)):
                 continue
             before = partial(_before_forward, self, names[module])
@@ -79,6 +82,10 @@ class OtherLayers:
             before_state = partial(_before_state_dict, self, names[module])
             self._handles.append(every.register_state_dict_pre_hook(before_state))
             _OF_MODULES[module] = self
+        if stale:
+            warnings.warn(OLD.format("a second pipeline", stale), UserWarning, stacklevel=4)
+        for earlier in released:
+            earlier.release()
 
     def __deepcopy__(self, _memo: object) -> OtherLayers:
         """Return the object itself, since averages of old weights are old as well."""

@@ -306,11 +306,11 @@ class Pipeline(nn.Module):
         """Return the parameters that only a hook of the program could change during a step."""
         if self._optimizers or (self._num_microbatches == 1 and not self._replicas.params):
             return []
-        limited = [
-            p for m in self.modules() if getattr(m, "max_norm", None) for p in m.parameters()
-        ]
-        hooked = [param for param in self.parameters() if accumulate_hooks(param)]
-        return [param for param in hooked if all(param is not other for other in limited)]
+        hooked = {param for param in self.parameters() if accumulate_hooks(param)}
+        for module in self.modules() if hooked else ():
+            if getattr(module, "max_norm", None):  # an embedding that changes its rows itself
+                hooked.difference_update(module.parameters())
+        return list(hooked)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their 2-norm over all stages is at most `max_norm`.
