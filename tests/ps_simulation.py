@@ -58,11 +58,10 @@ class Worker:
 
     def go_on(self) -> None:
         """Continue when the pull under way is answered."""
-        if self.node.postoffice.directory is None:
-            return
         try:
             self.node.postoffice.raise_failure()
-            self._go_on()
+            if self.node.postoffice.directory is not None:
+                self._go_on()
         except StaleError:
             self.is_removed = True
 

@@ -413,11 +413,15 @@ class Postoffice:
                 self.send(delivery.sender, Explained((), lines), answers=delivery.id)
 
     def _is_of_before(self, directory: Directory) -> bool:
-        """Return whether a first directory still lists an earlier process of this worker."""
+        """Return whether a first directory does not list this process of a worker yet.
+
+        Servers would refuse the process, and the scheduler would take it for one that it removed.
+        A run without tables has no shards, and its directory lists no processes.
+        """
+        if self.directory is not None or not directory.chains:
+            return False
         role, number = split_node(self.node)
-        life = self.van.incarnation
-        is_first = self.directory is None and role == "worker"
-        return is_first and directory.lives.get(number, life) != life
+        return role == "worker" and directory.lives.get(number) != self.van.incarnation
 
     def set_directory(self, directory: Directory) -> None:
         """Use a new directory (nodes, and servers of shards), and pass it to all components."""
