@@ -12,6 +12,7 @@ import torch
 
 from braid.ps import BSP, Consistency, Options
 from braid.ps.messages import Here
+from braid.ps.protocol.scheduler_state import CallSpare, SchedulerState
 from braid.runtime.message import Delivery, PeerLost
 from ps_simulation import NUMEL, Simulation
 from support.message_faults import Faults
@@ -213,6 +214,38 @@ def test_each_accepted_push_of_a_worker_that_was_stopped_is_applied(seed, rule, 
         accepted = {clock for each in processes for clock in each.accepted}
         pushed = max(each.table.clock for each in processes)
         assert len(accepted) <= applied[number] <= pushed
+
+
+@pytest.mark.parametrize("policy", ["wait", "replace"])
+def test_a_spare_is_called_until_the_call_arrives(policy):
+    run = stepping_with_adam(0, options=Options(on_worker_loss=policy))
+    calls = run.start_spare()
+    run.begin(0.1)
+    run.network.partition("scheduler", "spare:0", one_way=True)
+    run.crash("worker:0")
+    run.network.run_for(1.0)
+    assert not calls
+    run.network.heal()
+    run.network.run_until(lambda: bool(calls))
+    run.start("worker", 0, run.clock_of(0))
+    run.run()
+    check_bits(run, CLOCKS)
+    num_calls = len(calls)
+    run.network.run_for(1.0)
+    assert calls == [0] * num_calls, "the worker has a process"
+
+
+def test_a_called_spare_that_joins_again_is_called_again():
+    state = SchedulerState(1, 2, on_worker_loss="replace")
+    state.server_joins(0, "address")
+    for worker in range(2):
+        state.worker_joins(worker, life=1 + worker)
+    state.spare_joins(7)
+    assert CallSpare(7, 0) in state.worker_lost(0, "killed", life=1)
+    state.spare_lost(7)  # its link broke with the call
+    assert state.spare_joins(7) == [CallSpare(7, 0)]
+    state.worker_joins(0, life=3)
+    assert state.calls() == state.spare_joins(7) == []
 
 
 @seeds(4, 500)

@@ -130,7 +130,7 @@ class Scheduler:
         handled = (NodeJoin, StopAt, Leave, Drain, Installed, Barrier, NextData, Loads, PeerLost)
         postoffice.register(
             dict.fromkeys(handled, self._handle),
-            on_resend=self._publish,
+            on_resend=self._resend,
             on_tick=self._tick,
             waiting=state.waiting,
         )
@@ -178,6 +178,10 @@ class Scheduler:
                 self._restarted_ns = now_ns
             if now_ns - self._restarted_ns > RETURN_S * 1e9:
                 self._act(self._state.drop_missing())
+
+    def _resend(self) -> None:
+        self._publish()
+        self._act(self._state.calls())
 
     def _handle(self, delivery: Delivery) -> None:
         self._num_handled += 1

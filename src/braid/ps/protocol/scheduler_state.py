@@ -91,6 +91,7 @@ class SchedulerState(MembersState[str, int]):
         self._on_worker_loss = on_worker_loss
         self.failure = ""
         self._spares: list[int] = []  # have joined, and are not called yet
+        self._called: dict[int, int] = {}  # called spare -> worker that has no new process yet
         self._vacant: list[int] = []  # lost workers that wait for a spare or a new process
         self._gone: set[int] = set()  # workers that have left
         self._lives: dict[int, int] = {}  # process of each worker, as its incarnation
@@ -192,6 +193,7 @@ class SchedulerState(MembersState[str, int]):
                 self._removed[worker, known] = "another process has taken its place"
         self._lives[worker] = life
         self._vacant = [number for number in self._vacant if number != worker]
+        self._called = {spare: place for spare, place in self._called.items() if place != worker}
         self.addresses[worker_node(worker)] = ""
         self._gone.discard(worker)
         self.missing.discard(("worker", worker))
@@ -205,6 +207,8 @@ class SchedulerState(MembersState[str, int]):
 
     def spare_joins(self, spare: int) -> list[Instruction]:
         """Add a spare process; call it immediately if a lost worker has no replacement yet."""
+        if spare in self._called:  # the call was lost with a link: a called spare joins as a worker
+            return [CallSpare(spare, self._called[spare])]
         if spare not in self._spares:
             self._spares.append(spare)
         return self._call_spare(self._vacant.pop(0)) if self._vacant else []
@@ -213,6 +217,10 @@ class SchedulerState(MembersState[str, int]):
         """Remove a spare that was lost, or has been called."""
         self._spares = [other for other in self._spares if other != spare]
         return []
+
+    def calls(self) -> list[Instruction]:
+        """Return the calls of spares that have not replaced their workers, to send them again."""
+        return [CallSpare(spare, worker) for spare, worker in self._called.items()]
 
     def worker_leaves(self, worker: int, life: int = 0) -> list[Instruction]:
         """Remove a worker that has finished, in its process with the number `life`."""
@@ -250,6 +258,7 @@ class SchedulerState(MembersState[str, int]):
 
     def release_lost(self) -> list[Instruction]:
         """Remove lost workers from the run, instead of waiting for their new processes."""
+        self._called.clear()
         workers = [] if self.directory is None else list(self.directory.workers)
         lost = [number for number in workers if worker_node(number) not in self.addresses]
         return [instruction for number in lost for instruction in self._remove(number)]
@@ -412,7 +421,9 @@ class SchedulerState(MembersState[str, int]):
         return [PublishDirectory(self.directory)]
 
     def _call_spare(self, worker: int) -> list[Instruction]:
-        return [*self._vacate(worker), CallSpare(self._spares.pop(0), worker)]
+        spare = self._spares.pop(0)
+        self._called[spare] = worker
+        return [*self._vacate(worker), CallSpare(spare, worker)]
 
     def _vacate(self, worker: int) -> list[Instruction]:
         """Remove the process of a worker: servers refuse it, and another may take its place."""
