@@ -172,6 +172,11 @@ class Simulation:
             if directory.head(shard.virtual) == node.number
         )
 
+    def is_vacant(self, worker: int) -> bool:
+        """Return whether a worker has lost its process, and waits for the spare that was called."""
+        directory = self.nodes["scheduler"].postoffice.directory
+        return worker in directory.workers and worker not in directory.lives
+
     def begin(self, extra_s: float) -> None:
         """Let time pass until all have joined, and a little more."""
         scheduler = self.nodes["scheduler"].postoffice

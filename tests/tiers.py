@@ -52,6 +52,7 @@ TIERS: dict[str, Tier] = {
     "unit/test_ps_simulation.py::test_a_run_whose_servers_die": VALUES,
     "unit/test_ps_simulation.py::test_each_accepted_push": VALUES,
     "unit/test_ps_simulation.py::test_each_accepted_push_of_a_worker": PAIRS,
+    "unit/test_ps_simulation.py::test_each_accepted_push_of_a_worker_that_was_stopped_is_applied[bsp-wait": TEST,
     "unit/test_ps_simulation.py::test_hot_shards_move_to_servers_with_little_load[1": ALL,
     "unit/test_ps_storage_resharding.py::test_training": VALUES,
     "unit/test_schedule_pipelines.py::test_v_half_and_v_min": ALL,

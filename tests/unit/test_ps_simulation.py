@@ -57,10 +57,12 @@ def check_bits(run: Simulation, clocks: int, workers: int = 2) -> None:
         assert torch.equal(worker.pulled[-1], alone(workers, clocks))
 
 
-def seeds(fast: int, proof: int) -> object:
+def seeds(fast: int, proof: int, *others: int) -> object:
+    """Return the seeds below `proof`: those below `fast` and `others` have no mark "proof"."""
+    rest = [seed for seed in range(fast, proof) if seed not in others]
     return pytest.mark.parametrize(
         "seed",
-        [*range(fast), *(pytest.param(n, marks=pytest.mark.proof) for n in range(fast, proof))],
+        [*range(fast), *others, *(pytest.param(seed, marks=pytest.mark.proof) for seed in rest)],
     )
 
 
@@ -174,7 +176,7 @@ RULES = {
 }
 
 
-@seeds(3, 300)
+@seeds(6, 300, 18, 39)  # seed 18 delays a join until after a new directory, seed 39 loses a call
 @pytest.mark.parametrize("policy", ["shrink", "wait", "replace"])
 @pytest.mark.parametrize("rule", RULES)
 def test_each_accepted_push_of_a_worker_that_was_stopped_is_applied(seed, rule, policy):
@@ -194,20 +196,21 @@ def test_each_accepted_push_of_a_worker_that_was_stopped_is_applied(seed, rule, 
     run.network.stop("worker:0")
     run.network.run_for(run.random.uniform(1.5, 4.0))  # it is lost after some 2 s
     stopped = run.workers[0]
-    if calls and run.random.random() < 0.5:
-        run.crash("worker:0")
-    else:
+    resumes = not run.is_vacant(0) or run.random.random() >= 0.5
+    if resumes:
         run.network.resume("worker:0")
         run.network.run_for(run.random.random() * 4 if policy == "wait" else 4)
-        if calls:
-            assert stopped.is_removed
-            run.crash("worker:0")
-    if calls:
+    is_replaced = run.is_vacant(0)  # by a spare, which "wait" and "replace" call
+    if is_replaced:
+        run.network.run_until(lambda: bool(calls))
+        if resumes:
+            run.network.run_until(lambda: stopped.is_removed)
+        run.crash("worker:0")
         run.start("worker", 0, run.clock_of(0))
     run.run()
     run.network.run_for(4)
-    assert not any(run.workers[number].is_removed for number in (1, 2))
-    assert policy != "wait" or not stopped.is_removed
+    assert not any(run.workers[number].is_removed for number in range(0 if is_replaced else 1, 3))
+    assert policy != "wait" or is_replaced or not stopped.is_removed
     applied = run.values()
     for number in range(3):
         processes = [each for each in run.processes if each.node.number == number]
