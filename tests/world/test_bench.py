@@ -174,7 +174,7 @@ def test_reports_of_sharding_are_judged_and_shown(tmp_path, capsys):
     assert held == [False, *[True] * 6]
     zero.BENCH.show(report, tmp_path)
     assert "braid, stage 3" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="expected model:batch, got 'gpt'"):
+    with pytest.raises(ConfigError, match="'gpt' does not have the form model:batch"):
         read_fields(zero_worker.Case, "gpt")
     with pytest.raises(ConfigError, match="there is no model rnn"):
         zero.ZeroBench(cases=(zero_worker.Case("rnn", 1),))
