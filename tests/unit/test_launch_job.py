@@ -112,6 +112,7 @@ def test_threads_are_as_given_else_the_users_else_cores_by_ranks():
         (["-n=4", "t.py"], ["-n=4", "--", "t.py"]),
         (["-n", "2", "-m", "a.b", "--x"], ["-n", "2", "-m", "--", "a.b", "--x"]),
         (["--no-python", "ls", "-l"], ["--no-python", "--", "ls", "-l"]),
+        (["--no-compare", "train", "-n", "4"], ["--no-compare", "--", "train", "-n", "4"]),
         (["-n", "2", "--", "t.py", "--"], ["-n", "2", "--", "t.py", "--"]),
         (["--help"], ["--help"]),
         (["-n"], ["-n"]),

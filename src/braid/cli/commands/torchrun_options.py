@@ -70,7 +70,8 @@ def separate_command(arguments: Sequence[str]) -> list[str]:
             return list(arguments)
         if not argument.startswith("-"):
             return [*arguments[:index], "--", *arguments[index:]]
-        index += 1 if argument in OWN_FLAGS or "=" in argument else 2
+        is_alone = argument in OWN_FLAGS or argument.startswith("--no-") or "=" in argument
+        index += 1 if is_alone else 2
     return list(arguments)
 
 
