@@ -417,7 +417,7 @@ def test_a_worker_waits_for_a_directory_with_its_own_process(is_vacant):
     run = stepping_with_adam(0)
     run.begin(0.5)
     before = run.nodes["scheduler"].postoffice.directory
-    if is_vacant:  # a spare was called in the place of the lost process
+    if is_vacant:  # a spare was called to replace the lost process
         before = before.with_workers(before.workers, {1: before.lives[1]})
     run.crash("worker:0")
     office = run.start("worker", 0).postoffice

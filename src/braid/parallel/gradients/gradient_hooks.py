@@ -111,7 +111,7 @@ class GradientHooks:
                 self._partial_handles[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def are_last(self, position: int) -> bool:
-        """Return whether no hook was registered on a parameter after those of this object."""
+        """Return whether this object has registered the last hook of a parameter."""
         hooks = accumulate_hooks(self._records[position].param) or {}
         return not hooks or next(reversed(hooks)) == self._handles[position].id
 

@@ -118,7 +118,7 @@ def _before_state_dict(
 
 
 def warn_of_penalty(loss: torch.Tensor, output: Any, params: Iterable[nn.Parameter]) -> bool:
-    """Warn if a loss uses all weights of this rank, since it cannot use those of other ranks.
+    """Warn if a loss uses all weights of this rank, since it cannot use other ranks' weights.
 
     Args:
         loss: Loss of a micro-batch.

@@ -81,7 +81,7 @@ class FlatGradients:
         self._has_stepped = self._remains = False  # since the last sum; gradients of a step before
         self._moved: dict[int, MovedGradient] = {}  # by the index of the whole parameter
         self._shown: set[int] = set()  # whole parameters with a stand-in as gradient
-        self._hidden: set[int] = set()  # of those, the ones without it since a backward has begun
+        self._hidden: set[int] = set()  # their stand-in is removed while a backward runs
         self._kept: set[int] = set()  # whole parameters with a local gradient of `no_sync`
 
     def busy(self) -> list[FlatGradients]:
