@@ -44,16 +44,31 @@ def in_thread(turns, call):
     return thread, results
 
 
+def test_own_thread_polls_after_followers_that_never_led(turns):
+    own, results = in_thread(turns, turns.begin_own)
+    turns._followers = 1  # its message has come, and it is about to return
+    turns.begin()
+    while not turns._own:
+        turns.guard.wait(0.001)
+    turns._leader = turns._followers = 0
+    turns._rest.put_off()
+    while turns._leader != own.ident:
+        turns.guard.wait(0.001)
+    turns.guard.release()
+    own.join()
+    turns.guard.acquire()
+    assert results == [True]
+
+
 @pytest.mark.parametrize("hand_over", [False, True])
 def test_own_thread_polls_after_a_wait_has_ended(turns, hand_over):
     assert turns.begin()
     thread, results = in_thread(turns, turns.begin_own)
-    while not turns._rests_long:  # as one wait goes on
+    while not turns._own:  # it waits on its alarm
         turns.guard.wait(0.001)
     turns.end(hand_over=hand_over)
     while turns._leader != thread.ident:
         turns.guard.wait(0.001)
-    assert turns._is_urgent is False
     turns.guard.release()
     thread.join()
     turns.guard.acquire()
@@ -84,7 +99,7 @@ def test_nobody_begins_after_the_end(turns):
 
 def test_waking_ends_a_poll_or_starts_one(turns):
     turns.wake()
-    assert (turns._is_urgent, turns.interrupts) == (True, [])
+    assert (turns._rest._is_rung, turns.interrupts) == (True, [])
     turns.begin()
     turns.wake()
     assert turns.interrupts == []  # the thread that polls is this one

@@ -7,7 +7,7 @@ receive meanwhile.
 Idea: one thread at a time receives, the leader. It processes its message itself, and a follower
 becomes the leader. A thread of the program that waits for an answer leads as well: it processes its
 answer, and hands calls of peers to the pool. While programs wait in quick succession the pool stays
-back, and leads after `REST_S` without a leader.
+back, and leads after `REST_S` without a leader: one follower, the standby, waits on an alarm.
 
                rpc_sync begins    a peer calls     rpc_sync ends    REST_S later   a peer calls
     program  ──┼─── LEADS ────────┼─── LEADS ──────┼─── computes ──────────────────────────────
@@ -31,14 +31,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from braid.errors import CommTimeout, StaleError
+from braid.runtime.alarm import Alarm
 from braid.runtime.message import Delivery, Van
 
 __all__ = ["LeaderFollowers"]
 
 LOG = logging.getLogger(__name__)
 
-REST_S = 0.002
-_ALERT_S = 0.2  # after the last message, for which a follower looks whether there is a leader
+REST_S = 0.003
 _TICK_S = 0.25  # longest receive, so that deadlines are noticed
 _TICK_NS = round(_TICK_S * 1e9)
 
@@ -82,18 +82,20 @@ class LeaderFollowers:
         # the leader
         self._has_leader = False
         self._leader_key: object = None  # of the thread of the program that leads
-        self._led_ns = self._now_ns()  # when a thread led or waited last
+        self._led_ns = self._now_ns()  # when a thread led last
         self._ticked_ns = 0
         # threads of the program
         self.num_waiting = 0
         self._waiters: dict[object, threading.Condition] = {}  # threads that wait and do not lead
-        self._waited_ns = 0  # when one waited last
         # threads of the pool
         self._threads: list[threading.Thread] = []
         self._numbers = itertools.count()  # of threads
         self._follower = threading.Condition(self._lock)
         self._num_followers = 0  # with a leader of the pool
-        self._has_standby = False  # a follower that looks whether there is a leader
+        self._num_asleep = 0  # followers that have neither been promoted nor are the standby
+        self._has_standby = False  # a follower that waits on the alarm
+        self._alarm = Alarm(self._lock, REST_S)
+        self._stays_back = False  # since a thread of the program waited, until the alarm rings
         self._bounded, self._urgent = _Backlog(self.max_running), _Backlog(float("inf"))
 
     def start(self) -> None:
@@ -107,10 +109,14 @@ class LeaderFollowers:
         with self._lock:
             self._is_closed = True
             self._follower.notify_all()
+            self._alarm.ring()
             self._wake_waiters()
         for thread in list(self._threads):  # each removes itself
             if thread is not threading.current_thread():
                 thread.join(5.0)
+        with self._lock:
+            if not self._has_standby:
+                self._alarm.close()
 
     # -- the leader: a thread of the program or of the pool
 
@@ -211,11 +217,14 @@ class LeaderFollowers:
     def _step_back(self) -> None:
         """Wait no longer in this thread: another waiting one leads, or the pool after `REST_S`."""
         self.num_waiting -= 1
-        self._waited_ns = self._led_ns = self._now_ns()
+        # A program that calls in a loop waits again microseconds after each answer. If the pool led
+        # in between, each answer would cost a change of threads.
+        self._stays_back = True
+        self._alarm.put_off()
         if self.num_waiting and not self._has_leader:
             self._wake_waiters(1)
         elif not self._has_standby:
-            self._follower.notify()
+            self._promote_follower()
 
     # -- a thread of the pool
 
@@ -264,11 +273,7 @@ class LeaderFollowers:
             backlog.num_processed -= 1
 
     def _may_lead(self) -> bool:
-        # A program that calls in a loop waits again microseconds after each answer. If the pool led
-        # in between, each answer would cost a change of threads; so the pool waits `REST_S` first.
-        if self._has_leader or self.num_waiting:
-            return False
-        return self._now_ns() - self._waited_ns > REST_S * 1e9
+        return not (self._has_leader or self.num_waiting or self._stays_back)
 
     def _lead_in_pool(self) -> None:
         """Receive one message; this thread processes it next, unless too many are processed."""
@@ -276,22 +281,18 @@ class LeaderFollowers:
         if self.num_waiting:
             self._wake_waiters(1)
         if delivery is not None:
+            self._alarm.put_off()
             self._backlog_of(delivery).waiting.append((delivery, self._led_ns))
 
     def _follow(self) -> None:
-        """Wait for a promotion; one follower looks from time to time whether there is a leader."""
-        # A thread of the program that steps back often waits again at once, so it wakes no thread
-        # while one follower looks every `REST_S` whether a leader is missing. The others sleep
-        # until they are promoted: waking all of them would cost more than a call.
-        is_alert = self._now_ns() - self._led_ns < _ALERT_S * 1e9
-        if is_alert and not self._has_standby:
-            self._has_standby = True
-            try:
-                self._follower.wait(REST_S)
-            finally:
-                self._has_standby = False
-        else:
-            self._follower.wait(None if self._has_leader else _TICK_S)
+        """Wait for a promotion, or as the standby until no thread has led for `REST_S`."""
+        if self._has_standby:
+            self._num_asleep += 1
+            self._follower.wait()
+            return
+        self._has_standby = True
+        self._alarm.wait()
+        self._has_standby = self._stays_back = False
 
     # -- promotions, with the lock
 
@@ -299,8 +300,11 @@ class LeaderFollowers:
         """Wake a follower, which processes or leads; start one if there is none."""
         if self._is_closed:
             return
-        if self._num_followers:
+        if self._num_asleep:
+            self._num_asleep -= 1
             self._follower.notify()
+        elif self._has_standby:
+            self._alarm.ring()
         elif len(self._threads) <= self._bounded.limit + self._urgent.num_processed:
             self._spawn()
 
@@ -344,9 +348,9 @@ class LeaderFollowers:
         Call it when an answer will come for which no thread may wait.
         """
         with self._lock:
-            self._waited_ns = 0
-            if not self._has_leader and not self.num_waiting:
-                self._follower.notify()
+            self._stays_back = False
+            if not (self._has_leader or self.num_waiting or self._urgent.num_processed):
+                self._promote_follower()
 
     def notify(self) -> None:
         """Wake all waiting threads of the program, which then check their conditions."""

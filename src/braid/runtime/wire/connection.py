@@ -228,10 +228,8 @@ class Connection(Closing):
         decoder = self._decoder
         try:
             while (frame := decoder.next_frame(allocate)) is None:
-                nbytes = self._socket.recv_into(decoder.next_view())
-                if nbytes == 0:
+                if not decoder.read(self._socket.recv_into):
                     raise self._lost(self._gone) from self._gone
-                decoder.advance(nbytes)
         except BlockingIOError:
             return None
         except OSError as exc:

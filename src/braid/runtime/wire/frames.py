@@ -22,7 +22,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
+
+import msgspec
 
 from braid.errors import CommError, ConfigError
 from braid.runtime.wire.frame_mac import CODE_BYTES, FrameMac
@@ -40,7 +42,7 @@ Buffer: TypeAlias = Any
 Allocate: TypeAlias = Callable[[bytes, tuple[int, ...]], Sequence[memoryview]]
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct):
     """One frame: metadata and buffers that are sent together.
 
     Attributes:
@@ -129,9 +131,8 @@ def encode(
 class FrameDecoder:
     """Turns a stream of bytes, split anywhere, into frames; does not read a socket itself.
 
-    The caller repeats: `next_frame()`; if that is None, read into `next_view()` and report the
-    number of bytes with `advance()`. After an error the frame boundaries are unknown: close the
-    stream.
+    The caller repeats: `next_frame()`; if that is None, `read()`. After an error the frame
+    boundaries are unknown: close the stream.
 
     Args:
         limits: Limits of a frame; larger frames are refused.
@@ -142,6 +143,7 @@ class FrameDecoder:
         self, limits: FrameLimits = DEFAULT_LIMITS, *, mac: FrameMac | None = None
     ) -> None:
         self._limits = limits
+        self._most_meta_bytes = min(limits.max_meta_bytes, limits.max_frame_bytes)
         self._mac = mac
         self._scratch = memoryview(bytearray(READ_AHEAD_BYTES))
         self._begin = 0  # scratch[begin:end] has been read, but not used
@@ -162,22 +164,27 @@ class FrameDecoder:
         """Whether bytes have been read that `next_frame` has not processed."""
         return self._meta is None and self._end - self._begin >= self._head_bytes
 
-    def next_view(self) -> memoryview:
-        """Return the memory for the next bytes, never empty. Call again after each `advance`."""
+    def read(self, read_into: Callable[[memoryview], int]) -> int:
+        """Read the next bytes of the stream.
+
+        Args:
+            read_into: Function that writes bytes to the beginning of a memoryview, which is never
+                empty, and returns their number.
+
+        Returns:
+            What `read_into` returned.
+        """
         if self._meta is not None:
-            return self._buffers[self._index][self._filled :]
+            nbytes = read_into(self._buffers[self._index][self._filled :])
+            self._fill(nbytes)
+            return nbytes
         if self._begin == self._end:
             self._begin = self._end = 0
         if self._begin + self._head_bytes > len(self._scratch):
             self._make_room()
-        return self._scratch[self._end :]
-
-    def advance(self, nbytes: int) -> None:
-        """Record that `nbytes` have been written to the beginning of `next_view()`."""
-        if self._meta is not None:
-            self._fill(nbytes)
-        else:
-            self._end += nbytes
+        nbytes = read_into(self._scratch[self._end :])
+        self._end += nbytes
+        return nbytes
 
     def next_frame(self, allocate: Allocate | None = None) -> Frame | None:
         """Return the next whole frame, or None when more bytes are needed.
@@ -217,17 +224,21 @@ class FrameDecoder:
     def feed(self, data: Buffer, allocate: Allocate | None = None) -> list[Frame]:
         """Return all frames that `data` completes; for callers that already hold the bytes."""
         rest = memoryview(data).cast("B")
+
+        def take(target: memoryview) -> int:
+            nonlocal rest
+            count = min(len(target), len(rest))
+            target[:count] = rest[:count]
+            rest = rest[count:]
+            return count
+
         frames = []
         while True:
             while (frame := self.next_frame(allocate)) is not None:
                 frames.append(frame)
             if not len(rest):
                 return frames
-            target = self.next_view()
-            count = min(len(target), len(rest))
-            target[:count] = rest[:count]
-            self.advance(count)
-            rest = rest[count:]
+            self.read(take)
 
     def _open(self, allocate: Allocate) -> bool:
         """Read a head if it has arrived, after its `_HEADER`; prepare for its buffers."""
@@ -253,7 +264,8 @@ class FrameDecoder:
         sizes: tuple[int, ...] = ()
         if count:
             sizes = struct.unpack_from(f"<{count}Q", self._scratch, begin + _HEADER.size)
-        self._check(meta_bytes, count, sum(sizes))
+        if count or meta_bytes > self._most_meta_bytes:
+            self._check(meta_bytes, count, sum(sizes))
         self._buffers = _checked(allocate(meta, sizes), sizes) if count else []
         if self._mac is not None and count:
             self._buffers.append(memoryview(bytearray(CODE_BYTES)))

@@ -90,15 +90,14 @@ class PipeStream:
         decoder = self._decoder
         try:
             while (frame := decoder.next_frame(allocate)) is None:
-                nbytes = self._read(decoder.next_view())
-                if not nbytes:
+                if not decoder.read(self._read):
                     raise self._lost(None)
-                decoder.advance(nbytes)
         except BlockingIOError:
             return None
         except OSError as exc:
             raise self._lost(exc) from exc
-        return frame._replace(is_followed=True) if self._received else frame
+        frame.is_followed |= bool(self._received)
+        return frame
 
     def close(self) -> None:
         """Close both pipes. Idempotent."""

@@ -26,11 +26,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from braid.runtime.alarm import Alarm
 from braid.runtime.message.guard import Guard
 
 __all__ = ["REST_S", "PollTurns"]
 
-REST_S = 0.002  # longer than the usual time between two waits of a program
+REST_S = 0.003  # longer than the usual time between two waits of a program
 
 
 class PollTurns:
@@ -46,13 +47,10 @@ class PollTurns:
     def __init__(self, guard: Guard, interrupt: Callable[[], None]) -> None:
         self._guard = guard
         self._interrupt = interrupt
-        self._rest = threading.Condition(guard.lock)  # for the van's thread
+        self._rest = Alarm(guard.lock, REST_S)  # for the van's thread
         self._leader = 0  # identity of the thread that polls; 0 if none does
         self._own = 0
-        self._num_waits = 0  # number of polls by other threads than the van's
         self._followers = 0
-        self._rests_long = False
-        self._is_urgent = False
         self._is_stopping = False
 
     @property
@@ -80,13 +78,11 @@ class PollTurns:
                 waits outside of the van.
         """
         self._leader = 0
-        self._num_waits += 1
         if self._followers:
             self._guard.notify_all()
         elif hand_over:
-            self._is_urgent = True
-        if self._rests_long or hand_over:
-            self._rest.notify()
+            self._rest.ring()
+        self._rest.put_off()
 
     def follow(self, seconds: float) -> None:
         """Wait while another thread polls, until the van's state changes or this one may poll."""
@@ -105,33 +101,33 @@ class PollTurns:
         if self._leader:
             self._interrupt()
         else:
-            self._is_urgent = True
-            self._rest.notify()
+            self._rest.ring()
 
     def begin_own(self) -> bool:
         """Block the van's thread until it has to poll; return False when it has to end."""
         self._own = threading.get_ident()
         if self._leader == self._own:
             self._leader = 0
-        seen = self._num_waits
         if self._followers:
-            seen = -1  # a follower leads; check again after a rest
             self._guard.notify_all()
-        while not self._is_stopping:
-            is_quiet = seen == self._num_waits
-            if not self._leader and not self._followers and (is_quiet or self._is_urgent):
-                self._is_urgent = False
-                self._leader = self._own
-                return True
-            self._rests_long = is_quiet and bool(self._leader)
-            seen = self._num_waits
-            self._rest.wait(None if self._rests_long else REST_S)
-            self._rests_long = False
-        return False
+        while self._leader or self._followers:
+            if self._is_stopping:
+                return False
+            if not self._leader:
+                self._rest.put_off()  # the followers may end their waits without leading
+            self._rest.wait()
+        if self._is_stopping:
+            return False
+        self._leader = self._own
+        return True
 
     def stop(self) -> None:
         """Prevent further polls, and end the current one."""
         self._is_stopping = True
-        self._rest.notify()
+        self._rest.ring()
         if self._leader:
             self._interrupt()
+
+    def close(self) -> None:
+        """Release the alarm; the van's thread has ended."""
+        self._rest.close()

@@ -182,6 +182,7 @@ class StreamVan(Van):
                 self._interrupt()
                 self._turns.follow(1.0)
             self._close_retired()
+            self._turns.close()
         if self._listener is not None:
             self._listener.close()
         self._poller.close()
