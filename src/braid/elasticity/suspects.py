@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from braid.comm import Group
 from braid.elasticity.members import Members
-from braid.elasticity.replica import Replica, WholeModel
+from braid.elasticity.replica import Replica
 from braid.errors import MismatchError
 
 __all__ = [
@@ -63,7 +63,7 @@ class StepTimes:
 
     def __init__(self, factor: float, replica: Replica) -> None:
         self._replaces = bool(factor)
-        self._factor = factor or SLOW * isinstance(replica, WholeModel)
+        self._factor = factor or SLOW * replica.has_times
         self._replica = replica
         self._has_named = False
         self._began_ns = 0

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -416,7 +415,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
 
     def statistics(self) -> dict[str, int]:
         """Return numbers of operations and bytes, and nanoseconds in operations and in waits."""
-        return asdict(self._engine.statistics)
+        return vars(self._engine.statistics).copy()
 
     def __repr__(self) -> str:
         state = self._closed or f"{self._engine.statistics.num_operations} operations"

@@ -71,7 +71,7 @@ class Capabilities(NamedTuple):
             raise ConfigError(msg)
 
 
-@dataclass(slots=True)
+@dataclass
 class GroupStatistics:
     """Counters of a group's operations on this rank.
 
