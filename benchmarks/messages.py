@@ -6,6 +6,7 @@ stages, a remote call, and a push to a parameter server until it is accepted.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,20 +16,26 @@ from rich.table import Table
 
 from benchmarks.workers.messages import BYTES, PARTS, PATHS, Plan, Row, calls, exchange, pushes
 from braid.cli.bench.harness.ranks import figures_of
-from braid.cli.bench.harness.report import Benchmark, Report, check_minimums, unknown
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, check_minimums, unknown
 from braid.runtime.terminal_table import add_group, new_table
 
-__all__ = ["BENCH", "MessageBench", "MessageReport"]
+__all__ = ["BENCH", "MessageBench", "MessageReport", "message_verdicts"]
 
 LABELS = {
     "group": "send and recv, there and back",
-    "torch": "the same by torch.distributed",
+    "torch": "send and recv by torch.distributed, there and back",
     "edge": "between pipeline stages, there and back",
     "call": "remote call, there and back",
     "push": "push, until it is accepted",
 }
 WORKERS = ((exchange, 2, {"group", "torch", "edge"}), (calls, 2, {"call"}), (pushes, 3, {"push"}))
 COLUMNS = (*PARTS, "other")
+TARGETS_US = {
+    ("group", "1 KiB"): 15.0,
+    ("torch", "1 KiB"): 22.0,
+    ("torch", "16 MiB"): 2200.0,
+    ("push", "1 KiB"): 100.0,
+}
 
 
 class MessageReport(Report, kw_only=True):
@@ -87,4 +94,14 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.size, f"{row.seconds * 1e6:,.0f}", *shares, *calls
 
 
-BENCH = Benchmark("messages", MessageBench, _measure, _table, lambda _report: (), width=176)
+def message_verdicts(report: MessageReport) -> Iterator[BenchVerdict]:
+    """Yield the verdicts on the targets for messages."""
+    for row in report.rows:
+        most_us = TARGETS_US.get((row.path, row.size))
+        if most_us is not None:
+            claim = f"{LABELS[row.path]}, {row.size}: at most {most_us:,.0f} us"
+            us = row.seconds * 1e6
+            yield BenchVerdict(claim, f"measured {us:,.0f}", us <= most_us)
+
+
+BENCH = Benchmark("messages", MessageBench, _measure, _table, message_verdicts, width=176)

@@ -67,7 +67,7 @@ SWEPT = Case("compute", "1f1b", 8)
 EXPOSED = 0.2  # fraction of Gloo's step; with less, the wide case is inconclusive
 LEAST_SPEEDUP = {"wide": 1.15, "compute": 0.99}
 LEAST_EFFICIENCY = 0.9
-MOST_ACTION_S = 100e-6
+MOST_ACTION_S = 40e-6
 
 
 class PipelineReport(Report, kw_only=True):

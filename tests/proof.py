@@ -23,6 +23,8 @@ from benchmarks.hooks import HooksBench, HooksReport, hooks_verdicts
 from benchmarks.horovod import BENCH as HOROVOD_BENCH
 from benchmarks.horovod import FusionBench, fusion_verdicts
 from benchmarks.lab import what_is_missing
+from benchmarks.messages import BENCH as MESSAGES_BENCH
+from benchmarks.messages import MessageBench, message_verdicts
 from benchmarks.model import BENCH as MODEL_BENCH
 from benchmarks.model import ModelBench, ModelReport, verdicts
 from benchmarks.net import BENCH as NET_BENCH
@@ -31,6 +33,8 @@ from benchmarks.pipeline import BENCH as PIPELINE_BENCH
 from benchmarks.pipeline import PipelineBench, pipeline_verdicts
 from benchmarks.ps import BENCH as PS_BENCH
 from benchmarks.ps import PsBench, ps_verdicts
+from benchmarks.rpc import BENCH as RPC_BENCH
+from benchmarks.rpc import RpcBench, rpc_verdicts
 from benchmarks.tp import BENCH as TP_BENCH
 from benchmarks.tp import TpBench, tp_verdicts
 from benchmarks.zero import BENCH as ZERO_BENCH
@@ -121,6 +125,7 @@ FLOORS = {
     ("all_gather", 32 * MIB, "braid"): 6,  # 16 MiB of each rank
     ("reduce_scatter", 32 * MIB, "braid"): 6,
     ("broadcast", 16 * MIB, "braid"): 2.5,
+    ("broadcast", 16 * MIB, "torch"): 3,
     ("all_to_all", 16 * MIB, "braid"): 2.5,
     ("send_recv", 16 * MIB, "braid"): 2.5,
 }
@@ -143,6 +148,8 @@ def main(parts: Sequence[str]) -> int:
         "horovod": horovod_proof,
         "pipeline": pipeline_proof,
         "zero": zero_proof,
+        "messages": messages_proof,
+        "rpc": rpc_proof,
         "ps": ps_proof,
         "network": network_proof,
     }
@@ -233,6 +240,19 @@ def zero_proof(commit: str) -> list[str]:
     return targets_of("zero", "python -m benchmarks zero", report, zero_verdicts(report), commit)
 
 
+def messages_proof(commit: str) -> list[str]:
+    """Messages of each path."""
+    report = MESSAGES_BENCH.measure(MessageBench(out=ROOT / "runs" / "proof-messages"))
+    command = "python -m benchmarks messages"
+    return targets_of("messages", command, report, list(message_verdicts(report)), commit)
+
+
+def rpc_proof(commit: str) -> list[str]:
+    """Remote calls, beside torch's RPC."""
+    report = RPC_BENCH.measure(RpcBench(out=ROOT / "runs" / "proof-rpc"))
+    return targets_of("rpc", "python -m benchmarks rpc", report, list(rpc_verdicts(report)), commit)
+
+
 def ps_proof(commit: str) -> list[str]:
     """A parameter server, beside sockets, torch's RPC and an all-reduce; a hundred servers are killed."""
     report = PS_BENCH.measure(PsBench(rounds=24, kills=100, out=ROOT / "runs" / "proof-ps"))
@@ -304,7 +324,7 @@ def host_proof(commit: str) -> list[str]:
     faults = run_fault_trials(
         NUM_TRIALS, SEED, ROOT / "tests" / "world" / "comm_fault_job.py", stopped_limit_s=1.0
     )
-    import_ms, event_us = import_time_ms(), event_cost_us()
+    import_ms, init_ms, event_us = import_time_ms(), init_time_ms(), event_cost_us()
     demo, demo_s = run_demo()
     figures = "\n".join(
         [
@@ -326,6 +346,7 @@ def host_proof(commit: str) -> list[str]:
             f"| death by signal known to the launcher | {milliseconds(faults.noticed_s)} |",
             f"| `braid demo`, from the command to its end | {demo_s:.0f} s |",
             f"| `import braid` on top of `import torch` | {import_ms:.1f} ms |",
+            f"| `import braid` and `braid.init()` of two ranks on top of `import torch` | {init_ms:.0f} ms |",
             f"| one recorded span, begin and end | {event_us:.1f} us |",
         ]
     )
@@ -336,7 +357,7 @@ def host_proof(commit: str) -> list[str]:
     replace_section("failure", f"```\n{failing}\n```")
     hanging = run_job(HANGING_JOB, "runs/b7e").strip()
     replace_section("hang", f"```\n{hanging}\n```")
-    return targets_missed(comm, faults, import_ms, event_us, demo_s)
+    return targets_missed(comm, faults, import_ms, init_ms, event_us, demo_s)
 
 
 def network_proof(commit: str) -> list[str]:
@@ -490,6 +511,7 @@ def targets_missed(
     comm: CommReport,
     faults: FaultReport,
     import_ms: float,
+    init_ms: float,
     event_us: float,
     demo_s: float,
 ) -> list[str]:
@@ -509,6 +531,8 @@ def targets_missed(
         ("left behind", sum(faults.left_behind.values()), 0),
         ("survivors know, median ms", faults.survived_s(0.5) * 1e3, 200),
         ("import ms", import_ms, 300),
+        ("all_reduce of 256 KiB us", rows["all_reduce", 256 * KIB].seconds["braid"] * 1e6, 26),
+        ("init ms", init_ms, 120),
         ("event us", event_us, 2),
         ("demo s", demo_s, 90),
     ]
@@ -530,6 +554,29 @@ def import_time_ms() -> float:
     run = partial(subprocess.run, [sys.executable, "-c", code], env=env, check=True)
     times = [float(run(capture_output=True).stdout) for _ in range(6)]
     return statistics.median(times[1:]) * 1e3  # the first writes the bytecode
+
+
+def init_time_ms() -> float:
+    program = (
+        "import time, torch; t = time.perf_counter(); import braid; group = braid.init(); "
+        "print('took', time.perf_counter() - t) if not group.rank else None"
+    )
+    command = [sys.executable, "-m", "braid", "run", "-n", "2", "--log-dir"]
+    times = []
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "job.py").write_text(program)
+        for number in range(6):
+            done = subprocess.run(
+                [*command, f"{number}", "job.py"],
+                check=True,
+                capture_output=True,
+                text=True,
+                cwd=directory,
+            )
+            times += [
+                float(line.split()[-1]) for line in done.stdout.splitlines() if "took" in line
+            ]
+    return statistics.median(times[1:]) * 1e3
 
 
 def event_cost_us(count: int = 50_000) -> float:

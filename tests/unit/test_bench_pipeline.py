@@ -65,8 +65,8 @@ def report_of(*, measured=(), held=(), swept=()):
         (measured("wide", gloo=0.81), [None]),  # too little is exposed to show anything
         (measured("compute", speedup=0.99, braid=0.9), [True, True]),
         (measured("compute", speedup=0.98, braid=0.89), [False, False]),
-        (measured("tiny", action_s=100e-6), [True]),
-        (measured("tiny", action_s=101e-6), [False]),
+        (measured("tiny", action_s=40e-6), [True]),
+        (measured("tiny", action_s=41e-6), [False]),
     ],
 )
 def test_each_promise_is_held_up_to_its_limit(row, verdicts):

@@ -23,6 +23,12 @@ def test_every_path_is_measured(tmp_path):
     by_path = {row.path: row.system_calls for row in report.rows}
     assert by_path["group"].get("sendmsg", 0) == 0
     assert by_path["call"]["sendmsg"] >= 1
+    claims = [verdict.claim for verdict in messages.message_verdicts(report)]
+    assert [claim.split(",")[0] for claim in claims] == [
+        "send and recv",
+        "send and recv by torch.distributed",
+        "push",
+    ]
 
 
 def test_wrong_options_are_refused():
