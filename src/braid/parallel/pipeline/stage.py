@@ -93,17 +93,13 @@ class _Pass(NamedTuple):
 
     Attributes:
         arguments: Arguments of the forward, for recomputation.
-        inputs: Tensors that get a gradient, of the value and of each skip connection.
-        outputs: Tensors with gradients to receive, of the value and of each skip connection.
-        num_inputs: Numbers of inputs, by edge; None is the value.
-        num_outputs: Numbers of outputs, by edge; None is the value.
+        inputs: Tensors that get a gradient, by edge; None is the value.
+        outputs: Tensors that require a gradient, by edge; None is the value.
     """
 
     arguments: _ForwardArguments
-    inputs: Gradients
-    outputs: Gradients
-    num_inputs: dict[Edge | None, int]
-    num_outputs: dict[Edge | None, int]
+    inputs: dict[Edge | None, Gradients]
+    outputs: dict[Edge | None, Gradients]
 
 
 class Stage:
@@ -195,7 +191,8 @@ class Stage:
         inputs = [*tensors_in((arguments.value, popped))] if again else []
         versions = [version_of(x) for x in inputs]
         noting = self._noting_buffers() if again else nullcontext()
-        with torch.set_grad_enabled(keeps), noting, _dropping(drops=drops), keeping:
+        dropping = _dropping() if drops else nullcontext()
+        with torch.set_grad_enabled(keeps), noting, dropping, keeping:
             value, stashed = self._run(arguments)
         if versions != [version_of(x) for x in inputs]:
             msg = (
@@ -206,7 +203,7 @@ class Stage:
         if keeps and not drops:
             self._passes[microbatch] = self._pass_of(arguments, value, stashed)
         if drops:  # only the inputs are kept
-            self._passes[microbatch] = _Pass(arguments, [], [], {}, {})
+            self._passes[microbatch] = _Pass(arguments, {}, {})
             value, stashed = (map_tensors(x, _cut_off) for x in (value, stashed))
         return value, stashed
 
@@ -229,10 +226,7 @@ class Stage:
     def replace_outputs(self, microbatch: int, value: Any) -> None:
         """Replace the outputs of a micro-batch by other tensors, such as a loss."""
         forward_pass = self._passes[microbatch]
-        outputs = _with_grad(value)
-        self._passes[microbatch] = forward_pass._replace(
-            outputs=outputs, num_outputs={None: len(outputs)}
-        )
+        self._passes[microbatch] = forward_pass._replace(outputs={None: _with_grad(value)})
 
     def backward(
         self, microbatch: int, grads: Mapping[Edge | None, Sequence[torch.Tensor]]
@@ -246,17 +240,15 @@ class Stage:
             grads: Gradients of the outputs that require one, in order, by skip connection; None for
                 the outputs to the next stage.
         """
-        forward_pass = self._passes.pop(microbatch)
-        if forward_pass.outputs:
-            torch.autograd.backward(
-                forward_pass.outputs, _in_order(forward_pass.num_outputs, grads)
-            )
-        if forward_pass.arguments.weights is not None:
-            forward_pass.arguments.weights.add_gradients()
-        input_grads = [
-            torch.zeros_like(x) if x.grad is None else x.grad for x in forward_pass.inputs
-        ]
-        return _by_edge(forward_pass.num_inputs, input_grads)
+        arguments, inputs, by_edge = self._passes.pop(microbatch)
+        if outputs := _flat(by_edge):
+            torch.autograd.backward(outputs, [grad for edge in by_edge for grad in grads[edge]])
+        if arguments.weights is not None:
+            arguments.weights.add_gradients()
+        return {
+            edge: [torch.zeros_like(x) if x.grad is None else x.grad for x in some]
+            for edge, some in inputs.items()
+        }
 
     def backward_to_inputs(
         self, microbatch: int, grads: Mapping[Edge | None, Sequence[torch.Tensor]]
@@ -265,15 +257,12 @@ class Stage:
 
         For the arguments see `backward`.
         """
-        forward_pass = self._passes.pop(microbatch)
+        _, inputs, outputs = self._passes.pop(microbatch)
         replaced = (p for params in self.replaced.values() for p in params.values())
         params = [p for p in (*self.parameters(), *replaced) if p.requires_grad]
-        split = self._split[microbatch] = SplitBackward(
-            forward_pass.outputs, forward_pass.inputs, params
-        )
-        return _by_edge(
-            forward_pass.num_inputs, split.to_inputs(_in_order(forward_pass.num_outputs, grads))
-        )
+        split = self._split[microbatch] = SplitBackward(_flat(outputs), _flat(inputs), params)
+        input_grads = iter(split.to_inputs([grad for edge in outputs for grad in grads[edge]]))
+        return {edge: list(islice(input_grads, len(some))) for edge, some in inputs.items()}
 
     def backward_to_weights(self, microbatch: int) -> None:
         """Add the gradients of the parameters for a micro-batch."""
@@ -281,8 +270,7 @@ class Stage:
 
     def outputs(self, microbatch: int, edge: Edge | None = None) -> Gradients:
         """Return the outputs, or tensors stashed for `edge`, that require a gradient."""
-        forward_pass = self._passes[microbatch]
-        return _by_edge(forward_pass.num_outputs, forward_pass.outputs)[edge]
+        return self._passes[microbatch].outputs[edge]
 
     def clear(self) -> None:
         """Drop the state of all running forwards, after a failure."""
@@ -356,13 +344,7 @@ class Stage:
         outputs: dict[Edge | None, Gradients] = {None: _with_grad(value)}
         for edge in self.stashes:
             outputs[edge] = _with_grad(stashed[edge])
-        return _Pass(
-            arguments,
-            [x for some in inputs.values() for x in some],
-            [x for some in outputs.values() for x in some],
-            {edge: len(some) for edge, some in inputs.items()},
-            {edge: len(some) for edge, some in outputs.items()},
-        )
+        return _Pass(arguments, inputs, outputs)
 
     def _copies_of_buffers(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
         """Return copies of the buffers that forwards change; of all before the first forward."""
@@ -440,16 +422,13 @@ def _call_with(
     return functional_call(module, params, args, kwargs, tie_weights=False)
 
 
-def _around(draws: Draws | None) -> Callable[[str], AbstractContextManager[None]]:
+def _around(draws: Draws | None) -> Callable[[str], AbstractContextManager[object]]:
     return (lambda _name: nullcontext()) if draws is None else draws.layer
 
 
 @contextmanager
-def _dropping(*, drops: bool) -> Iterator[None]:
-    """Return a context in which autograd saves nothing, if `drops`."""
-    if not drops:
-        yield
-        return
+def _dropping() -> Iterator[None]:
+    """Return a context in which autograd saves nothing."""
     token = CHECKPOINTING.set(True)
     try:
         with saved_tensors_hooks(lambda _x: None, _refuse):
@@ -479,15 +458,8 @@ def _replaced(values: Mapping[tuple[nn.Module, str], torch.Tensor]) -> Iterator[
             own_buffers(module)[name] = buffer
 
 
-def _in_order(
-    counts: Mapping[Edge | None, int], grads: Mapping[Edge | None, Sequence[torch.Tensor]]
-) -> Gradients:
-    return [grad for edge in counts for grad in grads[edge]]
-
-
-def _by_edge(counts: Mapping[Edge | None, int], tensors: Gradients) -> dict[Edge | None, Gradients]:
-    rest = iter(tensors)
-    return {edge: list(islice(rest, count)) for edge, count in counts.items()}
+def _flat(by_edge: Mapping[Edge | None, Gradients]) -> Gradients:
+    return [x for some in by_edge.values() for x in some]
 
 
 def _with_grad(value: Any) -> Gradients:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -111,14 +111,12 @@ class Draws:
         self._step = step
         self._samples = samples
 
-    @contextmanager
-    def layer(self, name: str) -> Iterator[None]:
+    def layer(self, name: str) -> AbstractContextManager[object]:
         """Return a context in which random operations draw the numbers of the layer `name`.
 
         Cost: 1 us for each torch operation inside; dropout about 30 operations for each element.
         """
-        with _LayerDraws((self._seed, self._step, name), self._samples):
-            yield
+        return _LayerDraws((self._seed, self._step, name), self._samples)
 
 
 def numbers_from_now() -> Callable[[], AbstractContextManager[Any]]:
