@@ -22,6 +22,7 @@ from braid.train.config import MODELS
 from braid.train.gpt import GPT, mean_loss
 
 ROWS, LENGTH, STEPS = 8, 8, 3
+UNEVEN = {1: [8], 2: [3, 5], 4: [2, 1, 2, 3]}  # rows, by the number of replicas
 SIZE = MODELS["tiny"]
 
 
@@ -149,7 +150,7 @@ def _mixture(group: Group, mesh: str, directory: str, shard: int = 0) -> Any:
     hybrid = HybridParallel(own, mesh, group, num_microbatches=2, shard=shard)
     hybrid.attach(optimizer)
     samples = hybrid.samples
-    mine = x.chunk(samples.size)[samples.rank]
+    mine = x.split(UNEVEN[samples.size])[samples.rank]
     losses, norms = [], []
     for _ in range(STEPS):
         hybrid.zero_grad()

@@ -82,9 +82,11 @@ __all__ = [
     "functions_of_nn",
     "has_internal_overlap",
     "is_profiling",
+    "is_sum",
     "known_groups",
     "missing",
     "num_results",
+    "num_terms",
     "own_buffers",
     "own_modules",
     "own_parameters",
@@ -300,6 +302,8 @@ def version_of(x: torch.Tensor) -> int:
 
 # Autograd.
 
+_MEAN, _SUM = 1, 2  # reductions of losses
+
 current_graph_task: Callable[[], int] = _value("torch._C._current_graph_task_id")  # -1 outside
 current_node: Callable[[], Node | None] = _value("torch._C._current_autograd_node")
 can_set_data: Callable[[torch.Tensor, torch.Tensor], bool]
@@ -327,6 +331,18 @@ def queue_callback(call: Callable[[], object]) -> None:
 def num_results(node: Node) -> int:
     """Return the number of values that a node's operation returned."""
     return len(_input_metadata(node))
+
+
+def is_sum(loss: torch.Tensor) -> bool:
+    """Return whether one of torch's losses was reduced by a sum, as far as its node shows it."""
+    return getattr(loss.grad_fn, "_saved_reduction", None) == _SUM
+
+
+def num_terms(loss: torch.Tensor) -> float | None:
+    """Return the sum of the weights of a cross entropy's targets; None if its node has no mean."""
+    total = getattr(loss.grad_fn, "_saved_total_weight", None)
+    is_mean = getattr(loss.grad_fn, "_saved_reduction", None) == _MEAN
+    return float(total) if is_mean and total is not None else None
 
 
 active_ddp: Callable[[], nn.parallel.DistributedDataParallel | None]  # during its forward

@@ -57,6 +57,7 @@ from braid.parallel.hybrid.sharded_stages import ShardedStages
 from braid.parallel.hybrid.snapshot import HybridSnapshot
 from braid.parallel.hybrid.torch_functions import guard, release
 from braid.parallel.pipeline import Pipeline
+from braid.parallel.pipeline.micro_losses import Loss, LossWeight
 from braid.parallel.sharding import Sharding
 from braid.parallel.tensor_parallel import divide_states, parallelize, slicing_of, undivide
 from braid.programs.layout import Mesh
@@ -91,8 +92,7 @@ class HybridParallel:
         num_microbatches: See `Pipeline`.
         plan: See `parallelize`; None for a model of a known family.
         shard: State to shard over replicas: 1 for optimizer states, 2 for gradients too, 3 for
-            parameters too; 0 for none. The optimizer then needs `attach`, and all replicas need the
-            same number of samples.
+            parameters too; 0 for none. The optimizer then needs `attach`.
         averages: Whether `step` averages gradients and losses over replicas. If False,
             `whole_records()` returns this replica's own gradients, and the caller averages them.
         options: Other arguments of `Pipeline`, such as schedule, balance, recompute and seed.
@@ -162,6 +162,8 @@ class HybridParallel:
             replicas=self._replicas if self._adds_in_pipeline(shard) else None,
             **options,
         )
+        if averages and self._replicas.size > 1 and not self._adds_in_pipeline(shard):
+            self.pipeline.average_over(self._replicas)
         self._sharded: ShardedStages | None = None
         if shard and self.pipeline.splits_backward:
             msg = (
@@ -237,36 +239,50 @@ class HybridParallel:
         msg = "a model on a mesh cannot be called: use step(batch, target, loss=...) or evaluate"
         raise ConfigError(msg)
 
-    def step(self, batch: Any, target: Any, *, loss: Any) -> torch.Tensor:
+    def step(
+        self, batch: Any, target: Any, *, loss: Loss, loss_weight: LossWeight | None = None
+    ) -> torch.Tensor:
         """Run forwards and backwards of a batch; see `Pipeline.step`.
 
         Args:
             batch: Inputs of this rank's replica; the same on all ranks of the replica.
             target: Targets of the loss.
-            loss: Function (output, target) that returns the mean loss over samples.
+            loss: Function (output, target) that returns the mean loss of a micro-batch.
+            loss_weight: Function of a micro-batch's targets that returns the number of terms of
+                its mean; None for its rows. Replicas weigh their terms, too.
 
         Returns:
             Mean loss over all replicas, on all ranks.
         """
+        if loss_weight is not None and not self._averages:
+            msg = (
+                "loss_weight= cannot be used in an elastic training, where micro-batches are "
+                "weighed by their rows: leave it out, and use rows with equally many targets that "
+                "count"
+            )
+            raise ConfigError(msg)
         inputs, targets = self._cut(batch, target)
         if self._sharded is not None:
             self._sharded.sharding.begin_step()
             with self._sharded.sharding.no_sync():
-                mean_loss = self.pipeline.step(inputs, targets, loss=loss)
+                mean_loss = self.pipeline.step(inputs, targets, loss=loss, loss_weight=loss_weight)
             if self._averages:
                 self._sharded.average()
         else:
-            mean_loss = self.pipeline.step(inputs, targets, loss=loss)
+            mean_loss = self.pipeline.step(inputs, targets, loss=loss, loss_weight=loss_weight)
             if self._experts.size > 1:
                 average_gradients(self.pipeline, self._experts, self._alike)
         is_averaged = self._adds_in_pipeline() or not self._averages
         return mean_loss if is_averaged else self._replicas.all_reduce(mean_loss, op="avg")
 
-    def evaluate(self, batch: Any, target: Any, *, loss: Any) -> torch.Tensor:
+    def evaluate(
+        self, batch: Any, target: Any, *, loss: Loss, loss_weight: LossWeight | None = None
+    ) -> torch.Tensor:
         """Return the mean loss of a batch, on all ranks, without gradients; see `step`."""
         if self._sharded is not None:
             self._sharded.sharding.begin_step()
-        mean_loss = self.pipeline.evaluate(*self._cut(batch, target), loss=loss)
+        parts = self._cut(batch, target)
+        mean_loss = self.pipeline.evaluate(*parts, loss=loss, loss_weight=loss_weight)
         return (
             mean_loss
             if self._adds_in_pipeline()

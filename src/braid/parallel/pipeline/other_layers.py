@@ -11,30 +11,23 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from braid.comm.autograd.nested import tensors_in
 from braid.parallel.pipeline.stage import Layer
 
-__all__ = ["OtherLayers", "warn_of_penalty"]
+__all__ = ["OtherLayers"]
 
 OLD = (
     "{} of a model on pipeline stages uses old values of the layers that other ranks train, such "
     "as {!r}, unless the program has loaded newer ones: call evaluate() of the engine instead, "
     "make the model whole by make_whole() of HybridParallel, or save a checkpoint by braid.save"
-)
-PENALTY = (
-    "the loss uses all {} weights of this rank beside the output, like a penalty on weights, but "
-    "cannot use the weights of other ranks of the pipeline: use weight_decay of the optimizer, or "
-    "add the gradient of the penalty to .grad on each rank after pipeline.step"
 )
 _OF_MODULES: WeakKeyDictionary[nn.Module, OtherLayers] = WeakKeyDictionary()
 
@@ -115,32 +108,3 @@ def _before_state_dict(
 ) -> None:
     if not keep_vars:  # braid's own calls need the names only
         others.warn(name, "state_dict()", 3)
-
-
-def warn_of_penalty(loss: torch.Tensor, output: Any, params: Iterable[nn.Parameter]) -> bool:
-    """Warn if a loss uses all weights of this rank, since it cannot use other ranks' weights.
-
-    Args:
-        loss: Loss of a micro-batch.
-        output: Output of the last stage.
-        params: Parameters of this rank.
-
-    Returns:
-        Whether a warning was given.
-    """
-    weights = {param for param in params if param.requires_grad and param.dim() > 1}
-    ends = {x.grad_fn for x in tensors_in(output)}
-    if len(weights) < 2 or not ends:
-        return False
-    nodes, used, seen = [loss.grad_fn], set(), set(ends)
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        used.add(getattr(node, "variable", None))
-        nodes += [following for following, _ in node.next_functions]
-    if weights <= used:
-        warnings.warn(PENALTY.format(len(weights)), UserWarning, stacklevel=2)
-        return True
-    return False

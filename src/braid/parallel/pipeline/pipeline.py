@@ -33,8 +33,6 @@ from braid.parallel.gradients.exact_norm import clip_counted_
 from braid.parallel.gradients.incomplete import PartOfModel, note_incomplete
 from braid.parallel.graph import CapturedGraph
 from braid.parallel.pipeline.cutting import (
-    check_target,
-    checked_loss,
     edges_of,
     noting,
     parts_of,
@@ -44,8 +42,9 @@ from braid.parallel.pipeline.cutting import (
 from braid.parallel.pipeline.deferred_batch_norm import commit_batch_norms
 from braid.parallel.pipeline.executor import Executor
 from braid.parallel.pipeline.messages import Messages
+from braid.parallel.pipeline.micro_losses import Loss, LossWarnings, LossWeight, MicroLosses
 from braid.parallel.pipeline.microbatches import gather, num_rows, scatter, sizes_of
-from braid.parallel.pipeline.other_layers import OtherLayers, warn_of_penalty
+from braid.parallel.pipeline.other_layers import OtherLayers
 from braid.parallel.pipeline.recomputing import check_recompute_policy
 from braid.parallel.pipeline.replicas import Replicas
 from braid.parallel.pipeline.stage import Stage
@@ -67,7 +66,6 @@ from braid.runtime.torch_internals import accumulate_hooks, version_of
 __all__ = ["Pipeline"]
 
 Schedule = Callable[[int, int], Program]
-Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 CALLS = PartOfModel(
     "clip_grad_norm_(max_norm) of the pipeline",
@@ -184,7 +182,7 @@ class Pipeline(nn.Module):
             )
             table_of(own_layers).make_equal(replicas, arguments)
         self._replicas = Replicas(self.stages, replicas)
-        self._has_penalty = False
+        self._advice = LossWarnings(self.parameters if group.size > 1 else None)
         self._optimizers: dict[int, Optimizer] = {}
         self._shared_optimizer: Optimizer | None = None
         for local_stage in self.stages.values():
@@ -243,27 +241,33 @@ class Pipeline(nn.Module):
             self._optimizers[stage].step()
             self._optimizers[stage].zero_grad()
 
-    def step(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
+    def step(
+        self, batch: Any, target: Any, *, loss: Loss, loss_weight: LossWeight | None = None
+    ) -> torch.Tensor:
         """Run forwards and backwards of a batch; gradients are added to `.grad`.
 
         Args:
             batch: Input of the model: containers of tensors that are split along dim 0. All ranks
                 pass it, because they need its length; only the first stage reads the rest.
             target: Targets of the loss, split in the same way; only the last stage reads them.
-            loss: Function (output, target) that returns the mean loss over samples.
+            loss: Function (output, target) that returns the mean loss of a micro-batch.
+            loss_weight: Function of a micro-batch's targets that returns the number of terms of
+                its mean, such as tokens without padding; None for its rows. Where the number is 0,
+                the micro-batch adds nothing, and `loss` is not called.
 
         Returns:
             Mean loss of the batch, on all ranks; without a graph.
 
         Raises:
             CommError: Another rank has failed; the message has its layer and action.
-            ConfigError: The batch has no rows, or lengths of batches differ between ranks.
+            ConfigError: The batch has no rows, lengths of batches differ between ranks, or a weight
+                is not valid.
 
         Cost: per stage and micro-batch two messages with the bytes between stages; an all_gather
             and a broadcast of 8 bytes.
         """
         try:
-            return self._step(batch, target, loss)
+            return self._step(batch, target, loss, loss_weight)
         except CommError as exc:
             self._messages.pass_on(str(exc))
             raise
@@ -271,7 +275,9 @@ class Pipeline(nn.Module):
             self._messages.abort(f"failed in a step: {type(exc).__name__}: {exc}")
             raise
 
-    def _step(self, batch: Any, target: Any, loss: Loss) -> torch.Tensor:
+    def _step(
+        self, batch: Any, target: Any, loss: Loss, loss_weight: LossWeight | None
+    ) -> torch.Tensor:
         # gradients of earlier steps have been added over ranks already
         added = self._tied.params | self._replicas.params
         earlier = {p: p.grad for p in added if p.grad is not None}
@@ -281,7 +287,7 @@ class Pipeline(nn.Module):
         self._replicas.begin()
         try:
             with self._tied.separate_uses(self.stages):
-                losses = self._run(batch, target, loss, trains=True)
+                losses = self._run(batch, target, loss, loss_weight, trains=True)
             self._replicas.finish()
             self._tied.add_up()
         finally:
@@ -298,6 +304,7 @@ class Pipeline(nn.Module):
         if self._shared_optimizer is not None:
             self._shared_optimizer.step()
             self._shared_optimizer.zero_grad()
+        self._advice.end_step()
         self.num_steps += 1
         self.other_layers.are_old = True
         return self._replicas.sum_of(self._sum_of(losses))
@@ -355,23 +362,37 @@ class Pipeline(nn.Module):
         """Abort other groups of this rank when a step fails, so that no rank waits in them."""
         self._messages.others += [group for group in groups if group.size > 1]
 
-    def evaluate(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
-        """Return the mean loss of a batch, on all ranks, without gradients."""
+    def average_over(self, group: Group) -> None:
+        """Weigh losses for gradients and losses that the caller averages over replicas."""
+        self._replicas = Replicas({}, group, averages=True)
+        self._messages.others.append(group)
+
+    def evaluate(
+        self, batch: Any, target: Any, *, loss: Loss, loss_weight: LossWeight | None = None
+    ) -> torch.Tensor:
+        """Return the mean loss of a batch, on all ranks, without gradients; see `step`."""
         # memory for messages must be usable by threads that are not in inference mode
         with torch.inference_mode(mode=False), torch.no_grad():
-            losses = self._run(batch, target, loss, trains=False)
+            losses = self._run(batch, target, loss, loss_weight, trains=False)
             return self._replicas.sum_of(self._sum_of(losses))
 
     def predict(self, batch: Any) -> Any:
         """Return the output of a batch on the rank of the last stage, and None on other ranks."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            outputs = self._run(batch, None, None, trains=False)
+            outputs = self._run(batch, None, None, None, trains=False)
         return gather([outputs[i] for i in sorted(outputs)]) if outputs else None
 
-    def _run(self, batch: Any, target: Any, loss: Loss | None, *, trains: bool) -> dict[int, Any]:
+    def _run(
+        self,
+        batch: Any,
+        target: Any,
+        loss: Loss | None,
+        loss_weight: LossWeight | None,
+        *,
+        trains: bool,
+    ) -> dict[int, Any]:
         rows = num_rows(batch)
-        sizes = sizes_of(rows, self._num_microbatches)
-        if not sizes:
+        if not rows:
             msg = "a batch of 0 rows cannot be split into micro-batches: leave it out on all ranks"
             raise ConfigError(msg)
         counts = self.group.all_gather(torch.tensor([rows])).tolist()
@@ -381,27 +402,26 @@ class Pipeline(nn.Module):
                 "pass the same batch on all ranks"
             )
             raise ConfigError(msg)
-        first, all_rows = self._replicas.share_of(rows)
+        all_rows = self._replicas.weights(rows)
+        # replicas that gather weights for each micro-batch need as many of them
+        fewest = round(min(all_rows)) if self._replicas.averages else rows
+        sizes = sizes_of(rows, min(fewest, self._num_microbatches))
+        first = round(sum(all_rows[: self._replicas.number]))
         ends = list(accumulate(sizes, initial=first))
         draws = [
             Draws(self._seed, self.num_steps, range(begin, end)) for begin, end in pairwise(ends)
         ]
-        targets: list[Any] = []
-
-        def loss_of(output: Any, i: int) -> torch.Tensor:
-            if not targets:  # here, so that invalid targets are an error on all ranks
-                check_target(target, rows)
-                targets.extend(scatter(target, sizes))
-            assert loss is not None
-            value = checked_loss(loss(output, targets[i]))
-            if trains and not i and not self._has_penalty and self.group.size > 1:
-                self._has_penalty = warn_of_penalty(value, output, self.parameters())
-            return value * (sizes[i] / all_rows)
-
+        losses = None
+        if loss is not None:
+            losses = MicroLosses(
+                *(loss, loss_weight, target, sizes),
+                replicas=self._replicas,
+                rows=all_rows,
+                advice=self._advice if trains else None,
+            )
         microbatches = scatter(batch, sizes) if 0 in self.stages else []
         executor = self._executor(len(sizes), trains=trains)
-        weighted_loss = None if loss is None else loss_of
-        return executor.run(microbatches, weighted_loss, draws.__getitem__ if trains else None)
+        return executor.run(microbatches, losses, draws.__getitem__ if trains else None)
 
     def _executor(self, num_microbatches: int, *, trains: bool) -> Executor:
         key = trains, num_microbatches

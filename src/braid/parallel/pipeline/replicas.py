@@ -11,7 +11,7 @@ samples, so the sum is the gradient of the mean loss over all samples.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -30,10 +30,15 @@ class Replicas:
         stages: Stages of this rank, by number.
         group: Ranks that have the same stages, in the order of their samples; None without
             replicas.
+        averages: Whether the caller averages gradients and losses over these ranks, after the step;
+            then no sums are made here.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], group: Group | None) -> None:
+    def __init__(
+        self, stages: Mapping[int, Stage], group: Group | None, *, averages: bool = False
+    ) -> None:
         self._group = group
+        self.averages = averages
         holders: dict[nn.Parameter, list[int]] = defaultdict(list)
         for number, stage in stages.items():
             for layer in stage.layers:
@@ -51,22 +56,30 @@ class Replicas:
         )
 
     @property
+    def number(self) -> int:
+        """Number of this replica, in the order of their samples."""
+        return 0 if self._group is None else self._group.rank
+
+    @property
     def params(self) -> set[nn.Parameter]:
         """Parameters with gradients that are added over replicas."""
         return {param for grad_sum in self._sums for param in grad_sum.params}
 
-    def share_of(self, rows: int) -> tuple[int, int]:
-        """Return the number of samples of lower replicas, and of all replicas; a collective.
+    def weights(self, weight: float) -> list[float]:
+        """Return the weights of all replicas, in order; a collective.
 
         Args:
-            rows: Samples of this replica.
+            weight: Weight of this replica, such as its number of samples.
 
         Cost: an all_gather of 8 bytes.
         """
         if self._group is None:
-            return 0, rows
-        counts = self._group.all_gather(torch.tensor([rows])).tolist()
-        return sum(counts[: self._group.rank]), sum(counts)
+            return [weight]
+        return self._group.all_gather(torch.tensor([weight], dtype=torch.float64)).tolist()
+
+    def total(self, weights: Sequence[float]) -> float:
+        """Return the weight that counts as one: the sum, or the mean if the caller averages."""
+        return sum(weights) / (len(weights) if self.averages else 1)
 
     def begin(self) -> None:
         """Prepare for the gradients of a new step."""
@@ -92,8 +105,10 @@ class Replicas:
                 grad_sum.finish()
 
     def sum_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a number summed over all replicas; a collective."""
-        return value if self._group is None else self._group.all_reduce(value)
+        """Return a number summed over replicas, unless the caller averages it; a collective."""
+        if self._group is None or self.averages:
+            return value
+        return self._group.all_reduce(value)
 
 
 class _Sum:

@@ -20,7 +20,6 @@ __all__ = [
     "checked_hash_every",
     "checked_hook",
     "checked_names",
-    "checked_weight",
     "first_given",
     "table_of",
     "trigger_of",
@@ -144,25 +143,6 @@ def checked_hook(state: object, hook: object) -> Hook:
         pass
     known: Hook = hook
     return known
-
-
-def checked_weight(weight: object) -> float | None:
-    """Return a loss weight, a number or a tensor of one element, as a float.
-
-    Raises:
-        ConfigError: The weight is negative, not finite, or not a number.
-    """
-    if weight is None:
-        return None
-    try:
-        # the program may pass anything
-        number = -1.0 if isinstance(weight, str) else float(weight)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        msg = f"a loss weight must be finite and not negative, got {weight!r}"
-        raise ConfigError(msg)
-    return number
 
 
 def checked_names(names: Collection[str]) -> tuple[str, ...]:

@@ -31,7 +31,6 @@ from braid.parallel.data_parallel.ddp.arguments import (
     checked_hash_every,
     checked_hook,
     checked_names,
-    checked_weight,
     first_given,
     table_of,
     trigger_of,
@@ -50,6 +49,7 @@ from braid.parallel.data_parallel.hooks.catalogue import hook_of
 from braid.parallel.data_parallel.replicas.data_parallel import DataParallel
 from braid.parallel.gradients import GradientReducer, Hook, ParamTable
 from braid.parallel.gradients.bucket_times import BucketTimes
+from braid.parallel.gradients.loss_weight import checked_weight
 from braid.parallel.gradients.lost_requests import reclaim_lost_requests
 from braid.parallel.gradients.process_groups import group_of, shown_group_of
 
@@ -276,7 +276,8 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
             ConfigError: The weight is negative or not finite.
             MismatchError: In backward, on all ranks: only some ranks have set a weight.
         """
-        self._reducer.set_loss_weight(checked_weight(num_samples))
+        weight = None if num_samples is None else checked_weight(num_samples)
+        self._reducer.set_loss_weight(weight)
 
     def average_next(self) -> None:
         """Average gradients in the next backward, even before the last accumulation step.
