@@ -15,13 +15,16 @@ them without an object of braid; they raise an error with this text.
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from braid.errors import ConfigError
 from braid.parallel.gradients.optimizer_kinds import kind_of_optimizer
@@ -30,12 +33,15 @@ from braid.runtime.torch_internals import before_clipping, before_unscaling
 __all__ = [
     "PartOfModel",
     "Use",
+    "check_steps",
+    "engines_of",
     "forget_incomplete",
     "is_part",
     "mark_part",
     "note_incomplete",
     "note_parts",
     "unmark_part",
+    "warn_in_state_dict",
 ]
 
 Use: TypeAlias = Literal[
@@ -98,6 +104,7 @@ class _Noted(NamedTuple):
     engine: weakref.ref[Any]
     params: Callable[[Any], Iterable[torch.Tensor]]
     refusal: Refusal
+    check_step: Callable[[Any, torch.optim.Optimizer], None] | None = None
 
 
 _NOTED: dict[int, _Noted] = {}  # by the engine's id, in the order of notes
@@ -123,6 +130,37 @@ def note_incomplete(
 def forget_incomplete(engine: object) -> None:
     """Allow torch's functions on the parameters of an engine again."""
     _NOTED.pop(id(engine), None)
+
+
+def check_steps(engine: Any, check: Callable[[Any, torch.optim.Optimizer], None]) -> None:
+    """Call `check` with an engine, already noted, and the optimizer before each optimizer step."""
+    _NOTED[id(engine)] = _NOTED[id(engine)]._replace(check_step=check)
+
+
+def engines_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the engines that have noted parameters of an optimizer, the latest first."""
+    ids = set(map(id, _params_of(optimizer)))
+    return [e for e, noted in _noted() if not ids.isdisjoint(map(id, noted.params(e)))]
+
+
+def _noted() -> Iterator[tuple[Any, _Noted]]:
+    for noted in reversed(_NOTED.copy().values()):  # the garbage collector may remove some
+        engine = noted.engine()
+        if engine is not None:
+            yield engine, noted
+
+
+def warn_in_state_dict(module: Any, text: Callable[[], str]) -> RemovableHandle:
+    """Warn with `text()`, unless it is empty, before a program calls `state_dict` of a module."""
+    handle: RemovableHandle = module.register_state_dict_pre_hook(partial(_warn_of_state, text))
+    return handle
+
+
+def _warn_of_state(
+    text: Callable[[], str], _module: nn.Module, _prefix: str, keep_vars: bool
+) -> None:
+    if not keep_vars and (warning := text()):  # braid's calls keep variables
+        warnings.warn(warning, UserWarning, stacklevel=3)
 
 
 def mark_part(param: torch.Tensor, calls: PartOfModel) -> None:
@@ -157,10 +195,7 @@ def _refusal_of_part(_module: nn.Module, params: Sequence[torch.Tensor], use: Us
 def _check(tensors: Sequence[torch.Tensor], use: Use) -> None:
     """Raise if a function of torch cannot be used on these parameters, or gradients, now."""
     ids = set(map(id, tensors))
-    for noted in reversed(_NOTED.copy().values()):  # the garbage collector may remove some
-        engine = noted.engine()
-        if engine is None:
-            continue
+    for engine, noted in _noted():
         of_gradients = use == "get_total_norm"
         known = {id(p.grad if of_gradients else p): p for p in noted.params(engine)}
         if not ids.isdisjoint(known):
@@ -184,7 +219,7 @@ def _check_scaler(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-    """Raise if an optimizer needs more than the parts of parameters that it has."""
+    """Raise if an optimizer cannot step on the parameters that it has."""
     kind = kind_of_optimizer(optimizer)
     if kind == "together":
         _check(_params_of(optimizer), "LBFGS")
@@ -198,6 +233,9 @@ def _check_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object
                 "that updates each element"
             )
             raise ConfigError(msg)
+    for engine, noted in _noted():
+        if noted.check_step is not None:
+            noted.check_step(engine, optimizer)
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -14,12 +14,12 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from braid.parallel.gradients.incomplete import warn_in_state_dict
 from braid.parallel.pipeline.stage import Layer
 
 __all__ = ["OtherLayers"]
@@ -71,9 +71,8 @@ class OtherLayers:
                 continue
             before = partial(_before_forward, self, names[module])
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-            every: Any = module  # torch's method has no types
-            before_state = partial(_before_state_dict, self, names[module])
-            self._handles.append(every.register_state_dict_pre_hook(before_state))
+            text = partial(self.warning, names[module], "state_dict()")
+            self._handles.append(warn_in_state_dict(module, text))
             _OF_MODULES[module] = self
         if stale:
             warnings.warn(OLD.format("a second pipeline", stale), UserWarning, stacklevel=4)
@@ -91,20 +90,14 @@ class OtherLayers:
             handle.remove()
         self._handles.clear()
 
-    def warn(self, name: str, use: str, stacklevel: int) -> None:
-        """Warn once if the layers have old values."""
-        if self.are_old and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(OLD.format(use, name), UserWarning, stacklevel=stacklevel + 1)
+    def warning(self, name: str, use: str) -> str:
+        """Return a warning once if the layers have old values; else nothing."""
+        is_first = self.are_old and not self._has_warned
+        self._has_warned = self._has_warned or is_first
+        return OLD.format(use, name) if is_first else ""
 
 
 def _before_forward(others: OtherLayers, name: str, module: nn.Module, _args: object) -> None:
-    if any(param.requires_grad for param in module.parameters(recurse=False)):
-        others.warn(name, "a call", 3)
-
-
-def _before_state_dict(
-    others: OtherLayers, name: str, _module: nn.Module, _prefix: str, keep_vars: bool
-) -> None:
-    if not keep_vars:  # braid's own calls need the names only
-        others.warn(name, "state_dict()", 3)
+    is_trained = any(param.requires_grad for param in module.parameters(recurse=False))
+    if is_trained and (text := others.warning(name, "a call")):
+        warnings.warn(text, UserWarning, stacklevel=3)

@@ -14,18 +14,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from braid.errors import ConfigError, raise_all
+from braid.parallel.gradients.incomplete import check_steps, engines_of
 from braid.parallel.gradients.optimizer_in_place import refuse_copy
 from braid.parallel.gradients.optimizer_kinds import kind_of_optimizer, refusal_of_optimizer
 from braid.parallel.gradients.process_groups import group_of
-from braid.parallel.sharding.engine import Sharding, sharding_of
+from braid.parallel.sharding.engine import Sharding
 from braid.parallel.sharding.options import ShardingOptions
 
 __all__ = ["attach", "has_pieces", "needs_whole", "refuse_wrong_rules", "shard_optimizer"]
-
-ENGINES: dict[int, weakref.ref[Sharding]] = {}  # engines by parameter id
 
 
 def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
@@ -130,11 +128,17 @@ def attach(
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_Attached, kind), {"braid_sharding": reference})
 
+    def before_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        engine = reference()
+        if engine is not None:
+            engine.check_step()
+
     def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
         engine = reference()
         if engine is not None:
             engine.share_step()
 
+    optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
 
 
@@ -144,39 +148,18 @@ def refuse_wrong_rules(sharding: Sharding) -> None:
     Without this check LBFGS, or optimizers that use norms, would step on pieces as if they were
     parameters. At stages 1 and 2 any optimizer would find no gradients, and change nothing.
     """
-    ids = [id(param) for record, owned in sharding.owned() for param in (record.param, owned)]
-    reference = weakref.ref(sharding)
-    ENGINES.update(dict.fromkeys(ids, reference))
-
-    def forget() -> None:
-        for key in ids:
-            if ENGINES.get(key) is reference:
-                del ENGINES[key]
-
-    weakref.finalize(sharding, forget)
+    check_steps(sharding, _check_step)
 
 
 def has_pieces(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer steps on the pieces of a sharded model."""
-    return isinstance(optimizer, _Attached) or _engine_of(optimizer) is not None
+    engines = engines_of(optimizer)
+    return isinstance(optimizer, _Attached) or any(isinstance(e, Sharding) for e in engines)
 
 
-def _engine_of(optimizer: torch.optim.Optimizer) -> Sharding | None:
-    """Return the engine of the first sharded parameter, unless sharding was undone."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    engines = (ENGINES[id(param)]() for param in params if id(param) in ENGINES)
-    return next((e for e in engines if e is not None and sharding_of(e.model) is e), None)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def _check_step(engine: Sharding, optimizer: torch.optim.Optimizer) -> None:
     """Raise if an unattached optimizer cannot use the pieces of its parameters."""
-    if isinstance(optimizer, _Attached):
-        attached = type(optimizer).braid_sharding()
-        if attached is not None:
-            attached.check_step()
-        return
-    engine = _engine_of(optimizer) if ENGINES else None
-    if engine is None:
+    if isinstance(optimizer, _Attached) or engine not in engines_of(optimizer):
         return
     _check_known(optimizer)
     name = type(optimizer).__name__
@@ -194,9 +177,6 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
             "sharding.shard_optimizer(optimizer, model, stage=3) instead of wrapping"
         )
         raise ConfigError(msg)
-
-
-register_optimizer_step_pre_hook(_before_step)  # one hook for all models
 
 
 class _Attached:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from braid.errors import raise_all
@@ -17,6 +15,7 @@ from braid.parallel.gradients.incomplete import (
     Use,
     forget_incomplete,
     note_incomplete,
+    warn_in_state_dict,
 )
 from braid.parallel.sharding.flat_gradients import STAGE_OF_PARAMETERS
 from braid.runtime.torch_internals import accumulate_hooks
@@ -57,12 +56,10 @@ def guard(engine: Sharding) -> GuardedModel:
     reference, model_reference = weakref.ref(engine), weakref.ref(engine.model)
     before = vars(engine.model).get("zero_grad")
 
-    def warn(_module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+    def text() -> str:
         sharding = reference()
-        if sharding is None or keep_vars:  # which braid's calls pass
-            return
-        if any(record.param.shape != record.spec.shape for record in sharding.table):
-            warnings.warn(PIECES, UserWarning, stacklevel=3)
+        table = () if sharding is None else sharding.table
+        return PIECES if any(r.param.shape != r.spec.shape for r in table) else ""
 
     def zero_grad(*args: Any, **kwargs: Any) -> None:
         sharding, model = reference(), model_reference()
@@ -75,8 +72,7 @@ def guard(engine: Sharding) -> GuardedModel:
 
     if engine.options.stage != STAGE_OF_PARAMETERS:  # else pieces are the model's parameters
         vars(engine.model)["zero_grad"] = zero_grad
-    model: Any = engine.model  # torch's method has no types
-    return GuardedModel(model.register_state_dict_pre_hook(warn), before)
+    return GuardedModel(warn_in_state_dict(engine.model, text), before)
 
 
 def release(engine: Sharding, changed: GuardedModel) -> None:
