@@ -17,9 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from braid.comm import Request, StepsBy, Work
-from braid.errors import ConfigError
 from braid.parallel.sharding.flat_shard import FlatShard
-from braid.parallel.sharding.moved_gradient import MovedGradient, moved_gradient
+from braid.parallel.sharding.moved_gradient import MovedGradient, MovedGradients
 from braid.parallel.sharding.slots import Slot
 
 __all__ = ["FlatGradients", "sums_in_dtype_of_pieces"]
@@ -38,6 +37,7 @@ class FlatGradients:
 
     Attributes:
         flat, slot: Arguments.
+        moved: Stand-ins for gradients of the whole parameters.
         is_launched: Whether the sum has been started in this backward.
     """
 
@@ -79,10 +79,7 @@ class FlatGradients:
         self._earlier: list[tuple[int, torch.Tensor]] = []
         self._local: dict[int, torch.Tensor] = {}  # local sums in another dtype
         self._has_stepped = self._remains = False  # since the last sum; gradients of a step before
-        self._moved: dict[int, MovedGradient] = {}  # by the index of the whole parameter
-        self._shown: set[int] = set()  # whole parameters with a stand-in as gradient
-        self._hidden: set[int] = set()  # their stand-in is removed while a backward runs
-        self._kept: set[int] = set()  # whole parameters with a local gradient of `no_sync`
+        self.moved = MovedGradients(flat)
 
     def busy(self) -> list[FlatGradients]:
         """Return the flat gradients that now use the temporary memory (slots) of this vector."""
@@ -117,7 +114,7 @@ class FlatGradients:
     def accumulate(self, index: int) -> None:
         """Add gradient number `index` to a local sum, if sums have another dtype than gradients."""
         leaf = self.flat.leaves[index]
-        self._kept.add(index)
+        self.moved.kept.add(index)
         if leaf.grad is None or leaf.dtype == self.flat.dtypes.reduce:
             return
         grad, leaf.grad = leaf.grad.detach(), None
@@ -129,7 +126,7 @@ class FlatGradients:
     def launch(self) -> None:
         """Copy gradients to temporary memory (two slots, which must be free); start their sum."""
         self.is_launched = True
-        self.hide_moved()
+        self.moved.hide()
         self.slot.holder = self
         if self._part_slot is not None:
             self._part_slot.holder = self
@@ -148,7 +145,7 @@ class FlatGradients:
             for grad in others:
                 view.add_(grad)
             leaf.grad = None
-        self._kept.clear()
+        self.moved.kept.clear()
         self._local.clear()
         self._work = self._request.start(steps_by=StepsBy.WAITER)
 
@@ -191,59 +188,11 @@ class FlatGradients:
                 self.flat.owned[i].grad = self._grads[i]
         self._earlier = []
         if self.flat.stage != STAGE_OF_PARAMETERS:
-            self._show_moved(has)
-
-    def _show_moved(self, has: Sequence[bool]) -> None:
-        for i, (record, leaf) in enumerate(zip(self.flat.records, self.flat.leaves, strict=True)):
-            if has[i] or i in self._hidden:
-                if i not in self._moved:
-                    self._moved[i] = moved_gradient(record.name, leaf)
-                leaf.grad = self._moved[i]
-                self._shown.add(i)
-        self._hidden.clear()
-
-    def hide_moved(self) -> None:
-        """Remove stand-ins, so that gradients can accumulate; drop gradients that have none."""
-        for i in self._shown:
-            leaf = self.flat.leaves[i]
-            if leaf.grad is None:  # dropped by the program
-                self.flat.owned[i].grad = None
-            elif leaf.grad is self._moved[i]:
-                leaf.grad = None
-                self._hidden.add(i)
-        self._shown.clear()
-
-    def check_step(self) -> None:
-        """Prepare a step: drop gradients that the program has dropped, and look for new ones.
-
-        Raises:
-            ConfigError: The program has set the gradient of a whole parameter.
-        """
-        if self.flat.stage == STAGE_OF_PARAMETERS:
-            return
-        for i, leaf in enumerate(self.flat.leaves):
-            grad = leaf.grad
-            if grad is None and i in self._shown:
-                self.flat.owned[i].grad = None  # dropped by the program
-            elif grad is not None and grad is not self._moved.get(i) and i not in self._kept:
-                name = self.flat.records[i].name
-                msg = (
-                    f"{name!r} has a gradient that this step would not use, since at stage "
-                    f"{self.flat.stage} gradients belong to pieces: set .grad of the parameters "
-                    "in optimizer.param_groups"
-                )
-                raise ConfigError(msg)
-
-    def reset(self) -> None:
-        """Reset the state for a new backward."""
-        self.is_launched = False
+            self.moved.show(has)
 
     def drop(self) -> None:
         """Drop the gradients of whole parameters, and discard a sum that was not waited for."""
-        for leaf in self.flat.leaves:
-            leaf.grad = None
-        for indices in (self._shown, self._hidden, self._kept):
-            indices.clear()
+        self.moved.clear()
         self._local.clear()
         self.is_launched = False
 

@@ -10,16 +10,16 @@ Idea: `.grad` is an object that raises an error when it is used. It has no memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from braid.errors import ConfigError
+from braid.parallel.sharding.flat_shard import FlatShard
 from braid.runtime.torch_internals import can_set_data, tracing_context
 
-__all__ = ["MovedGradient", "moved_gradient"]
+__all__ = ["MovedGradient", "MovedGradients"]
 
 # what may be asked of a gradient without its values
 _FORM = {
@@ -81,9 +81,68 @@ class MovedGradient(torch.Tensor):
         return repr(self)
 
 
-def moved_gradient(name: str, param: nn.Parameter) -> MovedGradient:
-    """Return the stand-in for the gradient of a parameter."""
-    hole = torch.full((), torch.nan, dtype=param.dtype, device=param.device)
-    moved = hole.expand(param.shape).as_subclass(MovedGradient)
-    moved.braid_name = name
-    return moved
+class MovedGradients:
+    """Stand-ins for the gradients of the parameters in a flat vector.
+
+    Args:
+        flat: The parameters; their averages belong to pieces.
+
+    Attributes:
+        kept: Indices of whole parameters with a local gradient of `no_sync`.
+    """
+
+    def __init__(self, flat: FlatShard) -> None:
+        self.kept: set[int] = set()
+        self._flat = flat
+        self._made: dict[int, MovedGradient] = {}  # by the index of the whole parameter
+        self._shown: set[int] = set()  # whole parameters with a stand-in as gradient
+        self._hidden: set[int] = set()  # their stand-in is removed while a backward runs
+
+    def show(self, has: Sequence[bool]) -> None:
+        """Set stand-ins for gradients that exist on any rank or were hidden."""
+        for i, (record, leaf) in enumerate(zip(self._flat.records, self._flat.leaves, strict=True)):
+            if has[i] or i in self._hidden:
+                if i not in self._made:
+                    hole = torch.full((), torch.nan, dtype=leaf.dtype, device=leaf.device)
+                    self._made[i] = hole.expand(leaf.shape).as_subclass(MovedGradient)
+                    self._made[i].braid_name = record.name
+                leaf.grad = self._made[i]
+                self._shown.add(i)
+        self._hidden.clear()
+
+    def hide(self) -> None:
+        """Remove stand-ins, so that gradients can accumulate; drop gradients that have none."""
+        for i in self._shown:
+            leaf = self._flat.leaves[i]
+            if leaf.grad is None:  # dropped by the program
+                self._flat.owned[i].grad = None
+            elif leaf.grad is self._made[i]:
+                leaf.grad = None
+                self._hidden.add(i)
+        self._shown.clear()
+
+    def check_step(self) -> None:
+        """Prepare a step: drop gradients that the program has dropped, and look for new ones.
+
+        Raises:
+            ConfigError: The program has set the gradient of a whole parameter.
+        """
+        for i, leaf in enumerate(self._flat.leaves):
+            grad = leaf.grad
+            if grad is None and i in self._shown:
+                self._flat.owned[i].grad = None  # dropped by the program
+            elif grad is not None and grad is not self._made.get(i) and i not in self.kept:
+                name = self._flat.records[i].name
+                msg = (
+                    f"{name!r} has a gradient that this step would not use, since at stage "
+                    f"{self._flat.stage} gradients belong to pieces: set .grad of the parameters "
+                    "in optimizer.param_groups"
+                )
+                raise ConfigError(msg)
+
+    def clear(self) -> None:
+        """Drop all gradients of whole parameters."""
+        for leaf in self._flat.leaves:
+            leaf.grad = None
+        for indices in (self._shown, self._hidden, self.kept):
+            indices.clear()

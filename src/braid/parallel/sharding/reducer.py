@@ -98,7 +98,7 @@ class ShardReducer(GradientListener):
         self._next = 0
         self._seen.clear()
         for gradients in self._gradients:
-            gradients.reset()
+            gradients.is_launched = False
             needed = [leaf for leaf in gradients.flat.leaves if leaf.requires_grad]
             self._missing[id(gradients)] = len(needed)
         at_end_of_backward(self._backward_ended)
@@ -118,12 +118,13 @@ class ShardReducer(GradientListener):
         """Remove the stand-ins for gradients that belong to pieces."""
         self._are_shown = False
         for gradients in self._gradients:
-            gradients.hide_moved()
+            gradients.moved.hide()
 
     def check_step(self) -> None:
         """Raise if the program has set gradients that a step would not use."""
         for gradients in self._gradients:
-            gradients.check_step()
+            if gradients.flat.stage != STAGE_OF_PARAMETERS:
+                gradients.moved.check_step()
 
     def on_partial_grad(self, position: int, _grad: torch.Tensor, /) -> None:
         """Remove stand-ins before the first gradient of a backward accumulates."""
@@ -166,7 +167,7 @@ class ShardReducer(GradientListener):
         """Average the local gradients from backwards inside of `no_sync`; a collective."""
         self._is_in_backward, self._sums, self._next = True, True, 0
         for gradients in self._gradients:
-            gradients.reset()
+            gradients.is_launched = False
             self._missing[id(gradients)] = 0
         self._end()
 
