@@ -366,7 +366,7 @@ def train(
         means[run.num_steps] = (sums / members.group.size).float()
 
     means: dict[int, torch.Tensor] = {}
-    options |= {"evaluation": Evaluation(evaluate, evaluate_every)}
+    options |= {"evaluation": Evaluation(evaluate if evaluate_every else None, evaluate_every)}
     run = ElasticTraining(members, whole, num_shards=shards, seed=3, update=update, **options)
     with run:
         for _ in run.epochs(epochs):
@@ -479,7 +479,7 @@ def train_on_mesh(
         verify=verify,
         replace_slow=replace_slow,
         checkpoints=checkpoints,
-        evaluation=Evaluation(evaluate, evaluate_every),
+        evaluation=Evaluation(evaluate if evaluate_every else None, evaluate_every),
     )
     with run:
         for _ in run.epochs(epochs):

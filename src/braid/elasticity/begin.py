@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from braid.elasticity.bit_flips import flip_bits_on_signal
-from braid.elasticity.evaluation import evaluation_of
+from braid.elasticity.evaluation import Evaluation
 from braid.elasticity.learning_rate import RateRule, require_rule
 from braid.elasticity.members import JobMembers
 from braid.elasticity.mesh import Build, MeshReplica
 from braid.elasticity.mesh_choice import mesh_chooser
 from braid.elasticity.replica import WholeModel
-from braid.elasticity.saving import checkpoints_in
+from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import Stateful, TrainingState
 from braid.elasticity.training import ElasticTraining
 from braid.errors import ConfigError, below, raise_all
@@ -150,8 +150,8 @@ def elastic(
         batch_per_rank=batch_per_rank,
         verify=verify,
         replace_slow=replace_slow,
-        checkpoints=checkpoints_in(checkpoints, checkpoint_every),
-        evaluation=evaluation_of(evaluate, evaluate_every),
+        checkpoints=TrainingCheckpoints(checkpoints, checkpoint_every),
+        evaluation=Evaluation(evaluate, evaluate_every),
         flip_bits=flip_bits_on_signal() if members.takes_faults else None,
     )
 
@@ -231,8 +231,8 @@ def elastic_mesh(
     require_rule(batch_per_rank, shards)
 
     choose = mesh_chooser(mesh)
-    evaluation = evaluation_of(evaluate, evaluate_every)
-    saved = checkpoints_in(checkpoints, checkpoint_every)
+    evaluation = Evaluation(evaluate, evaluate_every)
+    saved = TrainingCheckpoints(checkpoints, checkpoint_every)
     members = JobMembers()
     first = None if members.is_newcomer else choose(members.group.size)
     if (verify or replace_slow) and first and first.size > 1 == first.axes.get("dp", 1):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from braid.errors import ConfigError
 
-__all__ = ["Evaluation", "evaluation_of"]
+__all__ = ["Evaluation"]
 
 
 class Evaluation:
@@ -19,9 +19,18 @@ class Evaluation:
     Args:
         function: The function; None to call nothing.
         every: Number of steps between two calls.
+
+    Raises:
+        ConfigError: Only one of `function` and `every` is given.
     """
 
     def __init__(self, function: Callable[[], object] | None = None, every: int = 0) -> None:
+        if (function is None) != (every <= 0):
+            msg = (
+                f"evaluate={function!r} and evaluate_every={every} belong together: pass both, a "
+                "function and a number of steps of at least 1"
+            )
+            raise ConfigError(msg)
         self._function = function
         self._every = every
         self._last = 0  # number of steps after which it was called last
@@ -39,18 +48,3 @@ class Evaluation:
     def skip(self, num_steps: int) -> None:
         """Record that the evaluation after `num_steps` steps is complete, without a call."""
         self._last = num_steps
-
-
-def evaluation_of(function: Callable[[], object] | None, every: int) -> Evaluation:
-    """Return the evaluation for these arguments of `braid.elastic`, after checking them.
-
-    Raises:
-        ConfigError: Only one of `function` and `every` is given.
-    """
-    if (function is None) != (every <= 0):
-        msg = (
-            f"evaluate={function!r} and evaluate_every={every} belong together: pass both, a "
-            "function and a number of steps of at least 1"
-        )
-        raise ConfigError(msg)
-    return Evaluation(function, every)

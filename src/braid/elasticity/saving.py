@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from braid.checkpoint.directory import CheckpointDirectory
 from braid.comm import Group
 from braid.elasticity.members import Members
@@ -13,7 +15,7 @@ from braid.elasticity.state_transfer import TrainingState
 from braid.errors import CheckpointError, ConfigError
 from braid.parallel import resume
 
-__all__ = ["TrainingCheckpoints", "checkpoints_in"]
+__all__ = ["TrainingCheckpoints"]
 
 LOG = logging.getLogger(__name__)
 PROGRESS = "elastic_training"  # name of the numbers beside the state
@@ -28,9 +30,18 @@ class TrainingCheckpoints:
 
     Attributes:
         directory: The directory.
+
+    Raises:
+        ConfigError: Only one of `directory` and `every` is given.
     """
 
     def __init__(self, directory: str = "", every: int = 0) -> None:
+        if bool(directory) != (every > 0):
+            msg = (
+                f"checkpoints={directory!r} and checkpoint_every={every} belong together: pass "
+                "both, a directory that all ranks share and a number of steps of at least 1"
+            )
+            raise ConfigError(msg)
         self.directory = directory
         self._every = every
 
@@ -41,10 +52,20 @@ class TrainingCheckpoints:
         """Return whether a checkpoint is due after `num_steps` steps."""
         return bool(self) and num_steps % self._every == 0
 
-    def has(self, num_steps: int) -> bool:
-        """Return whether the directory has a checkpoint after at least `num_steps` steps."""
-        steps = CheckpointDirectory(self.directory).steps()
-        return bool(steps) and steps[-1] >= num_steps
+    def vote(self, members: Members, num_steps: int, *, is_wanted: bool, is_only: bool) -> bool:
+        """Return whether all members want a checkpoint, or one needs it; a collective.
+
+        A member needs it if it has lost the launcher, or leaves and has the only copy of its part.
+        In a last epoch, save if no later step is in the directory: ranks of a living launcher, from
+        which these members are cut off, may have gone further. Without a checkpoint, others take
+        the state over.
+        """
+        needs = members.has_lost_launcher or (is_wanted and is_only)
+        vote = -1 if needs else int(is_wanted)
+        if members.is_last_epoch:
+            steps = CheckpointDirectory(self.directory).steps()
+            vote = int(not steps or steps[-1] < num_steps)
+        return bool(members.group.all_reduce(torch.tensor([vote]), op="min").item())
 
     def save(
         self, members: Members, model: Any, state: TrainingState, progress: Mapping[str, Any]
@@ -110,21 +131,6 @@ class TrainingCheckpoints:
                 "processes"
             )
             raise CheckpointError(msg)
-
-
-def checkpoints_in(directory: str, every: int) -> TrainingCheckpoints:
-    """Return the checkpoints of a directory; an empty name disables checkpoints.
-
-    Raises:
-        ConfigError: Only one of `directory` and `every` is given.
-    """
-    if bool(directory) != (every > 0):
-        msg = (
-            f"checkpoints={directory!r} and checkpoint_every={every} belong together: pass both, "
-            "a directory that all ranks share and a number of steps of at least 1"
-        )
-        raise ConfigError(msg)
-    return TrainingCheckpoints(directory, every)
 
 
 class _Values:

@@ -192,7 +192,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
                 fills=self._replica.needs_all,
             ):
                 before = self.num_steps, self._rounds.position
-                number = self.num_steps * MOST_SHARDS + self._shard
+                shard = self._rounds.shard(self.num_steps, len(self._sizes))
+                number = self.num_steps * MOST_SHARDS + shard
                 if not self._survives(partial(self._replica.begin, number)):
                     break
                 yield batch
@@ -296,8 +297,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         """
         try:
             refuse_changes(self._replica.state, self._fingerprint, self._replica.records)
-            seed_all(self._seed, self.num_steps, self._shard)
-            self._rounds.begin(self.num_steps, len(self._sizes))
+            place = self.num_steps, len(self._sizes)
+            seed_all(self._seed, self.num_steps, self._rounds.shard(*place))
+            self._rounds.begin(*place)
             yield
             self._flip_bits(self._replica.records)
             self._end_micro_batch()
@@ -319,11 +321,6 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         if not self._is_prepared:
             self._restart_step()
         self._join_next_epoch(self.num_steps)
-
-    @property
-    def _shard(self) -> int:
-        """Number of this micro-batch; see `StepRounds.shard`."""
-        return self._rounds.shard(self.num_steps, len(self._sizes))
 
     def _end_micro_batch(self) -> None:
         """Add the micro-batch to the step, and end the step after the last round."""
@@ -396,10 +393,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     def _join_next_epoch(self, num_steps: int) -> None:
         """Go on with the members of the next epoch, from the state that has seen most steps."""
-        self._enter_epoch(self._next_epoch(num_steps))
-
-    def _next_epoch(self, num_steps: int) -> list[int]:
-        return self._members.next_epoch(num_steps, self._checkpoints.directory)
+        self._enter_epoch(self._members.next_epoch(num_steps, self._checkpoints.directory))
 
     def _enter_epoch(self, num_steps: list[int]) -> None:
         """Begin an epoch; if a member dies meanwhile, begin the next one."""
@@ -409,15 +403,21 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             except CommError as error:
                 require_change(self._members, error)
                 seen = self.num_steps if self.num_changes >= 0 else -1
-                num_steps = self._next_epoch(seen)
+                num_steps = self._members.next_epoch(seen, self._checkpoints.directory)
             else:
                 return
 
     def _begin_epoch(self, num_steps: list[int]) -> None:
         """Take over the newest state, and get ready to train with these members; a collective."""
         members = self._members.group
-        if self._is_prepared:
-            num_steps = self._decide(num_steps)
+        if self._is_prepared:  # update if a member has done so, since all agreed before
+            newest = max(num_steps)
+            if newest > self.num_steps:
+                self._take_step()
+            else:
+                self._is_prepared = False
+                self._restart_step()
+            num_steps = [newest if seen >= 0 else seen for seen in num_steps]
         progress = self._progress
         try:
             self._replica.enter(members, num_steps, progress, self._checkpoints)
@@ -461,33 +461,11 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         }
 
     def _save(self, *, is_wanted: bool = True) -> None:
-        """Save a checkpoint if all members want it, or one needs it; a collective.
-
-        A member needs it if it has lost the launcher, or leaves and has the only copy of its part.
-        In a last epoch, save if no later step is in the directory: ranks of a living launcher, from
-        which these members are cut off, may have gone further.
-        """
-        is_alone = self._members.has_lost_launcher or (is_wanted and not self._replica.part_names)
-        vote = -1 if is_alone else int(is_wanted)
-        if self._members.is_last_epoch:
-            vote = int(not self._checkpoints.has(self.num_steps))
-        if not self._members.group.all_reduce(torch.tensor([vote]), op="min").item():
-            return  # others take the state over
-        self._checkpoints.save(self._members, self.model, self._replica.state, self._progress)
-        self._saved = self.num_steps, self._version
-
-    def _decide(self, num_steps: Sequence[int]) -> list[int]:
-        """Update if a member has done so, since all agreed before; or else repeat the step.
-
-        Returns the number of steps that the state of each member will have seen.
-        """
-        newest = max(num_steps)
-        if newest > self.num_steps:
-            self._take_step()
-        else:
-            self._is_prepared = False
-            self._restart_step()
-        return [newest if seen >= 0 else seen for seen in num_steps]
+        """Save a checkpoint if members want it; see `TrainingCheckpoints.vote`."""
+        members, is_only = self._members, not self._replica.part_names
+        if self._checkpoints.vote(members, self.num_steps, is_wanted=is_wanted, is_only=is_only):
+            self._checkpoints.save(members, self.model, self._replica.state, self._progress)
+            self._saved = self.num_steps, self._version
 
     def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
         if self._rounds.position != (0, None):
@@ -495,8 +473,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             raise ConfigError(msg)
         samples = self._samples
         if samples is None or samples.loader is not loader:
-            per_rank = self._rule is not None
-            make = partial(MicroBatches, loader, self._seed, per_rank=per_rank)
+            make = partial(MicroBatches, loader, self._seed, per_rank=self._rule is not None)
             samples = self._samples = self._try(make)
         samples.epoch = self.at.epoch
         return samples
